@@ -101,8 +101,8 @@ def restore(
 ) -> dict[str, Any]:
     """Computes a prompt and saves its pages. A second runner restores them to other pages and goes on from there.
 
-    The host memory of the rank `damaged` is overwritten in between. `memory` is a file for all ranks. With "" each rank has
-    its own memory.
+    The host memory of the rank `damaged` is overwritten in between. `memory` is a file for all ranks; if it is empty, each
+    rank has its own memory.
     """
     config = {**config, "rank": group.rank, "world_size": group.world}
     host_memory = os.open(memory, os.O_RDWR | os.O_CREAT) if memory else os.memfd_create("host")

@@ -19,7 +19,7 @@ PROMPT = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38, 46, 26, 43, 38, 32, 79, 50, 28,
 FULL = len(PROMPT) // SIZE
 GREEDY = Sampling()
 ROWS = [60, 61]
-"""Pages of the hot rows of slot 1, whose other pages are 10, 11, ... and whose pages of the host are 100, 101, ..."""
+"""Pages of the hot rows of slot 1. Its other pages are 10, 11, ..., and its host pages are 100, 101, ..."""
 
 
 class Slot:
@@ -72,7 +72,7 @@ class Slot:
 
 
 def compare(results: list[StepResult], family: str) -> None:
-    """Tokens are those of transformers, and so are log-probabilities."""
+    """Compares tokens and log-probabilities with those of transformers."""
     tokens, logprobs = greedy_reference(model_of(family), PROMPT, len(results))
     assert [int(result.tokens[0]) for result in results] == tokens
     for result, distribution in zip(results, logprobs, strict=True):
@@ -81,7 +81,7 @@ def compare(results: list[StepResult], family: str) -> None:
 
 
 def says_what_transformers_says(family: str, hand: Mapping[str, Any]) -> None:
-    """A prompt, its saves, and 15 tokens of a sparse slot, on such a hand."""
+    """Computes a prompt, saves its pages, and generates 15 tokens in a sparse slot."""
     slot = Slot(family, **hand)
     results = [slot.prefill(Sampling(logprobs=5))]
     slot.until_ended(FULL)

@@ -1,4 +1,4 @@
-"""Runs two hands of one model in step: one has all pages on the device, the other drops pages and restores them."""
+"""Runs two hands of one model in step. One keeps all pages on the device, the other drops pages and restores them."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ from tests.hand.support import (
 
 TOP_K = INDEXED["index_topk"]
 CLEAR = 3e-6
-"""A margin of scores that no order of additions changes."""
+"""Margins of scores above this do not depend on the order of additions."""
 SIZE = 4
 TAIL = 2
-"""Last pages of a request, which are never dropped."""
+"""The last pages of a request, which are never dropped."""
 HOST = {"host_ratio": 4.0, "hot_row_tokens": TOP_K, "page_size": SIZE, "kv_checksum": True}
 SPARSE = pytest.mark.parametrize("family", ["deepseek-v32", "glm-dsa-shared"])
 HANDS: dict[str, dict[str, Any]] = {
@@ -45,7 +45,7 @@ HANDS: dict[str, dict[str, Any]] = {
     "deferred": {"device": "deferred"},
     "kernels": {"device": "deferred", "attention_backend": "triton"},
 }
-"""The last is a GPU's hand, with the operators' twins."""
+"""The last entry is a GPU's hand with the operators' twins."""
 EACH_HAND = pytest.mark.parametrize("hand", HANDS.values(), ids=HANDS)
 SAMPLINGS = [
     Sampling(),
@@ -57,13 +57,13 @@ Logits = dict[int, list[torch.Tensor]]
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels need a GPU, or Triton's interpreter."""
+    """Uses the operators' twins, because kernels need a GPU or Triton's interpreter."""
     monkeypatch.setenv(VARIABLE, "reference")
 
 
 @pytest.fixture(scope="module")
 def logits() -> Iterator[Logits]:
-    """All logits that computes give, by the compute's id."""
+    """All logits, by the id of the compute that gave them."""
     found: Logits = {}
     compute = TorchCompute.logits
 
@@ -87,27 +87,27 @@ class Life:
 
     slot: int
     text: list[int]
-    """Tokens that are known: the prompt, and what was sampled and looked at."""
+    """Known tokens: the prompt, and the sampled tokens whose results were collected."""
     prompt_len: int
     sampling: Sampling
     count: int = 0
-    """Tokens that there are or will be."""
+    """The number of tokens when the steps in flight are done."""
     computed: int = 0
     plain: list[int] = field(default_factory=list)
-    """Its pages where all are on the device."""
+    """The pages of the runner that keeps all of them on the device."""
     hot: list[int] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
     rows: list[int] = field(default_factory=list)
     arriving: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """By ticket: the index of a page that comes back, and where to."""
+    """By ticket: the index of a page that is being restored, and its hot page."""
 
     def droppable(self) -> list[int]:
         return [index for index in range(len(self.hot) - TAIL) if index in self.saved and self.hot[index] >= 0]
 
 
 class Both:
-    """Two runners of one model that get the same rows in every step, one of them with all pages on the device."""
+    """Two runners of one model that get the same rows in every step. One of them keeps all pages on the device."""
 
     def __init__(
         self,
@@ -118,10 +118,10 @@ class Both:
         whole: Mapping[str, Any] | None = None,
         **changes: Any,
     ) -> None:
-        """`whole` is the hand with all pages on the device; None: as the other."""
+        """`whole` configures the hand that keeps all pages on the device. With None it is like the other."""
         self.random = np.random.default_rng(seed)
         with pytest.MonkeyPatch.context() as patch:
-            # Operator by operator as the other: in steps that the device reads all queries of a step choose, or none.
+            # Steps that the device reads choose for all queries or for none. So these run operator by operator, as the other's do.
             patch.setattr(Choice, "_needs_host", lambda choice, model: True)
             self.whole = runner_of(model_of(family), page_size=SIZE, **(hand if whole is None else whole))
         self.sparse = sparse_runner(family, **{"max_total_tokens": 90 * SIZE, **hand, **changes})
@@ -139,7 +139,7 @@ class Both:
         self.selected = 0
         self.events = {"converted": 0, "restored": 0, "came back resident": 0, "came back sparse": 0}
         self.outstanding = 0
-        """Copies that have not ended."""
+        """The number of copies that have not ended."""
         self.done: set[int] = set()
         self._step = self._ticket = 0
 
@@ -159,7 +159,7 @@ class Both:
         self.grow(life, whole, sparse)
 
     def write(self, life: Life, whole: PlanBuilder, sparse: PlanBuilder) -> None:
-        """The slot anew, with the pages that it has."""
+        """Writes the slot again, with the request's present pages."""
         for builder in (whole, sparse):
             builder.slot(life.slot, life.text, life.sampling, prompt_len=life.prompt_len)
         whole.page_writes += [(life.slot, index, page) for index, page in enumerate(life.plain)]
@@ -178,7 +178,7 @@ class Both:
             sparse.host_writes.append((life.slot, index, life.host[-1]))
 
     def drop(self, life: Life, indices: list[int], builder: PlanBuilder) -> list[int]:
-        """Frees pages; those that no request uses any more."""
+        """Drops pages from the slot, and gives the device pages that become free."""
         given = [life.hot[index] for index in indices]
         for index in indices:
             life.hot[index] = NO_PAGE
@@ -186,10 +186,10 @@ class Both:
         return given
 
     def relieve(self, life: Life, builder: PlanBuilder) -> None:
-        """Drops some pages, or brings one back."""
+        """Drops some pages, or restores one."""
         random, can = self.random, life.droppable()
         some = sorted(random.permutation(can)[: random.integers(1, len(can) + 1)].tolist()) if can else []
-        # If no slot is sparse, queries below the top-k are computed without an index: equal, but not bit by bit.
+        # Without a sparse slot, queries below the top-k are computed without an index. Their results may differ by rounding.
         if not life.rows and some and life.computed >= TOP_K:
             given = self.drop(life, some, builder)
             while len(given) < self.row_pages:
@@ -213,7 +213,7 @@ class Both:
         builder.copies.append((ticket, COPY_RESTORE, page, life.host[index]))
 
     def preempt(self, life: Life) -> None:
-        """The request loses what is not saved, and comes back in another slot."""
+        """Preempts a request, which loses its unsaved tokens and comes back in another slot."""
         self.rest_of_all()
         keep = 0
         while keep in life.saved and (keep + 1) * SIZE < len(life.text):
@@ -228,7 +228,7 @@ class Both:
         life.rows, life.computed, life.count = [], keep * SIZE, len(life.text)
         _, builder = self.builders()
         if self.random.random() < 0.5:
-            # As if the device had been lost. Nobody computes meanwhile.
+            # As if the device had been lost. No step is in flight here.
             for keys in self.sparse.kv.index_keys:
                 stride, layer = self.sparse.kv.index.page_stride, SIZE  # type: ignore[union-attr]
                 for page in life.host:
@@ -251,7 +251,7 @@ class Both:
         self.events["came back sparse" if as_sparse else "came back resident"] += 1
 
     def rest_of_all(self) -> None:
-        """Waits until no step and no copy is under way."""
+        """Waits until no step and no copy is in flight."""
         while self.flying:
             self.collect()
         while self.outstanding or any(life.arriving for life in self.lives):
@@ -262,7 +262,7 @@ class Both:
             self.take(self.sparse.step(builder.build()))
 
     def settle(self, life: Life, builder: PlanBuilder) -> bool:
-        """Writes pages to the table that have come back; whether there are any."""
+        """Writes restored pages to the slot's table. True if there were any."""
         ended = [ticket for ticket in life.arriving if ticket in self.done]
         for ticket in ended:
             index, page = life.arriving.pop(ticket)
@@ -271,7 +271,7 @@ class Both:
         return bool(ended)
 
     def advance(self, life: Life, whole: PlanBuilder, sparse: PlanBuilder) -> bool:
-        """One row, and the saves of the pages that it fills."""
+        """Adds one row, and saves the pages that it fills."""
         left = life.count - life.computed
         length = 1 if life.rows else min(left, int(self.random.choice([1, 3, 16])))
         sample = length == left
@@ -329,7 +329,7 @@ class Both:
 
     def take(self, result: StepResult) -> None:
         assert result.copied[:, 1].tolist() == [COPY_OK] * len(result.copied)
-        assert not result.copy_wait_us.size, "nobody waits for a save"
+        assert not result.copy_wait_us.size, "no step waits for a save"
         self.outstanding -= len(result.copied)
         self.done.update(result.copied[:, 0].tolist())
         for ticket in result.copied[:, 0].tolist():
@@ -344,7 +344,7 @@ class Both:
 
 
 def run(both: Both, steps: int, logits: Logits, most: float = 0.0) -> None:
-    """Runs steps and compares tokens and logits. Logits differ by no more than `most`."""
+    """Runs steps, and compares tokens and logits. Logits differ by at most `most`."""
     for _ in range(steps):
         both.step()
     while both.flying:
@@ -360,7 +360,7 @@ def run(both: Both, steps: int, logits: Logits, most: float = 0.0) -> None:
 
 @contextmanager
 def watched() -> Iterator[list[torch.Tensor]]:
-    """Collects the margins between what routers and indexers kept and the rest. Equal scores of 0 have none."""
+    """Collects the score margins between what routers and indexers keep and the rest. Equal scores of 0 have none."""
     margins: list[torch.Tensor] = []
     route, choose = routing._best, selection.best
 
@@ -390,10 +390,9 @@ def watched() -> Iterator[list[torch.Tensor]]:
 def run_beside_cpu(
     logits: Logits, family: str, hand: Mapping[str, Any], lookahead: int = 1, most: float = 1e-4, **changes: Any
 ) -> None:
-    """Compares a sequence of steps with a CPU hand with all pages. If rounding decided a choice, another sequence is
-    tried.
+    """Compares a sequence of steps with a CPU hand that has all pages, and tries another one if rounding decided a choice.
 
-    Other operators add in another order, so logits differ by up to `most`, and nearly equal scores change places.
+    The operators add in different orders. So logits differ by up to `most`, and nearly equal scores may change order.
     """
     for seed in range(7, 12):
         both = Both(family, seed, lookahead, hand, HANDS["cpu"], **changes)
@@ -405,7 +404,7 @@ def run_beside_cpu(
                 failed = error
         logits.clear()
         if failed is None:
-            assert both.found[3] > 0, "nothing was missed"
+            assert both.found[3] > 0, "no position was missed"
             return
         if min(float(margin.min()) for margin in margins) >= CLEAR:
             raise failed

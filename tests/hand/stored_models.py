@@ -1,6 +1,6 @@
-"""Tiny quantised checkpoints in the layouts of the hub, and the float weights that they stand for.
+"""Tiny quantised checkpoints in the layouts of the hub, and the float weights that they represent.
 
-Packing is written down here as the formats' own tools do it, by loops over words: nothing of Forebay is used.
+The packing follows the formats' own tools, in loops over words, and uses no code of Forebay.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from benchmarks.described import handshake_model
 Weights = dict[str, torch.Tensor]
 Words = npt.NDArray[np.uint32]
 _AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]
-"""Which of eight neighbours each place of a word has, the lowest bits first."""
+"""The neighbour that each place of a word holds. A word holds eight neighbours, and its lowest bits come first."""
 _STORED = ("_proj.weight", ".wq_b.weight", ".wk.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
 @dataclass(frozen=True)
 class Format:
-    """A way to store matrices."""
+    """A storage format of matrices."""
 
     config: dict[str, Any]
     store: Callable[[str, torch.Tensor, torch.Generator], tuple[Weights, torch.Tensor]]
-    """Gives the tensors of a module's weight [rows, inputs], and what they stand for."""
+    """Gives the tensors of a module's weight [rows, inputs], and the weight that they represent."""
 
 
 def _packed(codes: npt.NDArray[np.int64], axis: int, places: list[int] | None = None) -> torch.Tensor:
-    """Words int32 of 4-bit codes, eight neighbours along an axis in each; what is missing of the last word is 0."""
+    """Words int32 of 4-bit codes. Each word holds eight neighbours along an axis, and the last one is padded with 0."""
     moved = np.moveaxis(codes, axis, 0)
     words: Words = np.zeros((-(-len(moved) // 8), *moved.shape[1:]), np.uint32)
     for index, line in enumerate(moved):
@@ -48,7 +48,7 @@ def _packed(codes: npt.NDArray[np.int64], axis: int, places: list[int] | None = 
 def _rounded(
     weight: torch.Tensor, group: int, symmetric: bool, dtype: torch.dtype, order: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes and values [rows, inputs], scales and zero points [rows, groups]; inputs i of a group are order[i]."""
+    """Codes and values [rows, inputs], scales and zero points [rows, groups]. Groups take the inputs in this `order`."""
     rows, inputs = weight.shape
     columns = torch.arange(inputs) if order is None else order
     codes, values = torch.empty(rows, inputs, dtype=torch.int64), torch.empty(rows, inputs)
@@ -70,7 +70,7 @@ def _rounded(
 
 
 def fp8_blocks(block: int) -> Format:
-    """DeepSeek's: `weight_scale_inv`."""
+    """DeepSeek's format: a scale for each block, in `weight_scale_inv`."""
 
     def store(module: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Weights, torch.Tensor]:
         rows, columns = (math.ceil(size / block) for size in weight.shape)
@@ -96,7 +96,7 @@ def _fp8(scale: str, shape: Callable[[int], tuple[int, ...]], config: dict[str, 
 
 
 def fp8_channels() -> Format:
-    """compressed-tensors: a scale a row, activations with one a token."""
+    """compressed-tensors: weights have a scale for each row, and activations one for each token."""
     weights = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
     inputs = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
     config = {
@@ -109,12 +109,12 @@ def fp8_channels() -> Format:
 
 
 def fp8_tensors() -> Format:
-    """AutoFP8: one scale of a matrix, and one of its activations."""
+    """AutoFP8: a matrix has one scale, and its activations have one."""
     return _fp8("weight_scale", lambda rows: (), {"quant_method": "fp8", "activation_scheme": "static"})
 
 
 def awq(group: int) -> Format:
-    """Words of outputs, in another order."""
+    """Each word holds neighbouring outputs, in the order of AWQ."""
 
     def store(module: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Weights, torch.Tensor]:
         codes, values, scales, zeros = _rounded(weight, group, symmetric=False, dtype=torch.float16)
@@ -129,7 +129,7 @@ def awq(group: int) -> Format:
 
 
 def gptq(group: int, *, desc_act: bool = False, version: int = 1) -> Format:
-    """Words of inputs. With `desc_act` groups are of inputs in an order that all matrices of these inputs share."""
+    """Each word holds neighbouring inputs. With `desc_act`, groups take inputs in an order; matrices of one input share it."""
 
     def store(module: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Weights, torch.Tensor]:
         inputs = weight.shape[1]
@@ -153,7 +153,7 @@ def gptq(group: int, *, desc_act: bool = False, version: int = 1) -> Format:
 
 
 def pack_quantized(group: int | None, *, symmetric: bool = True, actorder: bool = False) -> Format:
-    """compressed-tensors: words of inputs, zero points in words of outputs; `group` None: a scale a row."""
+    """compressed-tensors: words of inputs, and zero points in words of outputs. Without `group` each row has one scale."""
 
     def store(module: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Weights, torch.Tensor]:
         rows, inputs = weight.shape
@@ -191,9 +191,9 @@ def quantised(
     left_out: Callable[[str], bool] = lambda name: False,
     change: Callable[[Weights], Any] | None = None,
 ) -> dict[str, Any]:
-    """A checkpoint of a transformers model in two files, as the brain describes it.
+    """A checkpoint of a transformers model in two files, as the brain describes it to a hand.
 
-    The model's own weights become what the checkpoint stands for. `left_out`: names of weights that are not quantised;
+    The model's own weights become those that the checkpoint represents. `left_out`: names of weights that are not quantised.
     `change`: changes the tensors.
     """
     generator = torch.Generator().manual_seed(11)
@@ -212,7 +212,7 @@ def quantised(
     save_file({name: value.contiguous() for name, value in values.items()}, whole / "model.safetensors")
     (whole / "config.json").write_text((directory / "config.json").read_text())
     model.load_state_dict(type(model).from_pretrained(whole, dtype=torch.float32).state_dict())
-    # Tensors of a matrix may be in different files.
+    # The tensors of one matrix may be in different files.
     names = sorted(tensors)
     (directory / "model.safetensors").unlink()
     files = []

@@ -1,4 +1,4 @@
-"""What the hand's tests share: plans, tiny models, and a serial scheduler that knows nothing but the protocol."""
+"""Shared parts of the hand's tests: plans, tiny models, and a serial scheduler that uses only the protocol."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
         DeepseekV3ForCausalLM,
         DeepseekV3Config(**LATENT, rope_interleave=False, norm_topk_prob=False, attention_bias=True),
     ),
-    # Rows and heads are whole groups of the CPU's kernels, and no choice of experts can flip.
+    # Row and head sizes fill the CPU kernels' groups, and no choice of experts depends on rounding.
     "deepseek-v3-wide": (DeepseekV3ForCausalLM, DeepseekV3Config(**LATENT_WIDE, rope_parameters=ROPE_YARN_LATENT)),
     "deepseek-v32": (DeepseekV32ForCausalLM, DeepseekV32Config(**INDEXED, rope_parameters=ROPE_YARN_LATENT)),
     "glm-dsa": (GlmMoeDsaForCausalLM, GlmMoeDsaConfig(**INDEXED, attention_bias=True)),
@@ -177,7 +177,7 @@ def reference_model(family: str) -> Any:
 
 
 def random_model(kind: type[Any], config: PreTrainedConfig) -> Any:
-    """A transformers model with weights so large that wrong positions show in the output."""
+    """A transformers model. Its weights are so large that wrong positions change the output."""
     torch.manual_seed(7)
     model = kind(config).eval()
     with torch.no_grad():
@@ -192,12 +192,12 @@ def random_model(kind: type[Any], config: PreTrainedConfig) -> Any:
 
 
 def is_gemma(model: Any) -> bool:
-    """True if weights of norms are distances from 1."""
+    """True if norms store their distance from 1."""
     return model.config.model_type.startswith(("gemma2", "gemma3"))
 
 
 def whole_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The weights as a model computes with them."""
+    """The weights with which a model computes: norms include the 1."""
     weights = hub_weights(model)
     if not is_gemma(model):
         return weights
@@ -222,12 +222,12 @@ def hub_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def hf_config(config: PreTrainedConfig, architecture: str) -> dict[str, Any]:
-    """The `config.json` that a checkpoint of the model would carry."""
+    """The `config.json` of a checkpoint of the model."""
     return {**config.to_dict(), "architectures": [architecture]}
 
 
 def wire_config(model_config: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A handshake `config` object with dummy weights. An empty `model_config`: the caller adds the model."""
+    """A handshake `config` object with dummy weights. If `model_config` is empty, the caller adds the model."""
     return {
         "model": handshake_model(model_config) if model_config else {},
         "load_format": "dummy",
@@ -296,7 +296,7 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] = ()
-    """The only ids; none: all."""
+    """The only ids that may be sampled. Empty: all."""
 
 
 EVERYTHING = Sampling(
@@ -311,12 +311,12 @@ EVERYTHING = Sampling(
     stop_ids=(5,),
     bias=((4, 2.0),),
 )
-"""Sampling with every parameter."""
+"""Sampling parameters that use every feature."""
 
 
 @dataclass
 class PlanBuilder:
-    """Collects a plan's columns."""
+    """Collects the columns of a plan."""
 
     step: int = 1
     slots: list[list[int]] = field(default_factory=list)
@@ -438,35 +438,35 @@ def _ints(values: Sequence[Any], width: int = 0) -> Int32s:
 
 @dataclass
 class Request:
-    """A request of the mini scheduler and what came of it."""
+    """A request of the mini scheduler, and its results."""
 
     prompt: list[int]
     count: int
     sampling: Sampling = Sampling()
     arrival: int = 0
-    """Step before which it is not looked at."""
+    """The first step in which the scheduler considers the request."""
     replayed: list[int] = field(default_factory=list)
-    """Tokens that an earlier life generated."""
+    """Tokens that the request had generated before."""
     place: int = -1
-    """The place of its adapter; -1: the base computes it."""
+    """The place of its adapter. -1: the base model."""
     embeds_offset: int = -1
-    """Where the prompt's embeddings are in the arena; then the hand is not told its tokens."""
+    """The offset of the prompt's embeddings in the arena. If it is set, the hand gets no token ids of the prompt."""
     prompt_logprobs: int = -1
-    """How many of the most likely tokens are wanted beside each of the prompt's; -1: no log-probabilities of these."""
+    """The number of likeliest tokens to report for each token of the prompt. -1: no log-probabilities of the prompt."""
     of_prompt: list[tuple[int, Int32s, Float32s]] = field(default_factory=list)
     """Rank, ids and values of the prompt's tokens, from the second on."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[tuple[Int32s, Float32s]] = field(default_factory=list)
     computed: int = 0
     sampled: int = 0
-    """Tokens that there are or will be when the steps in flight are done."""
+    """The number of tokens when the steps in flight are done."""
     slot: int = -1
 
 
 class MiniBrain:
-    """Serves requests on a runner: every step computes a chunk or a token of every running request.
+    """Serves requests on a runner. Every step computes a chunk or a token of each running request.
 
-    With a lookahead of 1 the next plan is launched before the last one's result is looked at.
+    With a lookahead of 1 it launches the next plan before it reads the result of the last one.
     """
 
     def __init__(self, runner: ModelRunner, seed: int = 0, lookahead: int = 0) -> None:
@@ -477,7 +477,7 @@ class MiniBrain:
         self._step = 0
 
     def serve(self, requests: Sequence[Request], chunk: int = 1000, slots: Iterable[int] | None = None) -> None:
-        """Runs all requests to their end; `slots` in order of admission, default by chance."""
+        """Runs all requests to their end. `slots` are in order of admission, which is random by default."""
         free = list(slots) if slots is not None else self._random.permutation(self.runner.config.slots).tolist()
         waiting = list(requests)
         running: list[Request] = []
@@ -503,11 +503,11 @@ class MiniBrain:
                 for request in [r for r in running if len(r.tokens) == r.count]:
                     running.remove(request)
                     free.append(request.slot)
-        # A device that computes beside the host was waited for once a step, and at no other time.
+        # The host waited for an asynchronous device exactly once for each step.
         assert self._waits() - waits in (0, self._step - first)
 
     def _goes_on(self, busy: bool) -> bool:
-        """Whether there is another step; `busy`: this brain has requests."""
+        """True if another step follows. `busy` says that this brain has requests."""
         return busy
 
     def _plan(self, builder: PlanBuilder) -> Plan:
@@ -569,7 +569,7 @@ class MiniBrain:
 
 
 def greedy_reference(model: Any, prompt: list[int], count: int) -> tuple[list[int], torch.Tensor]:
-    """Greedy tokens and the log-probabilities [count, vocabulary] of each, without any cache."""
+    """Greedy tokens and the log-probabilities [count, vocabulary] of each, computed without a cache."""
     tokens = list(prompt)
     distributions = []
     with torch.inference_mode():
@@ -581,7 +581,7 @@ def greedy_reference(model: Any, prompt: list[int], count: int) -> tuple[list[in
 
 
 def products_of_floats(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """The arguments of each product of 8-bit floats from here on, as they are computed."""
+    """Collects the arguments of each product of 8-bit floats from here on."""
     called = []
     product = torch._scaled_mm
 

@@ -1,7 +1,7 @@
-"""Adapters: the numbers of a model with the adapter in its weights, in any mixture; and files that are no good.
+"""Adapters: the results of a model with the adapter in its weights, in any mixture. Also damaged and missing files.
 
 The reference is transformers' model with `W + B A * scale` in float32 for each changed matrix, which is what PEFT's
-`merge_and_unload` makes. PEFT itself is no need of the tests.
+`merge_and_unload` makes. The tests do not need PEFT itself.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def write(
 ) -> tuple[dict[str, Any], Any]:
     """Writes an adapter of a model. Gives its manifest, and the model with the adapter in its weights.
 
-    `named` makes of a module's name that of its family.
+    `named` maps a module's name to its name in the family.
     """
     folder.mkdir(parents=True, exist_ok=True)
     random = torch.Generator().manual_seed(number)
@@ -52,7 +52,7 @@ def write(
     for name, module in merged.named_modules():
         if name.split(".")[-1] not in SOME[number]:
             continue
-        # The matrices of one adapter may have several ranks and factors.
+        # One adapter's matrices have different ranks and factors.
         rank, scale = RANKS[number] - (number == 3 and "up_proj" in name), 1.5 if "layers.1" in name else 0.5
         outputs, inputs = module.weight.shape
         a = (torch.randn(rank, inputs, generator=random) * 0.2).to(dtype)
@@ -67,7 +67,7 @@ def write(
 
 
 def manifest(path: Path, scales: dict[str, float]) -> dict[str, Any]:
-    """What the brain says of the file."""
+    """The brain's manifest of the file."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header, digest, modules = json.loads(content[8 : 8 + length]), hashlib.blake2b(digest_size=16), []
@@ -116,7 +116,7 @@ def test_a_step_of_three_adapters_and_the_base_is_that_of_four_models(
         for (ids, values), distribution in zip(request.logprobs, logprobs, strict=True):
             np.testing.assert_allclose(values, distribution[torch.from_numpy(ids).long()], atol=1e-4)
         differ += tokens != greedy_reference(base, request.prompt, COUNT)[0]
-    assert differ >= 4, "the adapters change something"
+    assert differ >= 4, "too few tokens depend on the adapters"
 
 
 def test_a_mixture_gives_the_tokens_of_each_alone(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_what_nobody_knows_has_no_place(tmp_path: Path) -> None:
 
 def test_the_facts_count_the_largest_adapters() -> None:
     facts = runner_of(model_of("llama"), lora=LORA).facts()
-    # Three layers of q, k, v, o and gate, up, down.
+    # Three layers of the projections q, k, v, o, gate, up and down.
     sizes = (64 + 64) + (64 + 32) + (64 + 32) + (64 + 64) + 3 * (64 + 96)
     assert facts["lora_bytes"] == 3 * 32 * 3 * sizes * 4
     assert facts["lora_modules"] == sorted(

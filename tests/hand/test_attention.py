@@ -1,4 +1,4 @@
-"""Paged attention of random mixed batches against dense attention, a query at a time."""
+"""Paged attention of random mixed batches, compared with dense attention of one query at a time."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ ROW = st.one_of(
 
 
 def naive(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """One query [heads, dim] on all of k and v [positions, kv_heads, dim], in float64."""
+    """Attention of one query [heads, dim] to all of k and v [positions, kv_heads, dim], in float64."""
     group = q.shape[0] // k.shape[1]
     out = []
     for head in range(q.shape[0]):
@@ -41,13 +41,13 @@ def check(
     backend: AttentionBackend | None = None,
     spans: Mapping[int, list[tuple[int, int]]] | None = None,
 ) -> None:
-    """`spans` are ranges of positions of rows that see each other both ways."""
+    """`spans`: by row, the ranges of positions with bidirectional attention."""
     backend, spans = backend or CpuAttention(), spans or {}
     random = np.random.default_rng(seed)
     generator = torch.Generator().manual_seed(seed)
     pages_a_slot = -(-max(start + length for start, length in rows) // PAGE)
     page_count = pages_a_slot * len(rows) + 3
-    # All positions that must not be read are NaN.
+    # Positions that must not be read are NaN.
     kv = LayerKV(*(torch.full((page_count * PAGE, KV_HEADS, DIM), torch.nan, dtype=dtype) for _ in range(2)))
     page_table = random.permutation(page_count)[: pages_a_slot * len(rows)].reshape(len(rows), pages_a_slot)
 
@@ -119,7 +119,7 @@ def test_groups_are_cut_to_bound_memory(monkeypatch: pytest.MonkeyPatch) -> None
 
 SPANNED: list[tuple[int, int]] = [(0, 20), (9, 1), (7, 30), (0, 12), (5, 6)]
 SPANS = {0: [(2, 9), (9, 20)], 2: [(3, 10), (20, 33)], 4: [(0, 11)]}
-"""Images at the beginning, side by side, at the end, and ones that begin before their row."""
+"""Images at the beginning of a row, side by side, at the end, and across the beginning of a row."""
 
 
 @pytest.mark.parametrize("backend", [CpuAttention(), TritonAttention(reference, null_page=0)])

@@ -1,4 +1,4 @@
-"""Models that transformers computes inside the hand: the tokens of `generate`, however steps are cut."""
+"""Models that transformers' code computes inside the hand: the tokens of `generate`, however steps are cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.hand.support import EVERYTHING, MiniBrain, PlanBuilder, Request, Samp
 
 COUNT = 12
 TOLERANCE = {"states": 1e-3, "attention": 1e-4}
-"""Recurrent layers add up in another order where their input comes in pieces."""
+"""Recurrent layers add in another order where their input comes in pieces."""
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -32,7 +32,7 @@ LONG_ROPE = {
     "long_factor": [3.0 + 0.5 * at for at in range(8)],
 }
 QUICK = ("gemma2", "gpt_oss", "llama4_text", "gemma4_text", "mimo_v2_flash", "qwen3_5_text", "granitemoehybrid")
-"""Architectures with a cap, sinks, chunks, shapes that differ between layers, and states."""
+"""Architectures that have a cap, sinks, chunks, layers of different shapes, or states."""
 
 
 def prompts() -> list[list[int]]:
@@ -55,7 +55,7 @@ def known(name: str) -> tuple[Any, list[tuple[list[int], torch.Tensor]]]:
 
 
 def fill_with_nan(runner: ModelRunner) -> None:
-    """What was never written shows in every answer that reads it."""
+    """Fills all pages with NaN, so that reading an unwritten position shows in the result."""
     for layer in runner.kv.layers:
         for pool in layer:
             pool.fill_(torch.nan)
@@ -114,8 +114,8 @@ def test_a_row_goes_on_where_its_states_are_and_nowhere_else(tmp_path: Path) -> 
         with pytest.raises(PlanError, match=f"slot {request.slot} begins at position {start}"):
             states.read(_row(request.slot, start))
     (row,) = _pieces(states, _row(request.slot, seen))
-    assert row.source == row.target, "nothing is copied for a row without a mask"
-    # The last position of a masked row may be computed again, and it alone.
+    assert row.source == row.target, "a row without a mask copies no state"
+    # Only the last position of a masked row may be computed again.
     _, ahead = _pieces(states, _row(request.slot, seen + 1, 3, masked=True))
     assert ahead.source != ahead.target
     for _ in range(2):
@@ -159,7 +159,7 @@ def test_a_prefix_goes_on_from_a_kept_state(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_5_text"])
 @PATTERN
 def test_a_row_whose_mask_is_late_says_the_same_later(name: str, late: Late, tmp_path: Path) -> None:
-    """A whole prompt whose mask is late comes again as its last position, from the states before that."""
+    """If the mask of a whole prompt is late, only its last position is computed again, from the states before it."""
 
     def step_of() -> Step:
         runner = called_runner(known(name)[0], tmp_path)
@@ -196,9 +196,9 @@ def test_a_seed_and_every_parameter_say_the_same_in_any_company(tmp_path: Path) 
 
 @pytest.mark.parametrize(("context", "prompt"), [(96, 29), (16, 3)])
 def test_rotary_frequencies_follow_the_context_and_no_request(context: int, prompt: int, tmp_path: Path) -> None:
-    """Of two sets of frequencies a server has one, and a request has the same tokens beside any other.
+    """A server has one of two sets of frequencies, by its context. No other request changes the tokens of a request.
 
-    Transformers has the long ones as soon as a request is longer than 16, and the short ones before.
+    transformers chooses by the request: the short set up to 16 tokens, the long set beyond.
     """
     model = model_of("phi3", rope_parameters=LONG_ROPE, original_max_position_embeddings=16)
     runner = called_runner(model, tmp_path, context_length=context)
@@ -241,7 +241,7 @@ def test_a_probe_finds_shapes_and_arguments(tmp_path: Path) -> None:
     assert calls_of("llama4_text", tmp_path).uses == ("chunk",)
     mixed = calls_of("qwen3_5_text", tmp_path)
     assert len(mixed.kept) == 2
-    # Two layers: the last inputs of a convolution in bfloat16, and a float32 state of four heads.
+    # Two layers, each with the last inputs of a convolution in bfloat16 and a float32 state of four heads.
     assert mixed.state_bytes == 2 * (2 * 128 * 4 + 4 * 4 * 16 * 16)
 
 

@@ -1,4 +1,4 @@
-"""Models that transformers' code computes in a way that its calls of attention do not say: each is refused by name."""
+"""Models whose code does not compute what its calls of attention say. Each is refused with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Call = dict[str, Any]
 
 
 class ChangedInterface:
-    """The interface as a model's code finds it, with a change of each call's arguments."""
+    """The attention interface of transformers, which changes the arguments of each call."""
 
     def __init__(self, change: Callable[[Call], Any]) -> None:
         self._change = change
@@ -40,7 +40,7 @@ class ChangedInterface:
 
 
 def changed(monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Call], Any]) -> None:
-    """Changes all calls of attention of a model's code."""
+    """Changes the arguments of all attention calls of a model's code."""
     file = f"transformers.models.{name}.modeling_{name}"
     __import__(file)
     monkeypatch.setattr(sys.modules[file], "ALL_ATTENTION_FUNCTIONS", ChangedInterface(change))
@@ -80,7 +80,7 @@ def test_what_a_call_does_not_say_is_refused(
 
 
 def test_scores_that_own_code_changes_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a call left out the cap of scores, which the code's own attention knows from elsewhere."""
+    """The model's own attention caps its scores, and its calls do not mention the cap."""
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
     from transformers.models.llama import modeling_llama
 

@@ -1,4 +1,4 @@
-"""Checkpoints with experts as the hub has them: whole, in 8-bit floats, with layers to leave out, and broken."""
+"""Checkpoints with experts in the hub's forms: whole, in 8-bit floats, with layers to leave out, and damaged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def saved(directory: Path, model: Any, change: Callable[[Weights], Any] | None = None, **config: Any) -> dict[str, Any]:
-    """A checkpoint as transformers writes it, in two files, changed; as the brain describes it."""
+    """A checkpoint as transformers writes it, in two files and with a change, as the brain describes it to a hand."""
     model.save_pretrained(directory)
     weights = load_file(directory / "model.safetensors")
     if change is not None:
@@ -80,7 +80,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 
 
 def eight_bits(weights: Weights, block: tuple[int, int]) -> None:
-    """Stores the matrices of experts, attention and indexers in 8-bit floats, a scale a block."""
+    """Stores the matrices of experts, attention and indexers in 8-bit floats, with a scale for each block."""
     stored = ("_proj.weight", ".wq_b.weight", ".wk.weight")
     for name in [name for name in weights if name.endswith(stored) and "weights_proj" not in name]:
         values = weights[name].float()
