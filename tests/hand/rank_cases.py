@@ -101,7 +101,7 @@ def restore(
 ) -> dict[str, Any]:
     """Computes a prompt and saves its pages. A second runner restores them to other pages and goes on from there.
 
-    The host memory of the rank `damaged` is overwritten in between. `memory` is a file for all ranks; if it is empty, each
+    The host memory of the rank `damaged` is overwritten in between. `memory` is a file for all ranks. Without one, each
     rank has its own memory.
     """
     config = {**config, "rank": group.rank, "world_size": group.world}

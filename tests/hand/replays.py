@@ -1,4 +1,4 @@
-"""The same steps by graphs and kernel by kernel, at the same padded sizes: the results are equal, bit for bit."""
+"""Runs the same steps by graphs and kernel by kernel, at the same padded sizes. The results are equal, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ WHOLE = [
 SAMPLINGS = {SamplerKind.GREEDY: [Sampling()], SamplerKind.DRAWN: DRAWN, SamplerKind.WHOLE: WHOLE}
 NOBODY = -77
 BAD = 20
-"""One page of this many holds NaN, in one step of eight."""
+"""One page in this many holds NaN, in one step of eight."""
 
 
 class Eager(Graphs):
-    """Graphs that are not replayed. Their work is done kernel by kernel, in the same memory."""
+    """Graphs that are not replayed. Their kernels run one by one, in the same memory."""
 
     def __init__(self, steps: PagedSteps) -> None:
         self.__dict__.update(vars(steps.graphs))
@@ -47,28 +47,28 @@ class Eager(Graphs):
 
 @dataclass(frozen=True)
 class Seen:
-    """All state after a step, except for padding."""
+    """All state after a step, without padding."""
 
     tensors: dict[str, torch.Tensor]
     errors: list[int]
 
     def check(self, other: Seen, what: str) -> None:
-        """Fails unless all bits are equal. What is no number is so in both."""
+        """Fails unless all bits are equal. NaN counts as equal to NaN."""
         assert self.errors == other.errors, f"{what}: rows that are not finite"
         for name, tensor in self.tensors.items():
             known, expected = (torch.nan_to_num(seen.tensors[name], nan=0.125) for seen in (self, other))
             same = known.equal(expected) and tensor.isnan().equal(other.tensors[name].isnan())
-            assert same, f"{what}: {name} of a graph are not those of its kernels"
+            assert same, f"{what}: {name} of the graph differ from those of its kernels"
 
 
 def possible(runner: ModelRunner, size: Size) -> bool:
-    """True if rows that choose no positions may be of this size."""
+    """True if a size is possible for rows that choose no positions."""
     top_k = steps_of(runner)._top_k
     return size.chooses or top_k is None or size.tokens <= size.rows * top_k
 
 
 def sampled_plan(random: np.random.Generator, runner: ModelRunner, size: Size, kind: SamplerKind) -> PlanBuilder:
-    """A plan of random rows for which the graph of a size is the smallest. Each row brings its slot and its pages."""
+    """A plan of random rows whose smallest graph is this size. The plan writes each row's slot and pages."""
     config, vocabulary = runner.config, runner.model_config.vocab_size
     graphs, top_k = steps_of(runner).graphs, steps_of(runner)._top_k
     context = config.context_length if size.chooses or top_k is None else top_k
@@ -109,7 +109,7 @@ def steps_of(runner: ModelRunner) -> PagedSteps:
 
 
 def _computed(runner: ModelRunner, builder: PlanBuilder, size: Size) -> Seen:
-    """Computes a plan in memory that says nothing."""
+    """Computes a plan. No earlier step has left values in the step's memory."""
     steps, pools = steps_of(runner), pools_of(runner)
 
     def forget() -> None:
@@ -148,8 +148,8 @@ def pools_of(runner: ModelRunner) -> list[torch.Tensor]:
 def check_replays(runner: ModelRunner, steps: int, seed: int, done: Callable[[Size], None] = lambda _: None) -> None:
     """Computes `steps` random plans twice, with each size and kind of sampling in turn, in random order.
 
-    The runner is warm. Pages hold random numbers before each step, and now and then something that is none. `done`
-    gets each size that was equal.
+    The runner is warm. Pages hold random numbers before each step, and sometimes NaN. `done` gets each size with
+    equal results.
     """
     random, own = np.random.default_rng(seed), steps_of(runner)
     graphs, eager, pools = own.graphs, Eager(own), pools_of(runner)
@@ -180,11 +180,11 @@ def check_replays(runner: ModelRunner, steps: int, seed: int, done: Callable[[Si
         bad += any(found[0].errors)
         found[0].check(found[1], f"step {number} of {size}, {kind.value}")
         done(size)
-    assert bad, "no step has read what is no number"
+    assert bad, "no step has read NaN"
 
 
 def serve_everything(runner: ModelRunner) -> int:
-    """Serves chunks within graphs and larger ones, decode rows, and every way to sample; gives how many tokens."""
+    """Serves chunks that fit a graph and larger ones, decode rows, and all kinds of sampling. Returns their tokens' number."""
     ways = [Sampling(), DRAWN[0], EVERYTHING, Sampling(logprobs=3)]
     tokens = 0
     for chunk in (7, 1000):

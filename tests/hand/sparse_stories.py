@@ -121,7 +121,7 @@ class Both:
         """`whole` configures the hand that keeps all pages on the device. With None it is like the other."""
         self.random = np.random.default_rng(seed)
         with pytest.MonkeyPatch.context() as patch:
-            # Steps that the device reads choose for all queries or for none. So these run operator by operator, as the other's do.
+            # Steps that the device reads choose for all queries or none. These run by operators, as the other's do.
             patch.setattr(Choice, "_needs_host", lambda choice, model: True)
             self.whole = runner_of(model_of(family), page_size=SIZE, **(hand if whole is None else whole))
         self.sparse = sparse_runner(family, **{"max_total_tokens": 90 * SIZE, **hand, **changes})
@@ -189,7 +189,7 @@ class Both:
         """Drops some pages, or restores one."""
         random, can = self.random, life.droppable()
         some = sorted(random.permutation(can)[: random.integers(1, len(can) + 1)].tolist()) if can else []
-        # Without a sparse slot, queries below the top-k are computed without an index. Their results may differ by rounding.
+        # Without a sparse slot, queries below the top-k are computed without an index. Results may differ by rounding.
         if not life.rows and some and life.computed >= TOP_K:
             given = self.drop(life, some, builder)
             while len(given) < self.row_pages:
@@ -390,7 +390,7 @@ def watched() -> Iterator[list[torch.Tensor]]:
 def run_beside_cpu(
     logits: Logits, family: str, hand: Mapping[str, Any], lookahead: int = 1, most: float = 1e-4, **changes: Any
 ) -> None:
-    """Compares a sequence of steps with a CPU hand that has all pages, and tries another one if rounding decided a choice.
+    """Compares a sequence of steps with a CPU hand that has all pages. Tries another one if rounding decided a choice.
 
     The operators add in different orders. So logits differ by up to `most`, and nearly equal scores may change order.
     """

@@ -48,7 +48,7 @@ def _packed(codes: npt.NDArray[np.int64], axis: int, places: list[int] | None = 
 def _rounded(
     weight: torch.Tensor, group: int, symmetric: bool, dtype: torch.dtype, order: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes and values [rows, inputs], scales and zero points [rows, groups]. Groups take the inputs in this `order`."""
+    """Codes and values [rows, inputs], scales and zero points [rows, groups]. `order` lists inputs by group."""
     rows, inputs = weight.shape
     columns = torch.arange(inputs) if order is None else order
     codes, values = torch.empty(rows, inputs, dtype=torch.int64), torch.empty(rows, inputs)
@@ -129,7 +129,7 @@ def awq(group: int) -> Format:
 
 
 def gptq(group: int, *, desc_act: bool = False, version: int = 1) -> Format:
-    """Each word holds neighbouring inputs. With `desc_act`, groups take inputs in an order; matrices of one input share it."""
+    """Each word holds neighbouring inputs. With `desc_act` groups have a random order, the same for each input size."""
 
     def store(module: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Weights, torch.Tensor]:
         inputs = weight.shape[1]
@@ -153,7 +153,7 @@ def gptq(group: int, *, desc_act: bool = False, version: int = 1) -> Format:
 
 
 def pack_quantized(group: int | None, *, symmetric: bool = True, actorder: bool = False) -> Format:
-    """compressed-tensors: words of inputs, and zero points in words of outputs. Without `group` each row has one scale."""
+    """compressed-tensors: words of inputs, and zero points in words of outputs. Without `group` a row has one scale."""
 
     def store(module: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Weights, torch.Tensor]:
         rows, inputs = weight.shape
@@ -193,8 +193,8 @@ def quantised(
 ) -> dict[str, Any]:
     """A checkpoint of a transformers model in two files, as the brain describes it to a hand.
 
-    The model's own weights become those that the checkpoint represents. `left_out`: names of weights that are not quantised.
-    `change`: changes the tensors.
+    The model's own weights become those that the checkpoint represents. `left_out`: names of weights that are not
+    quantised. `change`: changes the tensors.
     """
     generator = torch.Generator().manual_seed(11)
     model.save_pretrained(directory)

@@ -116,7 +116,7 @@ def test_a_step_of_three_adapters_and_the_base_is_that_of_four_models(
         for (ids, values), distribution in zip(request.logprobs, logprobs, strict=True):
             np.testing.assert_allclose(values, distribution[torch.from_numpy(ids).long()], atol=1e-4)
         differ += tokens != greedy_reference(base, request.prompt, COUNT)[0]
-    assert differ >= 4, "too few tokens depend on the adapters"
+    assert differ >= 4, "the adapters change tokens"
 
 
 def test_a_mixture_gives_the_tokens_of_each_alone(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Copies between the device's pages and the host's: what comes back is what was saved, whatever happens meanwhile."""
+"""Copies between the device's pages and the host's: a restored page has the saved content."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEVICES = pytest.mark.parametrize("device", ["cpu", "deferred"])
 
 
 class Hand:
-    """A runner with a host tier, and both ends of the socket that plans come by."""
+    """A runner with a host tier, and both ends of the socket that brings plans."""
 
     def __init__(self, family: str = "llama", **changes: object) -> None:
         self.family = family
@@ -35,7 +35,7 @@ class Hand:
         self._ended: list[list[int]] = []
 
     def another(self) -> ModelRunner:
-        """A runner that finds the memory as the last one left it."""
+        """A runner with the same host memory as the last one."""
         host = HostMemory(self.memory, self.far.fileno())
         return runner_of(reference_model(self.family), None, host, **{"host_bytes": 1 << 20, **self.changes})
 
@@ -46,7 +46,7 @@ class Hand:
         rows: bool = False,
         sources: Sequence[int] = (),
     ) -> StepResult:
-        """One plan: `rows` computes the prompt on pages 1, 2 and 3."""
+        """Runs one plan. With `rows` it computes the prompt on pages 1, 2 and 3."""
         self._step += 1
         builder = PlanBuilder(self._step, copies=list(copies), wait_us=[] if wait_us is None else [wait_us])
         builder.copy_sources += sources
@@ -59,7 +59,7 @@ class Hand:
         return result
 
     def until_ended(self, count: int) -> list[list[int]]:
-        """Waits for the ends of this many copies that were not reported yet."""
+        """Waits until this many copies have ended that were not reported yet."""
         while len(self._ended) < count:
             self.step(wait_us=1000)
         ended, self._ended = self._ended, []
@@ -79,17 +79,17 @@ def page(runner: ModelRunner, number: int) -> list[bytes]:
 @pytest.mark.parametrize("family", ["llama", "deepseek-v3", "glm-dsa-shared"])
 def test_what_is_restored_is_what_was_saved_behind_the_rows(device: str, family: str) -> None:
     hand = Hand(family, device=device, kv_checksum=True)
-    # The save comes with the very plan whose rows write the page.
+    # The same plan computes the page and saves it.
     result = hand.step((7, COPY_SAVE, 1, 5), (8, COPY_SAVE, 2, 4), rows=True)
     expected = greedy_reference(reference_model(family), PROMPT, 2)[0]
     assert hand.until_ended(2) == [[7, COPY_OK], [8, COPY_OK]]
     assert result.tokens.tolist() == expected[:1]
     saved = [page(hand.runner, 1), page(hand.runner, 2)]
-    assert any(any(piece) for piece in saved[0]), "something was computed"
+    assert any(any(piece) for piece in saved[0]), "the plan has computed the page"
     hand.step((9, COPY_RESTORE, 11, 5), (10, COPY_RESTORE, 12, 4))
     hand.until_ended(2)
     assert [page(hand.runner, 11), page(hand.runner, 12)] == saved
-    # And a request computes with what came back.
+    # A request then computes with the restored pages.
     builder = PlanBuilder(99)
     builder.slot(3, [*PROMPT, *expected[:1]], prompt_len=len(PROMPT))
     builder.page_writes += [(3, 0, 11), (3, 1, 12), (3, 2, 13)]
@@ -107,7 +107,7 @@ def test_a_host_page_is_the_main_part_and_then_the_index_part() -> None:
     assert any(main)
     assert any(index)
     assert os.pread(hand.memory, size, 5 * size) == main + index
-    # The checksum is of both.
+    # The checksum covers both parts.
     os.pwrite(hand.memory, b"\x5c", 6 * size - 1)
     hand.step((2, COPY_RESTORE, 20, 5))
     assert hand.until_ended(1) == [[2, COPY_FAILED]]
@@ -144,18 +144,18 @@ def test_a_throttle_makes_copies_as_slow_as_it_says() -> None:
     least = 4 * hand.runner.kv.page_bytes / 1e5
     assert time.perf_counter() - begun >= least
     result = hand.step(wait_us=0)
-    assert result.copied.size == 0, "each end is told once"
+    assert result.copied.size == 0, "each end is reported once"
 
 
 def test_who_waits_for_copies_goes_on_when_a_plan_comes() -> None:
-    # A page takes more than ten seconds.
+    # Copying a page takes more than ten seconds.
     hand = Hand(copy_gbps=1e-7)
     hand.step((1, COPY_SAVE, 1, 5), rows=True)
     hand.near.send(b"a plan")
     begun = time.perf_counter()
     for _ in range(50):
         hand.step(wait_us=1000)
-    assert time.perf_counter() - begun < 0.05 * 50, "none of them took its millisecond"
+    assert time.perf_counter() - begun < 0.05 * 50, "no step waits while a plan is there"
 
 
 def test_copies_outside_of_the_pools_are_refused(hand: Hand) -> None:
@@ -196,7 +196,7 @@ def test_who_does_not_write_saves_nothing_and_waits_for_its_rows(device: str) ->
     tier._copier._writes = False
     hand.step((1, COPY_SAVE, 1, 5), rows=True)
     assert hand.until_ended(1) == [[1, COPY_OK]]
-    assert any(any(piece) for piece in page(hand.runner, 1)), "something was computed"
+    assert any(any(piece) for piece in page(hand.runner, 1)), "the plan has computed the page"
     assert not any(os.pread(hand.memory, os.fstat(hand.memory).st_size, 0))
 
 
@@ -205,13 +205,13 @@ def test_a_page_is_borrowed_from_the_memory_of_another_hand(hand: Hand) -> None:
     hand.until_ended(2)
     saved, before = page(hand.runner, 1), hand.memory
     content = os.pread(before, os.fstat(before).st_size, 0)
-    # Replica 1 lends, and replicas 0 and 2 do not.
+    # Replica 1 lends its memory, and replicas 0 and 2 do not.
     borrower = Hand(kv_checksum=True, host_lenders=[None, before, None])
     borrower.step((4, COPY_RESTORE, 20, 5), (5, COPY_RESTORE, 21, 5), sources=[0, 2])
-    assert borrower.until_ended(2) == [[4, COPY_FAILED], [5, COPY_OK]], "its own page 5 is not that of replica 1"
+    assert borrower.until_ended(2) == [[4, COPY_FAILED], [5, COPY_OK]], "the hand's own page 5 is not page 5 of replica 1"
     assert page(borrower.runner, 21) == saved
     assert os.pread(before, os.fstat(before).st_size, 0) == content, "a lender's memory is only read"
-    # A page that is not as it was saved, one that is not there, and a lender that is none.
+    # A damaged page, a page outside of the memory, and a replica that does not lend.
     os.pwrite(before, b"\x5c", 3)
     borrower.step(
         *[(6, COPY_RESTORE, 22, 0), (7, COPY_RESTORE, 23, 1 << 20), (8, COPY_RESTORE, 24, 5)], sources=[2, 2, 1]

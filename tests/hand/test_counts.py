@@ -1,4 +1,4 @@
-"""Counters of tokens against lists that are counted anew, through any life of the slots."""
+"""Counters of tokens, compared with lists that are counted again, over random sequences of slot writes and samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The CUDA device without a GPU: what it copies, where tensors are, what it waits for, and what it says."""
+"""The CUDA device without a GPU: what it copies, where tensors are, what it waits for, and its messages."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PROMPT = [3, 14, 15, 92, 65]
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
-    """A GPU whose memory is the host's."""
+    """A GPU that uses the host's memory."""
     return install(monkeypatch, CPU)
 
 
@@ -72,7 +72,7 @@ def test_arrays_are_copied_in_as_they_are_in_one_piece(fake: FakeCuda) -> None:
         assert tensor.numpy().dtype == array.dtype
         assert np.array_equal(tensor.numpy(), array)
     arrays[0][:] = 9
-    assert tensors[0].tolist() == [0, 1, 2, 3, 4], "the host may write to what was copied"
+    assert tensors[0].tolist() == [0, 1, 2, 3, 4], "the host may change the array after its copy"
 
 
 def test_what_is_in_pinned_memory_is_copied_from_there(fake: FakeCuda) -> None:
@@ -95,7 +95,7 @@ def test_results_are_copied_to_pinned_memory(fake: FakeCuda) -> None:
 
 @pytest.mark.parametrize(("size", "waits"), [(0, False), (1, True)])
 def test_nothing_waits_for_a_copy_of_nothing(size: int, waits: bool) -> None:
-    """A step whose rows give no token copies no entries, and memory of no size is never pinned."""
+    """A step without tokens copies empty entries, and empty memory is never pinned."""
     there = torch.empty(size, device="meta")
     with NoStrayCopies(), pytest.raises(HiddenWaitError) if waits else nullcontext():
         there.copy_(torch.empty(size), non_blocking=True)
@@ -203,7 +203,7 @@ def test_memory_is_measured_while_steps_run(fake: FakeCuda) -> None:
 
 
 def test_a_measurement_uses_a_pool_of_graphs_up(fake: FakeCuda) -> None:
-    """PyTorch asserts that no other capture uses a pool whose memory is gone."""
+    """PyTorch asserts that no later capture uses a pool whose memory was freed."""
     device = CudaDevice()
     device.measure(lambda: [device.capture(lambda: None) for _ in range(2)])
     for _ in range(2):
@@ -221,7 +221,7 @@ def test_pinned_blocks_are_there_behind_the_last_capture(fake: FakeCuda) -> None
 
 
 def test_a_graph_is_replayed_before_it_serves(fake: FakeCuda) -> None:
-    """Its first replay uploads it."""
+    """The first replay uploads the graph to the GPU."""
     replay = open_device("cuda", None).capture(lambda: None)
     assert fake.replays == 1
     replay()
@@ -252,7 +252,7 @@ def test_a_missing_c_compiler_is_told_in_one_line(fake: FakeCuda, monkeypatch: p
         Choice(CudaDevice(), RunnerConfig.from_dict(wire_config(hf_config(config, kind.__name__), device="cuda")))
 
 
-# Why there is none.
+# Reasons why no GPU can be used.
 
 
 @pytest.mark.parametrize(
@@ -323,12 +323,12 @@ def test_which_gpus_a_build_is_for(capability: tuple[int, int], built: list[str]
     assert compiled_for(*capability, built) is fits
 
 
-# The whole hand.
+# The whole hand on the fake GPU.
 
 
 @pytest.fixture(autouse=True)
 def _twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels need a GPU, or Triton's interpreter; their twins are PyTorch's operators."""
+    """Uses the operators' twins, which are PyTorch's. Kernels need a GPU or Triton's interpreter."""
     monkeypatch.setenv(VARIABLE, "reference")
 
 
@@ -343,7 +343,7 @@ def runner_on_it(family: str, load: bool = True, **changes: object) -> ModelRunn
 
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_its_copies_give_the_tokens_of_the_reference(fake: FakeCuda, lookahead: int) -> None:
-    """Measured memory, weights through its buffers, steps through its copies: with the host's memory as the GPU's."""
+    """Memory is measured, weights go through the buffers, and steps use the device's copies."""
     runner = runner_on_it("qwen3", max_total_tokens=None, mem_fraction_static=0.9)
     assert runner.kv.page_count == 8 * 24
     runner.warm_up()
@@ -354,7 +354,7 @@ def test_its_copies_give_the_tokens_of_the_reference(fake: FakeCuda, lookahead: 
 
 
 def test_a_wait_for_masks_is_a_gap_and_no_compute(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU has nothing to do from the model's end to the sampler's start."""
+    """The GPU is idle from the end of the model until the sampler starts."""
     clock = [0.0]
     monkeypatch.setattr(FakeEvent, "clock", staticmethod(lambda: clock[0]))
     runner = runner_on_it("qwen3")
@@ -387,7 +387,7 @@ ASKED = {
 
 
 def plans(asked: Sampling) -> list[PlanBuilder]:
-    """A prompt; its next chunk and a new prompt; decode rows of different lengths; a single one."""
+    """Plans of a prompt, of its next chunk beside a new one, of decode rows of several lengths, and of a single row."""
     made = [PlanBuilder(number) for number in (1, 2, 3, 4)]
     first, second, third, fourth = made
     first.slot(2, list(range(1, 31)), asked)
@@ -413,7 +413,7 @@ FAMILIES_ON_IT = ("llama-yarn", "qwen2", "qwen3-moe", "glm4-moe", "deepseek-v3",
 def test_a_launch_mixes_no_devices_and_waits_for_nothing(
     monkeypatch: pytest.MonkeyPatch, family: str, asked: str, backend: str
 ) -> None:
-    """Every operator of every kind of step, with tensors that are on a GPU but have no content."""
+    """Runs each operator of each kind of step, with tensors on a GPU that have no content."""
     install(monkeypatch, GPU)
     with fake_tensors(monkeypatch):
         runner = runner_on_it(family, load=False, dtype="bfloat16", attention_backend=backend)
@@ -456,7 +456,7 @@ def test_largest_steps_are_done_on_the_device_too(monkeypatch: pytest.MonkeyPatc
     with fake_tensors(monkeypatch):
         runner = runner_on_it("qwen3", load=False, max_total_tokens=None)
     pages = runner.kv.page_count
-    assert pages == 8 * 24, "more memory than the slots can fill"
+    assert pages == 8 * 24, "the memory holds more pages than the slots can fill"
     fake.free = RESERVE + (10 << 20)
     with fake_tensors(monkeypatch):
         runner = runner_on_it("qwen3", load=False, max_total_tokens=None, mem_fraction_static=1.0)
@@ -490,7 +490,7 @@ def test_copies_that_the_host_would_wait_for_are_refused(
 
 
 class Measuring(DeferredDevice):
-    """Runs what it is to measure."""
+    """Runs the measured function."""
 
     def measure(self, run: Callable[[], object]) -> int:
         run()
@@ -530,7 +530,7 @@ def test_no_memory_is_told_in_one_line(fake: FakeCuda, monkeypatch: pytest.Monke
 def test_compiled_kernels_are_kept_in_the_cache(named: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOREBAY_CACHE", "/a/volume")
     monkeypatch.setenv(VARIABLE, "reference")
-    # What is set below is taken back.
+    # monkeypatch restores the variable that the next lines change.
     monkeypatch.setenv("TRITON_CACHE_DIR", named or "")
     if named is None:
         monkeypatch.delenv("TRITON_CACHE_DIR")

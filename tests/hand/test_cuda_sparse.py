@@ -1,4 +1,4 @@
-"""Sparse decoding on the CUDA device without a GPU: what is read where, what mixes devices, and what is refused."""
+"""Sparse decoding on the CUDA device without a GPU: memory that it reads, mixed devices, and refusals."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ GATHER = reference.gather
 
 @SPARSE
 def test_its_copies_give_the_tokens_of_the_reference(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the host's memory as the GPU's: pages are saved by its streams, and what is missed is read where it is."""
+    """The GPU's memory is the host's here. Its streams save pages, and missed positions are read from the host."""
     fake = install(monkeypatch, CPU)
     gathered = []
 
     def gather(found: Any, host: torch.Tensor, stride: int, size: int, pool: torch.Tensor) -> None:
-        assert fake.is_pinned(host), "a GPU reads no other memory of the host"
+        assert fake.is_pinned(host), "a GPU reads pinned memory only"
         assert host.data_ptr() % 16 == 0
         gathered.append(host.data_ptr())
         GATHER(found, host, stride, size, pool)
@@ -47,7 +47,7 @@ def test_its_copies_give_the_tokens_of_the_reference(family: str, monkeypatch: p
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """Tensors that are on a GPU but have no content, and operators that say they read the host's memory."""
+    """Tensors on a GPU that have no content, and operators that claim to read the host's memory."""
     monkeypatch.setattr(reference, "READS_HOST", True)
     fake = install(monkeypatch, GPU)
     with fake_tensors(monkeypatch):
@@ -79,7 +79,7 @@ def test_a_launch_mixes_no_devices_and_waits_for_nothing(
     first, second, third = slot.plan(), slot.plan(), slot.plan()
     slot.write(first, PROMPT)
     first.row(1, 0, len(PROMPT))
-    # A row that is sparse beside a chunk whose queries choose.
+    # A sparse row, beside a chunk whose queries choose positions.
     slot.become_sparse(second)
     second.slot(2, PROMPT)
     second.page_writes += [(2, index, 30 + index) for index in range(7)]
@@ -93,7 +93,7 @@ def test_a_launch_mixes_no_devices_and_waits_for_nothing(
         with NoWaits(), NoStrayCopies():
             launched = runner.launch(plan)
         launched.collect()
-    assert gathered == [1] * 2 * 4, "of each layer, for the sparse query alone"
+    assert gathered == [1] * 2 * 4, "each layer gathers for the sparse query alone"
 
 
 REFUSED = {

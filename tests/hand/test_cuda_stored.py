@@ -1,4 +1,4 @@
-"""Quantised checkpoints on the CUDA device without a GPU: how they get there, and what PyTorch is called with."""
+"""Quantised checkpoints on the CUDA device without a GPU: loading, and the calls of PyTorch's products."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_weights_are_quantised_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kept = runner.decoder.params.kept
     name = "model.layers.1.mlp.up_proj.weight"
     values = model.get_parameter(name).float()
-    # Gates are before ups.
+    # Gates come before ups in the fused matrix.
     matrix, first = kept[name].matrix, kept[name].first
     codes = matrix.codes[first : first + len(values)].view(torch.float8_e4m3fn).float()
     found = codes * matrix.scale[first : first + len(values)]
@@ -77,7 +77,7 @@ def test_weights_are_quantised_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_launch_mixes_no_devices_and_waits_for_nothing(
     monkeypatch: pytest.MonkeyPatch, family: str, config: dict[str, Any] | None, capability: tuple[int, int]
 ) -> None:
-    """With tensors that have no content PyTorch checks what its product of 8-bit floats is called with."""
+    """PyTorch checks the arguments of its product of 8-bit floats. The tensors have no content."""
     install(monkeypatch, GPU).capability = capability
     called = products_of_floats(monkeypatch)
     kind, shape = FAMILIES[family]

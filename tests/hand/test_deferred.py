@@ -1,4 +1,4 @@
-"""The deferred device: it is late but in order, and it detects callers that do not wait or wait too often."""
+"""The deferred device runs work late but in order. It detects callers that do not wait, or wait too often."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_launch_calls_no_operator_itself() -> None:
         X.add(1)
 
 
-# What these three change is what must not happen. If they passed unseen, so would the mistake.
+# Each of the next three tests makes a mistake on purpose. The device must detect it.
 
 
 def test_a_body_that_is_reused_before_its_step_is_done_is_seen(runner: ModelRunner) -> None:
@@ -186,7 +186,7 @@ def test_two_steps_are_in_flight_and_each_is_waited_for_once(runner: ModelRunner
 
 
 def test_a_body_is_garbage_when_it_was_collected_and_nothing_of_it_is_needed(runner: ModelRunner) -> None:
-    """Stop ids and biases of a slot outlive the plan that brought them."""
+    """A slot's stop ids and biases remain after the plan that brought them is released."""
     sampling = Sampling(stop_ids=(expected(2)[1],), min_total=100, bias=((expected(1)[0], 50.0),))
     plan = first_plan(sampling).build()
     released: list[bool] = []

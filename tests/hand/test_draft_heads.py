@@ -1,4 +1,4 @@
-"""Heads that draft change no token, compute what transformers' parts compute, and lose nothing by a prefix hit."""
+"""Draft heads change no token, agree with parts of transformers, and give the same drafts after a prefix hit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.hand.greedy import model_of
 from tests.hand.support import PlanBuilder, Sampling, hf_config, random_model, runner_of, wire_config
 
 PAGED: dict[str, Any] = {"attention_backend": "triton"}
-"""Steps of a GPU, whose operators are the twins in PyTorch."""
+"""Settings for steps as on a GPU, with the operators' twins in PyTorch."""
 HEADS: dict[str, tuple[str, Any]] = {
     "eagle3": ("llama", eagle),
     "eagle3-qwen3": ("qwen3", lambda model: eagle(model, norm_before_residual=True, mapped=False, vocab_size=131)),
@@ -45,7 +45,7 @@ HEADS: dict[str, tuple[str, Any]] = {
 
 
 class Watched:
-    """The states and drafts that a head has given, a pass each."""
+    """Records the states and drafts of each pass of a head."""
 
     def __init__(self) -> None:
         self.states: list[torch.Tensor] = []
@@ -75,7 +75,7 @@ class Watched:
 
 @pytest.fixture(params=["eager", "paged", "graphs"])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Ways to compute steps."""
+    """The settings of each way to compute steps."""
     monkeypatch.setenv(VARIABLE, "reference")
     ways: dict[str, dict[str, Any]] = {"eager": {}, "paged": PAGED, "graphs": {**PAGED, "graph_rows": 40}}
     return ways[request.param]
@@ -127,9 +127,9 @@ def test_tokens_are_those_without_a_head(name: str, steps: dict[str, Any]) -> No
 
 
 def oracle() -> tuple[Any, Head]:
-    """A model whose next token is a function of the last one, and a head that knows the function.
+    """A model whose next token is a function of the last one, and a head with the same function.
 
-    Embeddings are unit vectors. The head's feed-forward part moves the feature of a token to that of the next.
+    Embeddings are unit vectors. The head's feed-forward part maps the feature of a token to that of the next token.
     """
     hidden, vocabulary = 144, 131
     config = LlamaConfig(
@@ -157,7 +157,7 @@ def oracle() -> tuple[Any, Head]:
     weights["midlayer.self_attn.o_proj.weight"].zero_()
     for name in ("midlayer.post_attention_layernorm", "norm"):
         weights[f"{name}.weight"] = torch.ones(hidden)
-    # The norm of a unit vector is 12 of it, and silu(12) * 12 is 144.
+    # RMS normalisation scales a unit vector by 12, and silu(12) * 12 is 144.
     moved = torch.zeros(hidden, hidden)
     moved[behind, torch.arange(vocabulary)] += 1
     moved[torch.arange(vocabulary), torch.arange(vocabulary)] -= 1
@@ -198,7 +198,7 @@ def test_a_liar_is_never_right() -> None:
 
 
 def of_prefix(runner: ModelRunner, tokens: list[int], cached: int, first: int = 0) -> Drafted:
-    """A stream in slot 1 whose first `cached` tokens are on the pages from `first` on."""
+    """A stream in slot 1 whose first `cached` tokens are already on the pages from `first` on."""
     size = runner.config.page_size
     streams = Drafted(runner, Sampling())
     builder = PlanBuilder(90)
@@ -231,7 +231,7 @@ def test_a_prefix_hit_has_the_same_drafts(name: str, chunk: int, steps: dict[str
         result = runner.step(builder.build())
         builder = PlanBuilder(2 + start)
     streams.tokens[0].append(int(result.tokens[0]))
-    # Rejected drafts have left entries behind the prompt.
+    # Rejected drafts have left entries after the prompt.
     with Watched() as without:
         streams.proposed()
     for cached in (4, 12, 20):
@@ -245,7 +245,7 @@ def test_a_prefix_hit_has_the_same_drafts(name: str, chunk: int, steps: dict[str
 
 @pytest.mark.parametrize("name", ["eagle3", "mtp-deepseek-v3"])
 def test_blocks_from_the_host_have_the_same_drafts(name: str) -> None:
-    """The prompt's pages are saved whole and in halves, and come back as other pages."""
+    """The prompt's pages are saved whole and in halves, and restored to other pages."""
     family, make = HEADS[name]
     model = model_of(family)
     near, far = socket.socketpair()
@@ -272,7 +272,7 @@ def test_blocks_from_the_host_have_the_same_drafts(name: str) -> None:
 
 
 def copied(runner: ModelRunner, copies: list[tuple[int, int, int, int]], spans: Sequence[tuple[int, int]] = ()) -> None:
-    """Does copies, and waits for their ends."""
+    """Runs copies, and waits until they have ended."""
     builder = PlanBuilder(50, copies=copies, copy_spans=list(spans), wait_us=[1000])
     left = {ticket for ticket, *_ in copies}
     while left:
@@ -283,7 +283,7 @@ def copied(runner: ModelRunner, copies: list[tuple[int, int, int, int]], spans: 
 
 
 def test_pages_of_the_plan_itself_have_room_for_drafts() -> None:
-    """A row's drafts begin a page that the same plan gives to its slot."""
+    """A row's drafts reach a page that the same plan gives to its slot."""
     model, head = oracle()
     runner = headed(model, head)
     streams = Drafted(runner, Sampling())
@@ -316,7 +316,7 @@ def test_rows_without_room_give_one_token() -> None:
 
 
 def test_rows_are_computed_in_an_order_of_their_own() -> None:
-    """The attention of PyTorch's operators takes the shorter row first."""
+    """PyTorch's attention operators compute the shorter row first."""
     model, head = oracle()
     streams = Drafted(headed(model, head), Sampling(), Sampling())
     streams.tokens = [[1 + at % 90 for at in range(70)], [3, 14, 15]]

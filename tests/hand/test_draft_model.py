@@ -1,4 +1,4 @@
-"""A draft model changes no token, and one that is the model itself is always right."""
+"""A draft model changes no token. A draft model that equals the model is always right."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_model_itself_is_always_right() -> None:
 @pytest.mark.parametrize("pool", [1 << 16, 96], ids=["all fit", "some fit"])
 @pytest.mark.parametrize("draft", ["itself", "qwen2", "gemma2"])
 def test_tokens_are_those_without_a_draft_model(draft: str, pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawn tokens differ from the draft's even where it is the model; another one is never right."""
+    """Drawn tokens differ from the draft's tokens even if both models are equal. Another draft model is never right."""
     monkeypatch.setattr(draft_model, "MOST_TOKENS", pool)
     model = model_of("llama")
     expected = alone(runner_of(model, device="deferred", max_running_requests=40), *WAYS.values())
@@ -78,7 +78,7 @@ def test_slots_take_turns_with_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     streams.tokens = [list(range(1, 60)), list(range(9, 68))]
     streams.prompts()
     for slot in (0, 1, 0, 0, 1):
-        assert len(streams.proposed_for(slot)) == 1 + TOKENS, "the other's pages are computed again"
+        assert len(streams.proposed_for(slot)) == 1 + TOKENS, "a slot whose pages were taken must compute them again"
 
 
 def test_a_prompt_is_computed_in_chunks() -> None:
@@ -103,7 +103,7 @@ def test_rows_without_room_give_one_token() -> None:
     builder = PlanBuilder(9)
     builder.row(0, 93, 1)
     builder.row_tokens = [2]
-    assert not near.runner.step(builder.build()).token_counts.size, "its drafts would be behind the context"
+    assert not near.runner.step(builder.build()).token_counts.size, "a row at the end of the context may have no drafts"
 
 
 def test_it_is_refused_where_nothing_verifies() -> None:

@@ -1,4 +1,4 @@
-"""Drafts change no token: rows that verify them give what rows of one token give."""
+"""Drafts change no token: rows that verify drafts give the same tokens as rows of one token."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_tokens_are_those_without_drafts(family: str, device: str) -> None:
 @pytest.mark.parametrize("graph_rows", [0, 40], ids=["eager", "graphs"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek-v3"])
 def test_drafts_in_steps_of_a_gpu(family: str, graph_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device reads the plan, and its operators are the twins in PyTorch."""
+    """The device reads the plan, and the operators' twins in PyTorch compute it."""
     monkeypatch.setenv(VARIABLE, "reference")
     paged: dict[str, Any] = {"device": "deferred", "attention_backend": "triton", "graph_rows": graph_rows}
 
@@ -65,7 +65,7 @@ def test_rows_without_room_give_one_token() -> None:
 def test_a_draft_without_numbers_ends_the_row_before_it(
     finite: list[int], counts: list[int], errors: list[int]
 ) -> None:
-    """A row with two right drafts and one with one; the next row of the slot has the error."""
+    """A row has two right drafts, another one. After a draft without numbers the slot's next row gets the error."""
     builder = PlanBuilder()
     builder.row(0, 4, 1)
     builder.row(1, 4, 1)
@@ -125,7 +125,7 @@ def never(step: int, slot: int) -> bool:
 def test_masked_rows_give_the_tokens_without_drafts(
     late: Late, graph_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With penalties and log-probabilities; masks of drafts are late too."""
+    """Requests have penalties and log-probabilities, and masks of drafts are late too."""
     monkeypatch.setenv(VARIABLE, "reference")
     paged: dict[str, Any] = {"attention_backend": "triton", "graph_rows": graph_rows} if graph_rows else {}
 

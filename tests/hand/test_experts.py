@@ -1,4 +1,4 @@
-"""Routing against its formulas, and experts that know nothing of a token's neighbours."""
+"""Routing, compared with its formulas, and experts whose results do not depend on a token's neighbours."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Weights = dict[int, float]
 
 
 def softmax(logits: list[float], normalise: bool) -> Weights:
-    """Qwen3-MoE."""
+    """The rule of Qwen3-MoE."""
     scores = torch.tensor(logits).softmax(0).tolist()
     best = sorted(range(len(scores)), key=lambda e: (-scores[e], e))[:PER_TOKEN]
     total = sum(scores[e] for e in best) if normalise else 1.0
@@ -39,12 +39,12 @@ def softmax(logits: list[float], normalise: bool) -> Weights:
 
 
 def greedy(logits: list[float]) -> Weights:
-    """DeepSeek-V2-Lite."""
+    """The rule of DeepSeek-V2-Lite."""
     return {e: 2.0 * weight for e, weight in softmax(logits, False).items()}
 
 
 def limited(logits: list[float]) -> Weights:
-    """DeepSeek-V2: a group is as good as its best expert."""
+    """The rule of DeepSeek-V2: a group's score is that of its best expert."""
     scores = torch.tensor(logits).softmax(0).tolist()
     size = len(scores) // 4
     best = [max(scores[group * size : (group + 1) * size]) for group in range(4)]
@@ -55,11 +55,11 @@ def limited(logits: list[float]) -> Weights:
 
 
 def sigmoid(logits: list[float], bias: list[float]) -> Weights:
-    """DeepSeek-V3: a group is as good as its two best experts, and the bias decides about the choice alone."""
+    """The rule of DeepSeek-V3: a group's score sums its two best experts. The bias affects only the choice."""
     scores = torch.tensor(logits).sigmoid().tolist()
     wanted = (torch.tensor(scores) + torch.tensor(bias)).tolist()
     size = len(scores) // 4
-    # In float32, in which other sums are equal than in Python's numbers.
+    # Sums are made in float32, because Python's numbers give other ties.
     groups = torch.tensor(wanted).view(4, size)
     best = groups.sort(dim=1).values[:, -2:].sum(dim=1).tolist()
     kept = sorted(range(4), key=lambda group: (-best[group], group))[:2]
@@ -83,7 +83,7 @@ def chosen(logits: torch.Tensor, bias: torch.Tensor, routing: Routing) -> list[W
 
 
 def agrees(name: str, routing: Routing) -> bool:
-    """Whether a routing does what a rule says, for tokens without ties."""
+    """True if a routing gives the results of a rule, for tokens without ties."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(200, COUNT, generator=generator)
     bias = torch.rand(COUNT, generator=generator) * 0.3
@@ -128,7 +128,7 @@ def test_of_equal_scores_the_lower_id_wins(name: str, logits: list[float]) -> No
 
 
 def test_equal_scores_of_as_many_experts_as_models_have() -> None:
-    """Few of them a library sorts in order anyway."""
+    """The test has many experts, because a library keeps the order of a few anyway."""
     logits = torch.randint(0, 3, (50, 384), generator=torch.Generator().manual_seed(1)).float()
     ids, _ = choose(logits, None, 8, GREEDY)
     for row, found in zip(logits.tolist(), ids.tolist(), strict=True):
@@ -186,7 +186,7 @@ def test_a_pytorch_without_grouped_products_is_told_of_at_the_start(monkeypatch:
     with pytest.raises(ModelError, match=r"experts on deferred needs PyTorch 2\.10 or newer, which has .*grouped_mm"):
         runner_of(model, device="deferred")
     assert runner_of(reference_model("qwen3"), device="deferred").kv.page_count
-    # A processor never calls it.
+    # A CPU never calls grouped products.
     found = Request([1, 2, 3], 4)
     MiniBrain(runner_of(model)).serve([found])
     assert found.tokens == expected.tokens

@@ -1,4 +1,4 @@
-"""Every family has tests: the lists of parity are compared with the table that is made from `families::ALL`."""
+"""Every family has tests: the tests' lists of models are compared with the table that is made from `families::ALL`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.structure.repository import ROOT
 
 _ROW = re.compile(r"\| [^|]+ \| `(\w+)` \| [^|]+ \| [^|]+ \| ([^|]+) \| ([^|]+) \| \w+ \|")
 CONFIGS = FAMILIES | image_models.FAMILIES | image_models.GEMMAS | NAMED | TORCH_NAMED | recurrent_models.MODELS | WHOLE
-"""Test configs by name, a class of transformers and a config each."""
+"""Test configs by name, each with its class of transformers."""
 OF_TINY_FILES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
-"""Families whose GGUF files are those of tests/hand/test_quantised.py."""
+"""Families whose GGUF files tests/hand/test_quantised.py writes."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A family in the table."""
+    """A family's row in the table."""
 
     gguf: bool
     compiled: bool
@@ -42,14 +42,14 @@ def table() -> dict[str, Row]:
 
 
 def own_names(kind: type) -> set[str]:
-    """The architecture of a class of transformers, in whose name the hub may leave out underscores."""
+    """The names of a class of transformers as an architecture. The hub may leave out underscores."""
     return {kind.__name__, kind.__name__.replace("_", "")}
 
 
 @pytest.mark.parametrize("architecture", table())
 def test_each_family_is_held_against_transformers(architecture: str) -> None:
     configs = [config for kind, config in CONFIGS.values() if architecture in own_names(kind)]
-    assert configs, "tests/hand/support.py has no config of it"
+    assert configs, "tests/hand/support.py has no config of this family"
 
 
 @pytest.mark.parametrize("architecture", [name for name, row in table().items() if row.compiled])
@@ -57,7 +57,7 @@ def test_each_compiled_family_is_held_against_the_other_hand(architecture: str) 
     models = [NAMED, TORCH_NAMED, WHOLE, recurrent_models.MODELS]
     named = [model for of in models for model in of.values()]
     kinds = [(FAMILIES | MODELS)[name][0].__name__ for name in PARITY] + [kind.__name__ for kind, _ in named]
-    assert any(architecture in (kind, kind.replace("_", "")) for kind in kinds), "no other hand is compared"
+    assert any(architecture in (kind, kind.replace("_", "")) for kind in kinds), "no test compares the hands"
 
 
 @pytest.mark.parametrize("architecture", [name for name, row in table().items() if row.gguf])

@@ -1,4 +1,4 @@
-"""FlashAttention 3 is called as its interface says: a stand-in has the library's signature, and attends."""
+"""FlashAttention 3 is called as its interface documents. A stand-in has the library's signature, and attends."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Library:
 
     def __init__(self, gives_more: bool) -> None:
         self.gives_more = gives_more
-        """As releases do that give the log of sums too."""
+        """Some releases return the logarithm of the sums too."""
         self.longest: list[int] = []
 
     def flash_attn_with_kvcache(
@@ -60,7 +60,7 @@ class Library:
         sm_margin: int = 0,
         return_softmax_lse: bool = False,
     ) -> Any:
-        """Rows of q [tokens, heads, dim] on pages [pages, page_size, kv_heads, dim], of which it knows two."""
+        """Attends from q [tokens, heads, dim] to pages [pages, page_size, kv_heads, dim] of two types."""
         assert k is None
         assert v is None
         assert q.dtype == k_cache.dtype == v_cache.dtype == torch.bfloat16
@@ -73,7 +73,7 @@ class Library:
         for tensor in (cache_seqlens, page_table, cu_seqlens_q):
             assert tensor.dtype == torch.int32
             assert tensor.is_contiguous()
-        # Its kernels do not look at what a page number is.
+        # The library's kernels do not check page numbers.
         missing = page_table < 0
         torch._assert_async(~missing.any())
         assert max_seqlen_q is not None
@@ -101,13 +101,13 @@ def test_rows_are_those_of_the_other_backend(family: str, gives_more: bool, monk
         runner = runner_of(model, device="deferred", dtype="bfloat16", attention_backend=backend, **sizes)
         assert isinstance(runner._steps, PagedSteps)
         runner.warm_up()
-        # Whether a replay is right has never been seen.
+        # Replays of the library were never verified, so it has no graphs.
         assert (runner._steps.graphs.count > 0) == (backend == "triton")
         requests = [Request(prompt, 6, Sampling(logprobs=2), arrival=2 * n) for n, prompt in enumerate(PROMPTS)]
         MiniBrain(runner, 1, 1).serve(requests, chunk=9)
         found[backend] = [request.tokens for request in requests]
     assert isinstance(runner.decoder.backend, FlashAttention)
     assert found["fa3"] == found["triton"]
-    # Steps of decode rows alone, and of chunks beside them.
+    # Some steps had decode rows only, and some had chunks too.
     assert min(library.longest) == 1
     assert max(library.longest) > 9

@@ -1,4 +1,4 @@
-"""The memory that is planned for ranks, against what the same ranks take when they are made."""
+"""The memory that is planned for ranks, compared with what the same ranks allocate."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.hand.rank_process import RankGroups
 from tests.hand.support import FAMILIES, hf_config, wire_config
 
 FREE = 8_000_000
-"""Bytes, so few that they decide how many pages there are."""
+"""Available bytes, so few that they limit the number of pages."""
 GROUP = {"expert_parallel": True, "step_group": True}
 
 
@@ -81,7 +81,7 @@ def test_one_rank_takes_what_was_planned(family: str, dtype: str) -> None:
 
 
 def test_the_rank_with_the_most_weights_decides_about_all_pages() -> None:
-    # A vocabulary of 131 is divided into 66 and 65.
+    # Two ranks divide a vocabulary of 131 into 66 and 65.
     first, second = planned(config_of("llama", max_total_tokens=None, slots=2000), 2)
     assert first.weight_bytes > second.weight_bytes
     assert first.page_count == second.page_count
@@ -92,7 +92,7 @@ def test_the_rank_with_the_most_weights_decides_about_all_pages() -> None:
 def test_a_step_group_has_more_room_than_ranks_that_divide_latent_attention() -> None:
     config = config_of("deepseek-v3", max_total_tokens=None, slots=2000)
     divided, group = planned(config, 2, 10 * FREE), planned({**config, **GROUP}, 2, 10 * FREE)
-    # Each rank keeps every latent row where heads are divided, and those of its own requests in a group.
+    # If heads are divided, each rank keeps all latent rows. In a step group it keeps those of its own requests.
     assert divided[0].page_bytes == group[0].page_bytes
     assert 2 * group[0].page_count > 1.5 * divided[0].page_count
 

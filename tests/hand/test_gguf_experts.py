@@ -50,7 +50,7 @@ Change = Callable[[dict[str, torch.Tensor]], Any]
 COUNT = 10
 PROMPTS = [np.random.default_rng(number).integers(0, 131, 5 + 14 * number).tolist() for number in range(4)]
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
-# Rows of all matrices are as long as blocks, those of transposed ones too.
+# The rows of all matrices are whole blocks, also after a transposition.
 EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 3}
 ROUTED: dict[str, Any] = {**EXPERTS, "n_routed_experts": 8, "routed_scaling_factor": 1.5}
 QWEN3: dict[str, Any] = {**TINY, **EXPERTS, "num_experts": 8, "head_dim": 32, "norm_topk_prob": True}
@@ -65,7 +65,7 @@ SIZES: dict[str, Any] = {
 }
 V2: dict[str, Any] = {**SIZES, "norm_topk_prob": False}
 ROPE_YARN_LITE: dict[str, Any] = {**ROPE_YARN_LATENT, "mscale": 0.707, "mscale_all_dim": 0.707}
-# One layer of Gemma 3 sees all positions, as in every file of it: the pattern is not written.
+# One layer of Gemma 3 attends to all positions, as in each of its files. The files do not store the pattern.
 GEMMA: dict[str, Any] = {**TINY, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 7}
 ROPE_GEMMA3 = {
     "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 8.0},
@@ -116,7 +116,7 @@ def model_of(family: str) -> Any:
 
 
 def loaded(path: Path, tmp_path: Path, **changes: Any) -> ModelRunner:
-    """A runner with the weights of a file, as the brain would have it started."""
+    """A runner with the weights of a file, configured as the brain does it."""
     config = wire_config({}, load_format="auto", **changes) | {"model": described(path, tmp_path / "cache")}
     runner = ModelRunner(RunnerConfig.from_dict(config))
     counts: list[tuple[int, int]] = []
@@ -187,7 +187,7 @@ def test_quantised_files_have_the_logits_of_their_dequantised_weights(tmp_path: 
             assert np.array_equal(one[0], other[0])
             assert np.array_equal(one[1], other[1])
     moved = [name for name, tensor in weights.items() if not torch.equal(tensor, model.state_dict().get(name, tensor))]
-    assert moved, "nothing was rounded"
+    assert moved, "no weight was rounded"
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:

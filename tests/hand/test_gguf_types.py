@@ -1,4 +1,4 @@
-"""Matrices of every type of GGUF's blocks: the hand in Rust beside PyTorch's, which has the `gguf` package."""
+"""Matrices of every block type of GGUF: the hand in Rust against PyTorch's, which uses the package `gguf`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def written(path: Path, stored: str) -> Path:
     random = np.random.default_rng(3)
     kind = gguf.GGMLQuantizationType[stored]
     elements, size = gguf.GGML_QUANT_SIZES[kind]
-    # What numbers of this type are as large as, for scales that make small ones of them.
+    # The typical size of this type's numbers, from which scales for small numbers are chosen.
     usual = np.abs(dequantize(random_blocks(stored, 64, random, 0.125), kind)).mean() / 0.125
 
     def matrix(rows: int, columns: int) -> tuple[np.ndarray, Any]:
@@ -61,7 +61,7 @@ def requests() -> list[Request]:
 @pytest.mark.parametrize("quantization", ["none", "auto"])
 @pytest.mark.parametrize("name", TYPES)
 def test_no_type_is_refused_and_both_hands_have_the_same_numbers(tmp_path: Path, name: str, quantization: str) -> None:
-    """Dequantised, and in blocks of a type that the compiled kernels multiply by."""
+    """Computes with dequantised weights, and with blocks of a type that the compiled kernels support."""
     path = written(tmp_path / "m.gguf", name)
     wanted = None if quantization == "none" else quantization
     values = settings(described(path, tmp_path), quantization=wanted)
@@ -76,8 +76,8 @@ def test_no_type_is_refused_and_both_hands_have_the_same_numbers(tmp_path: Path,
     MiniBrain(torch_runner({**values, "quantization": None}), 7).serve(expected, 7)
     for one, other in zip(found, expected, strict=True):
         if in_blocks:
-            # Activations are rounded to 8 bits, and types without products of their own to 4 or 8. The most likely
-            # token may be another one.
+            # Activations are rounded to 8 bits, and types without their own products to 4 or 8 bits. So the most likely
+            # token may differ.
             np.testing.assert_allclose(np.sort(one.logprobs[0][1]), np.sort(other.logprobs[0][1]), atol=0.4)
             continue
         assert one.tokens == other.tokens

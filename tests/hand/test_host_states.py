@@ -1,4 +1,4 @@
-"""Recurrent states in the host tier: restored states have the saved content, even from an earlier hand."""
+"""Recurrent states in the host tier: restored states have the saved content, also after a restart of the hand."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ PREFIX = prompts()[3][:32]
 TAIL = [9, 100, 3]
 TIER: dict[str, Any] = {"host_ratio": 1.0, "kv_checksum": True}
 SAVED = [(1, COPY_SAVE, 40, 7), (2, COPY_SAVE, 17, 8), (3, COPY_SAVE_STATE, 2, 5)]
-"""The prefix of 32 tokens is on pages 40 and 17, and the state after it on state page 2."""
+"""Page pairs of the saves. Pages 40 and 17 hold the prefix of 32 tokens, and state page 2 holds the state after it."""
 
 
 class Hand:
-    """Computes plans, and collects the ends of copies."""
+    """Runs plans, and collects the ends of copies."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
@@ -56,14 +56,14 @@ class Hand:
         return result
 
     def until_ended(self, count: int) -> list[list[int]]:
-        """Waits for the ends of this many copies that were not reported yet."""
+        """Waits until this many copies have ended that were not reported yet."""
         while len(self._ended) < count:
             self.run(self.plan(wait_us=[1000]))
         ended, self._ended = self._ended, []
         return sorted(ended)
 
     def compute_and_save(self) -> None:
-        """Computes the prefix in one plan, which also has it saved to the host."""
+        """Computes the prefix, and saves its pages and its state in the same plan."""
         plan = self.plan(copies=SAVED)
         plan.slot(0, PREFIX)
         plan.page_writes += [(0, 0, 40), (0, 1, 17)]
@@ -94,7 +94,7 @@ class Hand:
 def hand_of(
     folder: Path, name: str, hand: str, memory: int, lenders: Sequence[int | None] = (), **changes: Any
 ) -> Iterator[Hand]:
-    """A hand that finds the memory as the last one left it."""
+    """A hand with this host memory, in which an earlier hand may have saved pages."""
     values = settings(save(folder / "model", name), **{**TIER, **changes})
     if hand == "rust":
         numbers = [None if lender is None else LENDER + at for at, lender in enumerate(lenders)]
@@ -151,7 +151,7 @@ def test_a_state_is_borrowed_from_the_memory_of_another_hand(tmp_path: Path, mem
         lender.compute_and_save()
     own = os.memfd_create("own")
     try:
-        # The borrower has another number of pages.
+        # The borrower has a different number of pages.
         with hand_of(tmp_path, "qwen3.5-text", hand, own, [None, memory], host_ratio=0.5) as borrower:
             assert borrower.bring_back(sources=[2, 2, 2]) == [[4, COPY_OK], [5, COPY_OK], [6, COPY_OK]]
             assert borrower.next_token() == expected("qwen3.5-text")
@@ -222,7 +222,7 @@ def test_a_size_is_divided_as_the_device_is(tmp_path: Path, memory: int, hand: s
 def test_the_largest_ratio_that_fits_is_taken_where_nobody_named_one(
     tmp_path: Path, memory: int, hand: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # Almost none of the memory beside weights and pages.
+    # This share leaves little memory beside weights and pages, so the named ratio does not fit.
     changes: dict[str, Any] = {"host_ratio": 2.0, "host_fits": True, "host_share": 5e-5}
     with hand_of(tmp_path, "qwen3.5-text", hand, memory, **changes) as first:
         told = facts(first.runner)

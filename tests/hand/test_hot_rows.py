@@ -1,4 +1,4 @@
-"""Hot rows: what is found, what is missed, and which rows go, against a model of them in plain Python."""
+"""Hot rows: which positions are found, which are missed, and which rows are evicted, against a model in Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLOTS = 5
 
 
 class Slots:
-    """Sparse slots whose hot rows, pages and pages of the host hold the positions themselves as rows of width 1."""
+    """Sparse slots. Their hot rows, device pages and host pages hold the positions' own numbers as rows of width 1."""
 
     def __init__(self, rows: int, top_k: int, seed: int = 0) -> None:
         self.random = np.random.default_rng(seed)
@@ -32,7 +32,7 @@ class Slots:
         self.row_table = torch.from_numpy(pages[: SLOTS * rows // SIZE].reshape(SLOTS, -1).astype(np.int32))
         self.spare = pages[SLOTS * rows // SIZE :].tolist()
         self.host_table = torch.arange(self.page_table.numel(), dtype=torch.int32).view(self.page_table.shape)
-        # What row_of says where nothing was put is anything.
+        # Entries of row_of that were never written may hold any value.
         garbage = torch.from_numpy(self.random.integers(-(2**15), 2**15, (SLOTS, CONTEXT + 1)).astype(np.int16))
         owner = torch.full((SLOTS, rows + 1), -1, dtype=torch.int32)
         self.group = GroupRows(garbage, owner, torch.zeros_like(owner))
@@ -41,17 +41,17 @@ class Slots:
         numbers = torch.arange(SLOTS)[:, None] * 1000 + torch.arange(CONTEXT)
         self.host = [numbers.float().view(-1, SIZE, 1)]
         self.held: list[dict[int, int]] = [{} for _ in range(SLOTS)]
-        """The position of each slot's hot rows, with the step in which it was chosen last."""
+        """For each slot, its cached positions, each with the step that last chose it."""
         self.rows = rows
 
     def set_page(self, slot: int, index: int, page: int) -> None:
-        """Puts a page of a slot on the device, or with -1 takes it away."""
+        """Puts a page of a slot on the device, or with -1 removes it."""
         self.page_table[slot, index] = page
         if page >= 0:
             self.pool[page * STRIDE : page * STRIDE + SIZE, 0] = self.host[0][int(self.host_table[slot, index])][:, 0]
 
     def step(self, chosen: dict[int, list[int]]) -> Found:
-        """What slots choose; checks all that can be seen of it."""
+        """Runs a step in which slots choose these positions, and checks its results."""
         slots = torch.tensor(list(chosen))
         positions = torch.full((len(chosen), self.top_k), NO_ROW)
         for query, some in enumerate(chosen.values()):
@@ -68,7 +68,7 @@ class Slots:
             assert (rows >= 0).all()
             assert (rows < NOWHERE).all()
             assert self.pool[rows, 0].tolist() == [slot * 1000 + position for position in some]
-            assert len(set(rows.tolist())) == len(some), "each has its own"
+            assert len(set(rows.tolist())) == len(some), "each position has its own row"
             assert (found.rows[query, len(some) :] == NO_ROW).all()
             counts = self.check(slot, some, found.missed[query, : len(some)].tolist())
             expected = [total + count for total, count in zip(expected, counts, strict=True)]
@@ -76,7 +76,7 @@ class Slots:
         return found
 
     def check(self, slot: int, some: list[int], missed: list[bool]) -> list[int]:
-        """Holds a step of a slot against the model; its counts."""
+        """Compares a step of a slot with the model, and gives the counts."""
         held, now = self.held[slot], int(self.now[slot])
         on_pages = [p for p in some if self.page_table[slot, p // SIZE] >= 0]
         away = [p for p in some if p not in on_pages]
@@ -85,8 +85,8 @@ class Slots:
         after = set(self.group.owner[slot, :-1].tolist()) - {-1}
         gone = held.keys() - after
         assert not gone & set(away)
-        assert after == (held.keys() - gone) | set(away), "everything that was chosen is there now"
-        assert len(gone) == max(0, len(held) + len(away) - len(hits) - self.rows), "no more go than have to"
+        assert after == (held.keys() - gone) | set(away), "the slot now caches all chosen positions"
+        assert len(gone) == max(0, len(held) + len(away) - len(hits) - self.rows), "a slot evicts as few rows as possible"
         stayed = [last for p, last in held.items() if p not in gone and p not in away]
         for p in gone:
             assert all(min(now - held[p], OLDEST) >= min(now - last, OLDEST) for last in stayed)
@@ -108,7 +108,7 @@ def test_what_is_chosen_is_found_and_the_least_recently_chosen_goes(seed: int, r
                 slots.spare.append(page)
             elif slots.spare and random.random() < 0.5:
                 slots.set_page(slot, index, slots.spare.pop())
-        # Those near the last choice, as real ones are, so that some are hits.
+        # The choices lie near the last ones, as in real models, so that some hit.
         around = random.integers(CONTEXT - 24, size=SLOTS)
         chosen = {}
         for slot in random.permutation(SLOTS)[: random.integers(1, SLOTS + 1)].tolist():
@@ -132,7 +132,7 @@ def test_rows_go_in_the_order_in_which_they_were_chosen() -> None:
     for some in ([0, 1, 2], [3, 4, 5], [6, 7], [0]):
         slots.step({0: some})
     slots.step({0: [20]})
-    assert 1 not in slots.held[0], "0 was chosen since, and of 1 and 2 the first row goes"
+    assert 1 not in slots.held[0], "0 was chosen later, and of the equally old 1 and 2 the first row is evicted"
     slots.step({0: [30, 31]})
     assert sorted(slots.held[0]) == [0, 4, 5, 6, 7, 20, 30, 31]
 
@@ -143,7 +143,7 @@ def test_what_was_chosen_long_ago_is_equally_old() -> None:
         slots.step({0: some})
     for _ in range(OLDEST + 2):
         slots.step({0: [7]})
-    # 3 is the oldest, and yet of equally old ones the first row goes.
+    # 3 is the oldest position. But its age counts as equal to others, so the first of these rows is evicted.
     slots.step({0: [60]})
     assert sorted(slots.held[0]) == [1, 2, 3, 4, 5, 6, 7, 60]
 

@@ -1,4 +1,4 @@
-"""What positions are called in prompts with images, and where the rows of image positions are."""
+"""Rotary positions in prompts with images, and the places of the rows of image positions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FAMILIES = ["qwen3-vl", "qwen2.5-vl"]
 
 
 def spans_of(prompt: Prompt) -> list[ImageSpan]:
-    """Its images, on separate pages in reverse order."""
+    """The spans of a prompt's images, on separate pages in reverse order."""
     spans, last = [], PAGES
     for position, rope, image in prompt.images:
         count = pages_of(image.grid.positions)
@@ -31,7 +31,7 @@ def spans_of(prompt: Prompt) -> list[ImageSpan]:
 
 @st.composite
 def prompts(draw: st.DrawFn) -> Prompt:
-    """Up to four images, with some text before, between and after them."""
+    """Up to four images, with text before, between and after them."""
     parts: list[Part] = [draw(st.integers(0, 5))]
     for _ in range(draw(st.integers(0, 4))):
         parts += [Image.random(draw(st.integers(1, 12)), draw(st.integers(1, 12))), draw(st.integers(1, 5))]
@@ -58,12 +58,12 @@ def test_positions_are_those_of_get_rope_index(family: str, prompt: Prompt, gene
 
 @given(prompt=prompts(), data=st.data())
 def test_pieces_of_rows_get_what_the_whole_gets(prompt: Prompt, data: st.DataObject) -> None:
-    """However a slot's positions are cut, and whatever rows of other slots lie between."""
+    """Cuts a slot's positions into pieces, with rows of another slot in between."""
     total = len(prompt.ids) + 3
     cuts = sorted({0, total, *data.draw(st.lists(st.integers(0, total), max_size=4))})
     start, end = np.array(cuts[:-1]), np.array(cuts[1:])
     layout = Layout(spans_of(prompt)) if prompt.images else None
-    # Rows of a slot without images, between the pieces.
+    # Rows of a slot without images come between the pieces.
     start, length = np.stack((start, start)).T.ravel(), np.repeat(end - start, 2)
     row = np.tile([0, 1], len(cuts) - 1)
     shift, behind = (0, 0) if layout is None else (layout.shift, layout.end)
@@ -99,7 +99,7 @@ def read(slots: SlotImages, *spans: Sequence[object], new: Sequence[int] = ()) -
 
 
 def positions(slots: SlotImages, slot: int, start: int, length: int) -> list[int] | None:
-    """What rows are called behind all images."""
+    """The rotary positions of rows after all images."""
     one = np.array([0])
     found = slots.of_rows(np.array([slot]), np.array([start]), np.array([length]))
     return None if found is None else found.tokens(one, np.array([start]), np.array([length])).positions.tolist()

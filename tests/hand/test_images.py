@@ -43,7 +43,7 @@ PROMPTS = (
     Prompt.of(5, LARGE, 2),
 )
 MIXED = Prompt.of(3, SMALL, 2, Image.random(9, 8), 4)
-"""Its second image is on two pages."""
+"""The second image takes two pages."""
 LAYERS = 4
 WHOLE = (0, LAYERS)
 
@@ -54,7 +54,7 @@ def expected(family: str, prompt: int | None = None) -> tuple[list[int], torch.T
 
 
 def requests(prompts: Sequence[Prompt], count: int = COUNT) -> tuple[npt.NDArray[np.uint8], list[ImageRequest]]:
-    """Requests for the same number of tokens, and the arena with their images."""
+    """Requests for `count` tokens each, and the arena with their images."""
     arena, offsets = arena_of([image for prompt in prompts for *_, image in prompt.images])
     asked = []
     for number, prompt in enumerate(prompts):
@@ -65,7 +65,7 @@ def requests(prompts: Sequence[Prompt], count: int = COUNT) -> tuple[npt.NDArray
 
 
 def check(request: ImageRequest, tokens: list[int], distributions: torch.Tensor) -> None:
-    """A request against the first tokens of a reference and their log-probabilities."""
+    """Compares a request with the first tokens of a reference and their log-probabilities."""
     assert request.tokens == tokens[: request.count]
     for (ids, values), distribution in zip(request.logprobs, distributions, strict=False):
         np.testing.assert_allclose(values, distribution[torch.from_numpy(ids).long()], atol=1e-4)
@@ -74,7 +74,7 @@ def check(request: ImageRequest, tokens: list[int], distributions: torch.Tensor)
 @DEVICES
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_those_of_transformers(family: str, device: str, lookahead: int) -> None:
-    """No image to four, 1 to 400 positions, chunks of 50 and mixed batches."""
+    """Prompts have up to four images of 1 to 400 positions. Chunks have 50 tokens, and batches are mixed."""
     arena, asked = requests(PROMPTS)
     ImageBrain(image_runner(family, arena, device=device), lookahead=lookahead).serve(asked, chunk=50)
     for number, request in enumerate(asked):
@@ -83,7 +83,7 @@ def test_tokens_are_those_of_transformers(family: str, device: str, lookahead: i
 
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl", "qwen3.5"])
 def test_every_border_of_chunks_gives_the_same(family: str) -> None:
-    """Two chunks with the border at each position before, in, between and behind images: a slot for each border."""
+    """Computes a prompt in two chunks, with the border at each position of it. Each border has its own slot."""
     total = len(MIXED.ids)
     borders, of_slot = dict(enumerate(range(1, total))), -(-(total + 2) // 4)
     arena, offsets = arena_of([image for *_, image in MIXED.images])
@@ -129,7 +129,7 @@ def test_a_replay_goes_on_where_it_stopped(family: str) -> None:
 
 
 def test_text_alone_is_what_the_decoder_gives_by_itself() -> None:
-    """Without images the three numbers of a position are one."""
+    """Without images the three rotary positions of a token are equal."""
     prompt = PROMPTS[0]
     arena, (request,) = requests([prompt], count=12)
     ImageBrain(image_runner("qwen3-vl", arena)).serve([request])
@@ -137,7 +137,7 @@ def test_text_alone_is_what_the_decoder_gives_by_itself() -> None:
 
 
 class Plans:
-    """Plans one by one, for a slot whose prompt has one image."""
+    """Runs plans one by one, for a slot whose prompt has one image."""
 
     def __init__(self, prompt: Prompt, device: str = "cpu", family: str = "qwen3-vl") -> None:
         (self.position, self.rope, self.image) = prompt.images[0]
@@ -153,7 +153,7 @@ class Plans:
         return images.pool.read(torch.arange(64 * images.pool.page_count))
 
     def do(self, write: Callable[[PlanBuilder], None]) -> list[int]:
-        """The tokens of a plan."""
+        """Runs a plan, and gives its tokens."""
         self.step += 1
         builder = PlanBuilder(self.step)
         write(builder)
@@ -175,7 +175,7 @@ ONE = Prompt.of(4, Image.random(9, 8), 3)
 
 
 def whole(family: str = "qwen3-vl") -> tuple[torch.Tensor, int]:
-    """The image's rows on pages 5 and 2, and the first token, from one plan."""
+    """The image's rows on pages 5 and 2, and the first token, computed in one plan."""
     plans = Plans(ONE, family=family)
 
     def everything(builder: PlanBuilder) -> None:
@@ -191,7 +191,7 @@ def whole(family: str = "qwen3-vl") -> tuple[torch.Tensor, int]:
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl"])
 @pytest.mark.parametrize("cuts", [[1], [1, 2, 3], [3]])
 def test_a_tower_in_slices_gives_the_same(family: str, device: str, cuts: list[int]) -> None:
-    """Others go on between the slices, and rows before the image are computed meanwhile."""
+    """Rows of other slots, and rows before the image, are computed between the slices."""
     rows, token = whole(family)
     plans = Plans(ONE, device, family)
 
@@ -238,13 +238,13 @@ def test_two_images_are_on_their_way_at_once_and_one_is_given_up() -> None:
     plans.do(one)
     plans.do(lambda builder: plans.tower(builder, 3, 4, [5, 2], image=8))
     assert torch.equal(plans.pool, rows)
-    # What was given up may begin again.
+    # An image whose slices were abandoned may begin again.
     plans.do(lambda builder: plans.tower(builder, *WHOLE, pages=[1, 0], image=3))
     assert torch.equal(plans.pool[64:128], rows[5 * 64 : 6 * 64])
 
 
 def test_slots_share_pages_and_a_prefix() -> None:
-    """A second request with the same image: its pages hold, and positions up to the middle of it are cached."""
+    """A second request has the same image. Its pages remain valid, and positions up to the image's middle are cached."""
     _, token = whole()
     plans = Plans(ONE)
 
@@ -265,7 +265,7 @@ def test_slots_share_pages_and_a_prefix() -> None:
     assert plans.do(second) == [token]
 
     def behind_all(builder: PlanBuilder) -> None:
-        """All image positions are cached: the pages are not named at all."""
+        """All image positions are cached, so the plan names no image page."""
         builder.slot(2, ONE.ids)
         builder.image_span(2, plans.position, plans.image.grid, plans.rope)
         cached = len(ONE.ids) // plans.runner.config.page_size
@@ -278,7 +278,7 @@ def test_slots_share_pages_and_a_prefix() -> None:
 
 
 def test_pad_tokens_in_a_text_are_tokens() -> None:
-    """Where images stand is what the plan says, and not which tokens there are."""
+    """The plan says where images are. The pad token's id alone does not mark an image."""
     prompt = Prompt([3, PAD, 9, PAD], (), 4)
     arena, (request,) = requests([prompt], count=5)
     ImageBrain(image_runner("qwen3-vl", arena)).serve([request])
@@ -287,7 +287,7 @@ def test_pad_tokens_in_a_text_are_tokens() -> None:
 
 
 def reference_text(ids: list[int], count: int) -> list[int]:
-    """Of transformers' language model alone."""
+    """The tokens of transformers' language model alone."""
     model, tokens = model_of("qwen3-vl"), list(ids)
     with torch.inference_mode():
         for _ in range(count):
@@ -300,7 +300,7 @@ Wrong = Callable[[Plans, PlanBuilder], None]
 
 
 def two(first: Wrong, second: Wrong) -> Wrong:
-    """Both in one plan."""
+    """Makes both mistakes in one plan."""
 
     def both(plans: Plans, builder: PlanBuilder) -> None:
         first(plans, builder)
@@ -364,7 +364,7 @@ def test_ready_says_what_the_brain_needs() -> None:
     assert runner.images.most_positions == CONTEXT
     rows = runner.images.pool.read(torch.arange(64))
     runner.warm_up()
-    assert torch.equal(runner.images.pool.read(torch.arange(64)), rows), "nothing is kept of a warm-up"
+    assert torch.equal(runner.images.pool.read(torch.arange(64)), rows), "a warm-up leaves nothing in the pool"
     facts = runner.facts()
     assert facts["image_page_count"] == 64
     assert facts["image_page_tokens"] == 64
@@ -380,14 +380,14 @@ def test_image_pages_are_counted_before_pages_of_keys_and_values(monkeypatch: py
     monkeypatch.setattr(CpuDevice, "available_bytes", lambda self: 16 << 20)
     few, many = sized(image_pool_tokens=64), sized(image_pool_tokens=4033)
     assert (few.facts()["image_page_count"], many.facts()["image_page_count"]) == (1, 64)
-    # A position has 3 rows of 64 float32.
+    # Each position has 3 rows of 64 float32.
     taken = 63 * 64 * 3 * 64 * 4
     pages = taken / few.kv.page_bytes
     assert pages - 1 < few.kv.page_count - many.kv.page_count < pages + 1
 
 
 def test_a_pool_holds_two_of_the_largest_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless somebody says how many positions: twice the context here, for no longer image is ever computed."""
+    """This is the default: two images of the largest size, which is the context here."""
     monkeypatch.setattr("forebay.state.images._LEAST_POSITIONS", 100)
     assert image_runner("qwen3-vl", image_pool_tokens=None).facts()["image_page_count"] == 2 * CONTEXT / 64
     monkeypatch.setattr("forebay.state.images._LEAST_POSITIONS", 8192)

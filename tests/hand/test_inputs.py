@@ -1,4 +1,4 @@
-"""Prompts that come as embeddings: those of a text's tokens give what the text gives, however the request is served."""
+"""Prompts that come as embeddings give the same tokens as their text, however the request is served."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def expected(family: str) -> list[list[int]]:
 
 
 def embedded(model: Any, dtype: torch.dtype) -> tuple[npt.NDArray[np.uint8], list[int]]:
-    """An arena with the embeddings of all prompts, something else between them, and where each begins, in bytes."""
+    """An arena with the embeddings of all prompts and other bytes between them, and the byte offset of each."""
     table = model.get_input_embeddings().weight.detach().to(dtype)
     arena, offsets = bytearray(b"\xff" * 64), []
     for prompt in prompts(10):
         offsets.append(len(arena))
         arena += table[prompt].view(torch.uint8).numpy().tobytes() + b"\xff" * 64
     shared = np.frombuffer(arena, np.uint8)
-    # As the hand maps it.
+    # The hand's mapping is read-only too.
     shared.flags.writeable = False
     return shared, offsets
 
 
 def requests(offsets: list[int], every: int, kept: int = 0, family: str = "llama") -> list[Request]:
-    """Every so many as embeddings, the others as tokens; all as if they had generated `kept` tokens before."""
+    """Every `every`-th prompt comes as embeddings, the others as tokens. All have generated `kept` tokens before."""
     return [
         Request(
             prompt,
