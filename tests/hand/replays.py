@@ -184,7 +184,7 @@ def check_replays(runner: ModelRunner, steps: int, seed: int, done: Callable[[Si
 
 
 def serve_everything(runner: ModelRunner) -> int:
-    """Serves chunks that fit a graph and larger ones, decode rows, and all kinds of sampling. Returns their tokens' number."""
+    """Serves chunks within graphs and larger ones, decode rows, and all kinds of sampling. Counts the tokens."""
     ways = [Sampling(), DRAWN[0], EVERYTHING, Sampling(logprobs=3)]
     tokens = 0
     for chunk in (7, 1000):

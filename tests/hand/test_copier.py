@@ -208,7 +208,7 @@ def test_a_page_is_borrowed_from_the_memory_of_another_hand(hand: Hand) -> None:
     # Replica 1 lends its memory, and replicas 0 and 2 do not.
     borrower = Hand(kv_checksum=True, host_lenders=[None, before, None])
     borrower.step((4, COPY_RESTORE, 20, 5), (5, COPY_RESTORE, 21, 5), sources=[0, 2])
-    assert borrower.until_ended(2) == [[4, COPY_FAILED], [5, COPY_OK]], "the hand's own page 5 is not page 5 of replica 1"
+    assert borrower.until_ended(2) == [[4, COPY_FAILED], [5, COPY_OK]], "its own page 5 is not page 5 of replica 1"
     assert page(borrower.runner, 21) == saved
     assert os.pread(before, os.fstat(before).st_size, 0) == content, "a lender's memory is only read"
     # A damaged page, a page outside of the memory, and a replica that does not lend.

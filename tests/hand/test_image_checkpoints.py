@@ -1,6 +1,4 @@
-"""Checkpoints of models with a tower, in the two forms that the hub has: as transformers writes them now, and as it did
-earlier.
-"""
+"""Checkpoints of models with a tower, in both forms that the hub has: of present and of older transformers."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ NAMES: dict[str, Names] = {
 
 
 def tokens(directory: Path) -> list[int]:
-    """What the model in a directory generates."""
+    """The tokens that the model in a directory generates."""
     arena, offsets = arena_of([image for *_, image in PROMPT.images])
     stored = json.loads((directory / "config.json").read_text())
     model = handshake_model(stored, [directory / "model.safetensors"], images=PREPROCESSING.to_dict())

@@ -244,7 +244,7 @@ def test_two_images_are_on_their_way_at_once_and_one_is_given_up() -> None:
 
 
 def test_slots_share_pages_and_a_prefix() -> None:
-    """A second request has the same image. Its pages remain valid, and positions up to the image's middle are cached."""
+    """A second request has the same image. Its pages are valid, and positions up to the image's middle are cached."""
     _, token = whole()
     plans = Plans(ONE)
 

@@ -1,4 +1,4 @@
-"""A second start of the hand in Rust reads what the first has made of the weights, and computes the same bits."""
+"""A second start of the hand in Rust reads the packed weights that the first start kept, and gives the same bits."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def model_in(folder: Path, family: str = "llama") -> dict[str, Any]:
 
 
 def kept(model: dict[str, Any]) -> dict[str, int]:
-    """The files in the cache, which a writer makes anew: names and numbers of inodes."""
+    """The files in the cache, each with its inode. A new file has another inode."""
     folder = Path(model["cache"], "packed")
     names = [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.exists() else []
     return {path.name: path.stat().st_ino for path in names}
 
 
 def start(folder: Path, model: dict[str, Any], **changes: Any) -> tuple[Numbers, dict[str, Any]]:
-    """Numbers of a hand and its facts. It has written what it keeps."""
+    """Starts a hand, and gives its log-probabilities and facts. It waits until the hand has written its cache."""
     before = kept(model)
     with rust(folder, settings(model, **{"weight_cache_bytes": LIMIT, **changes})) as runner:
         found = told(runner)
-        # A writer is ready some time behind the hand, and removes a file before it writes another. Who keeps nothing
-        # is not waited for.
+        # The hand writes the file after it is ready, and first removes the old one. If it keeps nothing, the wait ends
+        # after a time.
         for turn in range(200):
             now = kept(model)
             if now not in ({}, before) or (now == before and turn > (20 if before else 100)):
@@ -48,13 +48,13 @@ def start(folder: Path, model: dict[str, Any], **changes: Any) -> tuple[Numbers,
 
 
 def check(folder: Path, model: dict[str, Any], **changes: Any) -> None:
-    """A second start is as a start without a cache, but for the time that it takes."""
+    """A second start gives the same results and facts as a start without a cache, except for the load time."""
     plain = start(folder, {**model, "cache": str(folder / "none")}, weight_cache_bytes=0, **changes)
     first = start(folder, model, **changes)
     files = kept(model)
     assert len(files) == 1
     second = start(folder, model, **changes)
-    assert kept(model) == files, "one name, and nobody wrote it again"
+    assert kept(model) == files, "the second start reads the same file, and does not write it"
     assert plain[1] == first[1] | {"load_seconds": plain[1]["load_seconds"]}
     assert second[1] == first[1] | {"load_seconds": second[1]["load_seconds"]}
     for found, _ in (first, second):

@@ -1,4 +1,4 @@
-"""The checks of a GPU's kernels, with the operators' twins on a CPU: they hold, and they cover every operator."""
+"""The checks of a GPU's kernels, with the operators' twins on a CPU. The twins pass, and each operator is covered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_twin_holds(case: Case) -> None:
 
 
 def test_every_operator_is_checked_at_real_shapes() -> None:
-    """The names of the cases have those of the operators."""
+    """Each operator's name occurs in the name of a case."""
     operators = {name for name in reference.__all__ if callable(getattr(reference, name))}
     named = {word for case in CASES for word in case.name.replace(":", " ").split()}
     assert operators <= named
@@ -31,7 +31,7 @@ def test_every_operator_is_checked_at_real_shapes() -> None:
 
 
 class Changed:
-    """Twins, some of which are others."""
+    """The twins, with some of them replaced."""
 
     def __init__(self, **others: Any) -> None:
         self._others = others
@@ -45,12 +45,12 @@ def changed(**others: Any) -> Kernels:
 
 
 def cut(x: torch.Tensor) -> torch.Tensor:
-    """The bits that TensorFloat-32 keeps."""
+    """Keeps the bits that TensorFloat-32 has."""
     return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
 def attend_cut(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *more: Any) -> torch.Tensor:
-    # 8-bit floats have fewer bits than that.
+    # 8-bit floats have fewer bits than TensorFloat-32, so they stay as they are.
     return reference.attend(cut(q), keys if keys.dtype == torch.uint8 else cut(keys), values, *more)
 
 
@@ -60,7 +60,7 @@ def experts_cut(
     return reference.experts(cut(x), ids, weights, cut(gate_up), cut(down), *more)
 
 
-# The bounds of clamped experts allow for biases as large as what is clamped: fewer bits are within them.
+# Biases in clamped experts are as large as the limits. The bounds allow for that, and so also for fewer bits.
 PRECISE = [case for case in SMALL if case.name.startswith(("attend ", "experts ")) and "float32" in case.name]
 
 
@@ -89,5 +89,5 @@ def attend_rounded(
     "case", [case for case in SMALL if case.name.startswith("attend ") and "bfloat16" in case.name], ids=str
 )
 def test_weights_in_bfloat16_are_allowed(case: Case) -> None:
-    """A GPU multiplies values by weights of their type, and no twin does."""
+    """A GPU multiplies values by attention weights in bfloat16. The twins use float32 for these weights."""
     case.check(changed(attend=attend_rounded), CPU, 0)

@@ -1,4 +1,4 @@
-"""Keys and values as 8-bit codes, in the hand in Rust: beside PyTorch that rounds, memory, and what has none."""
+"""Keys and values as 8-bit codes in the hand in Rust: against rounding in PyTorch, their memory, and refusals."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tests.hand.test_quantised import checkpoint, distance, of_torch, told
 from tests.hand.test_rust_hand import rust
 
 FAMILY = "qwen3"
-"""The small models' heads of 32."""
+"""The small models whose heads have 32 elements."""
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:
-    """What 8 bits leave, with a bfloat16 scale that is no less than the largest of 32 numbers wants."""
+    """Rounds groups of 32 numbers to 8 bits. The bfloat16 scale is rounded up, so that the largest number fits."""
     parts = x.float().unflatten(-1, (-1, 32))
     exact = parts.abs().amax(-1, keepdim=True) / 127
-    # Rounded up: a bfloat16 is the upper half of a float.
+    # Rounds up: a bfloat16 is the upper half of a float.
     scale = (exact.view(torch.int32) + 0xFFFF >> 16 << 16).view(torch.float32)
     return (scale * (parts / scale.clamp_min(1e-30)).round()).flatten(-2).to(x.dtype)
 
 
 def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has PyTorch's operators keep and see keys and values as codes give them back."""
+    """Makes PyTorch's operators store and read keys and values as their codes represent them."""
     exact = TorchOps.rotate_and_keep
 
     def keep(self: TorchOps, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,7 +52,7 @@ def test_numbers_are_those_of_torch_that_rounds(
     wanted = told(of_torch(values))
     assert distance(found, exact) < 0.05
     if dtype == "float32":
-        # A code may differ by one where a number is halfway.
+        # A code may differ by one if a number is halfway between two.
         assert distance(found, wanted) < 0.005 < distance(wanted, exact)
 
 

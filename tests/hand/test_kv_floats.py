@@ -1,4 +1,4 @@
-"""Keys and values as 8-bit floats, on the operators' twins: the tokens of a model that rounds, whatever the steps."""
+"""Keys and values as 8-bit floats, on the operators' twins: the tokens of a model that rounds them, for any steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _twins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def stories(family: str, rounds: bool = True) -> list[tuple[list[int], torch.Tensor]]:
-    """Greedy tokens of transformers behind four prompts, and log-probabilities [count, vocabulary]."""
+    """Greedy tokens of transformers after four prompts, and log-probabilities [count, vocabulary]."""
     way = greedy_of_8_bits if rounds else greedy_reference
     return [way(model_of(family), prompt, COUNT) for prompt in prompts(4)]
 
@@ -68,7 +68,7 @@ def test_tokens_and_logits_are_those_of_a_model_that_rounds(family: str, chunk: 
     ):
         assert ours.tokens == tokens
         distance = (distributions(ours) - wanted).abs().max()
-        # A number halfway between two may become either. All numbers together lose more.
+        # A number halfway between two floats may become either. The rounding of all numbers has a larger effect.
         assert distance < 0.03 < (others - wanted)[0].abs().max()
 
 
@@ -138,7 +138,7 @@ def test_a_page_takes_a_byte_for_each_number(dtype: str, share: int) -> None:
     kv = ModelRunner(RunnerConfig.from_dict({**config_of("qwen3", dtype=dtype), **ON_TWINS})).kv
     assert kv.page_bytes == small.page_bytes
     assert kv.nbytes == kv.page_count * kv.page_bytes
-    # A rank has the keys and values of its own heads.
+    # A rank stores the keys and values of its own heads.
     halves = planned({**config, **EIGHT_BITS}, 2)
     assert [2 * rank.page_bytes for rank in halves] == 2 * [small.page_bytes]
 
@@ -156,7 +156,7 @@ def test_a_restored_page_is_the_one_that_was_saved() -> None:
 
 @pytest.fixture
 def ranks() -> Iterator[RankGroups]:
-    # They have this process's variables, which choose the twins.
+    # The ranks inherit this process's variables, which choose the twins.
     made = RankGroups((2,))
     yield made
     made.close()
@@ -200,7 +200,7 @@ def test_models_that_pool_and_flash_attention_say_so(monkeypatch: pytest.MonkeyP
 
 
 def cut_off(x: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-    """The 8-bit floats that are nearest towards 0."""
+    """Rounds to 8-bit floats towards 0."""
     codes = x.to(torch.float8_e4m3fn).view(torch.uint8)
     return codes - (codes.view(torch.float8_e4m3fn).float().abs() > x.abs()).to(torch.uint8)
 

@@ -1,4 +1,4 @@
-"""Rows whose masks are not ready give no token, and the same tokens later."""
+"""A row whose mask is not ready gives no token. It gives the same token in a later step."""
 
 from __future__ import annotations
 

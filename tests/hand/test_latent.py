@@ -1,4 +1,4 @@
-"""Latent attention: its two ways are one, and its pages are pieces."""
+"""Latent attention: both ways to compute it agree, and its pages can be copied as one piece."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_padding_of_a_group_changes_nothing() -> None:
 
 
 def chunk(queries: int, positions: int, heads: LatentHeads, dtype: torch.dtype = torch.float32) -> Any:
-    """Arguments of the last queries of a context, in blocks as the backend cuts them."""
+    """The arguments of the last queries of a context, in blocks as the backend makes them."""
     generator = torch.Generator().manual_seed(positions)
     q = torch.randn(queries, HEADS, NOPE + ROTARY, generator=generator).to(dtype)
     rows = torch.randn(positions, RANK + ROTARY, generator=generator).to(dtype)
@@ -109,7 +109,7 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        # A view has no memory of its own.
+        # A view allocates no memory.
         new = () if func.is_view else found if isinstance(found, tuple) else (found,)
         self.elements = max([self.elements, *(tensor.numel() for tensor in new)])
         return found
@@ -119,7 +119,7 @@ class Largest(TorchDispatchMode):
 def test_a_long_context_makes_no_keys_of_all_heads_at_once(
     monkeypatch: pytest.MonkeyPatch, queries: int, way: str
 ) -> None:
-    """With the sizes of DeepSeek V3, of tensors that have a shape only."""
+    """Uses the sizes of DeepSeek V3, and tensors that have only a shape."""
     positions, count, shape = 32768, 128, LatentHeads(128, 128, 512, 0.1)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -135,7 +135,7 @@ def test_a_long_context_makes_no_keys_of_all_heads_at_once(
             getattr(latent, way)(q, rows, blocks, up, shape)
     assert out.shape == (queries, count * 128)
     assert largest.elements == of_way.elements
-    # Keys are padded by half to the width that the kernel wants.
+    # Keys are padded by half to the width that the attention kernel needs.
     assert largest.elements <= 1.5 * latent.MADE
     assert largest.elements < positions * count * 256 / 20
 
@@ -166,4 +166,4 @@ def test_a_page_of_all_layers_is_one_piece(dtype: torch.dtype) -> None:
             assert layer.values[entry].eq(1 + number).all()
             row = piece[page].clone().view(dtype).view(layers, size, -1)
             assert row[number, 2].eq(1 + number).all()
-            assert int(row.ne(0).sum()) == (number + 1) * (RANK + ROTARY), "no other layer's rows"
+            assert int(row.ne(0).sum()) == (number + 1) * (RANK + ROTARY), "other layers' rows are elsewhere"

@@ -1,4 +1,4 @@
-"""What loading a mixture of experts takes: its weights, and little more. `FOREBAY_LOAD_MIB` makes the model larger."""
+"""Loading a mixture of experts takes the memory of its weights, and little more. `FOREBAY_LOAD_MIB` sets their size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FILES = 2
 
 
 def config(layers: int) -> dict[str, Any]:
-    """A model most of which is experts, as those that people serve."""
+    """A model whose weights are mostly experts, as in those that people serve."""
     shape: dict[str, Any] = {
         "vocab_size": 2048,
         "hidden_size": HIDDEN,
@@ -58,7 +58,7 @@ def shapes(stored: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def safetensors(directory: Path, stored: dict[str, Any]) -> list[str]:
-    """A checkpoint in some files."""
+    """Writes a checkpoint in several files."""
     directory.mkdir()
     wanted, files = shapes(stored), []
     for number in range(FILES):
@@ -70,14 +70,14 @@ def safetensors(directory: Path, stored: dict[str, Any]) -> list[str]:
 
 
 def blocks(rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Q8_0 of some values."""
+    """Q8_0 blocks of constant values."""
     made = np.ones((rows, columns // 32, 34), np.uint8)
     made[..., :2] = np.array([0.01], np.float16).view(np.uint8)
     return made.reshape(rows, -1)
 
 
 def merged(stored: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a converter's tensors: the experts of a layer are one."""
+    """Names and shapes of a converter's tensors. The experts of a layer are stacked in one tensor."""
     for name, shape in shapes(stored).items():
         before, is_expert, after = name.partition(".mlp.experts.")
         if not is_expert:
@@ -87,7 +87,7 @@ def merged(stored: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def gguf_file(directory: Path, stored: dict[str, Any]) -> list[str]:
-    """The same checkpoint in one file, quantised."""
+    """Writes the same checkpoint in one file, quantised."""
     directory.mkdir()
     path = directory / "m.gguf"
     writer = gguf.GGUFWriter(path, "qwen3moe")
@@ -108,7 +108,7 @@ def gguf_file(directory: Path, stored: dict[str, Any]) -> list[str]:
 
 
 def model(directory: Path, kind: str, layers: int) -> str:
-    """The handshake of a hand that loads such a checkpoint."""
+    """The config that makes a hand load such a checkpoint."""
     stored = config(layers)
     files = safetensors(directory, stored) if kind == "safetensors" else gguf_file(directory, stored)
     described = handshake_model(stored, files, kind)
@@ -131,7 +131,7 @@ def test_loading_experts_takes_their_weights_and_a_tenth(tmp_path: Path, kind: s
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     weights = found["weights"]
-    # Experts of a file stay in its blocks, of 8 bits and a scale here, and not of 16.
+    # In GGUF, experts stay in their blocks of 8 bits and a scale, instead of 16 bits.
     assert weights >= SIZE * MIB * (1 if kind == "safetensors" else 17 / 32)
     assert found["peak"] - found["before"] <= 1.1 * weights + found["pages"]
-    assert found["peak"] - found["before"] >= 0.9 * weights, "the peak is not that of this load"
+    assert found["peak"] - found["before"] >= 0.9 * weights, "this load causes the peak"

@@ -1,4 +1,4 @@
-"""A real hand in a separate process, which the test addresses like the brain does."""
+"""A real hand in a separate process. The test talks to it as the brain does."""
 
 import json
 import os
@@ -36,7 +36,7 @@ QWEN3 = hf_config(FAMILIES["qwen3"][1], "Qwen3ForCausalLM")
 ARENA_BYTES = 4096
 TIMEOUT_S = 120.0
 RUST = "rust"
-"""In place of a device: the hand in Rust, on the CPU."""
+"""Takes the place of a device: the hand in Rust, on the CPU."""
 DEVICES = pytest.mark.parametrize("device", ["cpu", "deferred", RUST])
 NOTHING = {"tokens_a_row": 1, "tower_layers": 0, "image_page_count": 0, "image_page_tokens": 0}
 HANDS = pytest.mark.parametrize("device", ["cpu", RUST])
@@ -81,7 +81,7 @@ class Hand:
         return StepResult.decode(self.receive(Kind.RESULT))
 
     def fatal(self) -> dict[str, Any]:
-        """Its last words, whatever progress it had made."""
+        """The hand's last frame, after any progress reports."""
         while True:
             frame = self.connection.recv()
             assert frame is not None, self.errors()
@@ -91,7 +91,7 @@ class Hand:
                 return words
 
     def exit_status(self) -> int:
-        """Waits for the end, of the socket too: by a reset, where the hand left frames unread."""
+        """Waits until the hand closes its socket and ends. The socket may be reset if the hand left frames unread."""
         with suppress(ConnectionResetError):
             assert self.connection.recv() is None
         return self.wait()
@@ -143,7 +143,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
         assert progress[-1]["done"] == progress[-1]["total"] == len(model.state_dict())
         weight_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
         if device == RUST:
-            # The head is packed for 160 tokens: panels of the compiled kernels are 32 wide.
+            # The head is packed for 160 tokens, because panels of the compiled kernels are 32 wide.
             weight_bytes += (160 - 131) * 64 * 4
         assert facts.pop("load_seconds") > 0
         assert facts.pop("kv_layout").startswith("cpu " if device == RUST else "torch ")
@@ -170,7 +170,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             "one_pool": "",
             "host_state_page_count": 0,
             "verifies_drafts": True,
-            # What others have not need not be said.
+            # The hand in Rust leaves out facts about features that it does not have.
             **(
                 {
                     "lora_bytes": 0,
@@ -198,7 +198,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
         assert result.timing[0] > 0
         got = [[int(token)] for token in result.tokens]
 
-        # Two plans in the socket at once: the second is there before the first is computed.
+        # Two plans are in the socket at once: the second arrives before the first is computed.
         for steps in ((8, 9), (10, 11), (12, 13)):
             plans = []
             for step in steps:
@@ -223,7 +223,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
 
 
 def masks_of(step: int, *rows: tuple[int, int]) -> bytes:
-    """Masks of (offset, id), each of which allows that id alone; those that are inline are in the frame too."""
+    """Masks of (offset, id), each of which allows only that id. Inline masks are in the frame itself."""
     inline = [mask_of(token) for offset, token in rows if offset == INLINE]
     words = np.concatenate(inline).view(np.int32) if inline else np.zeros(0, np.int32)
     return Masks(step, np.array([offset for offset, _ in rows], np.int32), words).encode()
@@ -250,7 +250,7 @@ def test_masks_follow_their_plan_and_are_obeyed(tmp_path: Path, device: str) -> 
         result = StepResult.decode(h.receive(Kind.RESULT))
         assert result.tokens[:2].tolist() == [99, 44]
         assert result.row_errors.tolist() == [0, 0, 0]
-        # The next plan arrives before the result, its masks after it; a third plan waits behind them.
+        # The next plan arrives before the last result, and its masks after it. A third plan waits behind the masks.
         plans = []
         for step in (2, 3, 4):
             builder = PlanBuilder(step)
@@ -333,10 +333,10 @@ def test_end_of_file_before_the_config(tmp_path: Path, device: str) -> None:
 
 
 def fatal(h: Hand, refused: bool = False) -> str:
-    """The reason for which a hand ends. A model that is `refused` has no line of its own: the brain prints it."""
+    """The reason why a hand ends. If it has `refused` a model it prints nothing, because the brain does."""
     frame = h.fatal()
     assert "\n" not in frame["error"]
-    # Rust has errors and no exceptions.
+    # The hand in Rust has no traceback, so it sends the error instead.
     assert frame["traceback"].startswith(("Traceback", frame["error"]))
     assert h.exit_status() == 1
     assert refused or frame["error"].split(":")[0] in h.errors()
@@ -396,7 +396,7 @@ def test_a_plan_that_names_a_page_nobody_wrote_is_fatal(tmp_path: Path, device: 
 
 @HANDS
 def test_the_hand_dies_with_its_parent(device: str) -> None:
-    """With its socket still open: the kernel does it."""
+    """The kernel ends the hand although its socket is still open."""
     ours, theirs = socket.socketpair()
     parent = (
         "import sys; from tests.hand.process import spawn; "

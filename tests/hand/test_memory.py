@@ -1,4 +1,4 @@
-"""Memory for what steps read."""
+"""Memory for the data that steps read, and the memory that a hand may use."""
 
 import mmap
 import os
@@ -22,7 +22,7 @@ def test_a_hand_takes_what_its_starter_says_less_what_it_has(monkeypatch: pytest
     monkeypatch.setenv(AVAILABLE, str(64 << 30))
     before = host_available()
     assert 0 < before < 64 << 30
-    # A tensor could lie in what the allocator kept of earlier tests, which this process has already.
+    # A tensor might reuse memory that the allocator kept from earlier tests. A new mapping is always new memory.
     with mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as taken:
         for page in range(0, len(taken), mmap.PAGESIZE):
             taken[page] = 1
@@ -37,6 +37,6 @@ def test_alone_it_takes_what_nobody_uses(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_cached_files_count_as_available(tmp_path: Path) -> None:
-    # A host that has read many files has next to nothing free, and all of their memory gives way.
+    # A host that has read many files has almost no free memory, but the kernel can drop all cached files.
     (tmp_path / "meminfo").write_text("MemTotal: 2000 kB\nMemFree: 1 kB\nMemAvailable: 1500 kB\nCached: 1600 kB\n")
     assert memory_available(tmp_path) == 1500 * 1024

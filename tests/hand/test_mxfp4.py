@@ -41,7 +41,7 @@ def coded(stack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def model() -> Any:
-    """Whose experts are what transformers makes of their codes."""
+    """A model whose experts have the values that transformers computes from their codes."""
     found = deepcopy(model_of(FAMILY))
     with torch.no_grad():
         for layer in found.model.layers:
@@ -52,7 +52,7 @@ def model() -> Any:
 
 
 def stored(folder: Path) -> Path:
-    """The folder of a checkpoint with codes and exponents in the place of stacks, as OpenAI's are."""
+    """A checkpoint folder with codes and exponents in place of stacked experts, as OpenAI publishes."""
     model().save_pretrained(folder)
     path = folder / "model.safetensors"
     tensors = load_file(path)
@@ -101,7 +101,7 @@ def test_both_files_keep_the_codes(tmp_path: Path) -> None:
         return found
 
     found = of_rust(values)
-    # Activations of eight bits change few tokens.
+    # 8-bit activations change few tokens.
     same = [request.tokens[0] == tokens[0] for request, (tokens, _) in zip(found, expected(), strict=True)]
     assert sum(same) >= len(same) - 1
 

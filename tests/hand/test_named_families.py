@@ -36,12 +36,12 @@ ROWS = table()
 COMPILED = [name for name, (kind, _) in ALL.items() if any(ROWS[own].compiled for own in own_names(kind) & ROWS.keys())]
 """Families that the hand in Rust serves."""
 OF_MANY_PARTS = ["gemma4-wide", "gemma4-keys", "gemma4-experts", "llama4", "mistral4", "deepseek-v3-heads"]
-"""Those with shared keys, own inputs and factors of layers, values that are keys, chunks, experts of both kinds, latent
-rows, and many heads on them."""
+"""Families with many special parts: shared keys, inputs and factors by layer, values that are keys, chunks, both kinds
+of experts, latent rows, and many heads on them."""
 
 
 def prompts() -> list[list[int]]:
-    """Prompts that are longer than the original contexts of `named_models`, as transformers changes over there."""
+    """Prompts longer than the original contexts of `named_models`, where transformers changes its frequencies."""
     random = np.random.default_rng(5)
     return [random.integers(3, VOCABULARY, length).tolist() for length in (17, 23, 40, 61)]
 
@@ -62,7 +62,7 @@ def check(family: str, requests: list[Request]) -> None:
 
 
 def serve_in_pieces(runner: Any, family: str) -> None:
-    """However prompts are cut, beside decode rows of others, and after a preemption."""
+    """Serves prompts in chunks of several sizes, beside decode rows of others, and after a preemption."""
     for chunk in (1, 3, 7, 16, 17, 1000):
         requests = [
             Request(prompt, COUNT, Sampling(logprobs=5), arrival=2 * number) for number, prompt in enumerate(prompts())
@@ -93,7 +93,7 @@ def test_pytorchs_hand_computes_as_transformers_does(tmp_path: Path, family: str
 
 @pytest.mark.parametrize("turned", [True, False])
 def test_stacks_of_qwen3_vl_are_read_either_way(tmp_path: Path, turned: bool) -> None:
-    """Its experts lie in two tensors of a layer: columns first on the hub, and rows first as transformers 5 saves."""
+    """Its experts are two tensors in each layer. The hub stores columns first, and transformers 5 saves rows first."""
     model = image_models.model_of("qwen3-vl-moe")
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -158,7 +158,7 @@ def test_a_request_gets_the_same_bits_in_any_company(tmp_path: Path, family: str
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0"])
 def test_rows_of_layers_stay_in_their_blocks(tmp_path: Path, kind: str) -> None:
-    """They are most of a small Gemma 4. All other weights are numbers here, so nothing else is rounded."""
+    """Embeddings by layer are most of a small Gemma 4. All other weights are floats, so nothing else is rounded."""
     save(tmp_path / "model", "gemma4-wide")
     form = Form(others={"per_layer_token_embd.weight": getattr(gguf.GGMLQuantizationType, kind)})
     model = described(write_gguf(tmp_path / "m.gguf", "gemma4-wide", tmp_path / "model", form), tmp_path)
@@ -175,7 +175,7 @@ def test_rows_of_layers_stay_in_their_blocks(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("family", ["gemma4-wide", "gemma4-experts"])
 def test_blocks_of_gemma_4_are_near_to_what_is_multiplied_out(tmp_path: Path, family: str) -> None:
-    """Random weights let no rounding die away, and a rounded state may choose another expert. Half are near."""
+    """Random weights amplify rounding, which may also change the choice of experts. So this checks the median."""
     save(tmp_path / "model", family)
     path = write_gguf(tmp_path / "m.gguf", family, tmp_path / "model", Form(kind=Q8_0))
     model, served = described(path, tmp_path), []
@@ -188,7 +188,7 @@ def test_blocks_of_gemma_4_are_near_to_what_is_multiplied_out(tmp_path: Path, fa
         np.array([float(values[0]) for request in requests for _, _, values in request.of_prompt])
         for requests in served
     )
-    # Unrelated numbers are about one deviation apart.
+    # Unrelated numbers would differ by about one standard deviation.
     assert np.median(np.abs(found - wanted)) < 0.4 * wanted.std()
 
 
@@ -203,7 +203,7 @@ def test_fused_and_stacked_matrices_stay_in_their_blocks(tmp_path: Path, family:
         assert all(len(request.tokens) == COUNT for request in requests)
     told = (tmp_path / "stderr").read_text()
     assert "computing with blocks of the file" in told
-    # The first tokens are still those of transformers: eight bits change few of them.
+    # Rounding to 8 bits changes few tokens, so nearly all first tokens are still those of transformers.
     same = [request.tokens[0] == tokens[0] for request, (tokens, _) in zip(requests, expected(family), strict=True)]
     assert sum(same) >= len(same) - 1
 
@@ -255,7 +255,7 @@ def test_pytorchs_hand_reads_a_prefix_from_pages_of_any_order(tmp_path: Path, fa
 
 def test_layers_that_read_the_keys_of_others_have_no_pages(tmp_path: Path) -> None:
     runner = torch_runner(settings(save(tmp_path / "model", "gemma4"), page_size=4, max_total_tokens=1 << 8))
-    # Two heads of keys and values in 4 layers: 2 of 24 elements and 2 of 40. 3 layers read those of the last two.
+    # Four layers have two heads of keys and values: two layers of size 24 and two of 40. Three more layers share them.
     assert runner.kv.page_bytes == 4 * 4 * 2 * 2 * (2 * 24 + 2 * 40)
     assert [runner.kv.layers[layer].keys.data_ptr() for layer in (4, 5, 6)] == [
         runner.kv.layers[layer].keys.data_ptr() for layer in (2, 3, 3)
@@ -264,7 +264,7 @@ def test_layers_that_read_the_keys_of_others_have_no_pages(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("hand", ["torch", "rust"])
 def test_inputs_in_place_of_tokens_have_the_own_inputs_of_padding(tmp_path: Path, hand: str) -> None:
-    """As transformers has it for images: there is no token whose rows the layers could read."""
+    """As transformers does for images: embeddings have no token id, so layers use the inputs of the padding token."""
     model, count = model_of("gemma4"), 9
     embeds = torch.randn(count, model.config.hidden_size, generator=torch.Generator().manual_seed(4))
     arena = np.frombuffer(embeds.numpy().tobytes(), np.uint8).copy()

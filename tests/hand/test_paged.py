@@ -1,4 +1,4 @@
-"""Steps whose plans the device reads give the CPU's tokens: padded or not, recorded or not, two in flight."""
+"""Steps whose plans the device reads give the CPU's tokens: with and without padding and graphs, and two in flight."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_tokens_are_those_of_the_cpu(family: str, lookahead: int, graph_rows: in
 @GRAPHS
 @pytest.mark.parametrize(("chunk", "page_size"), [(1, 4), (16, 7), (1000, 16)])
 def test_chunks_and_pages_do_not_change_tokens(chunk: int, page_size: int, graph_rows: int) -> None:
-    # With chunks of a whole prompt some steps are larger than any graph, and than the memory that is kept for them.
+    # Whole prompts make steps that are larger than any graph, and larger than the memory that graphs share.
     found = requests()
     MiniBrain(paged("qwen3", graph_rows, page_size=page_size), chunk, 1).serve(found, chunk)
     assert [request.tokens for request in found] == expected("qwen3")
@@ -93,7 +93,7 @@ def test_chunks_and_pages_do_not_change_tokens(chunk: int, page_size: int, graph
 
 @GRAPHS
 def test_a_step_may_have_more_decode_rows_than_tokens_of_prompts(graph_rows: int) -> None:
-    """The scheduler bounds the tokens of prompts by the chunk size. Each running request adds one more."""
+    """The chunk size bounds the tokens of prompts. Each running request adds one more token to a step."""
     prompts = [[3 * number + 1, 7] for number in range(8)]
 
     def served(runner: ModelRunner) -> list[list[int]]:
@@ -140,12 +140,12 @@ def test_a_gate_that_is_part_of_a_product_changes_no_token(monkeypatch: pytest.M
     expected_ones = tokens("0")
     assert called == []
     assert tokens("1") == expected_ones
-    # Graphs of one row have it, and no other.
+    # Only graphs of one row use the operator.
     assert set(called) == {1}
 
 
 class Noted(Sampler):
-    """A sampler in operators, which notes that it was asked for."""
+    """A sampler in operators that counts its calls."""
 
     used = 0
 
@@ -166,7 +166,7 @@ OF_SLOTS = [
 @GRAPHS
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_penalties_and_log_probabilities_take_no_operator(lookahead: int, graph_rows: int) -> None:
-    """The device has them by slot. Preempted rows are counted again, and slots go to others."""
+    """The device keeps both by slot. Preempted rows are counted again, and other requests reuse slots."""
 
     def asked(runner: ModelRunner, tokens: list[list[int]]) -> list[Request]:
         random = np.random.default_rng(11)
@@ -193,7 +193,7 @@ def test_penalties_and_log_probabilities_take_no_operator(lookahead: int, graph_
 
 
 def test_a_row_that_asks_for_more_is_sampled_by_operators() -> None:
-    """The test above would see it."""
+    """Shows that the test above would notice the use of operators."""
     runner = paged("llama")
     runner._sampler.__class__ = Noted
     MiniBrain(runner).serve([Request([1, 2, 3], 4, Sampling(logprobs=1, bias=((7, 2.0),)))])
@@ -220,7 +220,7 @@ def test_counts_and_log_probabilities_that_are_wrong_show(mistake: str, monkeypa
 
 
 def test_a_query_chooses_where_one_of_its_step_sees_more_than_is_kept() -> None:
-    """So a step has the graph of an index, or it has the other one, which attends to everything."""
+    """A step runs one graph. So if one query needs the index, all queries of its step choose positions."""
     runner = paged("deepseek-v32")
     graphs, used = runner._steps.graphs, list[Size]()
     assert graphs is not None
@@ -327,11 +327,11 @@ def test_a_row_whose_mask_is_not_ready_says_the_same_later(graph_rows: int, late
     check_late(step_of, late)
 
 
-# Plans that are wrong.
+# Wrong plans.
 
 
 def served(runner: ModelRunner) -> PlanBuilder:
-    """A slot with pages 3 and 4, and a following plan."""
+    """Gives a slot pages 3 and 4, and begins the next plan."""
     first = PlanBuilder(1)
     first.slot(1, [5, 6, 7, 8, 9])
     first.page_writes += [(1, 0, 3), (1, 1, 4)]
@@ -341,7 +341,7 @@ def served(runner: ModelRunner) -> PlanBuilder:
 
 
 def state(runner: ModelRunner) -> list[torch.Tensor]:
-    """All that belongs to somebody."""
+    """The state that belongs to slots: all pages and tokens."""
     pages = runner.kv.page_count * runner.kv.page_size
     pools = [pool[:pages] for layer in runner.kv.layers for pool in layer]
     return [tensor.clone() for tensor in (*pools, runner.tables.token_pool)]
@@ -375,12 +375,12 @@ def test_a_wrong_plan_is_refused_and_touches_nobody(
         others = [page for page in range(runner.kv.page_count) if page not in written]
         assert old.unflatten(0, (-1, size))[others].equal(new.unflatten(0, (-1, size))[others])
     assert before[-1][1].equal(after[-1][1])
-    # The word is told once.
+    # The error is reported only once.
     builder.row(1, 5, 1)
     runner.step(builder.build())
 
 
-# Mistakes that have to show.
+# Deliberate mistakes, which must change tokens or fail.
 
 
 def serve_it(runner: ModelRunner) -> list[list[int]]:
@@ -390,7 +390,7 @@ def serve_it(runner: ModelRunner) -> list[list[int]]:
 
 
 def wrong(tokens: Any) -> bool:
-    """Whether steps fail, or give other tokens."""
+    """True if steps fail, or give other tokens."""
     try:
         return bool(tokens() != expected("llama"))
     except (PlanError, AssertionError, RuntimeError, IndexError, ValueError):
@@ -436,7 +436,7 @@ def test_padding_in_a_real_page_shows(mistake: bool) -> None:
     found, right = ([Request(list(range(10, 26)), 12, arrival=2 * n) for n in range(3)] for _ in range(2))
     MiniBrain(runner_of(model_of("llama"))).serve(right)
     brain = MiniBrain(runner, 1, 1)
-    # The first to be given away is the one that padding writes to.
+    # Page 3 is the first one to be allocated, and padding writes to it.
     brain.pages = [*range(4, 60), 3]
     brain.serve(found)
     same = [request.tokens for request in found] == [request.tokens for request in right]
@@ -545,7 +545,7 @@ def test_what_a_graph_made_for_itself_has_no_content_behind_it() -> None:
     assert kept[0].tolist() != [2, 2, 2]
 
 
-# Choices.
+# The choice of backends.
 
 
 def test_backends_that_can_not_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Adapters in steps whose plans the device reads: the tokens of merged models, with graphs and without."""
+"""Adapters in steps whose plans the device reads: the tokens of merged models, with and without graphs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_adapters_in_steps_of_a_gpu_are_those_of_merged_models(
 
 @GRAPHS
 def test_a_place_gets_another_adapter(graph_rows: int, tmp_path: Path) -> None:
-    """With modules and ranks that the former one had, and this one has not. A kept one comes back from the host."""
+    """The former adapter had modules and ranks that the new one lacks. A kept adapter is restored from the host."""
     base = model_of("llama")
     made = [write(tmp_path, base, number) for number in (1, 2, 3)]
     runner = paged("llama", graph_rows)
@@ -104,7 +104,7 @@ def test_a_step_of_the_base_does_the_work_of_a_hand_without_adapters(
     MiniBrain(runner).serve([Request(prompts(1)[0], COUNT)])
     assert calls == 0
     MiniBrain(runner).serve([Request(prompts(1)[0], 1, place=0)])
-    # Products of queries, keys and values, of outputs, of gates and ups, and behind them, in three layers.
+    # Each of three layers has four products: queries with keys and values, outputs, gates with ups, and downs.
     assert calls == 4 * 3
     graphs = paged("llama", 6)._steps.graphs
     assert graphs is not None

@@ -1,4 +1,4 @@
-"""Recurrent layers in steps whose plans the device reads: the tokens of transformers, with graphs and without."""
+"""Recurrent layers in steps whose plans the device reads: the tokens of transformers, with and without graphs."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_row_whose_mask_is_late_says_the_same_later(tmp_path: Path, name: str,
 
 @GRAPHS
 def test_states_of_the_step_before_would_show(tmp_path: Path, graph_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state that is not stored gives other tokens."""
+    """If states are not stored, the tokens differ."""
     recur = reference.recur
 
     def forgets(mixed: Any, a: Any, b: Any, weights: Any, shape: Any, table: Any, rows: Any) -> Any:

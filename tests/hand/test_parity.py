@@ -1,4 +1,4 @@
-"""Tokens and log-probabilities against transformers, and the same tokens however a request is cut, mixed and placed."""
+"""Tokens and log-probabilities against transformers. Tokens do not depend on chunks, batches, pages or slots."""
 
 from functools import cache
 
@@ -106,7 +106,7 @@ def test_a_prefix_shared_by_pages_is_not_computed_again(device: str) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "deferred"])
 def test_the_next_plan_reads_tokens_the_brain_has_not_seen(device: str) -> None:
-    """Two plans are launched before the first result is looked at, as with a lookahead of one."""
+    """Launches two plans before the first result is read, as a lookahead of one does."""
     runner = runner_of(model_of("llama"), device=device)
     prompt = prompts(1, seed=5)[0]
     first = PlanBuilder(1)
@@ -121,7 +121,7 @@ def test_the_next_plan_reads_tokens_the_brain_has_not_seen(device: str) -> None:
 
 
 def invariant(count: int) -> list[Request]:
-    """Requests that want of the sampler whatever there is."""
+    """Requests that use all features of the sampler."""
     sampling = [
         Sampling(repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=0.3),
         Sampling(temperature=1.1, top_k=7, seed=3, repetition_penalty=0.8),
@@ -138,7 +138,7 @@ def invariant(count: int) -> list[Request]:
 
 @cache
 def one_by_one() -> list[list[int]]:
-    """What each request gets alone, its penalties counted anew for every token as after a preemption."""
+    """The tokens of each request alone. Its penalties are counted again for each token, as after a preemption."""
     runner = runner_of(model_of("llama"), max_total_tokens=8 * 96 * 40)
     brain = MiniBrain(runner)
     found = []
@@ -156,7 +156,7 @@ def one_by_one() -> list[list[int]]:
 @DEVICES
 @pytest.mark.parametrize("chunk", [9, 1000])
 def test_sampling_depends_on_the_request_alone(chunk: int, device: str, lookahead: int) -> None:
-    """Whatever is counted as it goes, by slots that others had before."""
+    """Counters are kept by slot, and other requests had the slots before."""
     requests = invariant(14)
     runner = runner_of(model_of("llama"), device=device, max_total_tokens=8 * 96 * 4)
     MiniBrain(runner, chunk, lookahead).serve(requests, chunk)
@@ -187,7 +187,7 @@ def test_a_request_that_is_not_finite_leaves_its_neighbours_and_heirs_alone(devi
     assert result.row_errors.tolist() == [0, 1, 0]
     assert result.tokens[1] == 0
 
-    # An heir of the sick request's pages, decoding together with a longer neighbour, so that it is padded.
+    # A new request on the pages of the failed one. It decodes beside a longer neighbour, so that it is padded.
     builder = PlanBuilder(2)
     builder.slot(1, [9, 9])
     builder.row(1, 0, 1, sample=False)

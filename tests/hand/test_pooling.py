@@ -1,4 +1,4 @@
-"""Vectors and scores: those of transformers, whatever the batch, the order and the chunking."""
+"""Vectors and scores equal those of transformers, in any batch, order and chunking."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -49,7 +49,7 @@ LENGTHS = [7, 1, 96, 7, 30, 2, 31, 7]
 
 
 def random_model(kind: type[Any], config: Any) -> Any:
-    """With weights so large that a wrong position or segment shows in the output."""
+    """A model whose weights are so large that a wrong position or segment changes the output."""
     torch.manual_seed(5)
     model = kind(config).eval()
     with torch.no_grad():
@@ -68,7 +68,7 @@ def runner_of(model: Any, pooled: dict[str, Any], **changes: Any) -> ModelRunner
     config = wire_config(hf_config(model.config, type(model).__name__), **changes)
     config["model"]["pooling"] = pooled
     runner = ModelRunner(RunnerConfig.from_dict(config))
-    # A model without a head names the parts of the body only.
+    # A model without a head has parameter names without the root.
     root = "" if isinstance(runner.model, Bert) or hasattr(model, "lm_head") else "model."
     runner.model.load_weights((root + name, tensor) for name, tensor in model.state_dict().items())
     return runner
@@ -80,7 +80,7 @@ def prompts(lengths: Sequence[int], vocabulary: int = 131) -> list[list[int]]:
 
 
 def pool(runner: "ModelRunner | RustRunner", texts: Sequence[list[int]], segments: Sequence[int] = ()) -> Float32s:
-    """The vectors [r, size] of whole prompts, in one step."""
+    """The vectors [rows, size] of whole prompts, computed in one step."""
     builder = PlanBuilder()
     pages = iter(range(runner.kv.page_count))
     for slot, tokens in enumerate(texts):
@@ -98,7 +98,7 @@ def pool(runner: "ModelRunner | RustRunner", texts: Sequence[list[int]], segment
 
 
 def reference_states(model: Any, tokens: list[int], **more: torch.Tensor) -> torch.Tensor:
-    """[tokens, hidden] of a prompt alone."""
+    """The final states [tokens, hidden] of a prompt alone."""
     with torch.inference_mode():
         states: torch.Tensor = model(input_ids=torch.tensor([tokens]), **more).last_hidden_state[0]
     return states
@@ -140,7 +140,7 @@ def test_a_vector_is_the_same_alone_in_company_and_in_any_order() -> None:
     together = pool(runner, texts)
     backwards = pool(runner, texts[::-1])[::-1]
     alone = np.concatenate([pool(runner, [tokens]) for tokens in texts])
-    # Products of other shapes add in another order, and nothing else differs.
+    # Products of other shapes add in another order, which is the only difference.
     np.testing.assert_allclose(backwards, together, atol=1e-5)
     np.testing.assert_allclose(alone, together, atol=1e-5)
 
@@ -175,7 +175,7 @@ def test_a_causal_model_pools_as_transformers_does(kind: type[Any], config: Any,
 
 
 def parts(slot: int, first_page: int, cuts: Sequence[int], tokens: list[int]) -> list[Plan]:
-    """The plans of a prompt that is cut at these positions; only the last one asks for its vector."""
+    """The plans of a prompt that is cut at these positions. Only the last one asks for the vector."""
     plans = []
     for start, end in pairwise((0, *cuts, len(tokens))):
         builder = PlanBuilder()
@@ -207,7 +207,7 @@ def test_the_last_state_of_a_causal_prompt_may_come_from_shared_pages_and_a_mean
     for how in ("last", "causal_mean"):
         runner = runner_of(model, pooling(how, 64))
         *_, whole = [runner.step(plan).pooled for plan in parts(1, 20, (), tokens)]
-        # Another slot that finds the first five pages.
+        # Another slot finds the first five pages in the cache.
         builder = PlanBuilder()
         builder.slot(2, tokens)
         builder.page_writes += [(2, index, (20 if index < 5 else 40) + index) for index in range(8)]

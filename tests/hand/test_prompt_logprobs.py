@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: those of transformers, however rows are cut, and never all logits in memory."""
+"""Log-probabilities of prompts equal those of transformers, for any chunks, and never need all logits in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.hand.support import DEVICES, FAMILIES, MiniBrain, PlanBuilder, Reques
 VOCABULARY = 131
 TOP = 5
 SLICE = 7
-"""Positions of a slice in these tests: small enough that prompts have several."""
+"""Positions in a slice in these tests. It is small, so that prompts have several slices."""
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def _small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def requests(count: int = 6, generate: int = 3, **changes: Any) -> list[Request]:
-    """Of every second one the prompt is of interest, and some have a single token."""
+    """Requests for log-probabilities of their prompts, except number 5. Some prompts have a single token."""
     random = np.random.default_rng(5)
     lengths = [40, 1, 23, 2, 57, 31, 60, 9][:count]
     prompts = [random.integers(0, VOCABULARY, length).tolist() for length in lengths]
@@ -112,7 +112,7 @@ def test_steps_whose_plans_the_device_reads(family: str, graph_rows: int, monkey
 
 
 class Watch(TorchDispatchMode):
-    """Notes the largest tensor whose last dimension is the vocabulary."""
+    """Records the largest number of rows of a tensor as wide as the vocabulary."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -136,12 +136,12 @@ def test_no_step_has_the_logits_of_all_positions(family: str) -> None:
         builder.row(slot, 0, len(request.prompt))
         if slot != 1:
             builder.prompt_logprobs.append((slot, 1, len(request.prompt) - 1, TOP))
-    # Weights are put in order by the first step.
+    # The first step arranges the weights, so it runs before the measurement.
     runner.warm_up()
     with Watch() as watch:
         result = runner.step(builder.build())
     assert len(result.prompt_ranks) == 39 + 22
-    assert watch.most == SLICE, "of 61 positions and 3 rows that sample"
+    assert watch.most == SLICE, "61 positions and 3 sampled rows are computed in slices"
 
 
 def test_a_slice_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +153,7 @@ def test_a_slice_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None
         assert slice_bytes(vocabulary, 1) < 100 * vocabulary
     config = runner_of(model_of("llama")).config
     wants = [plan.prompt_logprobs[:, 2].sum() for plan in largest_plans(config, 1)]
-    assert wants == [config.slots * config.context_length, 0], "as much of a step as there is room for"
+    assert wants == [config.slots * config.context_length, 0], "one plan fills the step, the other asks for none"
     assert not any(len(plan.prompt_logprobs) for plan in largest_plans(config, 2))
 
 

@@ -1,4 +1,4 @@
-"""Quantised products of the hand in Rust: beside PyTorch with the same rounding, and in the blocks of files."""
+"""Quantised products of the hand in Rust: against PyTorch with the same rounding, and with the blocks of files."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ Numbers = npt.NDArray[np.float32]
 
 
 def rounded(x: torch.Tensor, shared: int) -> torch.Tensor:
-    """What 8 bits and a scale for every `shared` elements leave of x."""
+    """Rounds x to 8 bits, with a scale for each group of `shared` elements."""
     parts = x.float().unflatten(-1, (-1, shared))
     scale = parts.abs().amax(-1, keepdim=True) / 127
     return (scale * (parts / scale.clamp_min(1e-30)).round()).flatten(-2)
 
 
 def quantised_torch(monkeypatch: pytest.MonkeyPatch, shared: Callable[[torch.Tensor], int | None]) -> None:
-    """Has PyTorch's products round their inputs as the kernels do; `shared` of a weight: elements to a scale."""
+    """Rounds the inputs of PyTorch's products as the kernels do. `shared` gives the elements of a scale, by weight."""
     exact = torch.nn.functional.linear
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -49,7 +49,7 @@ def quantised_torch(monkeypatch: pytest.MonkeyPatch, shared: Callable[[torch.Ten
 
 
 class RoundedOps(HostOps):
-    """Has the rows of experts rounded to 8 bits with a scale for every `shared` elements; None: for every row."""
+    """Rounds the inputs of experts to 8 bits, with a scale for every `shared` elements. None: for each row."""
 
     def __init__(self, shared: int | None) -> None:
         self._shared = shared
@@ -81,7 +81,7 @@ def routers(decoder: Decoder) -> set[int]:
 
 
 def round_weights(decoder: Decoder) -> None:
-    """Has each row of every matrix keep what 8 bits and a scale leave of it."""
+    """Rounds the rows of all matrices to 8 bits and a scale."""
     for block in decoder.blocks:
         assert isinstance(block.attention, Attention)
         matrices = [block.attention.qkv.weight, block.attention.output.weight]
@@ -93,7 +93,7 @@ def round_weights(decoder: Decoder) -> None:
             matrices += [dense.gate_up.weight, dense.down.weight]
         for matrix in matrices:
             matrix.copy_(rounded(matrix, matrix.shape[-1]))
-    # The head is quantised, an embedding is not.
+    # The head is quantised, but the embedding is not.
     decoder.head = rounded(decoder.head, decoder.head.shape[1])
 
 
@@ -104,14 +104,14 @@ def asked(vocabulary: int) -> list[Request]:
 
 
 def told(runner: Any, chunk: int = 23) -> Numbers:
-    """The log-probabilities of prompts' tokens."""
+    """The log-probabilities of the prompts' tokens."""
     found = asked(runner.config.model["config"]["vocab_size"])
     MiniBrain(runner, seed=2).serve(found, chunk)
     return np.concatenate([values[:1] for request in found for _, _, values in request.of_prompt])
 
 
 def distance(found: Numbers, wanted: Numbers) -> float:
-    """The typical difference over the spread of the wanted ones."""
+    """The root mean square of the differences, divided by the standard deviation of the wanted values."""
     return float(np.sqrt(np.square(found - wanted).mean()) / wanted.std())
 
 
@@ -121,7 +121,7 @@ def of_rust(folder: Path, values: dict[str, Any]) -> Numbers:
 
 
 def of_torch(values: dict[str, Any]) -> ModelRunner:
-    """A runner that multiplies everything out."""
+    """A runner that dequantises all matrices."""
     return torch_runner({**values, "quantization": None, "kv_cache_dtype": None})
 
 
@@ -142,9 +142,9 @@ def check_int8(folder: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> No
     round_weights(other.decoder)
     other.decoder.ops = RoundedOps(None)
     quantised_torch(monkeypatch, lambda weight: None if weight.data_ptr() in plain else weight.shape[1])
-    # Codes may differ by one where a number is halfway: the bound is on the typical difference.
+    # Codes may differ by one if a number is halfway between two. So the bound is on the typical difference.
     assert distance(found, told(other)) < 0.02
-    assert distance(found, exact) > 0.002, "nothing was rounded"
+    assert distance(found, exact) > 0.002, "int8 rounds"
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-untied-biases", "llama-mha", "qwen2-tied", "glm4-moe", "gemma3"])
@@ -160,12 +160,12 @@ def check_blocks(path: Path, types: dict[str, Any], monkeypatch: pytest.MonkeyPa
     values = of_file(path, quantization="gguf")
     found = of_rust(path.parent, values)
     other = of_torch(values)
-    # What has a type without blocks is computed as ever.
+    # A matrix whose type has no blocks is computed as without quantisation.
     attentions = [block.attention for block in other.decoder.blocks]
     plain = [of.output for of in attentions if isinstance(of, Attention) and types.get("attn_output") == Q.F16]
     addresses = {of.weight.data_ptr() for of in plain}
     for block in other.decoder.blocks if types.get("ffn_down") == Q.Q5_1 else ():
-        # Q8_0 has no least value: these become the nearest that it has.
+        # Q8_0 stores no minimum, so these weights become the nearest values of Q8_0.
         assert isinstance(block.mlp, DenseFeed)
         block.mlp.down.weight.copy_(rounded(block.mlp.down.weight, 32))
     quantised_torch(monkeypatch, lambda weight: None if weight.data_ptr() in addresses else 32)
@@ -195,7 +195,7 @@ def test_blocks_at_every_level(tmp_path: Path, instructions: str, monkeypatch: p
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "MXFP4"])
 def test_experts_stay_in_the_blocks_of_their_file(tmp_path: Path, kind: str) -> None:
-    """Without `--quantization` all other matrices are multiplied out."""
+    """Without `--quantization` all other matrices are dequantised."""
     values = of_file(write(tmp_path / "m.gguf", random_model(*MODELS["qwen3-moe"]), Form(kind=getattr(Q, kind))))
     found = of_rust(tmp_path, values)
     computed = COMPUTED_AS[kind]
@@ -237,7 +237,7 @@ def test_a_file_without_fitting_blocks_is_computed_in_the_models_type(tmp_path: 
 
 
 def test_blocks_are_multiplied_out_where_that_is_quicker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There are no products of bytes at the lowest level."""
+    """The lowest instruction level has no products of bytes."""
     monkeypatch.setenv("FOREBAY_KERNELS", "baseline")
     of_rust(tmp_path, of_file(tiny(tmp_path / "model.gguf", {"": Q.Q4_1, **MIXED}), quantization="auto"))
     assert "computing with blocks" not in (tmp_path / "stderr").read_text()
@@ -247,7 +247,7 @@ def test_the_default_model_is_as_far_from_exact_as_rounding_makes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = described(smollm2(), tmp_path / "cache")
-    # "The capital of France is": 30 layers make much of a code that differs by one where there is no sense in a text.
+    # "The capital of France is". In a text without meaning, 30 layers would amplify a code that differs by one.
     prompt = [504, 3575, 282, 4649, 314]
 
     def best(runner: Any) -> tuple[list[int], dict[int, float]]:
@@ -257,7 +257,7 @@ def test_the_default_model_is_as_far_from_exact_as_rounding_makes_it(
         return request.tokens, dict(zip(ids[1:].tolist(), values[1:].tolist(), strict=True))
 
     def error(values: dict[int, float]) -> float:
-        """The last of twenty may be others."""
+        """Compares the tokens that both lists contain, because the last of the twenty may differ."""
         both = values.keys() & exact[1].keys()
         assert len(both) > 15
         return max(abs(values[token] - exact[1][token]) for token in both)
@@ -278,7 +278,7 @@ def test_a_level_that_is_not_there_is_told(tmp_path: Path, level: str, monkeypat
     monkeypatch.setenv("FOREBAY_KERNELS", level)
     values = checkpoint(tmp_path, "llama")
     if level == "amx":
-        # Of another processor: the best that this one has.
+        # The level belongs to another processor, so the hand uses the best level of this one.
         assert np.isfinite(of_rust(tmp_path, values)).all()
         return
     with pytest.raises(AssertionError, match="use --hand torch"):

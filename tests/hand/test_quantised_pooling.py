@@ -1,4 +1,4 @@
-"""Vectors and scores of the hand in Rust: any company, and products in 8 bits beside PyTorch that rounds."""
+"""Vectors and scores of the hand in Rust: equal bits in any batch, and 8-bit products against rounding in PyTorch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.hand.test_rust_hand import rust, settings
 SIZES = BERT | {"hidden_size": 64}
 INT8 = "w8a8_int8"
 Made = tuple[Any, dict[str, Any], list[int]]
-"""A model, its pooling, and the beginnings of second texts."""
+"""A model, its pooling, and the positions where second texts begin."""
 
 
 def embedder() -> Made:
@@ -71,7 +71,7 @@ def test_int8_vectors_are_those_of_torch_that_rounds(
     other = runner_of(model, how)
     bert = other.model
     assert isinstance(bert, Bert)
-    # The layers that make a score of a vector stay as they are.
+    # The layers that turn a vector into a score are not quantised.
     plain = {part.weight.data_ptr() for part in bert.head or ()}
     for block in bert.blocks:
         for linear in (block.qkv, block.output, block.up, block.down):
@@ -80,7 +80,7 @@ def test_int8_vectors_are_those_of_torch_that_rounds(
     other.__dict__["_pooler"] = EncoderCompute(bert, other.tables, other.device)
     wanted = pool(other, texts, segments)
     error = np.sqrt(np.square(found - wanted).mean())
-    # A code may differ by one where a number is halfway; what the rounding itself does is more.
+    # A code may differ by one if a number is halfway between two. The rounding itself has a larger effect.
     assert error < 0.25 * np.sqrt(np.square(exact - wanted).mean())
     assert error < 0.02 * wanted.std()
 
@@ -122,9 +122,9 @@ def test_int8_vectors_of_minilm_are_near_those_of_float32(minilm: Path, tmp_path
         cosines = [cosine(a, b) for a, b in zip(exact, found[dtype, INT8], strict=True)]
         *of_words, of_nothing = cosines
         assert min(of_words) > 0.99, cosines
-        # The text without a word, which is the last one: two special tokens, and a mean of little.
+        # The last text is empty: its vector is the mean of two special tokens, and small.
         assert of_nothing > 0.98, cosines
-        assert max(cosines) < 0.999999, "nothing was rounded"
+        assert max(cosines) < 0.999999, "int8 rounds"
 
 
 @pytest.mark.parametrize("how", ["last", "causal_mean"])
@@ -136,7 +136,7 @@ def test_causal_vectors_in_int8_are_near_those_of_float32(tmp_path: Path, how: s
     )
     cosines = [cosine(a, b) for a, b in zip(exact, rough, strict=True)]
     assert min(cosines) > 0.98, cosines
-    assert max(cosines) < 0.999999, "nothing was rounded"
+    assert max(cosines) < 0.999999, "int8 rounds"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Hands of a rank group as the brain has them: they meet by its store, and read large plans from the arena."""
+"""Hands of a rank group: they find each other through the brain's store, and read large plans from the arena."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Hand:
         return StepResult.decode(frame)
 
     def start(self, meeting: Meeting, config: dict[str, Any]) -> None:
-        """Until `ready`, or the end."""
+        """Configures the hand, and answers its store requests until it is ready or ends."""
         assert self.receive().kind == Kind.HELLO
         self.connection.send(encode_json(Kind.CONFIG, config))
         while (frame := self.connection.recv()) is not None:
@@ -89,7 +89,7 @@ class Group:
             hand.connection.send(data)
 
     def send_at(self, data: bytes, offset: int) -> None:
-        """Writes a frame to the arena, and tells the place."""
+        """Writes a frame to the arena, and sends its offset."""
         os.pwrite(self._arena, data, offset)
         self.send(PlanAt(Frame.of(data).step, offset, len(data) // 4).encode())
 
@@ -164,7 +164,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
             g.send_at(builder.build().encode(), 1024 * step)
         tokens += [g.results().tokens.tolist() for _ in range(2)]
 
-        # A plan in the arena whose masks are there too, and a plan behind them.
+        # This plan and its masks are both in the arena, and another plan follows.
         builder = PlanBuilder(4)
         builder.row(0, 5, 1)
         builder.row(1, 5, 1, masked=True)
@@ -179,7 +179,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
         tokens.append(g.results().tokens.tolist())
         assert [list(of_slot) for of_slot in zip(*tokens, strict=True)] == one_rank()
 
-        # Nobody looks for others again.
+        # The hands meet only once.
         assert len(g.meeting.questions) == asked
         g.send(encode(Kind.SHUTDOWN, 0, []))
         assert [hand.wait() for hand in g.hands] == [0, 0]

@@ -1,4 +1,4 @@
-"""Several ranks against one, and against transformers: real processes, over gloo."""
+"""Several ranks in real processes that communicate through gloo, against one rank and against transformers."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wired(model: Any, folder: Path, **changes: Any) -> dict[str, Any]:
-    """The handshake's config of a checkpoint that is written for it."""
+    """The config of a handshake for a checkpoint, which it writes first."""
     path = folder / f"{id(model)}.safetensors"
     if not path.exists():
         weights = {name: tensor.clone() for name, tensor in hub_weights(model).items()}
@@ -73,7 +73,7 @@ def prompts(count: int) -> list[list[int]]:
 
 
 SAMPLINGS: list[dict[str, Any]] = [
-    # All log-probabilities there are: their differences are those of logits.
+    # All log-probabilities, because their differences equal those of logits.
     {"logprobs": VOCABULARY},
     {"temperature": 1.0, "seed": 5},
     {"temperature": 0.8, "top_k": 7, "seed": 6, "logprobs": 3},
@@ -103,7 +103,7 @@ def alone(
     chunk: int = 1000,
     adapters: Sequence[dict[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """What one rank gives, computed by PyTorch's operators as several are. `adapters` as of the case `serve`."""
+    """The results of one rank that computes with PyTorch's operators. `adapters` are those of the case `serve`."""
     runner = ModelRunner(RunnerConfig.from_dict(config))
     runner.load(lambda done, total: None)
     if adapters:
@@ -114,7 +114,7 @@ def alone(
 
 
 def check(given: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Equal tokens, and equal log-probabilities of all that was asked for."""
+    """Compares tokens, and all log-probabilities that requests ask for."""
     for ours, theirs in zip(given, expected, strict=True):
         assert ours["tokens"] == theirs["tokens"]
         for (ids, values), (their_ids, their_values) in zip(ours["logprobs"], theirs["logprobs"], strict=True):
@@ -122,7 +122,7 @@ def check(given: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
         for (rank, ids, values), (their_rank, their_ids, their_values) in zip(
             ours["of_prompt"], theirs["of_prompt"], strict=True
         ):
-            # Of tokens that are as likely but for rounding either may come first.
+            # Rounding may change the order of tokens that are equally likely.
             assert abs(rank - their_rank) <= 1
             same(ids, values, their_ids, their_values)
 
@@ -152,7 +152,7 @@ CASES: list[tuple[int, str, int | None, dict[str, Any]]] = [
     (2, "glm4-moe-bias", None, {}),
     (2, "deepseek-v2-lite", None, {}),
     (2, "deepseek-v3-halves", None, {}),
-    # Each rank has the whole index, and chooses the same positions.
+    # Each rank computes the whole index, and chooses the same positions.
     (2, "deepseek-v32", None, {}),
     (2, "glm-dsa", None, {"expert_parallel": True}),
     (2, "qwen3-moe-some-dense", None, {"expert_parallel": True}),
@@ -272,7 +272,7 @@ def test_ranks_read_their_slices_and_no_more(groups: RankGroups, folder: Path) -
             else:
                 assert sum(found) == size
                 assert max(found) - min(found) <= size // VOCABULARY
-    # A single key-value head is read by both.
+    # Both ranks read the single key-value head.
     model = model_of("llama", 1)
     whole = dict(hub_weights(model))["model.layers.0.self_attn.k_proj.weight"].nbytes
     for of_rank in groups.run(2, "bytes_read", config=wired(model, folder)):
@@ -287,7 +287,7 @@ def test_ranks_read_their_slices_and_no_more(groups: RankGroups, folder: Path) -
         ("llama", 1, {"page_size": 7}),
         ("qwen3", None, {"device": "deferred"}),
         ("deepseek-v3", None, {}),
-        # The first rank saves for both.
+        # The first rank saves pages for both.
         ("deepseek-v3", None, {"host_shared": True}),
         ("deepseek-v32", None, {"host_shared": True, "device": "deferred"}),
         ("qwen3-moe", None, {"expert_parallel": True}),
@@ -310,7 +310,7 @@ def test_each_rank_saves_and_restores_its_part_of_a_block(
         assert rank["facts"]["host_page_count"] == 2 * rank["facts"]["page_count"]
     if memory:
         return
-    # A rank whose copies fail does not know of the others', which have not.
+    # If one rank's copies fail, the other rank still reports its own as successful.
     given = groups.run(2, "restore", config=config, prompt=prompt, count=count, damaged=1)
     assert [rank["errors"] for rank in given] == [[COPY_OK] * whole, [COPY_FAILED] * whole]
 

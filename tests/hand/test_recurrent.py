@@ -1,4 +1,4 @@
-"""Models with recurrent layers: the tokens of transformers, however steps are cut, and states that are loaded."""
+"""Models with recurrent layers: the tokens of transformers for any chunks, and states that are saved and loaded."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ COUNT = 6
 HANDS = pytest.mark.parametrize("hand", ["torch", "rust"])
 VOCABULARY = 131
 NEAR = 0.25
-"""Log-probabilities that are so far apart may be of the same computation with few bits. The likeliest token has -3."""
+"""Log-probabilities of one computation in few bits may differ by this much. The likeliest token has about -3."""
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 
 def of_hands(names: Iterable[str]) -> Any:
-    """The names of models, each with the hands that compute it."""
+    """Parameters of tests: each model with each hand that computes it."""
     found = [(name, hand) for name in names for hand in ("torch", "rust") if hand == "torch" or name in COMPILED]
     return pytest.mark.parametrize(("name", "hand"), found)
 
 
 def prompts() -> list[list[int]]:
-    """Prompts shorter than a convolution, longer than a chunk of the recurrence, and between."""
+    """Prompts shorter than a convolution, longer than a chunk of the recurrence, and of lengths in between."""
     random = np.random.default_rng(5)
     return [random.integers(3, VOCABULARY, length).tolist() for length in (1, 2, 17, 70)]
 
@@ -87,7 +87,7 @@ def test_tokens_are_those_of_transformers_however_prompts_are_cut(tmp_path: Path
 def test_the_rust_hand_gives_the_same_bits_in_any_batch_and_cut(
     tmp_path: Path, name: str, dtype: str, quantization: str | None
 ) -> None:
-    """Log-probabilities to the last bit: alone and whole, and beside others in pieces, on one thread and on three."""
+    """Log-probabilities are equal to the last bit: alone, beside others in chunks, on one thread and on three."""
     found: list[list[list[float]]] = []
     for threads in (1, 3):
         changes = {"threads": threads, "dtype": dtype, "quantization": quantization}
@@ -105,7 +105,7 @@ def test_the_rust_hand_gives_the_same_bits_in_any_batch_and_cut(
 
 
 def near(rust_: list[Request], torch_: list[Request], bound: float) -> None:
-    """The same tokens up to the first of them where two are about as likely."""
+    """Compares tokens up to the first one where two tokens are about equally likely."""
     for ours, theirs in zip(rust_, torch_, strict=True):
         for (ids, values), (wanted_ids, wanted) in zip(ours.logprobs, theirs.logprobs, strict=True):
             likely = dict(zip(wanted_ids[1:].tolist(), wanted[1:], strict=True))
@@ -125,7 +125,7 @@ def served(runner: Any) -> list[Request]:
     "name", ["qwen3.5-text", "lfm2", "lfm2-moe", "granite4-h", "nemotron-h-biases", "nemotron-3-latent", "falcon-h1"]
 )
 def test_both_hands_are_close_in_bfloat16(tmp_path: Path, name: str) -> None:
-    """Hands round at different places, which may change a token's experts."""
+    """The hands round at different places, which may also change the choice of experts."""
     values = settings(save(tmp_path / "model", name), dtype="bfloat16")
     with rust(tmp_path, values) as runner:
         found = served(runner)
@@ -172,13 +172,13 @@ def test_gguf_files_are_computed_as_transformers_does(tmp_path: Path, name: str,
         ("lfm2", 3 * 3),
         ("granite4-h", 3 * 5),
         ("nemotron-h", 4 * 5),
-        # First products of the experts of two layers: the others have 24 inputs.
+        # Only the first products of two layers' experts have blocks, because the inputs of the others are 24 long.
         ("nemotron-3", 2 * 5 + 2 * 6),
         ("falcon-h1", 3 * (5 + 3)),
     ],
 )
 def test_blocks_of_a_file_are_computed_as_blocks(tmp_path: Path, name: str, parts: int) -> None:
-    """Fused projections too, whose parts are rows of one tensor, and those with a few rows of numbers."""
+    """Also for fused projections, whose parts are rows of one tensor, and for projections with a few rows of floats."""
     values = settings(described(write_gguf(tmp_path / "m.gguf", name, Q8_0), tmp_path), quantization="gguf")
     with rust(tmp_path, values) as runner:
         found, blocks = served(runner), runner.facts["blocks"]
@@ -207,7 +207,7 @@ def test_a_prefix_goes_on_from_a_kept_state(tmp_path: Path, name: str, hand: str
 def check_kept(name: str, runner: Any) -> None:
     prefix = prompts()[3][:32]
     kept_states(runner, prefix)
-    # Two begin after the whole prefix, and one after its first page.
+    # Two requests begin after the whole prefix, and one begins after its first page.
     tails = [[9, 100, 3], [77], [*prefix[16:], 5]]
     plan = PlanBuilder(3)
     for slot, tail in enumerate(tails, start=1):
@@ -223,7 +223,7 @@ def check_kept(name: str, runner: Any) -> None:
 
 
 def refused(runner: Any, plan: PlanBuilder, error: str) -> None:
-    """The plan is an error; a hand in Rust answers with a frame that says so."""
+    """Checks that the hand refuses the plan. A hand in Rust answers with a frame that has the error."""
     with pytest.raises((PlanError, AssertionError), match=error):
         runner.launch(plan.build()).collect()
 
@@ -255,7 +255,7 @@ def test_a_row_without_its_state_is_an_error_of_the_plan(
 
 @HANDS
 def test_a_slot_of_another_request_has_no_state(tmp_path: Path, hand: str) -> None:
-    """A new request in a slot whose last one ended at the position where it begins."""
+    """A new request gets the slot of another one, which ended at the position where the new one begins."""
     prefix = prompts()[3][:32]
     with runner_of(tmp_path, "lfm2", hand) as runner:
         kept_states(runner, prefix)
@@ -295,20 +295,20 @@ def test_the_rust_hand_says_the_same_after_late_masks(tmp_path: Path, name: str,
 @pytest.mark.parametrize(
     ("name", "of_slot"),
     [
-        # Three layers: heads of 24 by 40 in 32 bits, and three inputs of 2 * 48 + 240 channels.
+        # Three layers with heads of 24 by 40 in 32 bits, and three inputs of 2 * 48 + 240 channels.
         ("qwen3.5-text", 3 * (6 * 24 * 40 * 4 + 3 * 336 * 4)),
         ("lfm2", 3 * 2 * 64 * 4),
         ("granite4-h", 3 * (8 * 24 * 16 * 4 + 3 * (128 + 96) * 4)),
     ],
 )
 def test_states_are_counted(tmp_path: Path, name: str, of_slot: int) -> None:
-    # A number, none, and the hand's own choice: with memory enough each of eight slots may have eight.
+    # A given number, zero, and the default: with enough memory, eight pages for each of the eight slots.
     for given, pages in ((5, 5), (0, 0), (None, 64)):
         with runner_of(tmp_path, name, state_pages=given) as runner:
             facts = runner.facts()
             assert (facts["state_bytes"], facts["state_page_count"]) == (of_slot, pages)
             held = sum(table.nbytes for layer in runner._store.layers for table in layer if table is not None)
-            assert held == (2 * 8 + pages + 1) * of_slot, "and a row of padding"
+            assert held == (2 * 8 + pages + 1) * of_slot, "the tables have one row of padding"
             assert len(runner.kv.layers) == 1, "recurrent layers have no pages"
             assert facts["page_bytes"] == 2 * 16 * 2 * runner.model_config.attention.head_dim * 4
         with runner_of(tmp_path, name, "rust", state_pages=given) as runner:

@@ -1,4 +1,4 @@
-"""Graphs give what their kernels give, on a device whose graphs are recorded operators; and wrong graphs show."""
+"""Graphs give what their kernels give. The device's graphs are recorded operators here, and tests show wrong graphs."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_a_replay_is_equal_to_its_kernels(family: str) -> None:
 
 
 def test_steps_of_every_kind_are_served() -> None:
-    """On a GPU they show that nothing is compiled meanwhile."""
+    """On a GPU this shows that no kernel is compiled while requests run."""
     assert serve_everything(warm("deepseek-v3")) == 2 * 16 * 6
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek-v3"])
 def test_graphs_read_angles_from_a_table(family: str) -> None:
-    """Computed, they would be eleven small kernels at the start of each step."""
+    """Computed angles would take eleven small kernels at the start of each step."""
     graphs = steps_of(warm(family)).graphs
     for work in graphs._models.values():
         operators = {call.operator for call in work.__self__._calls}  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""RoBERTa and XLM-RoBERTa as embedders and as cross-encoders: BERT under other names, and from another position on."""
+"""RoBERTa and XLM-RoBERTa as embedders and as cross-encoders: BERT with other names and other first positions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.hand.support import PlanBuilder
 from tests.hand.test_pooling import BERT, LENGTHS, pool, pooling, prompts, random_model, reference_states
 from tests.hand.test_rust_hand import rust, settings, torch_runner
 
-# The 96 positions of tokens follow those of padding.
+# The first two positions are for padding, and 96 are for tokens.
 SIZES: dict[str, Any] = {**BERT, "max_position_embeddings": 98, "type_vocab_size": 1, "pad_token_id": 1}
 LABEL: dict[str, Any] = {"num_labels": 1}
 MODELS = {

@@ -1,4 +1,4 @@
-"""Angles that are kept are those that are computed."""
+"""Angles from the table equal computed angles."""
 
 from __future__ import annotations
 

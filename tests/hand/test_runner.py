@@ -1,4 +1,4 @@
-"""What the runner refuses, and how much memory it takes."""
+"""The runner's refusals, and how much memory it takes."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""The host tier of the hand in Rust: restored pages have the saved content, even from an earlier hand."""
+"""The host tier of the hand in Rust: restored pages have the saved content, also after a restart of the hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.hand.test_rust_hand import RustRunner, in_safetensors, rust, settings
 PAGE = 16
 PROMPT = [(37 * at + 11) % 131 for at in range(2 * PAGE + 5)]
 HOST, LENDERS = 5, 6
-"""Descriptors of a hand."""
+"""Descriptors in the hand: of its host memory, and of the first lender's memory."""
 
 
 class Tier:
@@ -39,7 +39,7 @@ class Tier:
         sources: Sequence[int] = (),
         spans: Sequence[tuple[int, int]] = (),
     ) -> StepResult:
-        """One plan; `rows` computes the prompt."""
+        """Runs one plan. With `rows` it computes the prompt."""
         builder = self._plan(copies=list(copies), wait_us=[] if wait_us is None else [wait_us])
         builder.copy_sources += sources
         builder.copy_spans += spans
@@ -52,14 +52,14 @@ class Tier:
         return result
 
     def until_ended(self, count: int) -> list[list[int]]:
-        """Waits for the ends of this many copies that were not reported yet."""
+        """Waits until this many copies have ended that were not reported yet."""
         while len(self._ended) < count:
             self.step(wait_us=1000)
         ended, self._ended = self._ended, []
         return sorted(ended)
 
     def second_token(self, first: int, *pages: int) -> int:
-        """The token behind the prompt and `first`. Of the prompt, all but its last part is on `pages`."""
+        """The token after the prompt and `first`. `pages` hold the prompt's first pages, and the rest is computed."""
         builder = self._plan()
         builder.slot(3, [*PROMPT, first], prompt_len=len(PROMPT))
         builder.page_writes += [(3, index, page) for index, page in enumerate([*pages, 30, 31, 32][:3])]
@@ -85,7 +85,7 @@ def memory() -> Iterator[int]:
 
 @contextmanager
 def tier(folder: Path, memory: int, family: str = "qwen3", lenders: Sequence[int | None] = (), **changes: Any) -> Any:
-    """A hand that finds the memory as the last one left it. It is killed in the end."""
+    """A hand that uses this host memory, in which an earlier hand may have saved pages. It is killed in the end."""
     numbers = [None if fd is None else LENDERS + at for at, fd in enumerate(lenders)]
     given = {LENDERS + at: fd for at, fd in enumerate(lenders) if fd is not None}
     size = {"host_bytes": 1 << 20, "kv_checksum": True, "host_lenders": numbers, **changes}
@@ -110,7 +110,7 @@ def test_what_is_restored_is_what_was_saved_behind_the_rows(
     tmp_path: Path, memory: int, family: str, changes: dict[str, Any]
 ) -> None:
     with tier(tmp_path, memory, family, **changes) as hand:
-        # The saves come with the very plan whose rows write the pages.
+        # The same plan computes the pages and saves them.
         result = hand.step((7, COPY_SAVE, 1, 5), (8, COPY_SAVE, 2, 4), rows=True)
         assert hand.until_ended(2) == [[7, COPY_OK], [8, COPY_OK]]
         (first,) = result.tokens.tolist()
@@ -122,7 +122,7 @@ def test_what_is_restored_is_what_was_saved_behind_the_rows(
         hand.step((11, COPY_SAVE, 11, 0), (12, COPY_SAVE, 12, 1))
         hand.until_ended(2)
         assert [hand.host_page(0), hand.host_page(1)] == saved
-        # And a request computes with what came back.
+        # A request then computes with the restored pages.
         second = hand.second_token(first, 11, 12)
         assert second == hand.second_token(first)
         if family == "qwen3" and not changes:
@@ -165,7 +165,7 @@ def test_a_page_is_borrowed_from_the_memory_of_another_hand(tmp_path: Path, memo
         saved = lender.host_page(5)
         content = os.pread(memory, os.fstat(memory).st_size, 0)
         other = os.memfd_create("host")
-        # Replica 1 lends, and replicas 0 and 2 do not.
+        # Replica 1 lends its memory, and replicas 0 and 2 do not.
         (tmp_path / "other").mkdir()
         with tier(tmp_path / "other", other, lenders=[None, memory, None]) as borrower:
             borrower.step((4, COPY_RESTORE, 20, 5), (5, COPY_RESTORE, 21, 5), sources=[0, 2])
@@ -173,7 +173,7 @@ def test_a_page_is_borrowed_from_the_memory_of_another_hand(tmp_path: Path, memo
             borrower.step((6, COPY_SAVE, 21, 0))
             borrower.until_ended(1)
             assert borrower.host_page(0) == saved
-            # A lender that is none, and a page that is not there.
+            # A replica that does not lend, and a page outside of the memory.
             borrower.step((7, COPY_RESTORE, 22, 5), (8, COPY_RESTORE, 23, 1 << 20), sources=[1, 2])
             assert borrower.until_ended(2) == [[7, COPY_FAILED], [8, COPY_FAILED]]
         os.close(other)

@@ -1,4 +1,4 @@
-"""The hand in Rust gives what PyTorch's gives: the same plans to both, token by token and number by number."""
+"""The hand in Rust gives the results of PyTorch's hand. Both get the same plans, and all their numbers are compared."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ ARENA_BYTES = 1 << 20
 
 @dataclass
 class Answer:
-    """A step that the hand has in its socket."""
+    """A step that was sent to the hand."""
 
     runner: RustRunner
     step: int
@@ -103,7 +103,7 @@ class RustRunner:
 def rust(
     folder: Path, values: dict[str, Any], memories: Mapping[int, int] = MappingProxyType({})
 ) -> Iterator[RustRunner]:
-    """A hand that is ready, with memory of host tiers by {number in the hand: number here}."""
+    """A hand that is ready. `memories` are descriptors of host memory {number in the hand: number here}."""
     ours, theirs = socket.socketpair()
     ours.settimeout(TIMEOUT_S)
     arena = os.memfd_create("arena")
@@ -117,7 +117,7 @@ def rust(
         while (frame := connection.recv()) is not None and frame.kind != Kind.READY:
             assert frame.kind in (Kind.HELLO, Kind.PROGRESS), frame.json()
         assert frame is not None, (folder / "stderr").read_text()
-        # The other hand has no quantised products, and no codes of keys and values.
+        # PyTorch's hand has no quantised products and no KV cache of 8-bit codes.
         plain = RunnerConfig.from_dict({**values, "quantization": None, "kv_cache_dtype": None})
         yield RustRunner(connection, plain, frame.json(), arena, pid)
     finally:
@@ -135,7 +135,7 @@ def torch_runner(values: dict[str, Any], arena: npt.NDArray[np.uint8] | None = N
 
 
 def in_safetensors(folder: Path, family: str) -> dict[str, Any]:
-    # Blocks of integers want longer rows than the other tests' experts have.
+    # Blocks of integers need longer rows than the experts of other tests have.
     model = random_model(*MODELS[family]) if family in MODELS else reference_model(family)
     path = folder / "model.safetensors"
     save_file({name: tensor.contiguous().clone() for name, tensor in hub_weights(model).items()}, path)
@@ -206,7 +206,7 @@ def check(rust_: Sequence[Request], torch_: Sequence[Request], atol: float = 2e-
 
 
 def check_near(rust_: Sequence[Request], torch_: Sequence[Request]) -> None:
-    """Of bfloat16: the two round at different places, so the bound is on the typical difference."""
+    """In bfloat16 the hands round at different places, so the bound is on the typical difference."""
     pairs = [
         (float(ours[2][0]), float(theirs[2][0]))
         for one, other in zip(rust_, torch_, strict=True)
@@ -243,7 +243,7 @@ PARITY = [
     "deepseek-v3",
     "deepseek-v3-wide",
 ]
-"""Each family of the compiled kernels, which tests/hand/test_families.py checks."""
+"""The families of the compiled kernels. tests/hand/test_families.py checks that none is missing."""
 
 
 @pytest.mark.parametrize("family", PARITY)
@@ -264,7 +264,7 @@ def test_both_hands_give_the_same_tokens(tmp_path: Path, family: str, dtype: str
 def test_both_hands_give_the_same_tokens_at_every_level(
     tmp_path: Path, family: str, page_size: int, instructions: str
 ) -> None:
-    """Keys and values lie in the order that the kernels read, or cannot."""
+    """Keys and values are in the kernels' order if the page size allows it, and otherwise by position."""
     for dtype in ("float32", "bfloat16"):
         values = settings(in_safetensors(tmp_path, family), dtype=dtype, page_size=page_size)
         with rust(tmp_path, values) as runner:
@@ -279,7 +279,7 @@ def test_both_hands_give_the_same_tokens_at_every_level(
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_long_row_that_threads_share_gets_the_bits_of_its_prompt(tmp_path: Path, dtype: str) -> None:
     model = in_safetensors(tmp_path, "llama")
-    # Two whole spans of attention, and a part of one.
+    # The prompt has two whole spans of attention and a part of a third.
     prompt = np.random.default_rng(6).integers(0, VOCABULARY, 1300).tolist()
     found = []
     for threads, chunk in ((1, 1300), (2, 433), (3, 1299)):
@@ -297,7 +297,7 @@ def test_a_row_that_is_not_finite_is_told_and_keeps_to_itself(tmp_path: Path) ->
     path = Path(model["files"][0])
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][7] = torch.nan
-    # All logits are equal: the first wins.
+    # All logits are equal, so the first token wins.
     tensors["lm_head.weight"][:] = tensors["lm_head.weight"][3]
     save_file(tensors, path)
     builder = PlanBuilder(1)
@@ -377,7 +377,7 @@ def test_log_probabilities_are_those_of_transformers(tmp_path: Path, family: str
 def test_files_of_gguf_are_the_same_to_both(
     tmp_path: Path, types: dict[str, Any], architecture: str, tied: bool
 ) -> None:
-    """Multiplied out; tests/hand/test_quantised.py has their blocks."""
+    """Weights are dequantised here. tests/hand/test_quantised.py has the tests with blocks."""
     model = in_gguf(tmp_path, {"": Q.Q4_1, **types}, architecture, tied)
     values = settings(model)
     vocabulary = model["config"]["vocab_size"]
@@ -401,7 +401,7 @@ def test_files_of_gguf_of_more_families_are_the_same_to_both(tmp_path: Path, fam
 
 
 def vectors(runner: Any, lengths: Sequence[int]) -> npt.NDArray[np.float32]:
-    """Of prompts of these lengths, each in two parts, the second of which has a step with the first of the next."""
+    """The vectors of prompts in two parts. The second part is in one step with the next prompt's first part."""
     random = np.random.default_rng(7)
     prompts = [random.integers(0, VOCABULARY, length).tolist() for length in lengths]
     found = []
@@ -445,7 +445,7 @@ def test_both_hands_give_the_same_vectors(tmp_path: Path, family: str, dtype: st
     wanted = vectors(torch_runner(values), lengths)
     if dtype == "float32":
         np.testing.assert_allclose(found, wanted, atol=2e-5)
-    # The two round at different places.
+    # The hands round at different places.
     assert np.sqrt(np.square(found - wanted).mean()) < 0.03
 
 
@@ -458,7 +458,7 @@ def test_both_hands_give_the_same_vectors_of_encoders(tmp_path: Path, dtype: str
     path = tmp_path / "model.safetensors"
     tensors = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
     if not scores:
-        # As checkpoints of whole models have them.
+        # The names in checkpoints of whole models.
         tensors = {f"bert.{name}": tensor for name, tensor in tensors.items()}
     save_file(tensors, path)
     pooled = Pooling(
@@ -482,7 +482,7 @@ def test_both_hands_give_the_same_vectors_of_encoders(tmp_path: Path, dtype: str
     torch_ = torch_runner(values)
     with rust(tmp_path, values) as runner:
         facts: dict[str, Any] = torch_.facts()
-        # Of an encoder Python counts the matrices as they are loaded, and Rust as they are packed.
+        # For encoders Python counts the matrices of the checkpoint, and Rust counts the packed ones.
         assert 0 < facts.pop("weight_bytes") <= 2 * runner.facts["weight_bytes"]
         assert {key: runner.facts[key] for key in facts} == facts
         random = np.random.default_rng(6)
@@ -548,7 +548,7 @@ def test_a_row_whose_mask_is_not_ready_says_the_same_later(tmp_path: Path, late:
 
 
 def never(step: int, slot: int) -> bool:
-    """All masks are ready."""
+    """No mask is late."""
     return False
 
 
@@ -568,7 +568,7 @@ def test_masked_rows_give_the_tokens_without_drafts(tmp_path: Path, late: Late) 
 
 
 def test_draws_are_the_same(tmp_path: Path) -> None:
-    """Of the logits of one prompt, by the sampler of each hand; FOREBAY_DRAWS is their number."""
+    """Compares draws from one prompt's logits by the sampler of each hand. FOREBAY_DRAWS sets their number."""
     draws, rows = int(os.environ.get("FOREBAY_DRAWS", "12000")), 400
     values = settings(
         in_safetensors(tmp_path, "llama"), slots=rows, max_total_tokens=16 * rows, max_running_requests=rows

@@ -1,4 +1,4 @@
-"""Latent attention in the hand in Rust: bits, rows in pages, codes, files of GGUF, and what is refused."""
+"""Latent attention in the hand in Rust: equal bits, rows in pages, codes, GGUF files, and refusals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from tests.hand.test_rust_hand import (
 
 TOKENS = 512
 WIDE = "deepseek-v3-wide"
-"""Its rows are 64 elements, of which 32 are latent."""
+"""A row has 64 elements, of which 32 are latent."""
 ABSORBED = ["deepseek-v2", "deepseek-v2-lite", "deepseek-v3", "deepseek-v3-halves"]
 
 
@@ -64,7 +64,7 @@ def test_log_probabilities_are_those_of_transformers(tmp_path: Path, family: str
 
 
 def bytes_of_data(pid: int) -> int:
-    """Bytes of memory that a process has written, without files."""
+    """The bytes of anonymous memory of a process."""
     found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
     assert found is not None
     return int(found[1]) << 10
@@ -73,7 +73,7 @@ def bytes_of_data(pid: int) -> int:
 @pytest.mark.parametrize("low_rank", [None, 64])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_a_step_takes_is_left_beside_pages(tmp_path: Path, dtype: str, low_rank: int | None) -> None:
-    """Other buffers are small beside those of the heads."""
+    """The buffers of the heads dominate: all others are small."""
     sizes = {"num_attention_heads": 32, "num_key_value_heads": 32, "num_hidden_layers": 1, "first_k_dense_replace": 1}
     sizes |= {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
     config = DeepseekV3Config(**{**LATENT, **sizes, "q_lora_rank": low_rank, "max_position_embeddings": TOKENS})
@@ -82,7 +82,7 @@ def test_what_a_step_takes_is_left_beside_pages(tmp_path: Path, dtype: str, low_
     save_file({name: tensor.contiguous().clone() for name, tensor in hub_weights(model).items()}, path)
     described_ = handshake_model(hf_config(config, "DeepseekV3ForCausalLM"), [path])
     values = settings(described_, dtype=dtype, context_length=TOKENS, chunked_prefill_size=TOKENS)
-    # Without memory for a page, a hand says what it would have left beside them.
+    # A hand without memory for a page reports how much memory it would leave beside pages.
     without = {**values, "max_total_tokens": None, "mem_fraction_static": 1e-9}
     with pytest.raises(AssertionError, match="no memory for a single page") as refused, rust(tmp_path, without):
         pass
@@ -105,7 +105,7 @@ def test_what_a_step_takes_is_left_beside_pages(tmp_path: Path, dtype: str, low_
 def test_both_hands_give_the_same_tokens_at_every_level(
     tmp_path: Path, family: str, page_size: int, instructions: str
 ) -> None:
-    """Rows lie in the order that the kernels read, or cannot."""
+    """Rows are in the kernels' order if the page size allows it, and otherwise by position."""
     for dtype in ("float32", "bfloat16"):
         values = settings(in_safetensors(tmp_path, family), dtype=dtype, page_size=page_size)
         with rust(tmp_path, values) as runner:
@@ -144,7 +144,7 @@ def test_a_request_gets_the_same_bits_in_any_company(tmp_path: Path, kind: str, 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_long_row_that_threads_share_gets_the_bits_of_its_prompt(tmp_path: Path, dtype: str) -> None:
     model = in_safetensors(tmp_path, WIDE)
-    # Two whole spans of attention, and a part of one.
+    # The prompt has two whole spans of attention and a part of a third.
     prompt = np.random.default_rng(6).integers(0, VOCABULARY, 1300).tolist()
     found = []
     for threads, chunk in ((1, 1300), (2, 433), (3, 1299)):
@@ -158,7 +158,7 @@ def test_a_long_row_that_threads_share_gets_the_bits_of_its_prompt(tmp_path: Pat
 
 
 def rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has PyTorch's operators keep and see rows as codes give them back."""
+    """Makes PyTorch's operators store and read rows as their codes represent them."""
     exact = Step.attend_latent
 
     def attend(self: Step, layer: int, q: torch.Tensor, rows: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -179,7 +179,7 @@ def test_codes_of_rows_are_those_of_torch_that_rounds(
     wanted = told(of_torch(values))
     assert distance(found, exact) < 0.05
     if dtype == "float32":
-        # A code may differ by one where a number is halfway.
+        # A code may differ by one if a number is halfway between two.
         assert distance(found, wanted) < 0.005 < distance(wanted, exact)
 
 
@@ -189,7 +189,7 @@ def test_a_page_has_one_row_a_position_for_all_heads(tmp_path: Path, dtype: str,
     with rust(tmp_path, checkpoint(tmp_path, WIDE, dtype=dtype)) as runner:
         plain = runner.facts["page_bytes"]
     assert plain == layers * 16 * row * size
-    # 17 bytes for 16 numbers.
+    # 17 bytes hold 16 numbers.
     with rust(tmp_path, checkpoint(tmp_path, WIDE, dtype=dtype, kv_cache_dtype="int8")) as runner:
         assert runner.facts["page_bytes"] * 16 * size == plain * 17
     assert plain == torch_runner(checkpoint(tmp_path, WIDE, dtype=dtype)).kv.page_bytes
@@ -223,13 +223,13 @@ def test_an_indexer_is_refused_by_its_part(tmp_path: Path, family: str) -> None:
     [*((family, "F16") for family in MODELS if family.startswith("deepseek")), ("deepseek-v3-dense", "Q8_0")],
 )
 def test_files_of_gguf_are_the_same_to_both(tmp_path: Path, family: str, kind: str, split: bool) -> None:
-    """Keys and values of rows have a tensor each, or one. Experts in blocks would be rounded."""
+    """The file has keys and values of latent rows in two tensors or in one. Experts in blocks would be rounded."""
     form = Form(kind=getattr(Q, kind), split=split)
     path = write(tmp_path / "model.gguf", random_model(*MODELS[family]), form)
     asked = settings(described(path, tmp_path / "cache"))
     with rust(tmp_path, asked) as runner:
         given = served(runner, 23)
-    # Ranks are not compared: of tokens that are nearly as likely, either may come first.
+    # The order of tokens is not compared, because rounding may change it for nearly equal log-probabilities.
     for ours, theirs in zip(given, served(torch_runner(asked), 23), strict=True):
         assert ours.tokens == theirs.tokens
         found, wanted = ([float(values[0]) for _, _, values in one.of_prompt] for one in (ours, theirs))
@@ -238,7 +238,7 @@ def test_files_of_gguf_are_the_same_to_both(tmp_path: Path, family: str, kind: s
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
 def test_matrices_of_a_file_stay_in_its_blocks(tmp_path: Path, kind: str) -> None:
-    """All but the products of heads, which have the model's type."""
+    """All matrices except the products of heads keep their blocks. Those have the model's type."""
     form = Form(kind=getattr(Q, kind))
     path = write(tmp_path / "model.gguf", random_model(*FAMILIES[WIDE]), form)
     model = described(path, tmp_path / "cache")
@@ -248,6 +248,6 @@ def test_matrices_of_a_file_stay_in_its_blocks(tmp_path: Path, kind: str) -> Non
         plain = runner.facts
     assert kept["weight_bytes"] < plain["weight_bytes"]
     layers = FAMILIES[WIDE][1].num_hidden_layers
-    # First products have two parts, and there are those of queries, of outputs, of gates with ups, and of downs.
+    # Seven matrices in a layer: two parts of the first product, queries, outputs, gates, ups and downs.
     assert f"{7 * layers + 1} {kind}" in kept["blocks"]
     assert distance(found, told(torch_runner(settings(model)))) < 0.1

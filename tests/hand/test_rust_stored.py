@@ -1,4 +1,4 @@
-"""Quantised checkpoints in the hand in Rust: PyTorch's numbers to the bit, its tokens, and what is refused."""
+"""Quantised checkpoints in the hand in Rust: the same bits and tokens as PyTorch's hand, and refusals."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ MIB = 1 << 20
 SIZE = int(os.environ.get("FOREBAY_LOAD_MIB", "300"))
 ATOL = 1e-4
 LIMIT = 1 << 30
-"""Bytes that packed weights on disk may take."""
+"""The limit of the cache of packed weights, in bytes."""
 
 
 def kept(folder: Path, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The files of packed weights that a hand leaves in a cache in `folder`, by name, each with its tensors by name."""
+    """The files of packed weights that a hand keeps in `folder`, by name, each with its tensors by name."""
     cache = folder / "cache"
     values = {**values, "model": {**values["model"], "cache": str(cache)}, "weight_cache_bytes": LIMIT}
 
@@ -52,7 +52,7 @@ def kept(folder: Path, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def plain_of(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a plain checkpoint in `folder`, with the numbers that PyTorch's hand reads of a quantised one."""
+    """Settings of a plain checkpoint in `folder`, with the weights that PyTorch's hand reads from a quantised one."""
     read = iter_weights(values["model"], RunnerConfig.from_dict({**values, "quantization": None}).model_config)
     config = {key: value for key, value in values["model"]["config"].items() if key != "quantization_config"}
     folder.mkdir()
@@ -64,7 +64,7 @@ def plain_of(folder: Path, values: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_numbers_are_those_of_pytorchs_hand_to_the_bit(tmp_path: Path, name: str, dtype: str) -> None:
-    """Weights on disk are all that is computed with."""
+    """Compares the packed weights on disk, which are all that the hand computes with."""
     values = settings(quantised(tmp_path / "model", reference_model("qwen2"), FORMATS[name]), dtype=dtype)
     plain = plain_of(tmp_path / "plain", values)
     (tmp_path / "ours").mkdir()
@@ -74,7 +74,7 @@ def test_numbers_are_those_of_pytorchs_hand_to_the_bit(tmp_path: Path, name: str
 
 
 def test_kept_weights_of_other_forms_have_other_names(tmp_path: Path) -> None:
-    """The same files mean other numbers if the config says so, and those of a plain checkpoint are others again."""
+    """The same files represent other weights under another config. A plain checkpoint has a third name."""
     model = reference_model("llama")
     one = quantised(tmp_path / "model", model, gptq(32))
     config = dict(one["config"])
@@ -159,7 +159,7 @@ def test_a_flag_that_names_the_checkpoint_changes_nothing(tmp_path: Path) -> Non
 
 
 def test_dummy_weights(tmp_path: Path) -> None:
-    """There are no files, and the config says what is quantised."""
+    """The checkpoint has no files, and its config says which matrices are quantised."""
     config = hf_config(reference_model("llama").config, "LlamaForCausalLM")
     model = handshake_model(config | {"quantization_config": FORMATS["packed"].config}, [])
     with rust(tmp_path, settings(model, load_format="dummy")) as runner:
@@ -180,7 +180,7 @@ def test_dummy_weights(tmp_path: Path) -> None:
 def test_damaged_numbers_are_refused_in_one_line(
     format_: Format, change: Callable[[Weights], Any], message: str, tmp_path: Path
 ) -> None:
-    """What headers do not show. Who starts hands refuses the rest: tests/hand/test_stored.py."""
+    """These files have damaged values. The brain refuses damaged headers: tests/hand/test_stored.py."""
     checkpoint = quantised(tmp_path / "model", reference_model("llama"), format_, change=change)
     with pytest.raises(AssertionError, match=message), rust(tmp_path, settings(checkpoint)):
         pass
@@ -226,7 +226,7 @@ def test_biases_that_only_tools_have_written(tmp_path: Path) -> None:
         pass
 
 
-# Memory.
+# Memory of loading.
 
 HIDDEN, INNER = 512, 1536
 LAYER_MIB = (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) * 2 / MIB

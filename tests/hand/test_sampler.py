@@ -1,4 +1,4 @@
-"""The sampler against a slow one that follows the protocol's text a row and a token at a time."""
+"""The sampler against a slow one that follows the protocol's text, one row and one token at a time."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ def slow_uniform(seed: int, position: int) -> float:
 def slow_sample(
     logits: list[float], tokens: list[int], prompt_len: int, s: Sampling, mask: set[int] | None = None
 ) -> int:
-    """Samples the position after `tokens`."""
+    """Samples the token after `tokens`."""
     values = list(logits)
     for token, bias in s.bias:
         values[token] += bias
@@ -83,7 +83,7 @@ def slow_sample(
 
 @dataclass
 class Given:
-    """What sampling gave, on the host."""
+    """The results of a sampling, on the host."""
 
     tokens: Int32s
     finite: npt.NDArray[np.bool_]
@@ -91,7 +91,7 @@ class Given:
 
 
 class Rig:
-    """Tables and a sampler on a device, as the runner has them."""
+    """Tables and a sampler on a device, as in the runner."""
 
     def __init__(self, vocabulary: int, device: Device = DEVICE) -> None:
         self.device = device
@@ -120,7 +120,7 @@ class Rig:
 
 
 def packed(ids: set[int], vocabulary: int) -> UInt32s:
-    """A mask that allows `ids`, as it is in the arena."""
+    """A mask that allows `ids`, in the arena's format."""
     bits = np.zeros(-(-vocabulary // 32) * 32, np.uint8)
     bits[list(ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.uint32)
@@ -132,7 +132,7 @@ def sample(
     device: Device = DEVICE,
     masks: Mapping[int, set[int]] = MappingProxyType({}),
 ) -> Given:
-    """Samples rows of (tokens so far, prompt length, parameters), each in a separate slot; `masks` by row."""
+    """Samples rows of (tokens so far, prompt length, parameters), each in its own slot. `masks` are by row."""
     tested = Rig(logits.shape[1], device)
     builder = PlanBuilder()
     for slot, (tokens, prompt_len, sampling) in enumerate(rows):
@@ -143,7 +143,7 @@ def sample(
 
 
 TOKEN = st.integers(0, VOCABULARY - 1)
-# Multiples of a quarter make ties, and are exact, so that both sides see the same ones.
+# Multiples of 0.25 often tie, and are exact, so both samplers see the same ties.
 QUARTER = st.integers(-12, 12).map(lambda n: n / 4)
 SAMPLING = st.builds(
     Sampling,
@@ -177,7 +177,7 @@ def test_as_the_protocol_says(
     masks = {}
     for row, (_, sampling, _) in enumerate(rows):
         if data.draw(st.booleans()):
-            # What the brain sends has something in common with the ids that are allowed.
+            # The brain's masks always allow at least one of the slot's allowed ids.
             some = data.draw(st.sampled_from(sampling.allowed or range(VOCABULARY)))
             masks[row] = {some, *data.draw(st.sets(TOKEN))}
     sampled = sample(inputs, logits, device, masks)
@@ -202,13 +202,13 @@ def test_every_device_reads_masks_alike(vocabulary: int) -> None:
 
 
 def test_splitmix64_is_the_published_generator() -> None:
-    # The first outputs of the reference implementation seeded with 1234567.
+    # The first outputs of the reference implementation with seed 1234567.
     seeds = (np.uint64(1234567) + np.arange(3, dtype=np.uint64) * np.uint64(GOLDEN)).astype(np.uint64)
     assert splitmix64(seeds).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 def test_random_bits_are_those_of_every_hand() -> None:
-    """The golden values are checked against the kernels in tests/gpu."""
+    """tests/gpu checks the kernels against the same values."""
     seeds, positions, bits = zip(*VALUES, strict=True)
     given = uniform(np.array(seeds, np.uint64), np.array(positions, np.int64))
     assert given.tolist() == [value / 2**53 for value in bits]
@@ -242,7 +242,7 @@ def test_a_row_is_sampled_alike_alone_and_in_any_batch() -> None:
 
 def test_draws_follow_the_distribution() -> None:
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0, 0.5])
-    # Positions of a real slot end with its context: here there are as many as it takes.
+    # A real slot has as many positions as its context. This one has as many as the test draws.
     tested = Rig(5, device=DEVICE)
     builder = PlanBuilder()
     builder.slot(0, [0], Sampling(temperature=1.0, seed=99))
@@ -265,7 +265,7 @@ def test_the_nucleus_is_exact_however_wide_it_is(spread: float) -> None:
         weights = scaled[row][order].double().exp()
         goal = np.float32(p) * weights.sum()
         kept = k if p == 1 else int((weights.cumsum(0) - weights < goal).sum())
-        # Half of a flat distribution lies on a rounding error: one more or less is right there.
+        # In a flat distribution rounding may move the boundary by one token.
         assert abs(int(keep[row].sum()) - kept) <= 1
         assert keep[row][order[: kept - 1]].all()
         assert not keep[row][order[kept + 1 :]].any()
@@ -347,4 +347,4 @@ def test_the_placeholders_of_an_embedded_prompt_were_not_seen() -> None:
     logits = torch.zeros(2, VOCABULARY)
     logits[:, :6] = torch.tensor([2.0, 1.0, 0.0, 0.0, 0.0, 3.0])
     tokens = tested.sample(logits, [0, 1], [4, 4]).tokens.tolist()
-    assert tokens == [1, 0], "the generated 5 is penalised in both, the prompt's 0 in the first"
+    assert tokens == [1, 0], "both penalise the generated 5, and only the first penalises the prompt's 0"

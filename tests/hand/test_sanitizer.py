@@ -1,4 +1,4 @@
-"""The sanitizer's tests without a GPU: their program runs, and what a tool may say is understood."""
+"""The sanitizer's tests without a GPU: their program runs, and the output of the tool is understood."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_program_computes_its_steps(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def tool_of(folder: Path, text: str) -> Path:
-    """A tool that says something; `$@` is all that it was given, and `run` runs the program."""
+    """A stand-in for the tool. In `text`, `$@` are its arguments, and `run` runs the program in them."""
     path = folder / sanitizer.NAME
     path.write_text(f'#!/bin/sh\nrun() {{ while [ "${{1#*python}}" = "$1" ]; do shift; done; "$@"; }}\n{text}\n')
     path.chmod(0o755)
@@ -30,7 +30,7 @@ def tool_of(folder: Path, text: str) -> Path:
 
 
 def check(folder: Path, text: str, kernels: tuple[str, ...] = ()) -> None:
-    """The module `platform` prints one line."""
+    """Checks a run of the module `platform`, which prints one line."""
     sanitizer.check(tool_of(folder, text), "racecheck", ["platform"], "Linux", 60, kernels)
 
 

@@ -1,4 +1,4 @@
-"""Which positions are kept: the formula, the rule for ties, and how much memory that takes."""
+"""Which positions are kept: the formula, the rule for ties, and the memory that this takes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Alive(TorchDispatchMode):
             storage = tensor.untyped_storage()
             at, size = storage.data_ptr(), storage.nbytes()
             is_new = not self._owners[at]
-            # Views of earlier tensors are not counted, and outputs of in-place operators are counted already.
+            # Skips views of earlier tensors, and outputs of in-place operators, which are already counted.
             if any(arg is tensor for arg in args) or (is_new and at in given):
                 continue
             self.now += size * is_new
@@ -57,7 +57,7 @@ class Alive(TorchDispatchMode):
 
 
 def first_of_best(scores: torch.Tensor, start: int, top_k: int) -> list[list[int]]:
-    """The rule, said in Python: the largest, of equals those at lower positions."""
+    """The rule in Python: the largest scores win, and of equal scores those at lower positions."""
     found = []
     for query, row in enumerate(scores.tolist()):
         seen = row[: start + query + 1]
@@ -67,7 +67,7 @@ def first_of_best(scores: torch.Tensor, start: int, top_k: int) -> list[list[int
 
 
 def any_of_best(scores: torch.Tensor, start: int, top_k: int) -> torch.Tensor:
-    """Without the rule: whatever a library takes."""
+    """Without the rule: a library chooses among equal scores."""
     at = torch.arange(start, start + len(scores))[:, None]
     seen = scores.masked_fill(torch.arange(scores.shape[1]) > at, -torch.inf)
     return seen.topk(top_k, dim=-1).indices.sort(dim=-1).values
@@ -80,7 +80,7 @@ def test_the_largest_are_kept_and_of_equal_ones_the_lower_positions(
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(-1, values, (queries, start + queries), generator=generator).float()
-    # Zeros have two signs, which are equal.
+    # Zeros of both signs are equal.
     scores = torch.where(torch.rand(scores.shape, generator=generator) < 0.3, -scores, scores)
     expected = first_of_best(scores, start, top_k)
     assert selection.best(scores, start, top_k).tolist() == expected
@@ -88,14 +88,14 @@ def test_the_largest_are_kept_and_of_equal_ones_the_lower_positions(
 
 @pytest.mark.parametrize(("rule", "holds"), [(selection.best, True), (any_of_best, False)])
 def test_without_the_rule_ties_go_anywhere(rule: Best, holds: bool) -> None:
-    """Few positions a library takes in order anyway."""
+    """The test has many positions, because a library keeps the order of a few anyway."""
     scores = torch.randint(0, 4, (30, 3000), generator=torch.Generator().manual_seed(1)).float()
     expected = first_of_best(scores, 2970, 600)
     assert (rule(scores, 2970, 600).tolist() == expected) is holds
 
 
 def test_what_is_no_number_is_kept_first() -> None:
-    """Nobody would see it otherwise."""
+    """If NaN were not kept, it would not reach the result, and no error would be reported."""
     scores = torch.randn(4, 12).abs()
     scores[1] = torch.nan
     scores[2, 4] = scores[2, 10] = torch.nan
@@ -108,7 +108,7 @@ def test_what_is_no_number_is_kept_first() -> None:
 
 
 class Pages:
-    """Index keys of slots, on pages anywhere."""
+    """Index keys of slots on random pages."""
 
     def __init__(self, lengths: list[int], size: int = 4, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -116,7 +116,7 @@ class Pages:
         pages = np.random.default_rng(seed).permutation(sum(-(-length // size) for length in lengths) + 5)
         most = max(-(-length // size) for length in lengths)
         table = np.full((len(lengths), most), -1, np.int32)
-        # Every second page's room is another layer's.
+        # Half of each page belongs to another layer.
         self.size, self.stride = size, 2 * size
         self.pool = torch.full((len(pages) * self.stride, DIM), torch.nan)
         at = 0
@@ -130,7 +130,7 @@ class Pages:
         self.table = torch.from_numpy(table)
 
     def choose(self, rows: list[tuple[int, int]], q: torch.Tensor, weights: torch.Tensor, top_k: int) -> torch.Tensor:
-        """Of rows (slot, queries at the end of its context)."""
+        """Chooses for rows (slot, number of queries at the end of its context)."""
         slots = [slot for slot, _ in rows]
         length = np.array([count for _, count in rows])
         start = np.array([len(self.keys[slot]) for slot in slots]) - length
@@ -186,7 +186,7 @@ def test_scoring_a_chunk_takes_no_more_than_its_bound(monkeypatch: pytest.Monkey
     count, context = 400, 3000
     pages, (q, weights) = Pages([context], size=64), queries(count)
     keys = 2 * selection.KEY_BLOCK * DIM * 4
-    # The choice itself, and what is looked up for the whole context once.
+    # The choice itself, and the lookups that are made once for the whole context.
     own = keys + 2 * count * 20 * 8 + 4 * context * 8
     most = []
     for bound in (1 << 20, 1 << 30):
@@ -195,7 +195,7 @@ def test_scoring_a_chunk_takes_no_more_than_its_bound(monkeypatch: pytest.Monkey
             pages.choose([(0, count)], q, weights, 20)
         most.append(alive.most)
     assert most[0] <= (1 << 20) + own
-    assert most[1] > 4 * most[0], "unbounded it takes more"
+    assert most[1] > 4 * most[0], "without the bound it takes more"
 
 
 def test_gathering_rows_takes_no_more_than_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,4 +211,4 @@ def test_gathering_rows_takes_no_more_than_its_bound(monkeypatch: pytest.MonkeyP
             whole = sparse.attend(q, pool, chosen, up, heads_)
         most.append(alive.most)
     assert most[0] <= (1 << 20) + 2 * whole.nbytes
-    assert most[1] > 4 * most[0], "unbounded it takes more"
+    assert most[1] > 4 * most[0], "without the bound it takes more"

@@ -1,4 +1,4 @@
-"""What ranks read of files: the parts of a weight that their layers want, whatever the file."""
+"""Which parts of weights a rank reads: the parts that its layers need, from any kind of file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 
 class Numbered:
-    """A group that only knows its numbers."""
+    """A group that has only its rank and its world size."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank, self.world = rank, world
@@ -46,7 +46,7 @@ def runner_of(model: dict[str, Any], rank: int, world: int, expert_parallel: boo
 
 
 def check(model: dict[str, Any], world: int, expert_parallel: bool = False) -> None:
-    """Each rank gets its parts of all weights; together they are the whole."""
+    """Each rank gets its parts of all weights, and together they cover each weight."""
     whole = dict(iter_weights(model, RunnerConfig.from_dict({**wire_config({}), "model": model}).model_config))
     covered = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
     for rank in range(world):
@@ -92,7 +92,7 @@ def test_experts_and_latent_rows_of_gguf_files(tmp_path: Path, family: str, form
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_columns_are_cut_inside_of_blocks(tmp_path: Path, world: int) -> None:
-    """The rows of experts' last matrices are one block, of which each rank reads all and keeps a part."""
+    """A row of an expert's down matrix is one block. Each rank reads all of it and keeps a part."""
     check(described(write(tmp_path / "m.gguf", model_of("qwen3-moe"), Form(kind=Q8_0)), tmp_path), world)
 
 
@@ -118,7 +118,7 @@ def test_shards_cover_a_dimension_once(size: int, world: int) -> None:
 
 @given(heads=st.integers(1, 4), times=st.integers(1, 4), each=st.integers(1, 3))
 def test_ranks_have_the_keys_of_their_queries(heads: int, times: int, each: int) -> None:
-    """Fewer key-value heads than ranks."""
+    """There are at most as many key-value heads as ranks."""
     world, queries = heads * times, heads * times * each
     for rank in range(world):
         own = Shard(rank, world).of(queries)

@@ -1,4 +1,4 @@
-"""Tables of the values that only some new slots have."""
+"""Tables of values that only some new slots have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparse attention: rows that were chosen, wherever they lie; pages of two parts; rows of a step that are cut."""
+"""Sparse attention: chosen rows at any place, pages of two parts, and rows of a step that are divided."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.hand.support import FAMILIES, hf_config
 
 HEADS = LatentHeads(16, 12, 32, 0.3)
 WIDTH = 40
-"""Of a row."""
+"""The width of a row."""
 
 
 # Rows.
@@ -36,7 +36,7 @@ def test_positions_are_found_by_the_page_table() -> None:
         found = sparse.resolve(positions, slots, table, size, stride)
     rows = [[3 * stride, 3 * stride + 3, 1, 7 * stride + 3], [0, 7 * stride + 2, NO_ROW, NO_ROW]]
     assert found[:2].tolist() == rows
-    # A page that was not written to the table raises, rather than dropping a row, even if pages hold one row.
+    # A page that was never written to the table raises an error instead of losing a row, even if a page is one row.
     assert NO_ROW not in found[2, :3].tolist()
     with pytest.raises(IndexError):
         sparse.gathered(torch.zeros(200, WIDTH), found)
@@ -46,7 +46,7 @@ def test_positions_are_found_by_the_page_table() -> None:
 
 
 class Case:
-    """Queries, and the rows that each is to see."""
+    """Queries, and the rows that each of them attends to."""
 
     def __init__(self, count: int, top_k: int, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(5)
@@ -57,7 +57,7 @@ class Case:
         self.kept[:, 0] = True
 
     def attend(self, seed: int, some: slice = slice(None)) -> torch.Tensor:
-        """The rows of some queries, at arbitrary places; the memory between them is NaN."""
+        """Attends to rows at random places. The memory between them is NaN."""
         kept, rows = self.kept[some], self.rows[some]
         pool = torch.full((kept.numel() * 2, WIDTH), torch.nan, dtype=rows.dtype)
         place = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))[: kept.numel()]
@@ -89,7 +89,7 @@ def test_where_rows_lie_changes_not_a_bit(dtype: torch.dtype, top_k: int) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_who_is_beside_a_query_changes_not_a_bit_of_what_it_sees(dtype: torch.dtype) -> None:
-    """Projections before and after are products of all tokens, as everywhere: those may differ in the last bit."""
+    """Projections around attention are products of all tokens. Their last bits may differ, so they are omitted."""
     case = Case(9, 100, dtype)
     q = torch.randn(9, 1, 4, WIDTH).to(dtype)
 
@@ -131,11 +131,11 @@ def test_a_page_has_two_parts_and_shared_layers_have_no_index(dtype: torch.dtype
             keys[page * index.page_stride + 2] = 1 + number
             found = piece[page].clone().view(dtype).view(indexed, size, width)
             assert found[number, 2].eq(1 + number).all()
-            assert int(found.ne(0).sum()) == (number + 1) * width, "no other layer's keys"
+            assert int(found.ne(0).sum()) == (number + 1) * width, "other layers' keys are elsewhere"
     assert not any(piece.any() for piece in main.pieces())
 
 
-# Rows of a step, cut.
+# The division of a step's rows.
 
 
 @settings(max_examples=100, deadline=None)
@@ -156,7 +156,7 @@ def test_every_token_is_in_one_piece(rows: list[tuple[int, int]], choose_from: i
         (row, at) for row, (begin, count) in enumerate(rows) for at in range(begin, begin + count)
     ]
     assert (found.length > 0).all()
-    # The last token of each row is the one that samples.
+    # The last token of each row is the sampled one.
     assert [tokens[at] for at in found.last] == [(row, sum(of)) for row, of in enumerate((b, n - 1) for b, n in rows)]
     whole = int(found.length[: found.whole].sum())
     limit = 1 << 30 if choose_from is None else choose_from

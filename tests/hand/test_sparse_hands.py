@@ -1,4 +1,4 @@
-"""Sparse slots on each kind of hand: shared pages, a new hand, a warm-up, wrong plans, mistakes that have to show."""
+"""Sparse slots on each kind of hand: shared pages, restarts, warm-ups, wrong plans, and deliberate mistakes."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.hand.support import PlanBuilder, Sampling, greedy_reference, runner_o
 __all__ = ["twins"]
 
 KNOWN = FULL * SIZE
-"""Positions of the prompt's full pages."""
+"""The number of positions in the prompt's full pages."""
 
 
 @EACH_HAND
 @SPARSE
 def test_sparse_slots_share_pages_of_both_tiers(family: str, hand: dict[str, Any]) -> None:
-    """One becomes sparse beside the other, then the other too, and then the shared pages hold something else."""
+    """One slot becomes sparse, then the other one too. Then the shared pages get other content."""
     runner = sparse_runner(family, **hand)
     prompts = {1: PROMPT, 2: [*PROMPT[:KNOWN], 7, 99, 3]}
     expected = {slot: greedy_reference(model_of(family), prompt, 12)[0] for slot, prompt in prompts.items()}
@@ -66,7 +66,7 @@ def test_sparse_slots_share_pages_of_both_tiers(family: str, hand: dict[str, Any
 
 
 def rest(runner: ModelRunner, copies: int, ended: int = 0) -> None:
-    """Waits until this many copies have ended, including some that were reported already."""
+    """Waits until this many copies have ended. `ended` of them were reported before."""
     while ended < copies:
         builder = PlanBuilder(100)
         builder.wait_us = [1000]
@@ -128,7 +128,7 @@ def test_memory_that_can_not_be_read_ends_the_start(monkeypatch: pytest.MonkeyPa
     runner = sparse_runner("deepseek-v32", **HANDS["kernels"])
     with pytest.raises(RuntimeError, match="illegal memory access"):
         runner.warm_up()
-    assert gathered[0].missing.tolist() == [SIZE], "all of host page 0 was wanted"
+    assert gathered[0].missing.tolist() == [SIZE], "the warm-up reads all of host page 0"
 
 
 @pytest.mark.parametrize("page_size", [SIZE, 96])
@@ -140,7 +140,7 @@ def test_a_context_of_one_page_has_nothing_to_read(page_size: int, monkeypatch: 
     assert bool(called) == (page_size < 96)
 
 
-# Plans that are wrong.
+# Wrong plans.
 
 
 def test_a_position_that_is_nowhere_is_told_and_touches_nobody() -> None:
@@ -163,7 +163,7 @@ def test_a_position_that_is_nowhere_is_told_and_touches_nobody() -> None:
     assert slot.take(builder).tokens.tolist() == greedy_reference(model_of("deepseek-v32"), PROMPT, 2)[0][1:]
 
 
-# Mistakes that have to show.
+# Deliberate mistakes, which must change results.
 
 
 def of_another_layer(found: Any, host: torch.Tensor, stride: int, size: int, pool: torch.Tensor) -> None:
@@ -213,7 +213,7 @@ class Restoring(TorchDispatchMode):
 
 @pytest.mark.parametrize("missing", [0, 2])
 def test_copies_beside_a_step_are_not_undone(missing: int) -> None:
-    """Once one of them was: all rows of a pool were written anew."""
+    """A step must not write to rows that it does not need, because a copy may be writing there."""
     host, pool = torch.randn(40), torch.zeros(9, 2)
     pool[6] = 7.0
     source, target = torch.tensor([[3, 1, 0]]), torch.tensor([[4, 2, 0]])

@@ -1,4 +1,4 @@
-"""Models that choose what they attend to, against transformers, however a request is cut, mixed and placed."""
+"""Models that choose the positions they attend to, against transformers, for any chunks, batches and pages."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SPARSE = [family for family in FAMILIES if family.startswith(("deepseek-v32", "g
 
 @pytest.mark.parametrize("family", SPARSE)
 def test_the_reference_has_no_tie_where_it_is_compared(family: str) -> None:
-    """Of equal scores it takes any, and what follows would be chance."""
+    """For equal scores transformers chooses arbitrarily, so the tokens after them could not be compared."""
     texts = [prompt + tokens for prompt, tokens in zip(prompts(10), expected(family), strict=True)]
     found = [margin for text in texts for margin in margins_along(model_of(family), text)]
     assert len(found) > 300
@@ -48,7 +48,7 @@ def test_the_reference_has_no_tie_where_it_is_compared(family: str) -> None:
 
 
 def differences(family: str, runner: ModelRunner) -> float:
-    """The largest difference of a log-probability of the five most likely tokens; infinite where tokens differ."""
+    """The largest difference of log-probabilities of the five likeliest tokens. It is infinite if tokens differ."""
     requests = [Request(prompt, COUNT, Sampling(logprobs=5)) for prompt in prompts(3)]
     MiniBrain(runner).serve(requests)
     most = 0.0
@@ -90,14 +90,14 @@ def test_sharing_another_layers_choice_is_noticed() -> None:
     ):
         changed(family, **shared)
     runner = changed(family)
-    # The last layer takes the choice of the one before.
+    # The last layer uses the choice of the layer before.
     runner.decoder.blocks[3].attention._indexer = None  # type: ignore[union-attr]
     assert differences(family, runner) > 0.01
 
 
 @pytest.mark.parametrize("device", ["cpu", "deferred"])
 def test_choosing_everything_gives_what_latent_attention_gives(device: str) -> None:
-    """Through the index and the gathered rows, also of queries that see less than they may keep."""
+    """The index and the gathered rows are used, also for queries with fewer positions than they may keep."""
     model = model_of("deepseek-v32")
     dense = reference_model("deepseek-v3")
     weights = {name: tensor for name, tensor in model.state_dict().items() if ".indexer." not in name}
@@ -120,7 +120,7 @@ def test_choosing_everything_gives_what_latent_attention_gives(device: str) -> N
 
 @DEVICES
 def test_of_equal_scores_the_lower_positions_win_however_a_request_is_cut(device: str, lookahead: int) -> None:
-    """One index head gives a zero for every second position; the reference is told our rule."""
+    """With one index head every second position scores zero. The reference uses Forebay's rule for ties."""
     kind, config = FAMILIES["deepseek-v32"]
     one = type(config)(**{**config.to_dict(), "index_n_heads": 1})
     with pytest.MonkeyPatch.context() as patch:
@@ -181,7 +181,7 @@ def test_replay_goes_on_where_it_stopped(family: str, device: str, lookahead: in
 @pytest.mark.parametrize("device", ["cpu", "deferred"])
 @pytest.mark.parametrize("shared", [4, 8, 16])
 def test_a_prefix_shared_by_pages_is_not_computed_again(device: str, shared: int) -> None:
-    """Index keys of a page are shared as its rows are: before the first query that chooses, and behind it."""
+    """A page's index keys are shared too. Prefixes end before and after the first query that chooses."""
     family = "glm-dsa-shared"
     runner = runner_of(model_of(family), device=device)
     prefix = prompts(1, seed=12)[0][:shared]
@@ -221,7 +221,7 @@ def test_a_request_that_is_not_finite_leaves_its_neighbours_and_heirs_alone(devi
     wanted = greedy_reference(model, healthy, 2)[0]
     assert result.tokens[0] == wanted[0]
 
-    # An heir of the sick request's pages beside the healthy one.
+    # A new request on the pages of the failed one, beside the healthy one.
     builder = PlanBuilder(2)
     builder.slot(1, healthy)
     builder.page_writes += [(1, index, 4 + index) for index in range(4)]
@@ -244,7 +244,7 @@ def test_a_page_that_nobody_wrote_is_an_error() -> None:
 
 @pytest.mark.parametrize("family", SPARSE)
 def test_in_bfloat16_only_near_ties_are_chosen_otherwise(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the first layer, whose input is the same: every difference there makes other inputs of those behind it."""
+    """Only the first layer is compared, whose input is the same. A difference there changes later layers' inputs."""
     model = reference_model(family)
     runner = runner_of(model, dtype="bfloat16")
     half = model.to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What a hand does for sparse slots: against transformers, its copies and fences, its sizes, and what it refuses."""
+"""Sparse slots of a hand: against transformers, their copies and fences, their sizes, and refusals."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_sparse_slot_says_what_transformers_says(family: str, hand: dict[str, 
 @EACH_HAND
 @SPARSE
 def test_a_slot_may_be_sparse_from_its_first_position(family: str, hand: dict[str, Any]) -> None:
-    """As one that comes back and is larger than the device: also queries that see less than they may keep."""
+    """As for a preempted request that is larger than the device. Some queries have fewer positions than the top-k."""
     slot = Slot(family, **hand)
     results = []
     for position in range(len(PROMPT) + 6):
@@ -55,7 +55,7 @@ def test_a_slot_may_be_sparse_from_its_first_position(family: str, hand: dict[st
             slot.become_sparse(builder, 0)
         page = position // SIZE
         if position % SIZE == 0 and page >= 2:
-            # Its save has been reported.
+            # The save of this page has been reported.
             builder.page_writes.append((1, page - 2, NO_PAGE))
         builder.row(1, position, 1, position >= len(PROMPT) - 1)
         if position % SIZE == SIZE - 1:
@@ -69,7 +69,7 @@ def test_a_slot_may_be_sparse_from_its_first_position(family: str, hand: dict[st
 
 @EACH_HAND
 def test_rows_that_do_not_wait_for_a_save_are_seen(hand: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page is dropped before its save was reported: with a fence that is right, and without one it shows."""
+    """A page is dropped before its save is reported. With a fence results are right, and without one they differ."""
     expected = greedy_reference(model_of("deepseek-v32"), PROMPT, 2)[1][1]
 
     def difference(order: str) -> tuple[float, int]:
@@ -133,7 +133,7 @@ def test_a_page_is_saved_from_two_places_and_restored_to_each(family: str) -> No
     slot.take(builder)
     assert slot.until_ended(2) == [[2, COPY_OK], [3, COPY_OK]]
     assert parts(slot, 31, 102) == (main, index)
-    assert not any(parts(slot, 32, 103)[0]), "and nothing else"
+    assert not any(parts(slot, 32, 103)[0]), "no other page is written"
 
 
 @SPARSE
@@ -143,7 +143,7 @@ def test_a_page_that_is_saved_by_positions_is_sealed_when_it_is_whole(family: st
     slot.write(first, PROMPT)
     first.row(1, 0, len(PROMPT))
     first.copies = [(1, COPY_SAVE, 12, 102), (2, COPY_SAVE, 12, 103), (3, COPY_SAVE, 12, 102)]
-    # The index part of page 103 is that of another page.
+    # The second save copies page 12 to page 103 too. The index part of 103 belongs to another page.
     first.copy_spans = [(0, 1), (0, 0), (1, 2)]
     slot.take(first)
     assert slot.until_ended(3) == [[1, COPY_OK], [2, COPY_OK], [3, COPY_OK]]

@@ -1,4 +1,4 @@
-"""Ranks with separate tokens that share experts, compared over gloo with one rank and with transformers."""
+"""Ranks with their own tokens share experts through gloo: compared with one rank and with transformers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(world: int) -> list[list[dict[str, Any]]]:
-    """Requests of each rank, of all kinds: the first has most and is alone at first, the last has one that is late."""
+    """Requests for each rank. The first rank has most and starts alone. The last one has a single late request."""
     requests: list[list[dict[str, Any]]] = [[] for _ in range(world)]
     for number, prompt in enumerate(prompts(2 * len(SAMPLINGS))):
         late = number == 1
@@ -74,7 +74,7 @@ def test_each_rank_gives_what_one_gives(
     assert given[-1]["idle"] > 10, "the last rank took part without tokens"
     facts = given[0]["facts"]
     assert f"{world} ranks" in facts["device"]
-    # Pages are each rank's own, and so are heads.
+    # Each rank has its own pages, with all heads.
     alone_facts = ModelRunner(RunnerConfig.from_dict(config)).facts()
     assert facts["page_bytes"] == alone_facts["page_bytes"]
 
@@ -119,7 +119,7 @@ def test_ranks_read_their_experts_and_all_of_the_rest(groups: RankGroups, folder
 
 
 class Alone:
-    """Another rank that nobody waits for."""
+    """A group whose other rank does not exist."""
 
     rank, world = 0, 2
 

@@ -1,4 +1,4 @@
-"""The store by which ranks meet, against a stand-in for the brain."""
+"""The store through which ranks find each other, against a stand-in for the brain."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.hand.meeting import Meeting
 
 @pytest.fixture
 def stores() -> Iterator[list[BrainStore]]:
-    """Of two ranks of one group."""
+    """The stores of two ranks of one group."""
     meeting, made, ends = Meeting(), [], []
     for _ in range(2):
         ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: multiplied out on a CPU, kept in their bits where a GPU's operators compute."""
+"""Quantised checkpoints: dequantised on a CPU, and kept as they are where a GPU's operators compute."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ GPU: dict[str, Any] = {"device": "deferred", "attention_backend": "triton", "chu
 
 
 OTHER_NAMES = ["blocks of 6", "channels", "awq", "gptq desc_act", "packed"]
-"""Formats of matrices that a family has fused, in another order or under other names."""
+"""Formats for families that fuse matrices, in another order or under other names."""
 
 
 @pytest.fixture(autouse=True)
@@ -127,7 +127,7 @@ def test_experts(name: str, inner: int, device: str, tmp_path: Path) -> None:
     assert tokens(runner) == greedy_reference(model, PROMPT, COUNT)[0]
     mixture = runner.decoder.blocks[1].mlp
     assert isinstance(mixture, MixtureOfExperts)
-    # Each expert has an order of its own.
+    # Each expert has its own order of inputs.
     assert (mixture._kept is not None) == (device == "deferred" and name != "gptq desc_act")
 
 
@@ -141,7 +141,7 @@ def test_latent_attention(family: str, device: str, tmp_path: Path) -> None:
 
 @DEVICES
 def test_layers_that_are_left_out(device: str, tmp_path: Path) -> None:
-    """Of a fused matrix one part may be: then all of it is multiplied out."""
+    """If one part of a fused matrix is left out, the whole fused matrix is dequantised."""
     model = reference_model("llama")
     checkpoint = quantised(tmp_path, model, awq(32), lambda name: "layers.0.mlp" in name or "0.self_attn.k_" in name)
     runner = hand(checkpoint, device)
@@ -165,7 +165,7 @@ def test_weights_take_the_bits_of_the_checkpoint(tmp_path: Path) -> None:
     assert sizes[None] - sizes["packed"] == 3 * matrices // 2 - 5 * groups
 
 
-# 8-bit floats times 8-bit floats.
+# Products of 8-bit floats.
 
 
 def logits_of(runner: ModelRunner) -> torch.Tensor:
@@ -176,7 +176,7 @@ def logits_of(runner: ModelRunner) -> torch.Tensor:
 
 @pytest.mark.parametrize("flag", [None, "fp8"])
 def test_activations_become_8_bit_floats(flag: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a checkpoint that is not quantised; and the result is near that of bfloat16."""
+    """The checkpoint may also be one without quantisation. The result is near that of bfloat16."""
     model = reference_model("qwen2")
     checkpoint = quantised(tmp_path, model, fp8_channels()) if flag is None else saved(tmp_path, model)
     called = products_of_floats(monkeypatch)
@@ -184,7 +184,7 @@ def test_activations_become_8_bit_floats(flag: str | None, tmp_path: Path, monke
     found = logits_of(runner)
     assert called
     expected = logits_of(runner_of(model))
-    # Two roundings to 4 bits change a product of a random matrix by some hundredths.
+    # Rounding both inputs to 4 significant bits changes a product of a random matrix by a few hundredths.
     assert 0 < (found - expected).abs().mean() < 0.15 * expected.abs().mean()
     assert called[0][0].dtype == called[0][1].dtype == torch.float8_e4m3fn
 
@@ -214,7 +214,7 @@ def test_integers_are_made_by_the_rust_hand(device: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["blocks", "channels", "gptq desc_act", "packed"])
 def test_dummy_weights(name: str) -> None:
-    """There are no files, and the config says what is quantised."""
+    """The checkpoint has no files, and its config says which matrices are quantised."""
     model = reference_model("llama")
     stored = FORMATS[name].config | ({"ignore": ["re:.*down_proj"]} if name == "packed" else {})
     config = hf_config(model.config, "LlamaForCausalLM") | {"quantization_config": stored}
@@ -227,7 +227,7 @@ def test_dummy_weights(name: str) -> None:
     assert (mlp.down.kept is None) == (name == "packed")
 
 
-# What does not fit.
+# Checkpoints with errors.
 
 Q = "model.layers.1.self_attn.q_proj"
 
@@ -296,10 +296,10 @@ def test_biases_that_only_tools_have_written(device: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("shape", [(128, 128, 1, 0), (128, 128, 128, 0), (128, 128, 1, 128)])
 def test_only_a_scale_a_row_goes_to_pytorchs_product(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block may be as wide as its matrix, and is of many rows still."""
+    """Even a block as wide as its matrix spans many rows, so it is not a scale for each row."""
     codes, called = Codes.random(256, shape, 0), list[Shape]()
     monkeypatch.setattr(torch, "_scaled_mm", lambda *_, **__: called.append(shape))
-    # As layers have it: no column has another place.
+    # As in layers without an order of columns.
     matrix: Any = SimpleNamespace(**vars(codes), order=None)
     x = torch.randn(5, 128).bfloat16()
     given = GpuProducts(reference, floats=True).product(x, matrix, None)
@@ -357,7 +357,7 @@ def test_a_gate_is_part_of_a_product_of_one_row_where_the_environment_asks_for_i
 
 
 class Noting:
-    """The reference operators, with the names of those that were called."""
+    """Calls the reference operators, and records their names."""
 
     def __init__(self) -> None:
         self.called: list[str] = []

@@ -1,4 +1,4 @@
-"""Towers against transformers: pixels, rows and deepstack outputs, and slices that give the bits of a whole run."""
+"""Towers against transformers: pixels, rows and deepstack outputs. Slices give the same bits as a whole run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def tower_of(family: str) -> Tower:
 
 
 def run(tower: Tower, image: Image, cuts: list[int]) -> torch.Tensor:
-    """The rows of an image whose layers are computed in slices that end at `cuts`."""
+    """The rows of an image. Layers are computed in slices that end at `cuts`."""
     with torch.inference_mode():
         state = tower.begin([image.pixels], image.grid)
         for first, end in pairwise([0, *cuts, tower.vision.layers]):
@@ -40,7 +40,7 @@ def run(tower: Tower, image: Image, cuts: list[int]) -> torch.Tensor:
 
 
 def reference_rows(model: Any, image: Image) -> torch.Tensor:
-    """What transformers gives to the decoder, and after which layers, side by side."""
+    """The rows that transformers gives to the decoder and to its deepstack layers, side by side."""
     with torch.inference_mode():
         out = model.model.get_image_features(image.pixels, torch.tensor([image.patch_grid]))
     deepstack = [rows[0] for rows in getattr(out, "deepstack_features", None) or []]
@@ -69,7 +69,7 @@ def test_slices_give_the_bits_of_a_whole_run(family: str) -> None:
 
 @pytest.mark.parametrize("constants", CONSTANTS)
 def test_pixels_have_the_bits_of_transformers(constants: str) -> None:
-    """Its fused rescaling and normalising: both constants times 255 in float32, then one subtraction, one division."""
+    """Rescaling and normalising are fused: both constants times 255 in float32, then a subtraction and a division."""
     mean, std = CONSTANTS[constants]
     images = Preprocessing(4, 2, 2, 64, 64, mean, std, 1 / 255)
     levels = np.random.default_rng(1).permutation(np.arange(3 * 256) % 256).astype(np.uint8)
@@ -78,7 +78,7 @@ def test_pixels_have_the_bits_of_transformers(constants: str) -> None:
 
     channels = patches.view(-1, 3, 1, 16).float()
     fused_mean, fused_std = (torch.tensor(values).view(3, 1, 1) * (1.0 / (1 / 255)) for values in (mean, std))
-    # Both frames of a still image are the same.
+    # Both frames of a still image are equal.
     expected = channels.sub(fused_mean).div(fused_std).expand(-1, -1, 2, -1).reshape(len(patches), -1)
     assert torch.equal(given, expected)
     assert torch.equal(torch.cat(list(Pixels(images, CPU).blocks(patches.repeat(1000, 1)))), expected.repeat(1000, 1))

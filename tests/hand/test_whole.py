@@ -1,4 +1,4 @@
-"""Decoders whose positions see the whole prompt: vectors and scores are those of transformers."""
+"""Decoders with bidirectional attention over the whole prompt: vectors and scores equal those of transformers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_vectors_are_those_of_transformers(
     together = pool(runner, texts)
     for vector, tokens in zip(together, texts, strict=True):
         np.testing.assert_allclose(vector, pooled(states_of(name, tokens), kind), atol=1e-4)
-    # Products of other shapes add in another order, and nothing else differs.
+    # Products of other shapes add in another order, which is the only difference.
     np.testing.assert_allclose(pool(runner, texts[::-1])[::-1], together, atol=2e-5)
     np.testing.assert_allclose(np.concatenate([pool(runner, [tokens]) for tokens in texts]), together, atol=2e-5)
 
@@ -84,7 +84,7 @@ def test_the_rust_hand_gives_the_vectors_of_transformers(tmp_path: Path, name: s
     with rust(tmp_path, settings(model, threads=2)) as runner:
         assert runner.kv.page_count == 0
         together = pool(runner, texts)
-        # The same bits in any company.
+        # The bits are equal in any batch.
         np.testing.assert_array_equal(pool(runner, texts[::-1])[::-1], together)
         np.testing.assert_array_equal(np.concatenate([pool(runner, [tokens]) for tokens in texts]), together)
     for vector, tokens in zip(together, texts, strict=True):
@@ -115,7 +115,7 @@ def test_scores_and_logits_are_those_of_transformers(tmp_path: Path, name: str, 
     labels = WHOLE[name][1].num_labels
     assert model["pooling"]["task"] == ("score" if labels == 1 else "classify")
     texts = prompts(LENGTHS)
-    # This model does not support a second text, at any position.
+    # The model ignores the beginning of a second text.
     with hand_of(hand, tmp_path, model) as runner:
         found = pool(runner, texts, segments=[3, 0, 40, 6, 1, 1, 30, 3])
     assert found.shape == (len(texts), labels)
@@ -127,7 +127,7 @@ def test_scores_and_logits_are_those_of_transformers(tmp_path: Path, name: str, 
 
 @pytest.mark.parametrize("hand", ["torch", "rust"])
 def test_dense_modules_follow_the_mean(tmp_path: Path, hand: str) -> None:
-    """As EmbeddingGemma has them: two files with tensors of the same names."""
+    """As in EmbeddingGemma: two modules, whose files have tensors of the same names."""
     random = torch.Generator().manual_seed(1)
     first = {"weight": torch.randn(96, 64, generator=random) * 0.2}
     second = {"weight": torch.randn(32, 96, generator=random) * 0.2, "bias": torch.randn(32, generator=random)}

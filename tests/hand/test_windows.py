@@ -1,4 +1,4 @@
-"""Layers with a window have separate pages, and free those that the window has passed."""
+"""Layers with a window have their own pages, which are freed when the window has passed them."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ def facts_of(runner: Any) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """The pages of the window part that a slot has."""
+    """A slot's pages of the window part."""
 
     first: int = 0
     pages: deque[int] = field(default_factory=deque)
 
 
 class WindowBrain(MiniBrain):
-    """Gives pages of the window part for a row before it, and takes back those that are passed."""
+    """Gives each row its pages of the window part in advance, and frees pages that the window has passed."""
 
     def __init__(self, runner: Any, early: int = 0) -> None:
-        """`early`: positions by which pages are taken back too early."""
+        """`early`: the number of positions by which pages are freed too early."""
         super().__init__(runner, seed=2)
         facts = facts_of(runner)
         self.window, self.size = facts["window"] - early, runner.config.page_size
@@ -78,7 +78,7 @@ class WindowBrain(MiniBrain):
             run.first += 1
         self._release(gone)
         while (run.first + len(run.pages)) * self.size < request.computed:
-            # The page that came back last is the first to be used again.
+            # The page that was freed last is the first to be used again.
             builder.window_writes.append((request.slot, run.first + len(run.pages), self.free[-1]))
             run.pages.append(self.free.pop())
         self.held = max(self.held, sum(len(run.pages) for run in self.runs.values()))
@@ -91,7 +91,7 @@ class WindowBrain(MiniBrain):
 
 
 def spoil(runner: ModelRunner, pages: Sequence[int]) -> None:
-    """What nobody may read is no number."""
+    """Fills pages that must not be read with NaN."""
     assert runner.kv.window is not None
     for layer in runner.kv.window_layers:
         for tensor in runner.kv.layers[layer]:
@@ -118,7 +118,7 @@ def compare(ours: Sequence[Request], theirs: Sequence[Request]) -> None:
 
 
 def check(runner: Any, plain: Any) -> None:
-    """Chunks of all sizes give what they give with one pool."""
+    """Compares chunks of several sizes with the results of one pool."""
     expected = requests()
     MiniBrain(plain, seed=2).serve(expected, 16)
     assert facts_of(runner)["window_page_count"] > 0
@@ -131,7 +131,7 @@ def check(runner: Any, plain: Any) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_window_part_changes_no_token(tmp_path: Path, family: str) -> None:
-    """In both hands, against the hand with one pool."""
+    """Both hands are compared with the same hand with one pool."""
     model = in_safetensors(tmp_path, family)
     one_pool = settings(model, page_size=PAGE)
     apart = {**one_pool, "window_ratio": 0.5}
@@ -142,7 +142,7 @@ def test_a_window_part_changes_no_token(tmp_path: Path, family: str) -> None:
 
 @pytest.mark.parametrize("kept", [None, "int8"])
 def test_pages_in_the_order_of_the_kernels(tmp_path: Path, kept: str | None) -> None:
-    """With 16 positions on a page the kernels read groups in place, and 8-bit integers have pages of that size only."""
+    """With pages of 16 positions the kernels read whole groups in place. 8-bit integers need pages of this size."""
     one_pool = settings(in_safetensors(tmp_path, "gemma3"), page_size=16, kv_cache_dtype=kept)
     with rust(tmp_path, {**one_pool, "window_ratio": 0.5}) as runner, rust(tmp_path, one_pool) as plain:
         check(runner, plain)
@@ -161,7 +161,7 @@ def test_a_long_request_needs_few_pages(tmp_path: Path) -> None:
     runner = torch_runner(values)
     brain = WindowBrain(runner)
     brain.serve([Request(list(range(70)), 20)], 4)
-    # A window of 5 positions, and rows of 4: of 23 pages.
+    # With a window of 5 positions and rows of 4, a slot holds at most 4 of its 23 pages.
     assert brain.held <= 4
 
 
@@ -178,7 +178,7 @@ def test_both_hands_divide_memory_alike(tmp_path: Path) -> None:
         ours = runner.facts
     for name in ("page_count", "page_bytes", "window", "window_page_count", "window_page_bytes"):
         assert ours[name] == theirs[name], name
-    # Rust's hand has the null page too.
+    # The hand in Rust counts the null page too.
     assert ours["kv_bytes"] == theirs["kv_bytes"] + theirs["window_page_bytes"]
     [planned] = footprints([RunnerConfig.from_dict(values)], 1 << 30)
     found = (planned.page_count, planned.page_bytes, planned.window_page_count, planned.window_page_bytes)

@@ -1,4 +1,4 @@
-"""The codec: golden frames that both languages check, any frame there and back, and every kind of damage."""
+"""The codec: golden frames that both languages check, random frames encoded and decoded, and every kind of damage."""
 
 import json
 import socket
@@ -185,7 +185,7 @@ def test_masks_that_are_not_there_are_refused(offsets: list[int], words: int) ->
 def test_any_frame_there_and_back(first: frames.Int32s, data: st.DataObject) -> None:
     parts = [first, *data.draw(st.lists(hnp.arrays(np.int32, st.integers(0, 5)), max_size=9))]
     frame = frame_of(frames.encode(Kind.PLAN, 3, parts))
-    assert set(frame.places) == {id_ for id_, part in enumerate(parts, 1) if part.size}, "empty ones are left out"
+    assert set(frame.places) == {id_ for id_, part in enumerate(parts, 1) if part.size}, "empty columns are left out"
     assert [column.tolist() for column in frame.known(len(parts))] == [part.tolist() for part in parts]
     if frame.places:
         with pytest.raises(WireError, match=f"unknown column {max(frame.places)}"):

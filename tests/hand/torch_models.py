@@ -30,7 +30,7 @@ from transformers import (
 from tests.hand.support import LATENT, ROPE_YARN_LATENT, TINY
 
 NO_IDS: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-"""Ids of the vocabulary, where a config's own are not."""
+"""Token ids within the tiny vocabulary, for configs whose default ids are larger."""
 SIZES: dict[str, Any] = {**TINY, **NO_IDS}
 GROWING = {
     "rope_type": "yarn",
@@ -43,7 +43,7 @@ GROWING = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.3,
 }
-"""Queries that grow several times within a prompt."""
+"""Rotary parameters that scale queries by position, in several steps within a prompt."""
 SIGLIP: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -69,7 +69,7 @@ GEMMA4: dict[str, Any] = {
     "sliding_window": 15,
     "layer_types": [*["sliding_attention", "full_attention"] * 3, "full_attention"],
 }
-"""Heads of two sizes, of which 10 and 20 pairs are rotated, or a part of them."""
+"""Layers of two kinds, with heads of two sizes and different rotary embeddings."""
 SHARED_KEYS: dict[str, Any] = {"num_kv_shared_layers": 3, "use_double_wide_mlp": True}
 KEYS_AS_VALUES: dict[str, Any] = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 OWN_INPUTS: dict[str, Any] = {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 131}
@@ -86,7 +86,7 @@ LLAMA4: dict[str, Any] = {
     "floor_scale": 7,
     "attn_scale": 0.4,
 }
-"""Queries that grow several times within a prompt."""
+"""Queries are scaled by position, in several steps within a prompt."""
 
 OF_LATENT = {**LATENT, **NO_IDS}
 TORCH_NAMED: dict[str, tuple[type[Any], PreTrainedConfig]] = {

@@ -1,4 +1,4 @@
-"""Tiny models of decoders whose positions see the whole prompt, and their repositories."""
+"""Tiny decoders with bidirectional attention over the whole prompt, and their repositories."""
 
 from __future__ import annotations
 
@@ -71,18 +71,18 @@ WHOLE: dict[str, tuple[type[Any], PreTrainedConfig]] = {
         ModernBertConfig(**{**MODERNBERT, **BIASES, "num_labels": 3, "classifier_pooling": "mean"}),
     ),
 }
-"""Classes of transformers and a config each."""
+"""Each name has its class of transformers and a config."""
 
 
 @cache
 def model_of(name: str) -> Any:
-    """The model, with weights and norms so random that a wrong position shows."""
+    """The model. Its weights and norms are so random that a wrong position changes the output."""
     kind, config = WHOLE[name]
     torch.manual_seed(7)
     model = kind(config).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
-            # The norms of Gemma are distances from 1.
+            # Gemma's norms store their distance from 1.
             norm = "norm" in key and not name.startswith("gemma")
             parameter.copy_(torch.randn_like(parameter) * (0.3 if "norm" in key else 0.2) + norm)
     return model
@@ -93,7 +93,7 @@ def write_gguf(path: Path, name: str, dense: Sequence[torch.Tensor] = ()) -> Pat
     config, arch = WHOLE[name][1], gguf.MODEL_ARCH.GEMMA_EMBEDDING
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _common(writer, config, config.num_hidden_layers)
-    # Of both sides, as the hub's config has it.
+    # The window spans both sides, as in the hub's config.
     writer.add_sliding_window(config.to_dict()["sliding_window"])
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_key_length(config.head_dim)
@@ -116,9 +116,9 @@ def write_gguf(path: Path, name: str, dense: Sequence[torch.Tensor] = ()) -> Pat
 
 
 def save(folder: Path, name: str, modules: tuple[str, ...] = ("Pooling",), **files: Any) -> Path:
-    """A repository of the model, in the layout of sentence-transformers if it has `modules` behind the model.
+    """A repository of the model. With `modules` after the model it has the layout of sentence-transformers.
 
-    `files` are the configs of modules, and the weights of a `Dense` one under `linear`.
+    `files` are the configs of modules, and `linear` has the weights of a `Dense` module.
     """
     model_of(name).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{at}": at for at in range(131)}, unk_token="w3"))
