@@ -22,15 +22,15 @@ class Model:
     turned: int
     norms: bool = False
     experts: tuple[int, int, int] | None = None
-    """How many, how many a token, and how wide."""
+    """The number of experts, how many a token uses, and their width."""
     dtype: torch.dtype = torch.bfloat16
     page_size: int = 16
     eight_bits: bool = False
-    """Pages have 8-bit floats."""
+    """The KV cache has 8-bit floats."""
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """The type of pages' elements."""
+        """The type of the KV cache's elements."""
         return torch.uint8 if self.eight_bits else self.dtype
 
 

@@ -1,4 +1,4 @@
-"""Both kinds of operators for the tests in the interpreter, and mutated kernels."""
+"""Both kinds of operators for tests in the interpreter, and mutated kernels."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from forebay.gpu.interface import Kernels
 
 
 class Watched:
-    """The reference operators, each of which may wait for no value."""
+    """The reference operators, which fail if they wait for a value."""
 
     def __getattr__(self, name: str) -> Any:
         operator = getattr(reference, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Outside of inference mode, some operators hide behind those that they are made of.
+            # Without inference mode, some operators appear only as the operators that they consist of.
             with torch.inference_mode(), NoWaits():
                 return operator(*args, **kwargs)
 
@@ -37,7 +37,7 @@ BOTH = pytest.mark.parametrize("operators", [kernels, WATCHED], ids=["triton", "
 
 
 def mutant(module: str, old: str, new: str, folder: Path) -> ModuleType:
-    """A module of `forebay.gpu.kernels` in which a piece of text, which it has once, is another."""
+    """A module of `forebay.gpu.kernels` in which a text that occurs once is replaced."""
     spec = importlib.util.find_spec(f"forebay.gpu.kernels.{module}")
     assert spec is not None
     assert spec.origin is not None
@@ -49,7 +49,7 @@ def mutant(module: str, old: str, new: str, folder: Path) -> ModuleType:
     assert made is not None
     assert made.loader is not None
     loaded = importlib.util.module_from_spec(made)
-    # Dataclasses look their module up.
+    # Dataclasses look up their module.
     sys.modules[path.stem] = loaded
     try:
         made.loader.exec_module(loaded)
@@ -60,7 +60,7 @@ def mutant(module: str, old: str, new: str, folder: Path) -> ModuleType:
 
 @pytest.fixture
 def mutate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
-    """Gives a mutant, and has the kernels `users` use its function `name` in place of the right one."""
+    """Makes a mutant. The kernels `users` use its function `name` instead of the right one."""
 
     def make(module: str, old: str, new: str, name: str = "", users: tuple[str, ...] = ()) -> ModuleType:
         loaded = mutant(module, old, new, tmp_path)
@@ -72,7 +72,7 @@ def mutate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mod
 
 
 class Programs:
-    """Counts programs that the interpreter runs."""
+    """Counts the programs that the interpreter runs."""
 
     def __init__(self) -> None:
         self.count = 0

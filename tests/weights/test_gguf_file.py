@@ -1,4 +1,4 @@
-"""GGUF files that are damaged or hostile: a description or one line, and memory in proportion."""
+"""Damaged or hostile GGUF files: each gives a description or one line of error, and memory stays bounded."""
 
 import hashlib
 import os
@@ -14,7 +14,7 @@ from tests.weights.support import tiny_gguf
 
 MUTATIONS = int(os.environ.get("FOREBAY_MUTATIONS", "20"))
 MEMORY = 128 << 20
-"""What a description may take, the program itself among it."""
+"""The largest memory of a description, including the program itself."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def test_versions_and_cut_files(tmp_path: Path, whole: bytes) -> None:
     path = tmp_path / "new.gguf"
     path.write_bytes(whole[:4] + (4).to_bytes(4, "little") + whole[8:])
     assert "version 4" in refused(path, tmp_path)
-    # The writer pads the end, so that the last bytes are nothing's.
+    # The writer pads the end of the file, so the last bytes belong to no tensor.
     for length in (0, 3, 23, 24, 1000, len(whole) // 2, len(whole) - 33):
         path.write_bytes(whole[:length])
         assert refused(path, tmp_path)
@@ -35,7 +35,7 @@ def test_versions_and_cut_files(tmp_path: Path, whole: bytes) -> None:
 
 
 def header(*fields: bytes, tensors: int = 0, count: int | None = None) -> bytes:
-    """A file of nothing but a header with these fields, each a name and a value as they are stored."""
+    """A file that has only a header with these encoded fields."""
     number = len(fields) if count is None else count
     return b"GGUF" + struct.pack("<IQQ", 3, tensors, number) + b"".join(fields) + bytes(64)
 
@@ -83,10 +83,10 @@ def test_what_no_header_says_is_one_line_and_takes_no_memory(name: str, tmp_path
 
 
 def test_a_header_is_not_as_large_as_a_file_of_weights(tmp_path: Path) -> None:
-    """An array that reaches over all tensors would be a list of billions."""
+    """The array spans the whole file, and as a list it would have a billion elements."""
     path = tmp_path / "large.gguf"
     path.write_bytes(header(field(b"a", 9, array(0, 1 << 30))))
-    # Takes no room on the disk.
+    # The file is sparse, and takes no space on the disk.
     os.truncate(path, 2 << 30)
     assert "more than" in refused(path, tmp_path, MEMORY)
 
@@ -94,10 +94,10 @@ def test_a_header_is_not_as_large_as_a_file_of_weights(tmp_path: Path) -> None:
 @settings(deadline=None, max_examples=MUTATIONS, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_mutated_header_is_described_or_refused(whole: bytes, tmp_path: Path, data: st.DataObject) -> None:
-    """Whatever the bytes are, there is a description or one line, and memory in proportion."""
+    """For any bytes there is a description or one line of error, and memory stays bounded."""
     mutated = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):
-        # What a number is depends on where it is: sizes, kinds and counts are among these.
+        # The places of the header include sizes, kinds and counts.
         place = data.draw(st.integers(0, 3000))
         value = data.draw(st.sampled_from([0, 1, 7, 8, 9, 255, 1 << 31, HUGE, (1 << 64) - 1]))
         width = data.draw(st.sampled_from([1, 4, 8]))

@@ -1,4 +1,4 @@
-"""Dequantised tensors against independent arithmetic, and whole models against transformers."""
+"""Dequantised tensors, compared with independent arithmetic, and whole models, compared with transformers."""
 
 import tracemalloc
 from collections.abc import Callable
@@ -57,7 +57,7 @@ def q8_0(b: bytes) -> list[float]:
 
 
 def scale_and_minimum(packed: bytes, part: int) -> tuple[int, int]:
-    """Eight pairs of six bits: the first four whole, the others in the nibbles and spare bits after them."""
+    """One of eight pairs of six bits. The first four are whole, and the others are in nibbles and spare bits."""
     if part < 4:
         return packed[part] & 63, packed[part + 4] & 63
     return (packed[part + 4] & 15) | (packed[part - 4] >> 6) << 4, packed[part + 4] >> 4 | (packed[part] >> 6) << 4
@@ -97,7 +97,7 @@ def q6_k(b: bytes) -> list[float]:
     return values
 
 
-# Type, offsets of its half-precision scales in a block, and the definition of its format, one element at a time.
+# Type, offsets of the half-precision scales in a block, and its format's definition, one element at a time.
 BLOCKS: dict[str, tuple[list[int], Scalar]] = {
     "Q4_0": ([0], q4_0),
     "Q4_1": ([0, 2], q4_1),
@@ -124,7 +124,7 @@ def test_blocks_of_random_bytes_follow_their_definition(tmp_path: Path, name: st
     random = np.random.default_rng(7)
     blocks = random.integers(0, 256, (40, size), dtype=np.uint8)
     for offset in scales:
-        # Blocks may have any bytes, except that no real model has a scale that is NaN.
+        # Blocks may have any bytes, but no real model has a scale of NaN.
         blocks[:, offset : offset + 2] = random.normal(0, 0.1, (40, 1)).astype(np.float16).view(np.uint8)
     place = placed(tmp_path / "x", blocks, name, (20, 2 * elements))
     expected = np.array([scalar(block.tobytes()) for block in blocks]).reshape(20, 2 * elements)
@@ -154,12 +154,12 @@ def test_a_weight_may_be_a_part_of_a_range_and_its_numbers_changed(tmp_path: Pat
     rows = Cut(Part(3, 1, 3), Part(8, 2, 5))
     np.testing.assert_array_equal(read((3, 8), rows, matrix=(6, 8), rows=(1, 2)), odd[1:3, 2:5])
     np.testing.assert_array_equal(read((6, 8), times=0.5, plus=1.0), values * 0.5 + 1)
-    # One head of six rows, in which 0, 3, 1, 4, 2, 5 become 0, 1, ..., 5.
+    # The head's six rows are stored in the order 0, 3, 1, 4, 2, 5.
     np.testing.assert_array_equal(read((6, 8), pairs=1), values[[0, 2, 4, 1, 3, 5]])
 
 
 def test_a_large_tensor_is_dequantised_in_pieces(tmp_path: Path) -> None:
-    """What that takes besides the result does not grow with it."""
+    """The temporary memory does not grow with the tensor."""
     kind = gguf.GGMLQuantizationType.Q8_0
     stored = quantize(np.random.default_rng(4).standard_normal((2500, 1600), dtype=np.float32), kind)
     place = placed(tmp_path / "x", stored, "Q8_0", (2500, 1600))
@@ -169,7 +169,7 @@ def test_a_large_tensor_is_dequantised_in_pieces(tmp_path: Path) -> None:
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert np.array_equal(found.numpy(), expected)
-    # The result is PyTorch's, and not traced.
+    # PyTorch allocates the result, so tracemalloc does not count it.
     assert most < 3 * 4 * _AT_ONCE < found.nbytes
 
 
@@ -189,7 +189,7 @@ def test_a_tensor_without_a_place_is_an_error(tmp_path: Path) -> None:
 
 
 def same_weights_as_transformers(path: Path, cache: Path) -> None:
-    # What `from_pretrained(gguf_file=...)` does, which asks for one more package to do it.
+    # As `from_pretrained(gguf_file=...)` does, which would need one more package.
     with torch.device("meta"):
         shape = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
         empty = AutoModelForCausalLM.from_config(shape)  # type: ignore[no-untyped-call]

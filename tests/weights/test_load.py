@@ -1,4 +1,4 @@
-"""Safetensors, whole and in shards."""
+"""Loading safetensors, whole and in shards."""
 
 import json
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_the_index_says_which_tensors_count(tmp_path: Path) -> None:
 
     assert found({"x": "b", "y": "a"}) == {"x": 4.0, "y": 2.0}
     assert found({"x": "a", "z": "b"}) == {"x": 1.0}
-    assert found({"x": "gone"}).keys() == {"x", "y", "stale"}, "it is of other files"
+    assert found({"x": "gone"}).keys() == {"x", "y", "stale"}, "an index that names other files is not used"
 
 
 def test_a_tied_pair_may_have_the_name_of_the_head(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The shape of a model in the handshake: what PyTorch's hand does not compute is refused by its name."""
+"""The shape of a model in the handshake. PyTorch's hand refuses by name the parts that it does not compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.weights.support import tiny_config
 
 
 def changed(way: tuple[str | int, ...], value: Any) -> dict[str, Any]:
-    """The shape of a tiny Llama, changed at one place."""
+    """The shape of a tiny Llama with one change."""
     shape = deepcopy(shape_of(tiny_config()))
     at: Any = shape["decoder"]
     for key in way[:-1]:

@@ -1,4 +1,4 @@
-"""Every number of a config.json: what makes no sense is one line that names it, and no traceback."""
+"""Every number of a config.json: a senseless value gives one line of error that names it, and no traceback."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.weights.support import tiny_config
 from tests.weights.test_vision import QWEN3, QWEN25
 
 WRONG: tuple[Any, ...] = (0, -1, 1 << 31, 1 << 64, 10**300, 1e300, 0.5, True, "64", "", [], [1], {}, {"a": 1})
-"""Values of which no size is one, the first and the empty ones of which some keys may have."""
+"""Values that are no sizes. Some keys may have the first value or the empty ones."""
 SENSELESS: tuple[Any, ...] = (-1, 1 << 64, 10**300, 0.5, "64", [1], {"a": 1})
-"""Values that no size has."""
+"""Values that no key may have."""
 
 
 def decoder(kind: type[PretrainedConfig], name: str, **more: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ CONFIGS = configs()
 
 
 def numbers(config: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The ways to all whole numbers of a config."""
+    """The paths to all whole numbers of a config."""
     found: list[tuple[str, ...]] = []
     for key, value in config.items():
         if isinstance(value, dict):
@@ -75,7 +75,7 @@ def changed(config: dict[str, Any], way: tuple[str, ...], value: Any) -> dict[st
 
 
 def check(shape: Any) -> None:
-    """Asserts that what was read can be divided by and allocated."""
+    """Checks that the sizes allow divisions and allocations."""
     assert 1 <= shape.hidden_size < 1 << 31
     assert 1 <= shape.vocab_size < 1 << 31
     if not isinstance(shape, ModelConfig):

@@ -1,4 +1,4 @@
-"""What a `quantization_config` says, and what of it is refused in one sentence."""
+"""The meaning of a `quantization_config`, and the parts of it that are refused."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_is_quantised_here_is_near() -> None:
     values[3] = 0
     values[4] *= 1e-6
     codes = quantised(values)
-    # Half a step of a number with 3 bits behind the leading one, or of the smallest number.
+    # Half the last place of a number with 3 bits after the leading one, or half the smallest number.
     allowed = (values.abs() / 16).maximum(codes.scale * 2**-10)
     assert ((codes.values() - values).abs() <= allowed).all()
     assert codes.codes[0].float().abs().max() == 448

@@ -1,4 +1,4 @@
-"""Configurations of models with a tower, nested or flat, and what repositories say about images."""
+"""Configurations of models with a tower, nested or flat, and how repositories describe images."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ QWEN25: dict[str, Any] = {
     "vision_start_token_id": 151652,
     "vocab_size": 151936,
 }
-"""As the hub has it for the 3B: flat, as older releases write it."""
+"""The 3B model's config on the hub, in the flat form of older releases."""
 QWEN3: dict[str, Any] = {
     "architectures": ["Qwen3VLForConditionalGeneration"],
     "image_token_id": 151655,
@@ -89,7 +89,7 @@ QWEN3: dict[str, Any] = {
     "vision_end_token_id": 151653,
     "vision_start_token_id": 151652,
 }
-"""As the hub has it for the 4B: nested."""
+"""The 4B model's config on the hub, in the nested form."""
 PREPROCESSOR: dict[str, Any] = {
     "image_mean": [0.5, 0.5, 0.5],
     "image_processor_type": "Qwen2VLImageProcessorFast",
@@ -125,7 +125,7 @@ GEMMA: dict[str, Any] = {
         "vision_use_head": False,
     },
 }
-"""As the hub has it for the 4B."""
+"""The 4B model's config on the hub."""
 OF_GEMMA: dict[str, Any] = {
     "do_convert_rgb": None,
     "do_pan_and_scan": None,
@@ -304,7 +304,7 @@ def test_a_description_of_a_model_with_a_tower_needs_what_makes_patches(tmp_path
 
 
 def gemma(directory: Path, **changes: Any) -> dict[str, Any]:
-    """The description of a Gemma 3 whose processing has changes."""
+    """The description of a Gemma 3 with changes of its image processing."""
     tiny_directory(directory)
     (directory / "generation_config.json").unlink()
     written(directory, "config.json", GEMMA)

@@ -1,4 +1,4 @@
-"""Attention over pages and to chosen rows against dense attention in float64, a row at a time."""
+"""Attention over pages and to chosen rows, compared with dense attention in float64, one row at a time."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def dense(
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries [n, heads, dim] on keys and values [positions, kv_heads, any], in float64; two of [n, heads, any].
+    """Attends from q [n, heads, dim] to keys, values [positions, kv_heads, any] in float64. Gives two [n, heads, any].
 
-    The second is the same of absolute values. Query i sees the first `seen[i]` positions, and the last `window` of
-    these; None: all see all. `cap` is the bound that scores approach; 0: there is none. `sinks` [heads] are scores that
-    give nothing.
+    The second result sums absolute values. Query i attends to the first `seen[i]` positions, or to all if `seen` is
+    None, and of these to the last `window`. `cap` is the limit that scores approach, and 0 is none. `sinks` [heads] are
+    scores without values.
     """
     group = q.shape[1] // keys.shape[1]
     hidden = None
@@ -36,7 +36,7 @@ def dense(
         if window:
             hidden |= at < seen[:, None] - window
     out, size = [], []
-    # A key head at a time: memory for all of a long prompt is more than a GPU has.
+    # Each key head is computed alone, because a long prompt with all heads exceeds a GPU's memory.
     for head in range(keys.shape[1]):
         of_head = q[:, head * group : (head + 1) * group].double()
         scores = torch.einsum("nhd,sd->nhs", of_head, keys[:, head].double()) * scale
@@ -67,8 +67,8 @@ def check_dense(
 ) -> None:
     """Compares results [n, heads, any] with `dense`.
 
-    Inputs are exact, and scores are float32. Weights are rounded to the keys' type, and so is the result. The sum of
-    weights is one of unrounded ones. So an error is at most two roundings of the sum of absolute terms.
+    Inputs are exact, and scores are float32. Weights are rounded to the keys' type, and so is the result, but the sum
+    of weights is not. So an error is at most two roundings of the sum of absolute terms.
     """
     expected, size = dense(q, keys, values, scale, seen, window, cap, sinks)
     within(given, expected, size * (2 * rounding(given.dtype) + SINGLE))
@@ -91,10 +91,10 @@ def check_attend(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """Rows are (start, length). `padding` are rows and tokens of nobody, and `widths` those of a key's two parts.
+    """Rows are (start, length). `padding`: padded rows, and tokens of no row. `widths`: those of a key's two parts.
 
-    `eight_bits`: pages have 8-bit floats, and where they have none the code of NaN. Heads have sinks from minus `sinks`
-    to it; None: they have none.
+    With `eight_bits` pages hold 8-bit floats, and NaN elsewhere. `sinks` is the largest absolute score of the heads'
+    sinks, and None is no sinks.
     """
     (queries, kv_heads), (dim, extra) = heads, widths
     ends, lengths = [start + length for start, length in rows], [length for _, length in rows]
@@ -107,7 +107,7 @@ def check_attend(
         histories = [history.to(torch.float8_e4m3fn).float() for history in histories]
     count = sum(lengths)
     q = Numbers(device, seed + 1).normal(count + padding[1], queries, dim + extra, dtype=dtype)
-    # As the heads of a fused projection lie: the next token's are not behind those of the last.
+    # As in a fused projection, the heads of two tokens are not adjacent.
     q = spaced(q)
     step = paged.rows(lengths, padding[0])
     if max(lengths, default=1) == 1 and not padding[1]:
@@ -127,7 +127,7 @@ def check_attend(
 
 
 def check_missing_page(operators: Kernels, device: torch.device) -> None:
-    """A page that is not there is the null page, for its own row only."""
+    """A missing page reads as the null page, and affects only its own row."""
     paged = Paged.make([9, 9], 2, 16, 4, 0, torch.float32, device)
     paged.page_table[1, 1] = -1
     q = Numbers(device, 1).normal(2, 4, 16)
@@ -150,14 +150,14 @@ def check_attend_chosen(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """Queries with all rows, with fewer than there is room for, with one, and with none."""
+    """Queries have all rows, fewer than the maximum, one row, or none."""
     numbers = Numbers(device, seed)
     width, entries = sum(widths), queries * top_k
     pool = nan(entries + 100, 3, width, dtype=dtype, device=device)[:, 1:2]
     chosen = numbers.order(len(pool))[:entries].view(queries, top_k)
     pool[chosen] = numbers.normal(queries, top_k, 1, width, dtype=dtype)
     rows = chosen.int()
-    # In the middle too.
+    # A row is missing in the middle too.
     rows[1, top_k // 2 :] = -1
     rows[1, 3] = -1
     rows[2, 1:] = -1

@@ -1,4 +1,4 @@
-"""Products with codes against values that are multiplied out in float64."""
+"""Products with codes, compared with dequantised values in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shape = tuple[int, int, int, int]
 _LARGEST = 448.0
 _LEAST_EXPONENT = -6
 _DIVISION = 2.0**-21
-"""The error of a quotient in float32: a GPU divides with an error of up to two units in the last place."""
+"""The error of a quotient in float32. A GPU's division is wrong by up to two units in the last place."""
 
 
 @dataclass
@@ -40,12 +40,12 @@ class Codes:
             codes = numbers.below(256, rows, inputs // 2, dtype=byte)
             return cls(codes, scale, numbers.below(16, rows, groups, dtype=byte), inputs, group, 1, fold)
         codes = numbers.below(256, rows, inputs, dtype=byte)
-        # Neither of the two is a number.
+        # Both codes of NaN are replaced.
         codes[codes & 0x7F == 0x7F] = 0x01
         return cls(codes, scale, None, inputs, group, block_rows, fold)
 
     def values(self, rows: slice = slice(None)) -> torch.Tensor:
-        """float64 [rows, inputs], of the number of each column."""
+        """The values, float64 [rows, inputs]."""
         column = torch.arange(self.inputs, device=self.codes.device)
         row = torch.arange(len(self.codes), device=self.codes.device)[rows]
         scale = self.scale[row // self.block_rows][:, column // self.group].double()
@@ -68,7 +68,7 @@ def check_product(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """Codes are exact in both types, and sums and scales are float32: only the result is rounded."""
+    """Both types represent codes exactly, and sums and scales are float32. So only the result is rounded."""
     matrix, numbers = Codes.random(rows, shape, seed, device), Numbers(device, seed + 1)
     x = numbers.normal(tokens, matrix.inputs, dtype=dtype)
     bias = numbers.normal(rows, dtype=dtype) if biased else None
@@ -85,7 +85,7 @@ def check_product(
 def check_expand(
     operators: Kernels, rows: int, shape: Shape, dtype: torch.dtype, device: torch.device = CPU, seed: int = 0
 ) -> None:
-    """A value is a code times a scale, in float32, and rounded once."""
+    """A value is a code times a scale in float32, rounded once."""
     matrix = Codes.random(rows, shape, seed, device)
     with poisoned():
         given = operators.expand(matrix, dtype)
@@ -104,11 +104,11 @@ def check_experts_of_codes(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """`shapes` of gates and ups, and of the last matrices."""
+    """`shapes`: the shape of gates and ups, and the shape of downs."""
     hidden, inner = shapes[0][0], shapes[1][0]
     gate_up = Codes.random(count * 2 * inner, shapes[0], seed, device)
     down = Codes.random(count * hidden, shapes[1], seed + 1, device)
-    # Small enough that gates do not all open or close.
+    # Small scales, so that gates neither open nor close fully.
     gate_up.scale *= 0.1 * hidden**-0.5
     down.scale *= 0.1 * inner**-0.5
     numbers = Numbers(device, seed + 2)
@@ -129,7 +129,7 @@ def check_experts_of_codes(
 def check_quantise(
     operators: Kernels, tokens: int, inputs: int, dtype: torch.dtype, device: torch.device = CPU, seed: int = 0
 ) -> None:
-    """A code is a nearest of its quotient, of which some are far below the largest, where floats have few bits."""
+    """Each code is a nearest one of its quotient. Some quotients are so small that floats have few bits there."""
     numbers = Numbers(device, seed)
     x = (numbers.normal(tokens, inputs) * 10.0 ** (numbers.below(9, tokens, inputs) - 6)).to(dtype)
     x[0] = 0
@@ -139,5 +139,5 @@ def check_quantise(
     within(scale, (largest / _LARGEST).clamp(min=1e-12), largest * _DIVISION / _LARGEST + 1e-18)
     quotient = x.double() / scale.double()
     exponent = quotient.abs().clamp(min=2.0**-100).log2().floor().clamp(min=_LEAST_EXPONENT)
-    # Of four bits the last is half a step. A quotient in float32 may lie on the other side of a tie.
+    # A float has four significant bits, so the error is half the last place. In float32 a tie may round the other way.
     within(codes.float(), quotient, 2.0 ** (exponent - 4) + quotient.abs() * _DIVISION)

@@ -1,4 +1,4 @@
-"""Keys and values that are kept as 8-bit floats, against the nearest of all of them."""
+"""Keys and values stored as 8-bit floats, compared with the nearest of all 8-bit floats."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.gpu.checks.layers import EPS, angles, weight_of
 from tests.gpu.checks.memory import CPU, Numbers, nan, spaced
 
 ONES = torch.tensor([[0.0, 17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10, -(2.0**-9), 447.9]])
-"""17 and 19 lie between 16, 18 and 20, and two of the small ones between others."""
+"""17 and 19 lie between 16, 18 and 20. Two of the small numbers lie between others."""
 AS_8_BITS = [0, 16, 20, -16, 0, 2.0**-8, -(2.0**-9), 448]
 _EMPTY = 0x7F
 """The code of NaN."""
@@ -38,7 +38,7 @@ def check_8_bits(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """Each key and value is the nearest of all 8-bit floats to that of the layers' operators in float32."""
+    """Each stored key and value is an 8-bit float nearest to the result of the layers' operators in float32."""
     numbers = Numbers(device, seed)
     norms = (weight_of(numbers, heads.dim, dtype), weight_of(numbers, heads.dim, dtype)) if normed else None
     qkv = (numbers.normal(tokens, (heads.queries + 2 * heads.keys) * heads.dim) * size).to(dtype)
@@ -59,14 +59,14 @@ def check_8_bits(
     for pool, wanted in zip(kv, exact, strict=True):
         found, number = pool[written].view(torch.float8_e4m3fn).float(), wanted[written].clamp(-448, 448)
         least = (number[..., None] - floats).abs().amin(-1)
-        # A norm in bfloat16 is rounded before keys turn.
+        # A norm in bfloat16 is rounded before the rotation of keys.
         slack = number.abs() * 2.0**-6 + 0.02 if normed and dtype == torch.bfloat16 else 1e-5 * number.abs() + 1e-6
         assert ((found - number).abs() <= least + slack).all()
-        assert (pool[~written] == _EMPTY).all(), "nobody else's entry"
+        assert (pool[~written] == _EMPTY).all(), "entries of others are unchanged"
 
 
 def kept_as_it_is(operators: Kernels, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 8-bit floats that are kept of keys and values [n, dim] of one head, which do not turn."""
+    """Stores keys and values [n, dim] of one head as 8-bit floats, without a rotation."""
     n, dim = k.shape
     kept_keys, kept_values = torch.zeros(2, n, 1, dim, dtype=torch.uint8, device=k.device)
     cos, sin = torch.ones(n, 1, dim, device=k.device), torch.zeros(n, 1, dim, device=k.device)
@@ -76,7 +76,7 @@ def kept_as_it_is(operators: Kernels, k: torch.Tensor, v: torch.Tensor) -> tuple
 
 
 def check_kept(operators: Kernels, device: torch.device = CPU) -> None:
-    """Ties go to even ones, large numbers become 448, and NaN stays NaN."""
+    """Ties round to even, large numbers become 448, and NaN stays NaN."""
     for kept in kept_as_it_is(operators, ONES.to(device), ONES.to(device)):
         assert kept.float().tolist() == [AS_8_BITS]
 

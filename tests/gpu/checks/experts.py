@@ -1,4 +1,4 @@
-"""Mixtures of experts against float64, an expert at a time."""
+"""Mixtures of experts, compared with float64, one expert at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.gpu.checks.memory import CPU, SINGLE, Numbers, poisoned, rounding, sp
 
 
 def routed(numbers: Numbers, tokens: int, each: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids int64 [tokens, each] of experts, ascending, and weights float32."""
+    """Ascending ids of experts int64 [tokens, each], and weights float32."""
     ids = torch.stack([numbers.order(count)[:each] for _ in range(tokens)]).sort(-1).values
     return ids, numbers.uniform(tokens, each) + 0.1
 
@@ -26,7 +26,7 @@ def mixture(
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     activation: str = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighted sums [tokens, hidden] in float64, and those of absolute terms; `expert` gives two matrices."""
+    """The weighted sums [tokens, hidden] in float64, and those of absolute terms. `expert` gives its two matrices."""
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     size = torch.zeros_like(out)
     for number in range(count):
@@ -40,7 +40,7 @@ def mixture(
         weight = weights[token, place].double()[:, None]
         inner = GATES[activation](gates, ups)
         out.index_add_(0, token, weight * (inner @ down.double().T + of_outputs))
-        # An error of a gate is one of its result, whatever that is: silu is at most as steep as 1.1.
+        # A gate's error carries over to its result at any value. SiLU's slope is at most 1.1.
         factors = gates * (ups if activation == "silu" else ups.abs() + 2)
         of_terms = factors.abs() @ down.double().abs().T
         size.index_add_(0, token, weight * (of_terms + of_outputs.abs()))
@@ -48,7 +48,7 @@ def mixture(
 
 
 def bound(size: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Room for five roundings: gates, ups, their product, an expert's result, and the sum."""
+    """Allows five roundings: gates, ups, their product, an expert's result, and the sum."""
     return size * (5 * rounding(dtype) + 4 * SINGLE)
 
 
@@ -64,7 +64,7 @@ def check_experts(
     first: int = 0,
     clamped: bool = False,
 ) -> None:
-    """`sizes`: hidden and inner. `first`: the experts below it are another rank's. `clamped`: as in gpt-oss."""
+    """`sizes`: hidden and inner. `first`: lower experts belong to another rank. `clamped`: as in gpt-oss."""
     hidden, inner = sizes
     numbers = Numbers(device, seed)
     x = numbers.normal(tokens, hidden, dtype=dtype)
@@ -76,7 +76,7 @@ def check_experts(
     gate_up, down = gate_up[first:], down[first:]
     biases, activation = None, "silu"
     if clamped:
-        # Some gates and ups are beyond their bounds.
+        # Some gates and ups exceed the limits at which they are clamped.
         biases = numbers.normal(count, 2 * inner, dtype=dtype) * 5, numbers.normal(count, hidden, dtype=dtype)
         biases, activation = (biases[0][first:], biases[1][first:]), "swigluoai"
     with poisoned():

@@ -1,4 +1,4 @@
-"""Norms, rotations, gates and stores of rows against the same formulas in float64."""
+"""Norms, rotations, gates and stores of rows, compared with the same formulas in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EPS = 1e-5
 
 
 def room(dtype: torch.dtype) -> float:
-    """The error of a result relative to its terms: a number is rounded between two operators, and as the result.
+    """The error of a result relative to its terms. Two roundings are between operators, and one is of the result.
 
     PyTorch's operators round the norm's result, and so do kernels where they imitate that.
     """
@@ -51,7 +51,7 @@ def check_one_row(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """Sums are float32: only the result is rounded. The kernel before writes the row: a program must wait for it."""
+    """Sums are float32: only the result is rounded. The kernel before writes the row: programs must wait for it."""
     numbers = Numbers(device, seed)
     weight, x = numbers.normal(rows, inputs, dtype=dtype), numbers.normal(1, inputs, dtype=dtype)
     bias = numbers.normal(rows, dtype=dtype) if biased else None
@@ -75,7 +75,7 @@ def check_one_row_gated(
     seed: int = 0,
     activation: str = "silu",
 ) -> None:
-    """As `check_one_row`, with gates and ups that are rounded before the gate."""
+    """As `check_one_row`, for gates and ups, which are rounded before the gate is applied."""
     numbers = Numbers(device, seed)
     weight = numbers.normal(2 * inner, inputs, dtype=dtype) * (2 * inputs**-0.5)
     x, bias = numbers.normal(1, inputs, dtype=dtype), numbers.normal(2 * inner, dtype=dtype) if biased else None
@@ -88,7 +88,7 @@ def check_one_row_gated(
     gates, ups = product.chunk(2, dim=-1)
     of_gates, of_ups = (product.abs() * rounding(dtype) + size * SINGLE).chunk(2, dim=-1)
     expected = GATES[activation](gates, ups)
-    # No function is steeper than 1.2 or above its gate, and ups may grow by 1.
+    # No gate's slope exceeds 1.2, no gate exceeds its input, and ups may grow by 1.
     lost = 1.2 * of_gates * (ups.abs() + 1 + of_ups) + (gates.abs() + of_gates) * of_ups
     within(given, expected, lost + expected.abs() * rounding(dtype) + (gates * ups).abs() * SINGLE)
 
@@ -102,7 +102,7 @@ def check_norm(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """With a residual (`added`), which is overwritten, or without."""
+    """With `added` there is a residual, which is overwritten."""
     numbers = Numbers(device, seed)
     weight, x = weight_of(numbers, hidden, dtype), numbers.normal(tokens, hidden, dtype=dtype)
     residual = (numbers.normal(tokens, hidden) * 30).to(dtype) if added else None
@@ -111,7 +111,7 @@ def check_norm(
         out, summed = operators.add_norm(spaced(x), residual, weight, EPS)
     assert residual is None or summed is residual
     within(summed, expected_sum, expected_sum.abs() * rounding(dtype))
-    # The norm is that of the sum as the next layer reads it.
+    # The norm uses the sum as rounded for the next layer.
     expected = F.rms_norm(summed.double(), (hidden,), weight.double(), EPS)
     within(out, expected, expected.abs() * room(dtype))
 
@@ -130,7 +130,7 @@ def check_gate(
         out = operators.gate(spaced(gate_up), activation)
     gates, ups = gate_up.double().chunk(2, dim=-1)
     expected = GATES[activation](gates, ups)
-    # A share next to nothing is a difference of numbers near 1.
+    # Near zero, a gate's share is the difference of two numbers near 1.
     lost = 0 if activation == "silu" else (gates * ups).abs() * SINGLE
     within(out, expected, expected.abs() * room(dtype) + lost)
 
@@ -145,7 +145,7 @@ def check_rotate(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """`turned` elements of each head are rotated; the heads are normalised before (`normed`), or are not."""
+    """Rotates the first `turned` elements of each head. With `normed` the heads are normalised before."""
     numbers = Numbers(device, seed)
     weights = (weight_of(numbers, heads.dim, dtype), weight_of(numbers, heads.dim, dtype)) if normed else None
     qkv = numbers.normal(tokens, (heads.queries + 2 * heads.keys) * heads.dim, dtype=dtype)
@@ -157,7 +157,7 @@ def check_rotate(
         )
     expected = [turned_halves(q, rotation), turned_halves(k, rotation), (v, v.abs())]
     writes = numbers.order(entries)[:tokens]
-    # Entries of one layer, between those of others.
+    # The entries of one layer, between those of others.
     pools = [nan(entries, 3, heads.keys, heads.dim, dtype=dtype, device=device)[:, 1] for _ in range(2)]
     given = operators.rotate_and_keep(
         spaced(qkv), heads.queries, weights, EPS, rotation.cos, rotation.signed_sin, pools[0], pools[1], writes
@@ -166,7 +166,7 @@ def check_rotate(
         within(part, exact, size * room(dtype))
     for pool, part in zip(pools, given[1:], strict=True):
         assert pool[writes].equal(part)
-        assert int(pool.isnan().sum()) == (entries - tokens) * heads.keys * heads.dim, "nobody else's entry"
+        assert int(pool.isnan().sum()) == (entries - tokens) * heads.keys * heads.dim, "entries of others are unchanged"
 
 
 def check_latent(
@@ -179,7 +179,7 @@ def check_latent(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """`rank` normalised elements of a row, and `turned` rotated ones, as pairs of neighbours (`pairs`) or of halves."""
+    """A row has `rank` normalised elements and `turned` rotated ones, which are `pairs` of neighbours or of halves."""
     numbers, entries = Numbers(device, seed), tokens + 16
     weight, rotation = weight_of(numbers, rank, dtype), angles(numbers, tokens, turned, dtype)
     made = numbers.normal(tokens, rank + turned, dtype=dtype)
@@ -204,17 +204,17 @@ def check_index_keys(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """Keys of an index, of which `turned` elements are rotated."""
+    """Stores keys of an index, of which `turned` elements are rotated."""
     numbers, entries = Numbers(device, seed), tokens + 16
     weight, bias = numbers.normal(dim, dtype=dtype), numbers.normal(dim, dtype=dtype)
     rotation = angles(numbers, tokens, turned, dtype)
     made = (numbers.normal(tokens, dim) * 4 + 1).to(dtype)
     scaled = F.layer_norm(made.double(), (dim,), weight.double(), None, EPS)
     expected, size = (part[:, 0] for part in turned_halves((scaled + bias.double())[:, None], rotation, pairs))
-    # A sum with the bias may be much smaller than its terms. The mean is subtracted before that.
+    # The sum with the bias may be much smaller than its terms, and the mean is subtracted before.
     terms = scaled.abs() + bias.double().abs() + weight.double().abs()
     if turned:
-        # Each of a pair has a part of the other's error.
+        # In a rotated pair each element gets a part of the other's error.
         terms = terms + terms.amax(-1, keepdim=True)
     pool = nan(entries, 3, dim, dtype=dtype, device=device)[:, 2]
     writes = numbers.order(entries)[:tokens]

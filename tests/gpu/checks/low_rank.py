@@ -1,4 +1,4 @@
-"""Low-rank matrices of several adapters beside a product, against float64, a token at a time."""
+"""Low-rank matrices of several adapters beside a product, compared with float64, one token at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_add_low_rank(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """`places` of tokens, where `len(ranks)` is none; a rank for each place, up to `most` or the largest."""
+    """`places`: the adapter of each token; `len(ranks)` is none. The stack has rank `most`, or that of the largest."""
     numbers = Numbers(device, seed)
     rank, modules = most or max(ranks), len(outputs)
     starts = [sum(outputs[:number]) for number in range(modules + 1)]
@@ -32,7 +32,7 @@ def check_add_low_rank(
     for place, own in enumerate(ranks):
         a[place, :, own:], b[place, :, own:] = 0, 0
     if len(ranks) > 1 and modules > 1:
-        # A module that an adapter does not change.
+        # The second adapter does not change the first module.
         a[1, 0], b[1, : starts[1]] = 0, 0
     of_starts = torch.tensor(starts, dtype=torch.int32, device=device)
     stack = LowRankStack(a.flatten(1, 2), b, of_starts, max(outputs))
@@ -42,13 +42,13 @@ def check_add_low_rank(
     tokens = PlacedTokens(torch.tensor(places, dtype=torch.int32, device=device))
     with poisoned():
         operators.add_low_rank(spaced(x), given, stack, tokens)
-        # What is derived from the step's tokens serves its other products.
+        # A second call reuses what the first one has computed from the step's tokens.
         operators.add_low_rank(spaced(x), again := spaced(y.clone()), stack, tokens)
     assert given.equal(again)
     once = rounding(dtype)
     for token, place in enumerate(places):
         if place >= len(ranks):
-            assert given[token].equal(y[token]), "the base alone"
+            assert given[token].equal(y[token]), "a token without an adapter is unchanged"
             continue
         for number, (first, end) in enumerate(pairwise(starts)):
             small = a[place, number].double() @ x[token].double()

@@ -18,23 +18,23 @@ from forebay.gpu.interface import PagedRows
 
 CPU = torch.device("cpu")
 LAYERS = 2
-"""Of a pool; the checks use the second."""
+"""The layers of a pool. The checks use the second one."""
 SINGLE = 2.0**-16
 """The error of sums in float32, relative to the sum of absolute terms: 256 roundings.
 
-Terms of up to 14336 products have errors of unlike signs, so their root is what counts. TensorFloat-32, whose error is
-2^-11, is outside.
+Errors of up to 14336 products have random signs, so they grow with the square root of the count. The error of
+TensorFloat-32, 2^-11, is larger.
 """
 _ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """The largest relative error of a stored number. Triton's interpreter cuts bits off: twice as much."""
+    """The largest relative error of a stored number. Triton's interpreter truncates, which doubles it."""
     return _ROUNDING[dtype] * (2 if os.environ.get("TRITON_INTERPRET") == "1" else 1)
 
 
 def within(given: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> None:
-    """Fails if elements are further from float64 `expected` than `bound`. What is no number is."""
+    """Fails if elements differ from float64 `expected` by more than `bound`, or are NaN."""
     assert given.shape == expected.shape
     error = (given.double() - expected).abs()
     wrong = ~(error <= bound)
@@ -48,18 +48,18 @@ def within(given: torch.Tensor, expected: torch.Tensor, bound: torch.Tensor) -> 
 
 
 def nan(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> torch.Tensor:
-    """Memory in which nothing is a number."""
+    """Memory that holds only NaN."""
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
 def spaced(x: torch.Tensor) -> torch.Tensor:
-    """The same lines, with others' elements between them."""
+    """The same rows, with NaN between them."""
     return torch.cat((x, nan(*x.shape, dtype=x.dtype, device=x.device)), dim=1)[:, : x.shape[1]]
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """Memory that operators allocate begins without any number, as PyTorch does for deterministic algorithms."""
+    """Fills memory that operators allocate with NaN, as PyTorch does for deterministic algorithms."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.use_deterministic_algorithms(True, warn_only=True)
@@ -85,7 +85,7 @@ class Numbers:
         return torch.rand(shape, generator=self._generator, device=self.device)
 
     def below(self, most: int, *shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """Integers from 0 on."""
+        """Integers from 0 to `most` - 1."""
         return torch.randint(0, most, shape, generator=self._generator, device=self.device, dtype=dtype)
 
     def order(self, count: int) -> torch.Tensor:
@@ -93,7 +93,7 @@ class Numbers:
         return torch.randperm(count, generator=self._generator, device=self.device)
 
     def bits(self, count: int) -> torch.Tensor:
-        """int64 [count] with bits of every place."""
+        """Random int64 [count] in which any bit may be set."""
         high, low = self.below(1 << 32, 2, count).unbind(0)
         return (high << 32) + low
 
@@ -121,21 +121,21 @@ class Paged:
         device: torch.device = CPU,
         distinct: int = 0,
     ) -> Paged:
-        """Of rows that end at these positions; row i is in slot `len(ends) - 1 - i`.
+        """Makes rows that end at these positions. Row i is in slot `len(ends) - 1 - i`.
 
-        `distinct`: so many entries, of which every history is made; 0: none are alike.
+        `distinct`: the number of different entries of which histories consist. 0: all entries differ.
         """
         numbers = Numbers(device, seed)
         wide = -(-max(ends, default=1) // page_size) + 1
         count = wide * len(ends) + 3
         stride = LAYERS * page_size
-        # A layer is a view into a pool whose pages are pieces of all layers.
+        # A layer is a view of a pool whose pages hold all layers.
         whole = nan(count + 1, LAYERS, page_size, kv_heads, width, dtype=dtype, device=device)
         pool = whole.view(-1, kv_heads, width)[page_size:]
         given = numbers.order(count)[: wide * len(ends)].view(-1, wide).int()
         table = torch.full((len(ends) + 1, wide), -1, dtype=torch.int32, device=device)
         table[-1] = count
-        # The null page is real memory: what is read there must not be seen, but it may be anything.
+        # The null page is allocated too. Its content may be anything, and must not affect results.
         whole[count] = 7.0
         known = numbers.normal(distinct, kv_heads, width, dtype=dtype)
         histories = []
@@ -151,7 +151,7 @@ class Paged:
         return cls(histories, pool, table, page_size, stride, count)
 
     def rows(self, lengths: list[int], padding: int = 0) -> PagedRows:
-        """The rows as a step has them, with this many tokens each; padded rows have none."""
+        """The rows as a step has them, with these numbers of tokens. Padded rows have none."""
         device = self.pool.device
         ends = torch.tensor([len(history) for history in self.histories] + [0] * padding, device=device)
         slots = torch.tensor([*range(len(lengths) - 1, -1, -1), *[len(lengths)] * padding], device=device)

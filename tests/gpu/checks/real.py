@@ -1,7 +1,7 @@
-"""The checks of every operator at the shapes of published models.
+"""Checks of every operator at the shapes of published models.
 
-On a GPU all of them run with Triton's kernels. Those that are `small` run on a CPU too, with the operators' twins, so
-that no check waits for a GPU to be found wrong.
+On a GPU all of them run with Triton's kernels. The `small` ones also run on a CPU with the operators' twins. So no
+check needs a GPU to show its own mistakes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.gpu.checks.memory import Numbers, Paged
 from tests.hand.support import Sampling
 
 Check = Callable[[Kernels, torch.device, int], None]
-"""Operators, their device, and a seed."""
+"""The arguments are the operators, their device, and a seed."""
 TYPES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -61,11 +61,11 @@ PAGE = 16
 RANK, ROTARY, LATENT_HEADS, INDEX_HEADS, INDEX_DIM, TOP_K = 512, 64, 128, 64, 128, 2048
 """Sizes of DeepSeek V3.2. Scores are computed with heads of 192 elements."""
 EXPERTS, EACH, EXPERT_HIDDEN, EXPERT_INNER = 128, 8, 2048, 768
-"""Of Qwen3-30B-A3B."""
+"""Sizes of Qwen3-30B-A3B."""
 
 Rows = list[tuple[int, int]]
 STEPS: dict[str, tuple[Rows, tuple[int, int], bool]] = {
-    # Rows by start and length, padding in rows and tokens, and whether it is small.
+    # Rows by start and length, padding in rows and tokens, and whether a CPU's twin takes less than a second.
     "one decode row": ([(777, 1)], (0, 0), True),
     "few rows of both kinds": ([(70, 1), (0, 37), (15, 1), (100, 24), (0, 1)], (3, 5), True),
     "64 decode rows": ([(position * 97 % 3000, 1) for position in range(64)], (0, 0), False),
@@ -83,7 +83,7 @@ LATENT_STEPS: dict[str, tuple[Rows, tuple[int, int], bool]] = {
 
 
 def check_same_bits(operators: Kernels, device: torch.device, seed: int) -> None:
-    """A hundred runs at once give the same bits, whichever of the programs of a long row is the last."""
+    """A hundred runs in flight give the same bits, whichever program of a long row ends last."""
     numbers, rows = Numbers(device, seed), 24
     ends = [12000 if row % 8 == 3 else 200 + row for row in range(rows)]
     paged = Paged.make(ends, 8, 128, PAGE, seed, torch.bfloat16, device)
@@ -94,7 +94,7 @@ def check_same_bits(operators: Kernels, device: torch.device, seed: int) -> None
 
 
 def case(name: str, check: Callable[..., None], *args: Any, small: bool = False, **named: Any) -> Case:
-    """A check that takes `device` and `seed` by name."""
+    """A case of a check that takes `device` and `seed` by name."""
 
     def run(operators: Kernels, device: torch.device, seed: int) -> None:
         check(operators, *args, device=device, seed=seed, **named)
@@ -103,7 +103,7 @@ def case(name: str, check: Callable[..., None], *args: Any, small: bool = False,
 
 
 def attention() -> Iterator[Case]:
-    """Qwen3-8B has the heads of Llama-3.1-8B. Most of a GPU's time goes into compilation, so float32 has two models."""
+    """Qwen3-8B has the heads of Llama-3.1-8B. Compilation takes most of the time, so float32 has only two models."""
     for dtype, type_ in TYPES.items():
         for name in ("Llama-3.1-8B", "Qwen3-0.6B", "SmolLM2-135M"):
             if name == "Llama-3.1-8B" and dtype == torch.float32:
@@ -123,7 +123,7 @@ def attention() -> Iterator[Case]:
             shape = {"heads": (8, 4), "widths": (256, 0), "page_size": PAGE, "scale": 256**-0.5, "dtype": dtype}
             shape |= {"window": 1024, "cap": 50.0, "padding": padding}
             yield case(f"attend Gemma-2-2B {type_}: {step}", check_attend, rows, small=small, **shape)
-        # gpt-oss: every other layer has a window.
+        # In gpt-oss every other layer has a window.
         for step in ("few rows of both kinds", "64 decode rows", "a chunk beside decode rows"):
             rows, padding, small = STEPS[step]
             shape = {"heads": (64, 8), "widths": (64, 0), "page_size": PAGE, "scale": 64**-0.5, "dtype": dtype}
@@ -180,7 +180,7 @@ def of_layers() -> Iterator[Case]:
             args = tokens, Heads(16, 8, 128), 128, True, dtype
             what = f"rotate_and_keep Qwen3-0.6B {type_} in 8 bits: {tokens} tokens"
             yield case(what, eight_bits.check_8_bits, *args, small=tokens == 3)
-        # GLM-4.5-Air: half of a head turns, and there are more heads than a program takes.
+        # In GLM-4.5-Air half of each head is rotated. There are more heads than one program takes.
         args = 33, Heads(96, 8, 128), 64, True, dtype
         yield case(f"rotate_and_keep half a head {type_}", layers.check_rotate, *args, small=True)
 
@@ -188,7 +188,7 @@ def of_layers() -> Iterator[Case]:
 
 
 def of_states() -> Iterator[Case]:
-    """Recurrent layers: decode rows, and chunks beside them."""
+    """Recurrent layers, with decode rows alone and with chunks beside them."""
     steps: dict[str, tuple[list[int], tuple[int, int], bool]] = {
         "32 decode rows": ([1] * 32, (0, 0), False),
         "few rows of both kinds": ([1, 9, 1], (2, 4), True),
@@ -215,7 +215,7 @@ def of_states() -> Iterator[Case]:
 
 
 def of_adapters() -> Iterator[Case]:
-    """Adapters of several ranks, some tokens of the base, beside the fused products of two models."""
+    """Adapters of several ranks beside the fused products of two models. Some tokens have no adapter."""
     ranks = [16, 64, 8, 64, 1, 32, 64, 16]
     for dtype, type_ in TYPES.items():
         for name, model in MODELS.items():
@@ -233,7 +233,7 @@ def of_adapters() -> Iterator[Case]:
 
 
 def of_experts() -> Iterator[Case]:
-    """Few copies of an expert and many; a rank that has some of the experts; weights in their bits."""
+    """Few and many copies of an expert, a rank with some of the experts, and quantised weights."""
     sizes = EXPERT_HIDDEN, EXPERT_INNER
     kinds: dict[str, tuple[codes.Shape, codes.Shape]] = {
         "rows": ((sizes[0], sizes[0], 1, 0), (sizes[1], sizes[1], 1, 0)),
@@ -245,7 +245,7 @@ def of_experts() -> Iterator[Case]:
         for tokens in (1, 30, 700):
             args = tokens, EACH, EXPERTS, sizes, dtype
             yield case(f"experts {type_}: {tokens} tokens", experts.check_experts, *args)
-        # gpt-oss-20b: biases, and gates that are clamped. A CPU's twin has two experts.
+        # gpt-oss-20b has biases and clamped gates. The CPU's twin computes only two experts.
         clamped, sizes_of = experts.check_experts, (2880, 2880)
         yield case(f"experts gpt-oss {type_}: two", clamped, 3, 1, 2, sizes_of, dtype, clamped=True, small=True)
         for tokens in (1, 300):
@@ -260,7 +260,7 @@ def of_experts() -> Iterator[Case]:
 
 
 def products() -> Iterator[Case]:
-    """Matrices of Llama-3.1-8B and of Qwen3-0.6B, with a bias where rows are fewer."""
+    """Matrices of Llama-3.1-8B and of Qwen3-0.6B. Those with fewer rows than inputs have a bias."""
     matrices = {"Llama-3.1-8B": [(6144, 4096), (4096, 14336)], "Qwen3-0.6B": [(4096, 1024), (1024, 3072)]}
     kinds = {"rows": (None, 1, 0), "blocks": (128, 128, 0), "4 bits": (128, 1, 128), "4 bits of 32": (32, 1, 32)}
     for dtype, type_ in TYPES.items():
@@ -294,7 +294,7 @@ def of_sampling() -> Iterator[Case]:
             args = 16, model.vocabulary, dtype
             yield case(f"greedy {name} {type_}", sampling.check_greedy, *args, small=small)
         for spread in (0.01, 3.0):
-            # Flat distributions need more candidates than there is room for.
+            # Flat distributions have more candidates than fit.
             rows = 8 if small else 64
             check = sampling.check_random_draws
             yield case(f"draw {name}: spread {spread}", check, rows, model.vocabulary, spread, small=small)
@@ -312,7 +312,7 @@ SIZES = tables.Sizes(256, 32768, 16, 9999, 28 * 32, 151936)
 
 
 def check_plans(operators: Kernels, device: torch.device, seed: int) -> None:
-    """Three plans with new slots, short ones and ones of the maximum length, and with pages for them."""
+    """Three plans with new slots of short and maximum lengths, and with pages for them."""
     random = np.random.default_rng(seed)
     plans = []
     for lengths in ([17, 4000, 32768], [1, 2048], [9] * 40):
@@ -329,7 +329,7 @@ def check_plans(operators: Kernels, device: torch.device, seed: int) -> None:
 def check_rows(
     operators: Kernels, rows: int, chunk: int, more: tuple[int, int], device: torch.device, seed: int
 ) -> None:
-    """Rows of one token, and one row with a chunk, at random positions; `more` rows, and tokens of no row."""
+    """Rows of one token, and one row with a chunk, at random positions. `more`: padded rows, and tokens of no row."""
     random = np.random.default_rng(seed)
     slots, lengths = random.permutation(SIZES.slots)[:rows].tolist(), [chunk] + [1] * (rows - 1)
     planned = [
@@ -350,7 +350,7 @@ def of_tables() -> Iterator[Case]:
 def check_hot(
     operators: Kernels, hot: int, top_k: int, context: int, dtype: torch.dtype, device: torch.device, seed: int
 ) -> None:
-    """Steps of sparse slots; `hot` rows of each."""
+    """Steps of sparse slots with `hot` rows each."""
     width, page = RANK + ROTARY, 64
     sizes = sparse.RigSizes(page, 24, 2 * page, page * width + 128, width, 4, context)
     rig = sparse.Rig(hot, seed, sizes, dtype, device, operators.READS_HOST)
@@ -391,7 +391,7 @@ def _opened(operators: Kernels, device: torch.device, seed: int) -> None:
 
 
 def cases() -> list[Case]:
-    """All of them, the most telling first."""
+    """All cases. Those that most often show a mistake come first."""
     parts = (
         *(attention(), of_layers(), of_tables(), of_sampling(), of_experts(), products(), of_sparse()),
         *(of_states(), of_adapters()),

@@ -1,4 +1,4 @@
-"""Convolutions, recurrences and gated norms of packed rows against their definitions in float64."""
+"""Convolutions, recurrences and gated norms of packed rows, compared with their definitions in float64."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Lines:
-    """Rows with states in a table, some of which begin at position 0, and some of which keep a state before the end."""
+    """Rows with states in a table. Some begin at position 0, and some keep a state before the end."""
 
     rows: StateRows
     lengths: list[int]
@@ -42,11 +42,11 @@ class Lines:
     kept: list[int]
     target: list[int]
     count: int
-    """Lines of the table. The last one is for padding."""
+    """The number of lines in the table. The last one is for padding."""
 
     @classmethod
     def make(cls, lengths: list[int], padding: tuple[int, int], numbers: Numbers) -> Lines:
-        """Rows of these lengths, and additional padded rows and tokens of no row."""
+        """Makes rows of these lengths, and padding: further rows, and tokens of no row."""
         count, device = len(lengths), numbers.device
         order = numbers.order(2 * count + 1).tolist()
         fresh, apart = (numbers.below(2, count).tolist() for _ in range(2))
@@ -56,7 +56,7 @@ class Lines:
         more, nobody = padding
         null = 2 * count + 1
         places = torch.tensor([*zip(source, own, target, strict=True), *[(NO_STATE, null, null)] * more])
-        # Another column, as steps have one.
+        # A step's places have one more column.
         places = torch.cat((places, places[:, :1] * 0 + 77), dim=1).int().to(device)
         first = torch.tensor([0, *lengths, *[0] * more]).cumsum(0).int().to(device)
         tokens = sum(lengths) + nobody
@@ -65,7 +65,7 @@ class Lines:
         return cls(StateRows(first, of_token, places, chunks), lengths, source, own, target, null + 1)
 
     def table(self, numbers: Numbers, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """States in the lines that are read. In others nothing is a number."""
+        """States in the lines that are read, and NaN in all others."""
         table = nan(self.count, *shape, dtype=dtype, device=numbers.device)
         for line in self.source:
             if line != NO_STATE:
@@ -73,10 +73,10 @@ class Lines:
         return table
 
     def check_table(self, table: torch.Tensor, before: torch.Tensor) -> None:
-        """Lines of nobody are what they were."""
+        """Checks that no other line has changed."""
         ours = {*self.target, *self.kept, self.count - 1}
         others = [line for line in range(self.count) if line not in ours]
-        assert table[others].nan_to_num(7).equal(before[others].nan_to_num(7)), "another's state"
+        assert table[others].nan_to_num(7).equal(before[others].nan_to_num(7)), "states of other lines are unchanged"
 
 
 def check_convolve(
@@ -92,11 +92,11 @@ def check_convolve(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """With gates (`gated`) or a SiLU. Stored inputs are what they were, to the bit, unless they are products."""
+    """With gates (`gated`) or a SiLU. Stored inputs are copied to the bit, except where they are products."""
     numbers = Numbers(device, seed)
     lines = Lines.make(lengths, padding, numbers)
     tokens, used = len(lines.rows.of_token), sum(lengths)
-    # Parts of one projection.
+    # The parts of one projection.
     whole = spaced(numbers.normal(tokens, 3 * channels, dtype=dtype))
     behind, before, x = whole[:, : 3 * channels].split(channels, dim=1)
     weight = numbers.normal(channels, taps, dtype=dtype)
@@ -147,7 +147,7 @@ def check_recur(
     seed: int = 0,
     alike: bool = False,
 ) -> None:
-    """Outputs and states against the recurrence, a position at a time. `alike`: all keys of a row are one."""
+    """Compares outputs and states with the recurrence, one position at a time. `alike`: all keys of a row are equal."""
     numbers = Numbers(device, seed)
     lines = Lines.make(lengths, padding, numbers)
     tokens, keys, heads = len(lines.rows.of_token), shape.keys, shape.heads
@@ -166,7 +166,7 @@ def check_recur(
     with poisoned():
         of_strengths = spaced(b) if shape.delta else None
         out = operators.recur(spaced(mixed), spaced(a), of_strengths, weights, shape, table, lines.rows)
-    # Tiles of products are in the model's type; singles are float32.
+    # Products of tiles are in the model's type, and other operations are float32.
     share = 2.0**-13 if dtype == torch.float32 else 8 * rounding(dtype)
     begin = 0
     for row, length in enumerate(lengths):
@@ -190,7 +190,7 @@ def check_recur(
 def _expected(
     mixed: torch.Tensor, a: torch.Tensor, b: torch.Tensor, weights: StateWeights, shape: Heads, state: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs and sums of absolute terms [n, heads, value_dim], and the states before and behind the last position.
+    """Outputs and sums of absolute terms [n, heads, value_dim], and the states before and after the last position.
 
     All are float64.
     """
@@ -235,7 +235,7 @@ def check_gated_norm(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """Inputs of `tokens`, and of this many tokens of no row, whose result is 0. `shared`: one weight for all groups."""
+    """Inputs of `tokens`, and of `nobody` tokens of no row, whose results are 0. `shared`: groups share a weight."""
     numbers = Numbers(device, seed)
     y = numbers.normal(tokens + nobody, values) * 3
     gate = numbers.normal(tokens + nobody, values, dtype=dtype)

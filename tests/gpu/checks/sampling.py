@@ -1,4 +1,4 @@
-"""Sampling on the device: the same tokens as the layers' operators and the hand's sampler give for the same logits."""
+"""Sampling on the device gives the same tokens as the layers' operators and the hand's sampler for the same logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.gpu.checks.memory import CPU, Numbers, poisoned
 
 U64 = 1 << 64
 EDGE = 1e-6
-"""The distance from an edge, relative to the total, within which another order of sums may give another token."""
+"""The distance from an edge, relative to the total, within which the order of additions may change the token."""
 KINDS: list[dict[str, float]] = [
     {},
     {"temperature": 1.0},
@@ -49,7 +49,7 @@ def share(bits: torch.Tensor) -> float:
 
 
 def expected_token(logits: torch.Tensor, wishes: Wishes, row: int, u: float, more_p: float = 0.0) -> int:
-    """What the layers' operators give for a row, with another `u`, and with `top_p` changed by `more_p`."""
+    """The token that the layers' operators give for a row with `u`, after `more_p` is added to `top_p`."""
     line, temperature = logits[row : row + 1], wishes.temperature[row : row + 1]
     if temperature == 0:
         return int(line.argmax())
@@ -64,12 +64,12 @@ def expected_token(logits: torch.Tensor, wishes: Wishes, row: int, u: float, mor
 
 
 def expected_tokens(logits: torch.Tensor, wishes: Wishes) -> list[int]:
-    """What the layers' operators give, a row at a time."""
+    """The tokens that the layers' operators give, one row at a time."""
     return [expected_token(logits, wishes, row, share(wishes.bits[row])) for row in range(len(logits))]
 
 
 def check_draw(operators: Kernels, logits: torch.Tensor, wishes: Wishes, edge: float = 0.0) -> None:
-    """`edge`: the distance from an edge within which either token is right. 0: only one is."""
+    """`edge`: the distance from an edge within which both tokens are right. With 0 only one token is."""
     with poisoned():
         tokens, finite = operators.greedy(logits)
         operators.draw(logits, wishes, tokens)
@@ -90,7 +90,7 @@ def check_draw(operators: Kernels, logits: torch.Tensor, wishes: Wishes, edge: f
 def check_random_draws(
     operators: Kernels, rows: int, vocabulary: int, spread: float, device: torch.device = CPU, seed: int = 0
 ) -> None:
-    """Rows of every kind, one after the other; `spread` of the logits."""
+    """Draws rows of all kinds in turn. `spread` is the deviation of the logits."""
     numbers = Numbers(device, seed)
     logits = numbers.normal(rows, vocabulary) * spread
     wishes = wishes_of([KINDS[row % len(KINDS)] for row in range(rows)], numbers.bits(rows))
@@ -100,7 +100,7 @@ def check_random_draws(
 def check_greedy(
     operators: Kernels, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device = CPU, seed: int = 0
 ) -> None:
-    """The first of equal ones, in rows whose largest stands at both ends and elsewhere; what is not finite is told."""
+    """Largest logits are at both ends and elsewhere. The first of equal ones wins. Rows without numbers are found."""
     numbers = Numbers(device, seed)
     logits = numbers.normal(rows, vocabulary, dtype=dtype)
     expected = numbers.below(vocabulary, rows)
@@ -121,7 +121,7 @@ def check_greedy(
 
 
 def filled_tables(slots: int, device: torch.device, seed: int) -> tuple[Tables, StepBuffers]:
-    """Tables whose records are random, and as many rows as there are slots and a null slot."""
+    """Tables with random records, and a row for each slot and for the null slot."""
     numbers = Numbers(device, seed)
     tables, buffers = (
         Tables.make(slots, 40, 100, 4, 10, 8, device),
@@ -136,7 +136,7 @@ def filled_tables(slots: int, device: torch.device, seed: int) -> tuple[Tables, 
 
 
 def check_ask(operators: Kernels, slots: int = 3, device: torch.device = CPU, seed: int = 0) -> None:
-    """Parameters are read by slot, and random bits are those of the hand's host side."""
+    """Parameters are read by slot, and random bits equal those of the hand's host side."""
     tables, buffers = filled_tables(slots, device, seed)
     with poisoned():
         wishes = operators.ask(tables, buffers)
@@ -151,7 +151,7 @@ def check_ask(operators: Kernels, slots: int = 3, device: torch.device = CPU, se
 
 
 def check_keep(operators: Kernels, slots: int = 3, device: torch.device = CPU, seed: int = 0) -> None:
-    """Tokens are kept where their slots read them, and 0 in place of what is not finite."""
+    """Each token is stored where its slot reads it. A row that is not finite stores 0."""
     tables, buffers = filled_tables(slots, device, seed)
     tables.token_pool.fill_(-9)
     numbers = Numbers(device, seed + 1)
@@ -175,7 +175,7 @@ def check_keep(operators: Kernels, slots: int = 3, device: torch.device = CPU, s
 def check_likely(
     operators: Kernels, rows: int, vocabulary: int, most: int, device: torch.device = CPU, seed: int = 0
 ) -> None:
-    """The likeliest tokens in order, and log-probabilities of all that are told, against float64."""
+    """The likeliest tokens are in order, and all reported log-probabilities are compared with float64."""
     numbers = Numbers(device, seed)
     logits, tokens = numbers.normal(rows, vocabulary) * 4, numbers.below(vocabulary, rows, 1)
     exact = logits.double().log_softmax(dim=-1)
@@ -199,7 +199,7 @@ def penalised(logits: torch.Tensor, counts: torch.Tensor, penalties: torch.Tenso
 def check_penalise(
     operators: Kernels, rows: int, penalised_rows: int, vocabulary: int, device: torch.device = CPU, seed: int = 0
 ) -> None:
-    """Some rows, with counts in lines of any order; the others stay to the bit."""
+    """Some rows have counts, in lines of any order. The others are unchanged to the bit."""
     numbers = Numbers(device, seed)
     logits = numbers.normal(rows, vocabulary) * 4
     own, lines = numbers.order(rows)[:penalised_rows], numbers.order(penalised_rows + 3)[:penalised_rows]
@@ -216,7 +216,7 @@ def check_penalise(
 
 
 def by_slot(slots: int, vocabulary: int, numbers: Numbers, device: torch.device) -> tuple[Tables, StepBuffers]:
-    """Tables without records, and as many rows as there are slots and a null slot, in any order."""
+    """Tables without records, and a row for each slot and for the null slot, in random order."""
     tables, buffers = (
         Tables.make(slots, 40, vocabulary, 4, 10, 8, device),
         StepBuffers.make(slots + 1, slots + 1, device),
@@ -226,14 +226,14 @@ def by_slot(slots: int, vocabulary: int, numbers: Numbers, device: torch.device)
 
 
 def lines_of(buffers: StepBuffers, numbers: Numbers) -> torch.Tensor:
-    """A line of each row, int32 [r], or -1: of the null slot, and of some others."""
+    """The line of each row, int32 [r]. The null slot's row and some others have no line (-1)."""
     rows = len(buffers.sampling)
     nobody = (buffers.sampling == rows - 1) | (numbers.below(3, rows) == 0)
     return numbers.order(rows).int().masked_fill(nobody, -1)
 
 
 def check_adjust(operators: Kernels, slots: int, vocabulary: int, device: torch.device = CPU, seed: int = 0) -> None:
-    """Penalties are read by slot, and counts by line; rows without a line stay to the bit, and logits too."""
+    """Penalties are read by slot, and counts by line. Rows without a line are unchanged to the bit."""
     numbers = Numbers(device, seed)
     tables, buffers = by_slot(slots, vocabulary, numbers, device)
     columns = [SlotFloats.REPETITION_PENALTY, SlotFloats.PRESENCE_PENALTY, SlotFloats.FREQUENCY_PENALTY]
@@ -257,11 +257,11 @@ def check_adjust(operators: Kernels, slots: int, vocabulary: int, device: torch.
 def check_count_tokens(
     operators: Kernels, rows: int, vocabulary: int, device: torch.device = CPU, seed: int = 0
 ) -> None:
-    """Each row's token is one more in its line, in both halves."""
+    """Adds each row's token to its line, in both halves."""
     numbers = Numbers(device, seed)
     lines = numbers.order(rows).int().masked_fill(numbers.below(3, rows) == 0, -1)
     tokens = numbers.below(vocabulary, rows).int()
-    # Ends of lines are neighbours of others.
+    # The end of a line is next to another line.
     tokens[: rows // 3] = vocabulary - 1
     counts = numbers.below(9, rows, 2, vocabulary).int()
     expected = counts.clone()
@@ -275,7 +275,7 @@ def check_count_tokens(
 def check_tell_likely(
     operators: Kernels, slots: int, vocabulary: int, device: torch.device = CPU, seed: int = 0
 ) -> None:
-    """Each slot gets as many of the likeliest tokens as its record asks for, against float64."""
+    """Each slot gets as many of the likeliest tokens as its record says. Values are compared with float64."""
     numbers = Numbers(device, seed)
     tables, buffers = by_slot(slots, vocabulary, numbers, device)
     asked = numbers.below(2 + MOST_LIKELY, slots).int() - 1

@@ -1,4 +1,4 @@
-"""Sparse attention: what queries choose, and where chosen positions are found."""
+"""Sparse attention: which positions queries choose, and where chosen positions are found."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def check_choose(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """Rows are (start, length). With `distinct` keys many scores are equal, and the lower positions have to win.
+    """Rows are (start, length). With `distinct` keys many scores are equal, and the lower positions must win.
 
-    Scores that float32 can't tell from the last of the best may be chosen or not.
+    Scores may be chosen or not if float32 cannot distinguish them from the last of the best.
     """
     ends, lengths = [start + length for start, length in rows], [length for _, length in rows]
     paged = Paged.make(ends, 1, dim, page_size, seed, dtype, device, distinct)
@@ -48,7 +48,7 @@ def check_choose(
     assert chosen.shape == (len(q), top_k)
     at = 0
     for history, length in zip(paged.histories, lengths, strict=True):
-        # Of keys that are equal there is one score.
+        # Equal keys have one score, so it is computed once.
         keys, which = history[:, 0].double().unique(dim=0, return_inverse=True)
         products = torch.einsum("nhd,sd->nhs", q[at : at + length].double(), keys).relu()
         scores = torch.einsum("nhs,nh->ns", products, weights[at : at + length].double())[:, which]
@@ -63,11 +63,11 @@ def check_choose(
 def _check_best(
     chosen: torch.Tensor, scores: torch.Tensor, error: torch.Tensor, which: torch.Tensor, top_k: int
 ) -> None:
-    """`which` key each of the positions has; `error` of the scores."""
+    """`which`: the key of each position. `error`: the errors of the scores."""
     kept = min(top_k, len(scores))
     assert chosen[kept:].eq(-1).all()
     best = chosen[:kept].long()
-    assert bool((best[1:] > best[:-1]).all()), "ascending, each once"
+    assert bool((best[1:] > best[:-1]).all()), "positions ascend, and none occurs twice"
     assert bool((best >= 0).all())
     assert bool((best < len(scores)).all())
     among = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
@@ -75,7 +75,7 @@ def _check_best(
     least = scores.topk(kept).values[-1]
     assert not (among & (scores < least - 2 * error)).any()
     assert not (~among & (scores > least + 2 * error)).any()
-    # For each key, the first position that is left out: none after it is kept.
+    # For each key, the first position that was not kept. No later position of this key may be kept.
     position = torch.arange(len(scores), device=scores.device)
     left_out = torch.full((int(which.max()) + 1,), len(scores), device=scores.device)
     left_out.scatter_reduce_(0, which[~among], position[~among], "amin")
@@ -99,7 +99,7 @@ SMALL = RigSizes()
 
 
 class Rig:
-    """Slots whose positions are all in the host's memory, some on pages of the device too, the rest in hot rows."""
+    """Slots whose positions are all in the host's memory. Some are also on device pages, and others in hot rows."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Rig:
         device: torch.device = CPU,
         reads_host: bool = True,
     ) -> None:
-        """`reads_host`: the device gets the host's memory, pinned, and no copy of it."""
+        """`reads_host`: the device reads the host's pinned memory itself, instead of a copy."""
         self.sizes, self.device, self.random = sizes, device, random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         slots, page = sizes.slots, sizes.page
@@ -133,23 +133,23 @@ class Rig:
         self.pages = SparsePages(
             page_table, host_table, hot_rows, clock.to(device), page, sizes.stride, null_page=total - 1
         )
-        # Lines with one element more than anybody reads.
+        # Lines have one element more than is ever read.
         line = torch.full((slots + 1, hot + 1), -1, dtype=torch.int32, device=device)
-        # What no owner confirms may be anything.
+        # Entries without a matching owner may have any value.
         row_of = torch.zeros(slots + 1, sizes.context + 1, dtype=torch.int16).random_(-5, 40, generator=generator)
         self.group = HotRows(row_of.to(device), line, torch.zeros_like(line), hot)
         self.last: list[dict[int, int]] = [{} for _ in range(slots)]
-        """When each position that has a hot row was used."""
+        """By slot, each position in a hot row with its last use."""
 
     def rows(self, slot: int, positions: list[int]) -> torch.Tensor:
-        """What positions' rows hold, [positions, width]."""
+        """The content of the positions' rows, [positions, width]."""
         sizes, position = self.sizes, torch.tensor(positions, dtype=torch.int64, device=self.device)
         host = self.pages.host_table[slot].long()[position // sizes.page]
         at = host * sizes.host_stride + position % sizes.page * sizes.width
         return self._known[at[:, None] + torch.arange(sizes.width, device=self.device)]
 
     def move_pages(self) -> None:
-        """Other pages are on the device."""
+        """Replaces the pages that are on the device."""
         sizes = self.sizes
         self.pages.page_table[: sizes.slots] = -1
         taken = set()
@@ -163,7 +163,7 @@ class Rig:
                 self.pool[begin : begin + sizes.page] = self.rows(slot, positions)
 
     def step(self, operators: Kernels, wanted: dict[int, list[int]], top_k: int, padding: int = 0) -> None:
-        """Finds the positions that slots want, and checks them and what is remembered of them."""
+        """Finds the positions that slots want, and checks the results and the state."""
         sizes = self.sizes
         self.pages.clock[list(wanted)] += 1
         chosen = torch.full((len(wanted) + padding, top_k), -1, dtype=torch.int32)
@@ -204,7 +204,7 @@ class Rig:
 
 
 def check_found(operators: Kernels, rig: Rig, steps: int, top_k: int, working: int) -> None:
-    """Steps of slots that want `top_k` of `working` positions, or one; the positions and the pages change slowly."""
+    """In each step slots want `top_k` of `working` positions, or one. Both sets and pages change slowly."""
     sizes = rig.sizes
     sets = {slot: rig.random.sample(range(sizes.context), working) for slot in range(sizes.slots)}
     for step in range(steps):
@@ -219,7 +219,7 @@ def check_found(operators: Kernels, rig: Rig, steps: int, top_k: int, working: i
 
 
 def check_opened(operators: Kernels, device: torch.device = CPU) -> None:
-    """Plans open and close hot rows, of the slots that they name and of no other."""
+    """Plans open and close hot rows only of the slots that they name."""
     slots, pages = SMALL.slots, SMALL.pages
     rig = Rig(8, 5, device=device)
     rig.group.owner.fill_(3)

@@ -1,4 +1,4 @@
-"""Plans applied and prepared on the device, against the hand's own tables and a loop over positions."""
+"""Plans applied and prepared on the device, compared with the hand's own tables and a loop over positions."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Sizes:
 
     @cached_property
     def config(self) -> RunnerConfig:
-        """Of a hand with these tables."""
+        """The config of a hand with these tables."""
         model = hf_config(FAMILIES["llama"][1], "LlamaForCausalLM")
         model |= {"max_position_embeddings": max(128, self.context), "vocab_size": self.vocabulary}
         changes = {"slots": self.slots, "context_length": self.context, "page_size": self.page}
         return RunnerConfig.from_dict(wire_config(model, **changes))
 
     def tables(self, device: torch.device = CPU) -> Tables:
-        """Tables of unknown tokens."""
+        """Tables whose tokens are all unknown."""
         sizes = self.slots, self.context, self.vocabulary, self.page, self.pages, self.stride
         tables = Tables.make(*sizes, device)
         tables.token_pool[: self.slots] = UNKNOWN
@@ -71,7 +71,7 @@ def errors_of(device: torch.device = CPU) -> torch.Tensor:
 
 
 def received(plan: Plan, arena_tokens: Int32s | None = None, device: torch.device = CPU) -> Received:
-    """A plan in a buffer with other words after it."""
+    """A plan in a buffer, with other words after it."""
     body = np.concatenate((plan.body, np.full(40, UNKNOWN, np.int32)))
     arena = np.zeros(1, np.int32) if arena_tokens is None else arena_tokens
     words, columns, tokens = (torch.from_numpy(part).to(device) for part in (body, places(plan), arena))
@@ -86,9 +86,9 @@ def apply(operators: Kernels, given: Received, tables: Tables, errors: torch.Ten
 def check_applied(
     operators: Kernels, plans: list[dict[str, Any]], sizes: Sizes = SMALL, device: torch.device = CPU
 ) -> None:
-    """Plans are applied as the hand does.
+    """Applies plans on the device, and compares the tables with the hand's.
 
-    A plan has `slots` (tokens, true if they are in the arena, sampling) by number, and `pages` by slot and index.
+    A plan has `slots` by number (tokens, true if they are in the arena, sampling), and `pages` by slot and index.
     """
     expected, tables, errors = (
         SlotTables(sizes.config, sizes.vocabulary, _HOST),
@@ -121,7 +121,7 @@ def check_applied(
 
 
 def prepare(operators: Kernels, rows: list[Row], tables: Tables, padded: tuple[int, int]) -> tuple[StepBuffers, int]:
-    """Buffers of as many rows and tokens, and the errors."""
+    """Prepares rows in buffers for so many rows and tokens. Gives the buffers and the errors."""
     device = tables.token_pool.device
     plan = Plan(rows=np.array(rows, np.int32).reshape(-1, 4)).staged()
     buffers, errors = StepBuffers.make(*padded, device), errors_of(device)
@@ -140,7 +140,7 @@ def check_prepared(
     sizes: Sizes = SMALL,
     device: torch.device = CPU,
 ) -> None:
-    """`more` rows and tokens than the plan has."""
+    """`more`: the rows and tokens of padding."""
     tables = sizes.filled(np.random.default_rng(seed), device)
     total = sum(length for _, _, length, _ in rows)
     size = len(rows) + more[0], total + more[1]
@@ -177,7 +177,7 @@ def check_prepared(
 
 
 def check_move_words(operators: Kernels, count: int, device: torch.device = CPU, seed: int = 0) -> None:
-    """Words are copied to the device and back; the words after them do not change."""
+    """Copies words to the device and back. The words after them are unchanged."""
     here = Numbers(torch.device("cpu"), seed).bits(count).int()
     back, there = (
         torch.full((count + 9,), UNKNOWN, dtype=torch.int32),

@@ -1,4 +1,4 @@
-"""Has Triton compile launches for a GPU that is not there, on the way that a GPU's own launches go."""
+"""Makes Triton compile launches for a GPU that the machine lacks, in the same way as a GPU's own launches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Compiled:
     name: str
     registers: int
     stack: int
-    """Bytes: what registers do not hold is spilled there."""
+    """Bytes of the stack, to which registers are spilled."""
     local: int
     shared: int
     warps: int
@@ -36,7 +36,7 @@ class Compiled:
 
     @classmethod
     def of(cls, name: str, kernel: Any, folder: Path) -> Compiled:
-        """What the tools say of a compiled kernel."""
+        """The resources of a compiled kernel, as CUDA's tool reports them."""
         binary = folder / "kernel.cubin"
         binary.write_bytes(kernel.asm["cubin"])
         said = subprocess.run([_TOOL, "-res-usage", binary], check=True, capture_output=True, text=True).stdout
@@ -47,13 +47,13 @@ class Compiled:
 
     @property
     def together(self) -> int:
-        """Programs that a processor of a Hopper holds at a time, by their registers, shared memory and warps."""
+        """How many programs a Hopper's multiprocessor holds at once, by their registers, shared memory and warps."""
         registers = -(-self.registers // 8) * 8 * 32 * self.warps
         return min((64 << 10) // registers, (228 << 10) // (self.shared + 1024), 64 // self.warps, 32)
 
 
 class Absent:
-    """A driver of a GPU that is not there."""
+    """A driver of a GPU that the machine lacks."""
 
     def __init__(self, arch: int) -> None:
         self._target = GPUTarget("cuda", arch, 32)
@@ -62,7 +62,7 @@ class Absent:
         return self._target
 
     def get_current_device(self) -> int:
-        # Kernels are kept by device: an architecture is one.
+        # Triton keeps kernels by device, so each architecture is a device.
         return int(self._target.arch)
 
     def get_current_stream(self, device: int) -> int:
@@ -71,7 +71,7 @@ class Absent:
 
 @dataclass
 class Compiler:
-    """Keeps what was compiled, by the kernel that Triton keeps."""
+    """Keeps the report on each kernel that Triton has compiled."""
 
     folder: Path
     _known: dict[int, Compiled] = field(default_factory=dict)
@@ -80,13 +80,13 @@ class Compiler:
     @classmethod
     @contextmanager
     def begin(cls, folder: Path) -> Iterator[Compiler]:
-        """With an empty cache in a folder; nothing that an earlier run has left says anything."""
+        """Uses an empty cache in a folder, so that no result of an earlier run counts."""
         with triton.knobs.cache.scope():
             triton.knobs.cache.dir = str(folder)
             yield cls(folder)
 
     def compile(self, arch: int, operators: Callable[[], object]) -> list[Compiled]:
-        """Every variant that operators on tensors of the device `meta` would launch on a GPU."""
+        """Compiles every variant that operators on `meta` tensors would launch on a GPU."""
         found: dict[int, Compiled] = {}
 
         def getitem(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -102,7 +102,7 @@ class Compiler:
 
     def _look(self, name: str, kernel: Any) -> Compiled:
         if id(kernel) not in self._known:
-            # Kept, so that no other gets the same id.
+            # The kernel is kept, so that no other one gets its id.
             self._kernels.append(kernel)
             self._known[id(kernel)] = Compiled.of(name, kernel, self.folder)
         return self._known[id(kernel)]

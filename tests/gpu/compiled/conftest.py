@@ -1,4 +1,4 @@
-"""Kernels compiled for GPUs that are not there."""
+"""Compiles kernels for GPUs that the machine lacks."""
 
 from __future__ import annotations
 
@@ -20,6 +20,6 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
-    """Compiles what operators launch, each variant once a run."""
+    """Compiles the kernels that operators launch, each variant once in a run."""
     with Compiler.begin(tmp_path_factory.mktemp("triton")) as begun:
         yield begun

@@ -1,4 +1,4 @@
-"""Every variant of a kernel compiles, holds everything in registers, and fits the memory that its GPU has."""
+"""Every variant of a kernel compiles, spills no register, and fits the shared memory of its GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.gpu.compiled.variants import all_variants, attend_step, hot_step, mix
 from tests.gpu.shapes import QWEN3_0_6B, TOP_K
 
 VARIANTS = all_variants()
-# One a kernel: models of other sizes are other constants.
+# One variant of each kernel. Models of other sizes differ only in constants.
 FEW = [
     *(f"Qwen3-0.6B: {name}" for name in ("chunks", "layer", "tables", "sampling")),
     "Qwen3-30B-A3B: experts",
@@ -28,7 +28,7 @@ FEW = [
     *(f"8-bit KV of Qwen3-0.6B: {name}" for name in ("decode", "chunks", "layer")),
 ]
 _WAITS = re.compile(r"cp\.async\.wait_group\s+(\d+)")
-# On Hopper these products take 64 rows and more, which only its own instruction multiplies fast.
+# On Hopper these products have at least 64 rows, which only its own instruction multiplies fast.
 LARGE_PRODUCTS = {"chunks_kernel", "gate_up_kernel", "down_kernel", "scores_kernel", "product_kernel"}
 
 
@@ -61,7 +61,7 @@ def test_large_products_use_the_large_instruction(name: str, compiler: Compiler)
     "name", ["Qwen3-0.6B: decode", "8-bit KV of Qwen3-0.6B: decode", "DeepSeek-V3.2: latent decode"]
 )
 def test_decodes_load_while_they_compute(name: str, compiler: Compiler) -> None:
-    """A wait for 0 copies within the loop would leave no load in flight. Only the wait behind the loop is for all."""
+    """A wait for 0 copies inside the loop would leave no load in flight. Only the wait after the loop has 0."""
     kernels = [kernel for kernel in compiler.compile(90, VARIANTS[name]) if kernel.name == "decodes_kernel"]
     assert kernels
     for kernel in kernels:
@@ -81,7 +81,7 @@ ROOM_FOR = {
     ("Qwen3-0.6B: sampling", "adjust_kernel"): 8,
     ("Qwen3-0.6B: sampling", "chunks_kernel"): 4,
 }
-"""Programs at a time of a processor, of which an H100 has 132. Of decode rows as many as `Tiles.programs` counts on."""
+"""How many programs a multiprocessor must hold at once. For decode rows `Tiles.programs` assumes this number."""
 
 
 @pytest.mark.parametrize(("name", "kernel"), ROOM_FOR)
@@ -112,9 +112,9 @@ def test_8_bit_floats_are_read_by_an_instruction_where_there_is_one(arch: int, c
 
 
 def test_other_lengths_compile_nothing_more(compiler: Compiler) -> None:
-    """Numbers that change from step to step are no constants: multiples of 16 and others are one variant.
+    """Numbers that change from step to step are no constants. One variant is for multiples of 16, and one for others.
 
-    A step of one token has variants of its own, whose kernels overlap.
+    A step of one token has its own variants, whose kernels overlap.
     """
     compiler.compile(90, lambda: mixed_step(48, 4))
     compiler.compile(90, lambda: mixed_step(1, 1))
@@ -125,7 +125,7 @@ def test_other_lengths_compile_nothing_more(compiler: Compiler) -> None:
 
 
 def test_other_numbers_of_pages_compile_nothing_more(compiler: Compiler) -> None:
-    """A start measures a step with one page, then takes as many as fit. What was compiled serves both."""
+    """A start measures a step with one page, and then takes as many pages as fit. The same variants serve both."""
 
     def step(pages: int) -> None:
         mixed_step(48, 4, pages)
@@ -141,8 +141,8 @@ def test_other_numbers_of_pages_compile_nothing_more(compiler: Compiler) -> None
 
 @pytest.mark.parametrize("most", [6, 200])
 def test_graphs_have_every_variant_of_steps_beside_them(most: int, compiler: Compiler) -> None:
-    """Rows of one token are read in parts, whose number is a constant. Steps beside graphs have as few rows."""
-    # Heads of no other test: their variants are not known yet.
+    """The number of a row's parts is a constant. Steps without a graph use only variants that graphs have compiled."""
+    # No other test has these numbers of heads, so their variants are not compiled yet.
     model = replace(QWEN3_0_6B, heads=8 * {6: 3, 200: 5}[most])
     for size in (*(Size(rows, rows, mixed=False) for rows in decode_rows(most)), *mixed_sizes(most, 8192)):
         compiler.compile(90, partial(attend_step, model, size.tokens, size.rows, size.mixed))
@@ -153,7 +153,7 @@ def test_graphs_have_every_variant_of_steps_beside_them(most: int, compiler: Com
 
 
 def test_rows_that_no_graph_has_compile(compiler: Compiler) -> None:
-    """The test above would see it: a hand without graphs compiles when it first has so many rows."""
+    """Shows that the test above would notice a new variant: without graphs, a new number of rows compiles one."""
     model = replace(QWEN3_0_6B, kv_heads=4)
     compiler.compile(90, partial(attend_step, model, 1, 1, False))
     before = COMPILATIONS.count
@@ -168,7 +168,7 @@ def test_a_compilation_while_serving_is_an_error(compiler: Compiler) -> None:
     assert counted > 0
     COMPILATIONS.seal()
     try:
-        # What is known goes on, and an architecture is a device of its own.
+        # Known variants still run. Another architecture is another device.
         compiler.compile(90, operators)
         with pytest.raises(CompiledWhileServingError, match="slots_kernel"):
             compiler.compile(86, operators)

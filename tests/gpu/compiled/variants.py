@@ -1,4 +1,4 @@
-"""What a hand launches, by model and step: the variants that a GPU has to have before it serves."""
+"""The launches of a hand, by model and step: the variants that a GPU needs before it serves requests."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ def rows_of(
 
 
 def pool_of(model: Model) -> torch.Tensor:
-    """Keys or values of a layer."""
+    """The keys or values of a layer."""
     return meta(4000, model.kv_heads, model.dim, dtype=model.kv_dtype)
 
 
 def attention(model: Model) -> Iterator[tuple[str, Operators]]:
-    """Rows of one token in as many parts as there are, and chunks."""
+    """Rows of one token in each possible number of parts, and chunks."""
     stride = model.layers * 2 * model.page_size
     pool = pool_of(model)
 
     def attend(count: int, chunks: bool) -> object:
-        # As heads lie in a projection that is fused.
+        # The heads are a part of a fused projection.
         heads = meta(count, model.heads + 2 * model.kv_heads, model.dim, dtype=model.dtype)[:, : model.heads]
         rows = rows_of(count, model.page_size, stride, decodes=not chunks, chunks=chunks)
         return kernels.attend(heads, pool, pool, rows, 0.1)
 
-    # Of one model all numbers of parts, of others the most and the least.
+    # One model has all numbers of parts, and the others have the least and the most.
     counts = (1, 2, 4, 8, 16, 32, 64, 256) if model == QWEN3_0_6B else (1, 256)
     yield "decode", lambda: [attend(count, False) for count in counts]
     yield "chunks", lambda: attend(2048, True)
 
 
 def attend_step(model: Model, tokens: int, rows: int, chunks: bool, pages: int = PAGES) -> None:
-    """The attention of a step of so many tokens and rows; `chunks`: rows may have several tokens."""
+    """The attention of a step with so many tokens and rows. `chunks`: rows may have several tokens."""
     pool = meta(4000, model.kv_heads, model.dim, dtype=model.dtype)
     stride = model.layers * 2 * model.page_size
     paged = rows_of(rows, model.page_size, stride, decodes=True, chunks=chunks, pages=pages)
@@ -103,7 +103,7 @@ def layer(model: Model) -> Iterator[tuple[str, Operators]]:
 
 @dataclass(frozen=True)
 class Codes:
-    """A matrix in its bits."""
+    """A matrix of quantised weights."""
 
     codes: torch.Tensor
     scale: torch.Tensor
@@ -115,7 +115,7 @@ class Codes:
 
     @classmethod
     def make(cls, rows: int, inputs: int, group: int, block_rows: int = 1, fold: int = 0) -> Codes:
-        """Without memory."""
+        """Makes a matrix without memory."""
         groups, byte = -(-inputs // group), torch.uint8
         scale = meta(-(-rows // block_rows), groups, dtype=torch.float32)
         codes = meta(rows, inputs // 2 if fold else inputs, dtype=byte)
@@ -123,11 +123,11 @@ class Codes:
 
 
 KINDS = {"rows": (None, 1, 0), "blocks": (128, 128, 0), "4 bits": (128, 1, 128), "4 bits of 32": (32, 1, 32)}
-"""Inputs of a group, rows of a block, and neighbours that are folded."""
+"""Inputs in a group (None: all), rows in a block, and inputs that are folded together."""
 
 
 def quantised(name: str, dtype: torch.dtype, experts_of: int = 128, each: int = 8) -> Iterator[tuple[str, Operators]]:
-    """Products of few tokens and of many: dense ones of Llama-3.1-8B, experts of Qwen3-30B-A3B."""
+    """Products of few tokens and of many: dense products of Llama-3.1-8B, and experts of Qwen3-30B-A3B."""
 
     def dense(group: int | None, block_rows: int, fold: int) -> None:
         for tokens in (1, 2048):
@@ -152,7 +152,7 @@ def quantised(name: str, dtype: torch.dtype, experts_of: int = 128, each: int = 
 
 
 def activations() -> None:
-    """As many inputs as a program holds at once, and more."""
+    """As many inputs as one program holds at once, and more."""
     for inputs in (1024, 4096):
         kernels.quantise(meta(64, inputs, dtype=torch.bfloat16))
 
@@ -197,7 +197,7 @@ def state_rows(rows: int, tokens: int, chunks: bool) -> StateRows:
 
 
 def recurrent_step(name: str, dtype: torch.dtype, tokens: int, rows: int, chunks: bool) -> None:
-    """A recurrent layer of a published model between its projections."""
+    """A recurrent layer of a published model, without its projections."""
     values = published()[name]
     shape, (norm, size), floats = values["shape"], values["norm"], torch.float32
     of_rows, width = state_rows(rows, tokens, chunks), shape.heads * shape.value_dim
@@ -216,14 +216,14 @@ def recurrent_step(name: str, dtype: torch.dtype, tokens: int, rows: int, chunks
 
 
 def short_convolution(dtype: torch.dtype, chunks: bool) -> None:
-    """LFM2."""
+    """The convolution of LFM2."""
     parts = meta(64, 3 * 2048, dtype=dtype).split(2048, dim=1)
     weight, table = meta(2048, 3, dtype=dtype), meta(99, 2, 2048, dtype=dtype)
     kernels.convolve(parts[2], weight, None, table, state_rows(64, 64, chunks), gates=(parts[1], parts[0]))
 
 
 def recurrences(dtype: torch.dtype) -> Iterator[tuple[str, Operators]]:
-    """By model: decode rows and chunks."""
+    """The states of each model, for decode rows and for chunks."""
     for name in published():
         yield f"{name}: decode rows", partial(recurrent_step, name, dtype, 64, 64, False)
         yield f"{name}: states of chunks", partial(recurrent_step, name, dtype, 2048, 64, True)
@@ -238,7 +238,7 @@ def adapters(model: Model, rank: int, counts: tuple[int, ...] = (1, 2048), place
 
 
 def adapters_of(model: Model, rank: int, tokens: int, places: int) -> None:
-    """The same for so many tokens."""
+    """Adapters beside the products of a layer, for so many tokens."""
     queries, keys = model.heads * model.dim, model.kv_heads * model.dim
     of_step = PlacedTokens(meta(tokens))
     products = (
@@ -254,7 +254,7 @@ def adapters_of(model: Model, rank: int, tokens: int, places: int) -> None:
 
 
 def sample_by_slot(model: Model, rows: int, logits: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Penalties and log-probabilities in a graph."""
+    """Penalties and log-probabilities, as graphs compute them."""
     stride = model.layers * 2 * model.page_size
     found = Tables.make(256, 32768, model.vocabulary, model.page_size, PAGES, stride, META)
     buffers, lines, counts = StepBuffers.make(rows, rows, META), meta(rows), meta(256, 2, model.vocabulary)
@@ -264,7 +264,7 @@ def sample_by_slot(model: Model, rows: int, logits: torch.Tensor, tokens: torch.
 
 
 def step(model: Model) -> Iterator[tuple[str, Operators]]:
-    """What surrounds the layers."""
+    """The operators before and after the layers."""
 
     def tables() -> None:
         stride = model.layers * 2 * model.page_size
@@ -291,7 +291,7 @@ def step(model: Model) -> Iterator[tuple[str, Operators]]:
 
 
 def latent(dtype: torch.dtype) -> Iterator[tuple[str, Operators]]:
-    """DeepSeek V3.2: 128 heads on one row a position, which an index chooses."""
+    """DeepSeek V3.2: 128 heads share one row for each position, and an index chooses positions."""
     page, stride = 64, 61 * 64
     pool = meta(4000, 1, RANK + ROTARY, dtype=dtype)
 
@@ -346,7 +346,7 @@ def hot_step(hot: int, count: int = PAGES) -> None:
 
 
 def mixed_step(tokens: int, rows: int, pages: int = PAGES) -> None:
-    """What depends on the numbers of tokens and rows of a step, and of pages, once each."""
+    """Runs once each operator whose launch depends on the numbers of tokens, rows or pages of a step."""
     model, page, stride = QWEN3_0_6B, 16, 28 * 32
     half = meta(tokens, 1024, dtype=torch.bfloat16)
     kernels.add_norm(half, half, half[0], 1e-5)
@@ -355,7 +355,7 @@ def mixed_step(tokens: int, rows: int, pages: int = PAGES) -> None:
     pool = meta(4000, 8, 128, dtype=torch.bfloat16)
     paged = rows_of(rows, page, stride, decodes=False, chunks=True, pages=pages)
     kernels.attend(heads, pool, pool, paged, 0.1)
-    # Tiles of few tokens and of many are two variants, and a step of either kind is ready for both.
+    # Few tokens and many use two variants of tiles. A step of either kind compiles both.
     for some in (half, half[:16]):
         kernels.product(some, Codes.make(512, 1024, 128, 128), None)
     kernels.quantise(half)
@@ -382,7 +382,7 @@ def mixed_step(tokens: int, rows: int, pages: int = PAGES) -> None:
 
 
 def all_variants() -> dict[str, Operators]:
-    """By name."""
+    """All operators by name."""
     found: dict[str, Operators] = {}
     for model in MODELS:
         for part in (attention(model), layer(model), step(model)):
@@ -406,7 +406,7 @@ def all_variants() -> dict[str, Operators]:
     wide = Model("heads of 256", 3072, 8192, 16, 8, 256, 256000, 28, 256)
     wide_ones = [wide, replace(wide, name="heads of 256 in float32", dtype=torch.float32)]
     of_bytes = [replace(model, name=f"8-bit KV of {model.name}", eight_bits=True) for model in (*MODELS, *wide_ones)]
-    # Of models of one width and type the first says it.
+    # Models with heads of one width and one type share these variants, so one of them is enough.
     of_bytes = [model for model in of_bytes if not model.name.endswith(("8B", "A3B", "Air"))]
     for model in (*wide_ones, *of_bytes):
         found |= {f"{model.name}: {name}": operators for name, operators in attention(model)}

@@ -1,4 +1,4 @@
-"""Kernels in Triton's interpreter. It has to be chosen before Triton is imported, so these tests have their own run."""
+"""Runs kernels in Triton's interpreter, which must be chosen before Triton is imported. So these tests run alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.gpu.support import counted, mutate
 __all__ = ["mutate"]
 
 MOST_PROGRAMS = 600
-"""A program takes the interpreter 1 to 10 ms: more of them say little more, and all tests have 90 s."""
+"""The limit of programs in a test. A program takes the interpreter 1 to 10 ms, and all tests together have 90 s."""
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise pytest.UsageError("kernels are interpreted only where TRITON_INTERPRET is 1: make test-triton")
@@ -27,5 +27,5 @@ def _few_programs() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # The interpreter computes what a mask leaves out too.
+    # The interpreter also computes elements that a mask excludes.
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning:triton")

@@ -1,4 +1,4 @@
-"""Paged attention of random mixed steps against dense attention in float64."""
+"""Paged attention of random mixed steps, compared with dense attention in float64."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ ROW = st.one_of(
 
 
 def in_parts(programs: Callable[[int], int]) -> Any:
-    """Has rows of one token read by as many programs as `programs(rows)` in all, or a few more."""
+    """Makes about `programs(rows)` programs read the rows of one token."""
     return patch.object(
         sys.modules["forebay.gpu.kernels.parts"], "programs_of", lambda fill, blocks, rows: programs(rows)
     )
 
 
 def check(operators: Kernels, rows: list[tuple[int, int]], *, parts: int = 2, **changes: Any) -> None:
-    """Rows of one token are read in `parts` on average."""
+    """Reads rows of one token in `parts` on average."""
     with in_parts(lambda rows: parts * rows):
         check_attend(operators, rows, **changes)
 
@@ -105,7 +105,7 @@ def test_rows_in_parts(parts: int) -> None:
 
 
 def test_a_long_row_is_read_by_many_programs() -> None:
-    """Of 20 programs for one row of 300 positions and three short ones, the long row has most."""
+    """With 20 programs for a row of 300 positions and three short rows, the long row gets most programs."""
     with in_parts(lambda rows: 20):
         check_attend(kernels, [(8, 1), (299, 1), (3, 1), (0, 1)], padding=(1, 0))
         works = parts_of([9, 300, 4, 1], [1, 1, 1, 1], 0)
@@ -119,7 +119,7 @@ def test_a_long_row_is_read_by_many_programs() -> None:
     window=st.sampled_from([0, 1, 40, 1000]),
 )
 def test_parts_cover_what_a_row_sees_once(rows: list[tuple[int, int]], programs: int, window: int) -> None:
-    """The parts of rows (end, length); rows of several tokens have none, and cells suffice for all joins."""
+    """Rows are (end, length). Rows of several tokens have no parts, and there are enough cells to join all others."""
     ends, lengths = [end + length for end, length in rows], [length for _, length in rows]
     with in_parts(lambda count: programs):
         works = parts_of(ends, lengths, window)
@@ -145,7 +145,7 @@ TILE = 32
 
 
 def parts_of(ends: list[int], lengths: list[int], window: int) -> dict[int, list[tuple[int, int, int]]]:
-    """The parts (begin, end, cell) of each row in tiles of 32 positions."""
+    """The parts (begin, end, cell) of each row, in tiles of 32 positions."""
     paged = Paged.make([1] * len(ends), 1, 16, 4, 0, torch.float32)
     rows = replace(paged.rows(lengths), ends=torch.tensor(ends, dtype=torch.int32))
     shape = Shape.of(torch.empty(1, 1, 16), paged.pool, paged.pool)
@@ -166,7 +166,7 @@ def parts_of(ends: list[int], lengths: list[int], window: int) -> dict[int, list
 
 @BOTH
 def test_latent_rows(operators: Kernels) -> None:
-    """One key head, whose values are the first part of its keys; more heads than a program takes."""
+    """One key head, whose values are the first part of its keys, and more query heads than one program takes."""
     check(operators, [(70, 1), (9, 20), (0, 3)], heads=(20, 1), widths=(32, 8), page_size=16, padding=(1, 2))
 
 
@@ -199,7 +199,7 @@ def test_queries_in_bfloat16_of_keys_of_8_bits(operators: Kernels) -> None:
 
 @BOTH
 def test_every_8_bit_float_is_read(operators: Kernels) -> None:
-    """A single position's value is the result, and its key decides between two."""
+    """With one position its value is the result. With two positions, a key decides between the values."""
     codes = torch.arange(256, dtype=torch.uint8)
     paged = Paged.make([1, 1], 1, 256, 4, 0, torch.float32)
     pool = torch.full((len(paged.pool), 1, 256), 0x7F, dtype=torch.uint8)
@@ -208,7 +208,7 @@ def test_every_8_bit_float_is_read(operators: Kernels) -> None:
     out = operators.attend(torch.randn(3, 1, 256), torch.zeros_like(pool), pool, paged.rows([1, 1]), SCALE)
     expected = codes.view(torch.float8_e4m3fn).float()
     torch.testing.assert_close(out[0, 0], expected, atol=0, rtol=0, equal_nan=True)
-    # Of two positions one has a key of zeros, and the other has one code: the score is its number.
+    # One of two positions has a key of zeros, and the other has one code, whose number is the score.
     numbers = codes[codes & 0x7F < 0x7F]
     paged = Paged.make([2] * len(numbers), 1, 16, 2, 0, torch.float32)
     keys, values = torch.zeros(2, len(paged.pool), 1, 16, dtype=torch.uint8)
@@ -229,7 +229,7 @@ def test_a_page_that_is_not_there_is_the_null_page(operators: Kernels) -> None:
 
 
 def test_entries_beyond_2_to_the_31_elements_are_reached() -> None:
-    """Most of the pool's memory is never touched, and so never there."""
+    """Most of the pool's memory is never touched, so the system never allocates it."""
     width = 4096
     pool = torch.empty((1 << 31) + 64 * width, dtype=torch.bfloat16).view(-1, 1, width)[:, :, :16]
     paged = Paged.make([5], 1, 16, 4, 0, torch.bfloat16)
@@ -286,7 +286,7 @@ def test_a_removed_mask_is_seen(name: str, mutate: Callable[..., ModuleType]) ->
 def test_sinks_that_are_left_out_are_seen(
     user: str, rows: list[tuple[int, int]], parts: int, mutate: Callable[..., ModuleType]
 ) -> None:
-    """In chunks, in the kernel that joins, of a row's only part, and of parts that the last program joins."""
+    """Removes sinks from chunks, the joining kernel, single parts, and parts that the last program joins."""
     check(kernels, rows, parts=parts, sinks=4.0)
     mutate("walk", "+ tl.exp2(sink - higher)", "", "beside_sinks", (user,))
     with pytest.raises(AssertionError):
@@ -300,7 +300,7 @@ def test_sinks_that_are_left_out_are_seen(
 def test_parts_that_are_joined_wrongly_are_seen(
     function: str, user: str, rows: list[tuple[int, int]], parts: int, mutate: Callable[..., ModuleType]
 ) -> None:
-    """By a kernel where most rows have several parts, and by the last program of a row where few have."""
+    """A kernel joins parts where most rows have several, and a row's last program joins them where few have."""
     check(kernels, rows, parts=parts)
     mutate("parts", "part * share[:, None]", "part", function, (user,))
     with pytest.raises(AssertionError):

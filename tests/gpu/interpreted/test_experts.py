@@ -1,4 +1,4 @@
-"""Grouped products of experts against float64."""
+"""Grouped products of experts, compared with float64."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_expert_has_several_tiles() -> None:
 
 
 def test_a_token_is_alone_what_it_is_in_a_batch() -> None:
-    """Bit for bit, with the same tiles: neither neighbours nor their order decide."""
+    """Results are equal to the bit with the same tiles, whatever the neighbours and their order are."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 40, generator=generator)
     ids = torch.stack([torch.randperm(5, generator=generator)[:2] for _ in range(6)]).sort(-1).values

@@ -19,13 +19,13 @@ from forebay.layers.ops import Ops
 from tests.gpu.support import BOTH, WATCHED
 from tests.hand.support import FAMILIES, MiniBrain, Request, Sampling, reference_model, runner_of
 
-# Grouped queries; half a head that turns, norms of heads, experts; latent rows; rows that are chosen.
+# Grouped queries; heads rotated by half, with norms, and experts; latent rows; chosen rows.
 FAMILIES_OF_ONE_LAYER = ["llama", "glm4-moe", "deepseek-v3", "glm-dsa"]
 LATER = Sampling(temperature=0.8, top_p=0.9, top_k=50, seed=5)
 
 
 def one_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A random model of a family, with one layer that is none of the dense ones."""
+    """A random model of a family, with one layer, which is not one of the dense ones."""
     kind, config = FAMILIES[family]
     values = {**config.to_dict(), "num_hidden_layers": 1, "first_k_dense_replace": 0}
     for key in ("indexer_types", "mlp_layer_types", "layer_types"):
@@ -36,19 +36,19 @@ def one_layer(family: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def tokens_of(model: Any, **changes: Any) -> list[list[int]]:
-    """A long prompt cut in two and a short one, four tokens each, of which those of the second are drawn."""
+    """The tokens of a long prompt in two chunks and of a short one. The second request's four tokens are drawn."""
     requests = [Request(list(range(20, 33)), 4), Request([7, 99, 3], 4, LATER, arrival=2)]
-    # Steps of two kinds at once: chunks beside rows of one token.
+    # Some steps have a chunk beside a row of one token.
     MiniBrain(runner_of(model, device="deferred", slots=2, **changes), lookahead=1).serve(requests, chunk=9)
     return [request.tokens for request in requests]
 
 
 def use(operators: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has hands compute with these operators."""
+    """Makes hands compute with these operators."""
     ops: Ops = GpuOps(operators)
     monkeypatch.setattr(Choice, "ops", lambda choice: ops)
     monkeypatch.setattr(Choice, "attention", lambda choice: TritonAttention(operators, null_page=0))
-    # As on a small device: a row of one token is read in few parts.
+    # As on a small device, a row of one token is read in few parts.
     monkeypatch.setattr(sys.modules["forebay.gpu.kernels.chosen"], "splits", lambda programs, fill: 2)
     monkeypatch.setattr(sys.modules["forebay.gpu.kernels.parts"], "programs_of", lambda fill, blocks, rows: 2 * rows)
 
@@ -64,7 +64,7 @@ def test_a_hand_with_these_operators(operators: Kernels, family: str, monkeypatc
 
 
 def test_steps_whose_plans_the_device_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries that choose, penalties and log-probabilities by slot, and words that kernels move."""
+    """Queries choose, penalties and log-probabilities are kept by slot, and kernels move words."""
     model = one_layer("glm-dsa", monkeypatch)
 
     def served(**changes: Any) -> list[Request]:
@@ -91,7 +91,7 @@ def test_steps_whose_plans_the_device_reads(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_hand_with_keys_and_values_of_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     model = one_layer("qwen3", monkeypatch)
-    # Operator by operator, which takes fewer programs than steps whose plans the device reads.
+    # Runs operators one by one, which takes fewer programs than steps whose plans the device reads.
     monkeypatch.setattr(Choice, "check_kv_format", lambda choice: None)
     found = []
     for operators in (kernels, WATCHED):

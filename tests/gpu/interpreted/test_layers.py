@@ -1,4 +1,4 @@
-"""Norms, rotations, gates and stores of rows against float64."""
+"""Norms, rotations, gates and stores of rows, compared with float64."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_add_low_rank(
 
 @BOTH
 def test_many_tokens_and_long_sums(operators: Kernels) -> None:
-    """Tiles of many tokens, and sums in parts."""
+    """Tiles of many tokens, and sums in several parts."""
     check_add_low_rank(operators, [0] * 40 + [1] * 25 + [2] * 5, [24, 8], 40, [4, 2], torch.float32, seed=1)
     check_add_low_rank(operators, [0, 1, 1, 3, 2], [24], 2500, [40, 2, 9], torch.bfloat16, most=70, seed=2)
 

@@ -1,4 +1,4 @@
-"""Products with codes against values that are multiplied out in float64."""
+"""Products with codes, compared with dequantised values in float64."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_one_expert_has_several_tiles() -> None:
 def test_activations_become_8_bit_floats(tokens: int, inputs: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(tokens, inputs, generator=generator)
-    # Some are far below the largest, where 8-bit floats have fewer bits and none.
+    # Some inputs are far below the largest, where 8-bit floats have few bits or are zero.
     x *= 10.0 ** torch.randint(-6, 3, (tokens, inputs), generator=generator)
     x[0] = x[0] * (seed % 2)
     x = torch.cat((x, nan(tokens, 2)), dim=1)[:, :inputs]
@@ -106,7 +106,7 @@ def test_codes_of_activations_are_the_nearest(operators: Kernels, dtype: torch.d
 
 
 def test_ties_go_to_even_ones() -> None:
-    # 17 and 19 lie between 16, 18 and 20; 448 makes the scale 1.
+    # 17 and 19 lie between 16, 18 and 20. The 448 makes the scale 1.
     x = torch.tensor([[448.0, 17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10, 0.9 * 2.0**-10, 247.9, 248.0]])
     codes, scale = kernels.quantise(x)
     assert scale.item() == 1

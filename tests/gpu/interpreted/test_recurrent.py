@@ -1,4 +1,4 @@
-"""Convolutions, recurrences and gated norms against their definitions in float64."""
+"""Convolutions, recurrences and gated norms, compared with their definitions in float64."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_convolve_decode_rows(operators: Kernels, seed: int) -> None:
 
 @pytest.fixture
 def chunks_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks in float32 too, where small errors show."""
+    """Uses chunks in float32 too, where small errors show."""
     monkeypatch.setattr(sys.modules["forebay.gpu.kernels.recur"], "chunk_of", lambda shape, dtype: 16)
 
 
@@ -70,9 +70,7 @@ def chunks_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
 @BOTH
 @pytest.mark.parametrize("name", SHAPES)
 def test_recur_of_rows_of_all_lengths(operators: Kernels, name: str) -> None:
-    """Rows of one token, one chunk and several chunks; states stored before the last position; empty rows and tokens of
-    no row.
-    """
+    """Rows of one token, one chunk and several chunks, states stored before the last position, and padding."""
     for seed, lengths in enumerate(([1, 35, 2], [16, 1, 17])):
         skip = name == "mamba"
         check_recur(operators, lengths, SHAPES[name], torch.float32, skip=skip, padding=(2, 5), seed=seed)
@@ -98,7 +96,7 @@ def test_recur_in_bfloat16(operators: Kernels, name: str) -> None:
 
 @pytest.mark.usefixtures("chunks_of_16")
 def test_equal_keys_lose_nothing() -> None:
-    """Powers of the matrix that is inverted would be as large as binomial coefficients."""
+    """Powers of the inverted matrix would be as large as binomial coefficients."""
     check_recur(kernels, [40], Heads(1, 1, 16, 16), torch.float32, seed=1, alike=True)
 
 

@@ -1,4 +1,4 @@
-"""Sampling on the device: the same tokens as the layers' operators and the hand's sampler give for the same logits."""
+"""Sampling on the device gives the same tokens as the layers' operators and the hand's sampler for the same logits."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ QUARTER = st.integers(-12, 12).map(lambda n: n / 4)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks, blocks, and more tokens than there is room for candidates, with few tokens."""
+    """Small blocks, so that few tokens make several chunks and blocks, and more candidates than fit."""
     drawing, largest = sys.modules["forebay.gpu.kernels.drawing"], sys.modules["forebay.gpu.kernels.largest"]
     monkeypatch.setattr(drawing, "CANDIDATES", 16)
     monkeypatch.setattr(drawing, "_BLOCK", 32)
@@ -91,7 +91,7 @@ def test_random_logits(
 @BOTH
 @pytest.mark.parametrize("kind", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.6}, {}])
 def test_every_u_gives_its_token(operators: Kernels, kind: dict[str, float]) -> None:
-    """Edges of the distribution: both sides of each cumulative probability, and both ends."""
+    """Draws at the edges of the distribution: both sides of each cumulative probability, and both ends."""
     count = 12
     logits = (torch.randn(1, 40, generator=torch.Generator().manual_seed(1)) * 2).expand(count, -1)
     u = [0, U64 - 1, *(i * U64 // count + 12345 for i in range(count - 2))]
@@ -156,7 +156,7 @@ def test_wishes_are_read_by_slot(operators: Kernels) -> None:
 
 @BOTH
 def test_random_bits_are_those_of_every_hand(operators: Kernels) -> None:
-    """The golden values are checked against the hand's host side in tests/hand."""
+    """tests/hand checks the hand's host side against the same values."""
     count = len(VALUES)
     tables, buffers = Tables.make(count, 40, 100, 4, 10, 8, CPU), StepBuffers.make(count, count, CPU)
     seeds = np.array([seed for seed, _, _ in VALUES], np.uint64)
@@ -204,7 +204,7 @@ def test_a_wrong_filter_is_seen(name: str, mutate: Callable[..., ModuleType], mo
     monkeypatch.setattr(kernels, "draw", mutated.draw)
     rows = [{"temperature": 3.0, **kind}] * 6
     generator = torch.Generator().manual_seed(6)
-    # Many are equal to the largest.
+    # Many logits equal the largest.
     logits = (torch.randn(len(rows), 60, generator=generator) * 3).round().clamp(max=3)
     bits = torch.randint(-(1 << 62), 1 << 62, (len(rows),), generator=generator) * 2
     with pytest.raises(AssertionError):
@@ -266,7 +266,7 @@ OF_SLOTS = {
 def test_a_wrong_penalty_is_seen(name: str, mutate: Callable[..., ModuleType]) -> None:
     text = Path(sys.modules["forebay.gpu.kernels.penalise"].__file__ or "").read_text()
     old, new = OF_SLOTS[name]
-    # The kernel before it has the same line.
+    # The kernel before it contains the same line.
     begin = text.index("def adjust_kernel")
     whole = text[begin:].replace(old, new, 1)
     mutated = mutate("penalise", text[begin:], whole)
@@ -291,5 +291,5 @@ OF_LIKELY = {
 def test_a_wrong_log_probability_is_seen(name: str, mutate: Callable[..., ModuleType]) -> None:
     mutated = mutate("likely", *OF_LIKELY[name])
     with pytest.raises(AssertionError):
-        # Three chunks of a row have five of its tokens.
+        # Three chunks of a row hold its five likeliest tokens.
         check_likely(mutated, 2, 150, 5)

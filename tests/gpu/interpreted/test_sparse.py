@@ -1,4 +1,4 @@
-"""Sparse attention: what queries choose, where it is found, and what they make of it."""
+"""Sparse attention: which positions queries choose, where they are found, and the attention to them."""
 
 from __future__ import annotations
 
@@ -69,10 +69,10 @@ SCORE = st.one_of(
 @settings(max_examples=25, deadline=None)
 @given(scores=st.lists(st.lists(SCORE, min_size=1, max_size=40), min_size=1, max_size=3), top_k=st.sampled_from([1, 6]))
 def test_of_equal_scores_lower_positions_win(operators: Kernels, scores: list[list[float]], top_k: int) -> None:
-    """Python sorts stably, and takes both zeros for equal."""
+    """Python's sort is stable, and takes zeros of both signs as equal."""
     expected = []
     for given_line in scores:
-        # What is no number shows: it is kept first.
+        # NaN is kept first, so that it shows in the result.
         line = [math.inf if math.isnan(score) else score for score in given_line]
         best = sorted(sorted(range(len(line)), key=lambda position: -line[position])[:top_k])
         expected.append(best + [-1] * (top_k - len(best)))
@@ -103,7 +103,7 @@ SLOTS, CONTEXT, PAGE, STRIDE = SMALL.slots, SMALL.context, SMALL.page, SMALL.str
 
 @pytest.fixture(autouse=True)
 def _few_programs_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer programs than rows that are missing, so that they walk."""
+    """Fewer programs than missing rows, so that each program copies several."""
     host_rows = sys.modules["forebay.gpu.kernels.host_rows"]
     monkeypatch.setattr(host_rows, "_PROGRAMS", 2)
     monkeypatch.setattr(host_rows, "_ROWS", 2)
@@ -113,13 +113,13 @@ def _few_programs_a_query(monkeypatch: pytest.MonkeyPatch) -> None:
 @BOTH
 @pytest.mark.parametrize("hot", [8, 12, 32])
 def test_chosen_positions_are_found(operators: Kernels, hot: int) -> None:
-    """`hot` 8: as many rows as positions are chosen."""
+    """With 8 hot rows there are as many rows as chosen positions."""
     check_found(operators, Rig(hot, 1), 40 if hot == 12 else 12, 8, 14)
 
 
 @BOTH
 def test_a_long_life(operators: Kernels) -> None:
-    """Ages have an end: rows that were used 31 steps ago and longer go in the order of their numbers."""
+    """Ages are bounded: rows used 31 or more steps ago are evicted in the order of their numbers."""
     rig = Rig(8, 2)
     rig.step(operators, {0: [0, 1, 2, 3, 4, 5, 6, 7]}, 8)
     rig.pages.clock[0] += 100
@@ -129,7 +129,7 @@ def test_a_long_life(operators: Kernels) -> None:
 
 @BOTH
 def test_both_do_the_same(operators: Kernels) -> None:
-    """Which row a position gets too, and what is left of the state: a hand may change from one to the other."""
+    """Each position gets the same row, and the state is equal too, so that a hand may change between both."""
     first, second = Rig(12, 3), Rig(12, 3)
     for step in range(6):
         wanted = {slot: sorted(random.Random(step * 9 + slot).sample(range(CONTEXT), 7)) for slot in (2, 0)}
@@ -139,7 +139,7 @@ def test_both_do_the_same(operators: Kernels) -> None:
 
 
 def state(rig: Rig) -> list[list[list[int]]]:
-    """All that is remembered."""
+    """The whole state of the hot rows."""
     count = rig.group.count
     tables = rig.group.row_of[:SLOTS, :CONTEXT], rig.group.owner[:SLOTS, :count], rig.group.stamp[:SLOTS, :count]
     return [table.tolist() for table in tables]
@@ -147,7 +147,7 @@ def state(rig: Rig) -> list[list[list[int]]]:
 
 @BOTH
 def test_what_is_found_is_what_the_hand_finds(operators: Kernels) -> None:
-    """The tables are those of the hand's own operators, and what they become too."""
+    """The rows found, and the tables afterwards, equal those of the hand's own operators."""
     rig, other = Rig(12, 6), Rig(12, 6)
     group = GroupRows(other.group.row_of, other.group.owner, other.group.stamp)
     for step in range(8):

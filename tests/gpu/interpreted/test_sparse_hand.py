@@ -31,7 +31,7 @@ def _as_on_a_small_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tokens_of(model: Any, hand: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-    """A prompt in two chunks, two steps in flight, and four drawn tokens of a sparse slot; and where it found them."""
+    """A prompt in two chunks with two steps in flight, then four drawn tokens of a sparse slot, with their counts."""
     slot = Slot(runner=runner_of(model, None, HostMemory(os.memfd_create("host"), 0), **{**HOST, **hand}, slots=2))
     first, second = slot.plan(), slot.plan()
     slot.write(first, PROMPT, LATER)

@@ -1,4 +1,4 @@
-"""Plans applied and prepared on the device, against the hand's own tables and a loop over positions."""
+"""Plans applied and prepared on the device, compared with the hand's own tables and a loop over positions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SLOTS, CONTEXT, PAGES, STRIDE, VOCABULARY = SMALL.slots, SMALL.context, SMALL.pa
 
 @pytest.fixture(autouse=True)
 def _few_programs_a_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer programs than records, so that they walk."""
+    """Fewer programs than records, so that each program handles several."""
     monkeypatch.setattr(sys.modules["forebay.gpu.kernels.apply"], "_PROGRAMS", 2)
 
 
@@ -121,7 +121,7 @@ def test_a_wrong_row_is_told_and_touches_nobody(operators: Kernels, row: tuple[i
     assert buffers.tokens[:2].equal(alone.tokens[:2])
     assert buffers.writes[:2].equal(alone.writes[:2])
     if error != ERROR_READ:
-        # Whatever the row was, it reads an existing token, and writes to its own page or to the null page.
+        # Any row reads an existing token, and writes to its own page or to the null page.
         assert 0 <= int(buffers.tokens[2]) < VOCABULARY
         own = tables.page_table[4, 0] if error == ERROR_TOKEN else PAGES
         assert int(buffers.writes[2]) // STRIDE == own
@@ -151,7 +151,7 @@ def test_a_wrong_page_write_is_told_and_touches_nobody(operators: Kernels, write
     apply(operators, received(plan), tables, errors)
     expected = SMALL.tables()
     expected.page_table[2, 3], expected.page_table[1, 1] = 5, 7
-    # The old page may belong to another request now, so the slot has none.
+    # The slot has no page here, because the old one may belong to another request now.
     expected.page_table[0, 0] = -1 if write[:2] == (0, 0) else 9
     assert int(errors) == ERROR_RANGE
     assert tables.page_table.equal(expected.page_table)
