@@ -15,7 +15,7 @@ from benchmarks.rust_hand import ROW
 
 
 class Favourite:
-    """A model that finds one token more likely than all others by `margin`, whatever came before."""
+    """A model for which one token is always more likely than all others by `margin`."""
 
     def __init__(self, token: int, vocabulary: int, margin: float) -> None:
         logits = np.zeros(vocabulary)

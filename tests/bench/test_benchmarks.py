@@ -40,7 +40,7 @@ from tests.binary import binary
 
 
 def test_a_ratio_is_of_the_same_round() -> None:
-    # The machine was four times slower in the second round: a ratio of medians would not be 2.
+    # The machine was four times slower in the second round, so a ratio of medians would not be 2.
     assert paired_ratio({1: 80.0, 2: 20.0, 3: 90.0}, {1: 40.0, 2: 10.0}) == Ratio(2.0, 2.0, 2.0)
     assert paired_ratio({1: 80.0}, {2: 10.0}) is None
     assert paired_ratio({1: 80.0}, {1: 0.0}) is None
@@ -100,7 +100,7 @@ def test_a_burst_is_sent_at_once_and_refusals_are_errors(status: int) -> None:
     together = threading.Barrier(4)
 
     def answer(connection: socket.socket) -> None:
-        # None is answered before all have begun.
+        # No request is answered before all have begun.
         left = len(content)
         together.wait(60)
         while left and (piece := connection.recv(1 << 16)):

@@ -1,4 +1,4 @@
-"""Two builds of Forebay in turns: what is started, and what the table says."""
+"""Benchmarks of two builds of Forebay in turns: which processes start, and the table."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ TEST, TRAIN = read_jsonl(DATA / "test.jsonl"), read_jsonl(DATA / "train.jsonl")
 SECONDS = 300
 
 Json = dict[str, Any]
-# The answer to question number `index` at attempt number `attempt`, from 0: a text, or a status.
+# Gives the answer to a question at an attempt (both count from 0): a text, or a status.
 Script = Callable[[int, int], str | int]
 
 
 @dataclass
 class Scripted:
-    """A server, and what it was asked."""
+    """A scripted server, and the requests that it got."""
 
     url: str
     bodies: list[tuple[str, Json]] = field(default_factory=list)
@@ -66,7 +66,7 @@ def scripted(script: Script) -> Iterator[Scripted]:
         protocol_version = "HTTP/1.1"
 
         def log_message(self, *_: Any) -> None:
-            """Says nothing."""
+            """Logs nothing."""
 
         def answer(self, status: int, value: Json) -> None:
             content = json.dumps(value).encode()
@@ -106,7 +106,7 @@ def scripted(script: Script) -> Iterator[Scripted]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run of the command left."""
+    """The results of a run of the command."""
 
     status: int
     stdout: str
@@ -140,7 +140,7 @@ def right(index: int) -> str:
 
 
 def mixed(index: int, _: int) -> str:
-    """A wrong answer to question 1, none to question 2, else the right one."""
+    """Question 1 gets a wrong answer, question 2 gets none, and all others get the right one."""
     return {1: " 1 or rather 1,000,001", 2: " I do not know"}.get(index, right(index))
 
 
@@ -200,7 +200,7 @@ def test_failed_requests_are_reported_and_not_scored(tmp_path: Path) -> None:
 
 
 def test_retries(tmp_path: Path) -> None:
-    """Question 0 is answered at the third attempt, question 3 never, the others at once."""
+    """Question 0 is answered at the third attempt, question 3 never, and all others at the first."""
 
     def script(index: int, attempt: int) -> str | int:
         return 503 if index == 3 or (index == 0 and attempt < 2) else right(index)
@@ -215,7 +215,7 @@ def test_retries(tmp_path: Path) -> None:
 def test_so_many_at_a_time_and_no_more(tmp_path: Path) -> None:
     at_once, most = 0, 0
     lock = threading.Lock()
-    # The server answers only when the allowed number of requests has arrived: with fewer, the barrier would break.
+    # The server answers when five requests have arrived. With fewer, the barrier would time out.
     barrier = threading.Barrier(5, timeout=SECONDS)
 
     def script(index: int, _: int) -> str:
@@ -226,7 +226,7 @@ def test_so_many_at_a_time_and_no_more(tmp_path: Path) -> None:
         barrier.wait()
         with lock:
             at_once -= 1
-        # The server answers only after all five are counted as gone.
+        # The server answers after all five have been counted out.
         barrier.wait()
         return right(index)
 

@@ -1,6 +1,4 @@
-"""scripts/gpu.py and its benchmarks on a machine without a GPU: they report that, and their measurements run on a CPU
-here.
-"""
+"""scripts/gpu.py and its benchmarks without a GPU: they report that none is there, and measure on a CPU."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ def gpu() -> ModuleType:
 
 
 def run(*arguments: str, **variables: str) -> str:
-    """As on a host without this project's environment: no variable points to the sources."""
+    """Runs the script as on a host without the project's environment. No variable points to the sources."""
     command = [sys.executable, str(SCRIPT), *arguments]
     environment = {**os.environ, "FOREBAY_GPU_KERNELS": "reference", **variables}
     done = subprocess.run(command, cwd="/", env=environment, check=True, capture_output=True, text=True, timeout=300)
@@ -99,12 +97,12 @@ def test_the_benchmark_measures(tmp_path: Path) -> None:
 
 
 def test_steps_beside_the_host_are_measured() -> None:
-    """Two of them are in flight."""
+    """Two steps are in flight."""
     assert "| decode 4 x 20 |" in run("bench", "--device", "deferred", "--shapes", "tiny", "--parts", "steps")
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> Results:
-    """The benchmark in this process, which has imported everything."""
+    """Runs the benchmark in this process, which has already imported everything."""
     flags = ["--device", "cpu", "--shapes", "tiny", "--out", str(out), *arguments]
     monkeypatch.setattr(sys, "argv", ["gpu", *flags])
     assert gpu_main() == 0
@@ -140,7 +138,7 @@ gpu.main()
 
 
 def test_a_gpu_that_has_failed_costs_no_other_part(tmp_path: Path) -> None:
-    """Nothing is computed any more in the process of the failure: the other parts have a new one."""
+    """After a failure the process computes nothing more, and the other parts run in a new process."""
     out = tmp_path / "out.json"
     flags = ["--device", "cpu", "--shapes", "tiny", "--out", str(out), "--parts", "operators", "ceilings"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -151,7 +149,7 @@ def test_a_gpu_that_has_failed_costs_no_other_part(tmp_path: Path) -> None:
 
 
 def test_a_server_ends_with_its_benchmark(tmp_path: Path) -> None:
-    """A server that outlived it would keep the GPU's memory."""
+    """A server that outlived the benchmark would keep the GPU's memory."""
     command = server.serve(server.Place(binary(), "cpu", tmp_path), tmp_path, server.LOADS["tiny"], [])
     assert command[command.index("--parent") + 1] == str(os.getpid())
 
@@ -198,7 +196,7 @@ def test_made_up_tokenizers_have_each_token_and_lose_no_text(size: int) -> None:
 
 
 def test_goals_are_of_what_is_measured() -> None:
-    """A goal whose case is not measured would be skipped silently."""
+    """A goal whose case is never measured would be skipped silently."""
     sizes, names = operators.Sizes(), {f"steps: {case.name}" for case in CASES}
     names |= {f"operators: {kind}, {rows} rows" for kind in ("draw", "largest logit") for rows in sizes.rows}
     names |= {f"server: {load.name}" for shape in (SMALL, LARGE) for load in server.LOADS[shape]}
@@ -244,7 +242,7 @@ def test_the_page_says_whether_a_gpu_was_measured() -> None:
         assert read(results).machine["commit"] in page
     else:
         assert "no run on a GPU exists" in page.splitlines()[0]
-        # The table of goals is the benchmark's own, with nothing measured.
+        # The page has the benchmark's table of goals, without measured values.
         assert report.goals(Results("gpu")) in page
     assert "<!-- bench:gpu -->" in page
     assert "<!-- bench:gpu_peers -->" in page

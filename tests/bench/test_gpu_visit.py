@@ -1,4 +1,4 @@
-"""A visit to a GPU continues whatever a part does, and its results include all parts."""
+"""A run of all parts on a GPU continues after any failure, and its results include all parts."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def test_results_are_those_of_all_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("which", VISITS)
 def test_a_visit_fits_a_device_run(which: str) -> None:
     seconds, parts = VISITS[which]
-    # The first minutes of a device are its start.
+    # The first minutes on a device are its start.
     assert seconds <= {"first": 300, "second": 360}[which]
-    # A part that explains a failure takes the time of later ones.
+    # A part that explains a failure runs in the time of later parts.
     assert sum(part.seconds for part in parts if part.after_failure_of is None) <= seconds
     assert len({part.name for part in parts}) == len(parts)
     assert {part.after_failure_of for part in parts} <= {None, *(part.name for part in parts)}
@@ -109,10 +109,10 @@ def test_second():
 
 @pytest.mark.parametrize("workers", [False, True])
 def test_a_gpu_that_has_failed_fails_no_later_test(tmp_path: Path, workers: bool) -> None:
-    """After such an error, CUDA calls in the process fail: the process ends, and xdist starts a new one."""
+    """After such an error, all CUDA calls in the process fail. So it ends, and xdist starts a new one."""
     (tmp_path / "test_fails.py").write_text(FAILS)
     flags = ["-p", "tests.gpu_device.conftest", "-p", "no:cacheprovider", *(["-n", "1"] if workers else [])]
-    # It is no worker of the xdist that may run this test.
+    # The tested run must not become a worker of the xdist that runs this test.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *sys.path])
     command = [sys.executable, "-m", "pytest", "-q", *flags, "--rootdir", str(tmp_path), str(tmp_path)]
@@ -127,7 +127,7 @@ def test_a_gpu_that_has_failed_fails_no_later_test(tmp_path: Path, workers: bool
 
 
 def test_changes_behind_switches_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, with the twins of a layer: what is compared computes the same."""
+    """On a CPU, with the twins of one layer, the compared variants compute the same."""
     monkeypatch.setenv(VARIABLE, "reference")
     monkeypatch.setattr(sweep, "LAYERS", 1)
     place, found = torch.device("cpu"), []

@@ -1,4 +1,4 @@
-"""What differs between the answers of one rank and of several."""
+"""Differences between the answers of one rank and of several."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GSM8K beside transformers: which model, what is counted, and the table of it."""
+"""GSM8K, compared with transformers: the choice of a model, the counts, and the table."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ THEIRS = [answer(0, 3, 3, margin=0.5), answer(1, 6, 6, margin=0.25)]
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the results say of the machine; its commit may be changed."""
+    """How the results describe the machine. Tests may change its commit."""
     about = {**MACHINE, "forebay": "0.1.0", "commit": "abc"}
     monkeypatch.setattr(records, "this_machine", lambda: dict(about))
     return about

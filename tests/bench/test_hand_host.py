@@ -1,4 +1,4 @@
-"""The benchmark of a hand's host side: its parts are those of a whole step, and steps of graphs launch nothing else."""
+"""The benchmark of a hand's host side: its parts are those of a step, and steps with graphs launch little else."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hand() -> Iterator[Hand]:
 
 
 def steps(hand: Hand, case: Case, count: int) -> tuple[Times, int]:
-    """Times of some steps, and the launches of the last."""
+    """The times of some steps, and the number of launches of the last one."""
     hand.runner.launch(hand_host.first_plan(case, in_process.PAGE).staged()).collect()
     times = Times()
     for position in range(1, count):
@@ -44,17 +44,17 @@ def steps(hand: Hand, case: Case, count: int) -> tuple[Times, int]:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.rows <= 64], ids=lambda case: case.name)
 def test_a_step_of_graphs_is_two_copies(hand: Hand, case: Case) -> None:
-    """The plan to the device and the results back; nothing else is launched one by one, whatever rows draw."""
+    """The plan and the results are copied. Nothing else is launched one by one, whatever the sampling is."""
     times, launches = steps(hand, case, 20)
     values = times.values()
     assert all(values[name] > 0 for name in PARTS)
     assert values["all_p99"] >= values["all"] > max(values[name] for name in PARTS)
-    # The lines of counts are a further copy in.
+    # A penalty adds a third copy, of the lines of counts.
     assert launches == (2 if case.penalty == 1 else 3)
 
 
 def test_operators_behind_a_graph_are_counted(hand: Hand) -> None:
-    """Rows with a bias are sampled by them."""
+    """Operators sample rows with a bias."""
     case = Case("8 decode rows with biases", 8)
     hand.runner.launch(asking_all(hand_host.first_plan(case, in_process.PAGE)).staged()).collect()
     with hand_host.Launches() as launches:

@@ -36,9 +36,9 @@ def test_a_tree_is_what_is_below_its_root() -> None:
 def test_survivors_are_the_same_processes_and_what_they_started() -> None:
     tree = [stat(1, 0), stat(2, 1), stat(3, 1), stat(4, 1)]
     now = {
-        # Another process has got the number by now.
+        # The number belongs to another process now.
         2: stat(2, 0, started=9),
-        # Its parent has ended, so that another process has become its parent.
+        # Its parent has ended, so it has a new parent.
         3: stat(3, 0),
         4: stat(4, 0, state="Z"),
         5: stat(5, 3, started=5),

@@ -30,7 +30,7 @@ MODULES = sorted(
 
 @pytest.fixture
 def sigterm() -> Iterator[None]:
-    """Benchmarks set a handler when they read their flags."""
+    """Restores the handler of SIGTERM, because benchmarks set one when they read their flags."""
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -50,12 +50,12 @@ def test_variables_are_the_flags_of_the_module(
 
 
 def test_every_benchmark_with_a_table_has_a_name() -> None:
-    """A module that registers a table and is a command is found without a row."""
+    """A module that registers a table and is a command appears even without a row."""
     tables.registered()
     measuring = {
         table.__module__ for table in cells.TABLES.values() if not table.__module__.startswith("benchmarks.gpu")
     }
-    # Its results come from `gsm8k_reference`.
+    # `gsm8k_reference` measures the results of this one.
     assert measuring - set(MODULES) == {"benchmarks.studies.gsm8k_results"}
 
 
@@ -146,7 +146,7 @@ def test_a_command_gives_its_status() -> None:
 
 
 def test_what_ends_the_run_ends_the_command_first(tmp_path: Path) -> None:
-    """A benchmark stops its servers on SIGTERM, so it has to get it, and has to be waited for."""
+    """A benchmark stops its servers on SIGTERM. So it must get the signal, and the run must wait for it."""
     ended, child = tmp_path / "ended", tmp_path / "child.py"
     child.write_text(f"""
 import pathlib, signal, sys

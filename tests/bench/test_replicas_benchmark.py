@@ -1,4 +1,4 @@
-"""The benchmark of replicas: what is started, what is computed, and that a server is watched."""
+"""The benchmark of replicas: the commands, the computed values, and the sampler of a server's metrics."""
 
 from __future__ import annotations
 

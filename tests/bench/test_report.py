@@ -1,7 +1,7 @@
 """`forebay bench report` on result files of several clients: the structure of the page, and a browser that opens it.
 
-The files in runs/ are made up: forebay.jsonl has two runs, vllm.json and bench_serving.jsonl have the keys of those
-clients, hostile.jsonl tries to break out of the page, minimal.jsonl has a single number.
+The files in runs/ are made up. forebay.jsonl has two runs. vllm.json and bench_serving.jsonl have the keys of those
+clients. hostile.jsonl tries to break out of the page. minimal.jsonl has a single number.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BINARY = binary()
 RUNS = Path(__file__).parent / "runs"
 ALL = ["forebay.jsonl", "vllm.json", "bench_serving.jsonl"]
 VOID = {"meta", "link", "br"}
-# Whatever loads something when it is there, or leads away from the page.
+# Elements that load something or lead away from the page.
 LOADING_TAGS = {"script", "iframe", "img", "image", "object", "embed", "audio", "video", "use", "a", "form", "base"}
 LOADING_ATTRIBUTES = {"src", "srcset", "xlink:href", "action", "poster", "data"}
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -40,7 +40,7 @@ class Element:
 
 @dataclass
 class Page(HTMLParser):
-    """A page as a list of its elements, in order; every element that was opened must be closed."""
+    """A page as a list of its elements in order. Every opened element must be closed."""
 
     elements: list[Element] = field(default_factory=list)
     open: list[Element] = field(default_factory=list)
@@ -101,7 +101,7 @@ def read(out: Path) -> Page:
 
 
 def loading(page: Page) -> list[Element]:
-    """What would load something from outside, or run a script."""
+    """Elements that load something from outside or run a script."""
     return [
         element
         for element in page.elements
@@ -118,7 +118,7 @@ def test_the_page_compares_all_runs_of_all_files(tmp_path: Path) -> None:
     assert page.sections() == ["care", "settings", "comparison", "distributions", "timelines", "cpu", "errors"]
     labels = [element.text for element in page.all("span", **{"class": "label"}) if "header" in element.parents]
     assert labels == ["lookahead 0", "lookahead 1", "vllm.json", "bench_serving.jsonl"]
-    # Five latencies; throughput, concurrency, sent, finished; CPU.
+    # Charts of five latencies, throughput, concurrency, sent and finished requests, and CPU.
     assert len(page.charts()) == 10
     assert all(chart.attributes["aria-label"] for chart in page.charts())
     assert not loading(page)
@@ -160,7 +160,7 @@ def test_sections_without_data_are_left_out(tmp_path: Path) -> None:
 
 def test_details_of_other_clients_make_charts(tmp_path: Path) -> None:
     page = read(report(tmp_path, "vllm.json"))
-    # All latencies but that from the intended arrival, which the file does not know; the timeline; no CPU.
+    # Charts of all latencies except that from the intended arrival, which the file lacks, and of the timeline. No CPU.
     assert len(page.charts()) == 8
     assert "Internal Server Error" in next(iter(page.all("section", id="errors"))).text
 
@@ -187,7 +187,7 @@ def test_what_is_no_result_is_refused_by_name(tmp_path: Path, content: str) -> N
 
 
 def browse(profile: Path, *arguments: str) -> str:
-    """What a headless browser writes to its output."""
+    """The output of a headless browser."""
     flags = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
     quiet = ["--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", f"--user-data-dir={profile}"]
     assert BROWSER
@@ -200,7 +200,7 @@ def test_a_browser_shows_the_page(tmp_path: Path) -> None:
     out = report(tmp_path, *ALL)
     page = parse(browse(tmp_path / "profile", "--dump-dom", out.as_uri()))
     assert len(page.charts()) == 10
-    # A browser that had to repair the page would have moved or closed elements.
+    # If the browser had repaired the page, elements would be in other places or closed.
     assert [element.tag for element in page.elements] == [element.tag for element in read(out).elements]
     picture = tmp_path / "page.png"
     browse(tmp_path / "profile", "--window-size=400,6000", f"--screenshot={picture}", out.as_uri())

@@ -1,4 +1,4 @@
-"""The benchmark of encrypted connections: who is measured, and how tokens and time are counted."""
+"""The benchmark of encrypted connections: the measured configurations, and how tokens and time are counted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every test here needs a GPU, and says why it is skipped where there is none. The most telling tests come first."""
+"""Tests that need a GPU. Without one each is skipped with the reason. Those that find the most mistakes run first."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from forebay.device.cuda_open import require_gpu
 
 FOLDER = Path(__file__).parent
 ORDER = ("kernels", "steps", "graphs", "states", "stored", "sparse", "memory", "ranks", "server", "sanitizer")
-"""The files' names: time on a GPU is short, and a failure of an operator explains those of steps."""
+"""The files in their order. Time on a GPU is short, and a failing operator explains failing steps."""
 
 
 @cache
 def reason() -> str | None:
-    """Why there is no GPU; None: there is one."""
+    """Why no GPU can be used, or None if one can."""
     try:
         require_gpu()
     except DeviceError as error:
@@ -31,7 +31,7 @@ def reason() -> str | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Ends a process whose GPU has failed, as nothing that follows in it can pass. xdist goes on with a new one."""
+    """Ends a process whose GPU has failed, because all later tests in it would fail. xdist starts a new process."""
     report = yield
     if call.excinfo is not None and lost(str(call.excinfo.value)):
         if "PYTEST_XDIST_WORKER" in os.environ:

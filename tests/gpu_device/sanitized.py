@@ -1,4 +1,4 @@
-"""Steps of two tiny hands, kernel by kernel, for a sanitizer to look at: every operator of a step has its turn.
+"""Runs steps of two tiny hands kernel by kernel under a sanitizer. The steps use every operator.
 
 python3 -m tests.gpu_device.sanitized --device cuda
 """
@@ -16,7 +16,7 @@ LAST_WORDS = "all steps were computed:"
 
 
 def dense(device: str, dtype: str) -> int:
-    """Chunks beside decode rows, greedy and drawn; gives the number of steps."""
+    """Chunks beside decode rows, greedy and drawn. Gives the number of steps."""
     runner = runner_of(model_of("qwen3-moe"), device=device, dtype=dtype, attention_backend="triton")
     runner.warm_up()
     brain = MiniBrain(runner, lookahead=1)
@@ -30,7 +30,7 @@ def dense(device: str, dtype: str) -> int:
 
 
 def sparse(device: str, dtype: str) -> int:
-    """A slot that becomes sparse: choices of an index, hot rows, and rows of the host's memory."""
+    """A slot that becomes sparse, with choices of an index, hot rows, and rows in the host's memory."""
     slot = Slot("glm-dsa-shared", device=device, dtype=dtype, attention_backend="triton")
     slot.runner.warm_up()
     slot.prefill()

@@ -1,4 +1,4 @@
-"""Runs NVIDIA's compute-sanitizer on a module, and says what it found."""
+"""Runs NVIDIA's compute-sanitizer on a module, and reports what it finds."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 
 NAME = "compute-sanitizer"
 FAULTS = 86
-"""The exit status of a run with faults. No Python ends with it."""
+"""The exit status of a run with faults. Python itself never uses it."""
 _LINES = 60
 _CLEAN = re.compile(r"^=+ (?:ERROR|RACECHECK) SUMMARY: 0 (?:errors|hazards)\b", re.MULTILINE)
 _REFUSAL = re.compile(r"^=+ (Error: .*)", re.MULTILINE)
 
 
 class UnusableError(RuntimeError):
-    """The tool can't look at programs here."""
+    """The tool can't check programs on this machine."""
 
 
 def find() -> Path | None:
-    """The tool: on PATH, or in CUDA's folders."""
+    """The path of the tool, from PATH or from CUDA's folders."""
     on_path = shutil.which(NAME)
     roots = [Path(os.environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
     roots += sorted(Path("/usr/local").glob("cuda*"), reverse=True)
@@ -35,20 +35,20 @@ def find() -> Path | None:
 def check(
     tool: Path, kind: str, module: Sequence[str], last_words: str, seconds: float, kernels: Sequence[str] = ()
 ) -> None:
-    """Fails with the tool's own lines if it finds faults in a module, given with its arguments.
+    """Fails with the tool's output if the tool finds faults in a module, which is given with its arguments.
 
-    `kernels`: parts of the names of those that are looked at; none: all. The module has to end with a line that begins
-    with `last_words`: a tool that starts nothing finds nothing either.
+    `kernels`: parts of the names of the kernels to check. Without them all are checked. The module must end with a line
+    that begins with `last_words`, because a tool that runs nothing finds no fault either.
 
     Raises `UnusableError`, or `subprocess.TimeoutExpired`.
     """
     options = ["--tool", kind, "--error-exitcode", str(FAULTS)]
     if kind == "memcheck":
-        # Libraries ask CUDA about pointers of the host, and get an error for an answer.
+        # Libraries ask CUDA about host pointers, and expect an error as the answer.
         options += ["--report-api-errors", "no"]
     for name in kernels:
         options += ["--kernel-name", f"kns={name}"]
-    # Separate memory for each tensor, so that reads beyond its end do not hit another one.
+    # Each tensor gets its own memory, so that a read beyond its end does not hit another tensor.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(
         [str(tool), *options, sys.executable, "-m", *module],

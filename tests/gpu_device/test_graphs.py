@@ -1,4 +1,4 @@
-"""Graphs on a GPU: they give the results of their kernels, and nothing is compiled after the warm-up."""
+"""Graphs on a GPU give the results of their kernels, and nothing is compiled after the warm-up."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_steps_behind_the_warm_up_compile_nothing(family: str) -> None:
     runner = runner_of(model_of(family), dtype="bfloat16", graph_rows=64, chunked_prefill_size=128, **SIZES)
     runner.warm_up()
     before = COMPILATIONS.count
-    # A launch that has to compile fails, with the kernel's name.
+    # From here on, a launch that compiles a kernel fails with its name.
     COMPILATIONS.seal()
     try:
         serve_everything(runner)

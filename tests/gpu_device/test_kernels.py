@@ -1,4 +1,4 @@
-"""Every operator's kernels on a GPU at the shapes of published models, with other inputs in each run."""
+"""Every operator's kernels on a GPU at the shapes of published models, with new inputs in each run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ CASES = cases()
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels(case: Case) -> None:
-    # Shown with a failure, which the variable brings back.
+    # pytest shows this line with a failure. The variable repeats the inputs.
     print(f"FOREBAY_TEST_SEED={SEED}")
     case.check(kernels, torch.device("cuda", 0), SEED)
-    # A wrong address is told here, and not by a later test.
+    # A wrong address fails here, and not in a later test.
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Memory of the GPU and of the host: what is measured is what there is, and pages cross over whole."""
+"""Memory of the GPU and of the host: it is measured correctly, and whole pages are copied in both directions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_pages_of_both_tiers_are_copied_beside_a_busy_stream(device: Device) -> 
     pieces = [torch.randint(0, 255, (8, 1 << 17), dtype=torch.uint8, device="cuda") for _ in range(8)]
     wanted = [torch.cat([piece[page] for piece in pieces]).cpu() for page in range(8)]
     torch.cuda.synchronize()
-    # A second or so of work that no copy is to wait for.
+    # About a second of work, for which no copy may wait.
     torch.cuda._sleep(2_000_000_000)
     busy = torch.cuda.Event()
     busy.record()
@@ -100,12 +100,12 @@ runner.launch(builder.build()).collect()
 
 
 def test_a_page_that_nobody_wrote_ends_the_hand_in_one_line() -> None:
-    """Runs in a separate process: CUDA can't compute in it afterwards."""
+    """Runs in a separate process, which cannot use CUDA afterwards."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     found = subprocess.run(
         [sys.executable, "-c", BAD], env=environment, capture_output=True, text=True, check=False, timeout=120
     )
     assert found.returncode
     last = found.stderr.strip().splitlines()[-1]
-    # The error word of the step says it, so that a hand ends without an assertion on the device.
+    # The step's error word reports it, so the hand ends without an assertion on the device.
     assert "PlanError: a plan that the tables contradict" in last

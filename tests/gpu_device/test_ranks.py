@@ -1,4 +1,4 @@
-"""Two ranks on GPUs give the tokens of one: by NCCL where each has a GPU, by way of the host where they share one."""
+"""Two ranks on GPUs give the tokens of one rank. They use NCCL, or the host where both share a GPU."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from tests.gpu_device import sanitized, sanitizer
 
 MODULE = ["tests.gpu_device.sanitized", "--device", "cuda"]
 SECONDS = 40
-"""For both. A run that has begun gets three times as long, as a first one compiles every kernel."""
+"""The time for both tests. A run may take three times as long, because the first run compiles every kernel."""
 RACES = ("rotate_kernel", "draw_kernel", "resolve_kernel")
-"""They read what other threads have stored."""
+"""Kernels that read memory to which other threads have written."""
 
 
 @pytest.fixture(scope="module")

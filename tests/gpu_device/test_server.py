@@ -1,4 +1,4 @@
-"""The server with a hand on a GPU: requests go on with the same tokens when the hand is killed."""
+"""The server with a hand on a GPU: after the hand is killed, requests continue with the same tokens."""
 
 from __future__ import annotations
 

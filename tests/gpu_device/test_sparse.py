@@ -1,4 +1,4 @@
-"""Sparse decoding on a GPU: the tokens of a CPU's hand, rows that are read in place, and a host that never waits."""
+"""Sparse decoding on a GPU gives a CPU's tokens, reads rows in the host's memory, and never makes the host wait."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def test_a_sparse_slot_says_what_transformers_says(family: str) -> None:
 @pytest.mark.parametrize("factor", [1, 2])
 @SPARSE
 def test_tokens_are_those_of_a_cpu_with_all_pages(logits: Logits, family: str, factor: int, lookahead: int) -> None:
-    """Chunks, draws, preemption and resumption, and pages that are saved beside the steps."""
+    """With chunks, drawn tokens, preemption and resumption, and pages saved during steps."""
     run_beside_cpu(logits, family, HAND, lookahead, 1e-3, hot_row_tokens=factor * TOP_K)
 
 
 def test_a_sparse_launch_waits_for_nothing() -> None:
-    # With float32 the grouped product of experts waits.
+    # With float32 the grouped product of experts makes the host wait.
     slot = Slot("glm-dsa-shared", **HAND, dtype="bfloat16")
     slot.runner.warm_up()
     slot.prefill()

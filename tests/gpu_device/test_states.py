@@ -1,4 +1,4 @@
-"""Recurrent layers and adapters on a GPU: the tokens of transformers, and of merged models."""
+"""Recurrent layers and adapters on a GPU give the tokens of transformers and of merged models."""
 
 from __future__ import annotations
 

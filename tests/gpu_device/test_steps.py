@@ -1,4 +1,4 @@
-"""The hand on a GPU gives the tokens of the reference, and its host waits for nothing."""
+"""The hand on a GPU gives the tokens of the reference, and its host never waits during a launch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.hand.support import (
 
 DENSE = ("llama", "llama-yarn", "qwen2", "qwen3", "gemma2", "gemma3")
 EXPERTS = ("glm4-moe", "qwen3-moe", "deepseek-v3", "glm-dsa")
-"""Their grouped product has a kernel for bfloat16 alone: with float32 it waits."""
+"""PyTorch has a kernel for their grouped product only in bfloat16. In float32 it makes the host wait."""
 FAMILIES = DENSE + EXPERTS
 PROMPTS = [[3, 14, 15, 92, 65], list(range(1, 40)), [7, 8, 9]]
 SAMPLINGS = {
@@ -45,7 +45,7 @@ SAMPLINGS = {
 
 @contextmanager
 def no_waits() -> Iterator[None]:
-    """PyTorch's own watch, and ours for the copies that it does not see."""
+    """PyTorch's check for waits, and Forebay's check for the copies that PyTorch's does not notice."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         with NoStrayCopies():
@@ -59,7 +59,7 @@ def served(runner: ModelRunner, lookahead: int, *samplings: Sampling) -> list[li
         Request(prompt, 8, sampling, arrival=arrival)
         for arrival, (prompt, sampling) in enumerate((p, s) for p in PROMPTS for s in samplings)
     ]
-    # Graphs are captured by it.
+    # The warm-up captures the graphs.
     runner.warm_up()
     MiniBrain(runner, lookahead=lookahead).serve(requests, chunk=7)
     return [request.tokens for request in requests]
@@ -81,7 +81,7 @@ def test_float32_tokens_are_those_of_transformers(family: str, lookahead: int, g
 @GRAPHS
 @pytest.mark.parametrize("family", ["gpt-oss", "olmo3", "cohere2"])
 def test_named_families_give_the_tokens_of_transformers(family: str, graph_rows: int) -> None:
-    """Sinks, experts with biases, norms over all heads, parts beside each other."""
+    """The families have sinks, experts with biases, norms over all heads, and parallel parts."""
     model = named_model(family)
     runner = runner_of(model, device="cuda", graph_rows=graph_rows, chunked_prefill_size=64)
     tokens = served(runner, 1, Sampling())
@@ -128,7 +128,7 @@ def test_plans_may_be_read_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_launch_waits_for_nothing(family: str, sampling: Sampling) -> None:
-    """A prompt, its next chunk beside another prompt, decode rows of different lengths, and one row alone."""
+    """A prompt, its next chunk beside another prompt, decode rows of different lengths, and a single row."""
     dtype = "bfloat16" if family in EXPERTS else "float32"
     runner = runner_of(reference_model(family), device="cuda", dtype=dtype)
     runner.warm_up()
@@ -159,7 +159,7 @@ def test_the_watch_sees_a_wait() -> None:
 
 
 def real_widths() -> Any:
-    """Four layers as wide as those of Qwen3-0.6B."""
+    """A model of four layers with the widths of Qwen3-0.6B."""
     config = Qwen3Config(
         vocab_size=32000,
         hidden_size=1024,
@@ -175,13 +175,13 @@ def real_widths() -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
-                # So small that sums stay in the range of trained ones.
+                # The weights are small, so that sums have the range of a trained model.
                 parameter.mul_(0.2)
     return model
 
 
 def test_real_widths_agree_with_transformers() -> None:
-    """Tokens of float32; errors of bfloat16 are at most twice those that transformers makes itself."""
+    """In float32 tokens are equal. In bfloat16 errors are at most twice those of transformers."""
     model = real_widths()
     prompt = torch.randint(0, 32000, (200,), generator=torch.Generator().manual_seed(1)).tolist()
     tokens, exact = greedy_reference(model, prompt, 4)
@@ -190,7 +190,7 @@ def test_real_widths_agree_with_transformers() -> None:
     found = {}
     for dtype in ("float32", "bfloat16"):
         runner = runner_of(model, device="cuda", dtype=dtype, **sizes)
-        # The same tokens are forced, so that their log-probabilities can be compared.
+        # Both requests have the same tokens, so that their log-probabilities can be compared.
         request = Request(prompt, 4, Sampling() if dtype == "float32" else asked)
         MiniBrain(runner).serve([request], chunk=64)
         found[dtype] = request

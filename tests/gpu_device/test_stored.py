@@ -1,4 +1,4 @@
-"""Quantised checkpoints on a GPU: in their bits, with the tokens of the weights that are meant."""
+"""Quantised checkpoints on a GPU keep their bits, and give the tokens of the weights that they represent."""
 
 from __future__ import annotations
 

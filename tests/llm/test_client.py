@@ -1,4 +1,4 @@
-"""Turns, bodies and answers, without a server."""
+"""The client's queue, request bodies and answers, without a server."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_gate_admits_in_order_and_within_its_limit() -> None:
                 await asyncio.sleep(0)
 
         await settle()
-        # The light call after `b` waits for its turn.
+        # The light call after `b` must not overtake it.
         assert (seen, gate.held) == (["a"], 2)
         gate.leave(2)
         await settle()
@@ -118,7 +118,7 @@ HEAVY = ("torch", "numpy", "httpx", "httpx2", "requests", "transformers", "tqdm"
     [("import forebay", (*HEAVY, "asyncio", "forebay.llm")), ("from forebay import LLM", HEAVY)],
 )
 def test_an_import_is_light(statement: str, absent: tuple[str, ...]) -> None:
-    """A hand imports the package too: it pays for no library."""
+    """Hands import the package too, so the import must not load these libraries."""
     code = f"{statement}\nimport sys\nprint([name for name in {absent!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

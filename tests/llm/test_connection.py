@@ -1,4 +1,4 @@
-"""Answers as a server may write them: in any pieces, over connections that are kept, closed or broken."""
+"""Answers in all forms that a server may write: in any pieces, over connections that stay open, close or break."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def events(*objects: Json) -> bytes:
 
 
 class Fake:
-    """A server that gives prepared answers, one a request."""
+    """A server that gives prepared answers, one for each request."""
 
     def __init__(self, answers: Sequence[bytes], closes: bool, step: int | None) -> None:
         self._answers = list(answers)
@@ -96,7 +96,7 @@ def test_a_connection_is_kept_while_the_server_keeps_it(
     async def story() -> None:
         async with client(tmp_path, whole({"n": 1}), whole({"n": 2}), **options) as (found, fake):
             assert await ask(found) == {"n": 1}
-            # The end of the connection is there.
+            # Waits until the server's end of the connection has arrived.
             await asyncio.sleep(0)
             while options.get("closes") and not found._idle[0]._reader.at_eof():
                 await asyncio.sleep(0)
@@ -126,7 +126,7 @@ def test_events_in_any_pieces(tmp_path: Path, step: int | None) -> None:
     async def story() -> None:
         async with client(tmp_path, chunked(*pieces), whole({"n": 9}), step=step) as (found, fake):
             assert [event async for event in found.events("/x", b"{}")] == objects
-            # The end was read: the connection is fit for another request.
+            # The whole answer was read, so the connection can serve another request.
             assert await ask(found) == {"n": 9}
             assert fake.connections == 1
 
@@ -168,7 +168,7 @@ def test_an_answer_that_is_no_json_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [400, 200])
 def test_octets_are_sent_once_the_server_takes_them(tmp_path: Path, status: int) -> None:
-    """A refusal comes before the body, which the server then does not read."""
+    """A refusal comes before the body, and the server does not read the body then."""
     body = bytes(range(256)) * 20_000
     received: list[bytes] = []
 

@@ -40,7 +40,7 @@ def test_a_value_that_is_no_flags_value_is_named() -> None:
 
 
 def test_every_switch_that_is_on_can_be_turned_off() -> None:
-    """Those of the command line, and those that other servers have."""
+    """The switches of the command line, and those of other servers that it accepts."""
     page = (ROOT / "docs/cli.md").read_text().split("## forebay serve")[1].split("## forebay route")[0]
     own = set(re.findall(r"--no-([a-z-]+)", page))
     foreign = set(re.findall(r'"--no-([a-z-]+)"', (ROOT / "crates/forebay/src/flags/foreign.rs").read_text()))

@@ -1,4 +1,4 @@
-"""What is left behind, what is shown, and what is found without a server."""
+"""The library's own server: what it leaves behind, what it shows, and errors without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A trainer's tensors as a file of safetensors."""
+"""A trainer's tensors, written as a safetensors file."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Small templates with the constructs of those that people use, and histories whose fields clients leave out.
+"""Small templates with the constructs of widely used ones, and histories in which clients leave out fields.
 
-A template is a frame of turns, a way to print content and a way to print calls. `decided` brings a history into the
-form that docs/api.md promises to every template; transformers then renders it.
+A template consists of a frame of turns, a way to print content and a way to print calls. `decided` brings a history
+into the form that docs/api.md promises to every template. Then transformers renders it.
 """
 
 import copy
@@ -14,7 +14,7 @@ from jinja2.exceptions import TemplateError
 Json = dict[str, Any]
 Render = Callable[[str, list[Json]], str]
 
-# A turn: M is the message, BODY prints its content and its calls.
+# A frame prints turns. M is the message, and BODY prints its content and its calls.
 FRAMES = {
     "chatml": "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}BODY{{ '<|im_end|>\n' }}{% endfor %}",
     "headers": (
@@ -90,7 +90,7 @@ CALLS = (
     ),
 )
 WHOLE = {
-    # Calls are shown only where there is no content.
+    # This template shows calls only where the content is null.
     "calls_without_content": (
         "{% for m in messages %}<{{ m.role }}>{% if m['content'] is none %}{% for c in m['tool_calls'] %}"
         "{{ c['function']['name'] + ' ' + c['function']['arguments'] }}{% endfor %}{% else %}{{ m['content'] }}"
@@ -114,7 +114,7 @@ def templates() -> dict[str, str]:
 
 
 def call(*arguments: Any) -> list[Json]:
-    """A call with these arguments, or without any."""
+    """A call with these arguments, or with none."""
     function = {"name": "look", **({"arguments": arguments[0]} if arguments else {})}
     return [{"id": "call00001", "type": "function", "function": function}]
 
@@ -140,7 +140,7 @@ HISTORIES: list[list[Json]] = [
 
 
 def decided(source: str, messages: list[Json], render: Render, *, parts: bool) -> list[Json]:
-    """`messages` in the one form in which this template gets them."""
+    """`messages` in the form in which this template gets them."""
     nothing, as_text = shape(source, render, parts=parts)
     made = []
     for message in copy.deepcopy(messages):
@@ -171,12 +171,12 @@ def decided(source: str, messages: list[Json], render: Render, *, parts: bool) -
 
 
 def dumped(arguments: Json) -> str:
-    """JSON without spaces, which is what a template with text for arguments gets."""
+    """JSON without spaces, for templates that expect arguments as text."""
     return json.dumps(arguments, separators=(",", ":"))
 
 
 def as_parts(message: Json) -> Json:
-    """The message with its text as a part."""
+    """The message, with its text as a part."""
     content = message["content"]
     return {**message, "content": [{"type": "text", "text": content}] if isinstance(content, str) else content}
 
@@ -184,7 +184,7 @@ def as_parts(message: Json) -> Json:
 def probes(
     render: Render, source: str, content: Any, arguments: Any, *, parts: bool, shown: str = "probe"
 ) -> str | None:
-    """A chat with a call, if the template shows `shown`, the call's argument."""
+    """The text of a chat with a call, or None if the template does not show `shown`, the call's argument."""
     turn: Json = {"role": "assistant", "content": content, "tool_calls": call(arguments)}
     chat = [ASK, turn, RESULT]
     try:
@@ -195,7 +195,7 @@ def probes(
 
 
 def shape(source: str, render: Render, *, parts: bool) -> tuple[str | None, bool | None]:
-    """What stands for no content beside calls, and whether arguments are text; None: the template shows no calls."""
+    """The content that stands for none beside calls, and whether arguments are text (None: no calls are shown)."""
     for as_text, arguments in ((False, {"k": "probe"}), (True, '{"k":"probe"}')):
         empty = probes(render, source, "", arguments, parts=parts)
         null = probes(render, source, None, arguments, parts=parts)
@@ -208,13 +208,13 @@ def shape(source: str, render: Render, *, parts: bool) -> tuple[str | None, bool
 
 
 def nothing_of(empty: str | None, null: str | None) -> str | None:
-    """What stands for no content beside calls, if these are the texts of chats with an empty one and with null."""
+    """The content that stands for none beside calls. The texts are those of chats with empty content and with null."""
     named = [word for word in ("None", "null") if null is not None and word in null and word not in (empty or "")]
     return "" if null is None or named else None
 
 
 def only_null(source: str, render: Render, *, parts: bool) -> bool:
-    """True if calls are shown only beside null."""
+    """True if the template shows calls only beside null."""
     given: tuple[Any, ...] = ({"k": "probe"}, '{"k":"probe"}')
 
     def shows(content: Any) -> bool:
@@ -224,7 +224,7 @@ def only_null(source: str, render: Render, *, parts: bool) -> bool:
 
 
 def cases(render: Render) -> Iterator[tuple[str, int, str]]:
-    """Template, number of the history, and transformers' text."""
+    """Gives the template, the number of the history, and transformers' text."""
     for name, source in templates().items():
         parts = name.endswith(" parts")
         for number, messages in enumerate(HISTORIES):

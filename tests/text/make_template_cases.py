@@ -1,9 +1,9 @@
-"""Write crates/text/tests/data/templates/*.json: chat templates, inputs, and the text transformers renders.
+"""Write crates/text/tests/data/templates/*.json: chat templates, inputs, and the text that transformers renders.
 
-The templates in `templates/` are written for this test in the style of model families that people serve (SmolLM2's is
-the model's own). Each file that comes out holds one template and its cases; a case has either `expected` (the text) or
-`error` (true: rendering has to fail). `expressions.json` holds small templates, so that a difference shows where it is.
-`histories.py` has templates and histories whose fields clients leave out.
+The templates in `templates/` are written for this test in the style of widely used model families. SmolLM2's template
+is the model's own. Each written file holds one template and its cases. A case has either `expected`, the text, or
+`error`, which means that rendering must fail. `expressions.json` holds small templates, which show where a difference
+is. `histories.py` has templates, and histories in which clients leave out fields.
 
 Run from the repository root: python -m tests.text.make_template_cases
 """
@@ -29,7 +29,7 @@ Json = dict[str, Any]
 
 
 class FixedDatetime(datetime.datetime):
-    """A clock that stands still, for strftime_now."""
+    """A clock with a fixed time, for strftime_now."""
 
     @classmethod
     def now(cls, tz: datetime.tzinfo | None = None) -> "FixedDatetime":
@@ -85,7 +85,7 @@ CONVERSATIONS: dict[str, list[Json]] = {
 
 
 def requests() -> list[Json]:
-    """Every conversation, and what else a caller can ask for."""
+    """Every conversation, with each option of a request."""
     plain = [
         {"messages": messages, "add_generation_prompt": flag}
         for messages in CONVERSATIONS.values()
@@ -111,7 +111,7 @@ def requests() -> list[Json]:
 
 
 def render(source: str, request: Json) -> str:
-    """The one text of `request`, as `apply_chat_template` renders it."""
+    """The text of `request`, as `apply_chat_template` renders it."""
     request = copy.deepcopy(request)
     variables = {**SPECIAL_TOKENS, **request.pop("kwargs", {})}
     rendered: Any = chat_template_utils.render_jinja_template(
@@ -122,11 +122,11 @@ def render(source: str, request: Json) -> str:
 
 
 def case(source: str, request: Json) -> Json:
-    """`request` with what came of it."""
+    """`request` with its result."""
     given = copy.deepcopy(request)
     nothing, _ = histories.shape(source, lambda text, messages: render(text, {"messages": messages}), parts=False)
     for message in given["messages"]:
-        # An empty turn, to a template that does not take null.
+        # A template that does not take null gets empty content instead.
         message["content"] = nothing if message["content"] is None else message["content"]
     try:
         return {**request, "expected": render(source, given)}
@@ -149,7 +149,7 @@ def main() -> None:
         for path in sorted((HERE / "templates").glob("*.jinja")):
             source = path.read_text(encoding="utf-8")
             cases = [case(source, request) for request in requests()]
-            # Only a template that reads parts is compared on parts: for the others the contents are joined first.
+            # Only a template that reads parts gets parts. For all others the contents are joined first.
             if path.stem == "gemma":
                 cases.append(case(source, {"messages": [PARTS], "add_generation_prompt": True}))
             if sum("expected" in done for done in cases) < len(cases) // 2:

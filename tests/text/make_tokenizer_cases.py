@@ -1,10 +1,10 @@
-"""Write crates/text/tests/data/tokenizers/: tiny tokenizers, and what Hugging Face's tokenizers package does with them.
+"""Write crates/text/tests/data/tokenizers/: tiny tokenizers, and the results of Hugging Face's tokenizers package.
 
-For each tokenizer: NAME.json (a `tokenizer.json`) and NAME.cases.json with, for a corpus of nasty text, the ids with
-and without special tokens and the text of those ids with special tokens kept and skipped; and lists of arbitrary ids
-with their text.
+Each tokenizer has NAME.json (a `tokenizer.json`) and NAME.cases.json. For each text of a difficult corpus, the cases
+have the ids with and without special tokens, and the text of those ids with special tokens kept and skipped. They also
+have lists of arbitrary ids with their text.
 
-Training breaks ties at random, so a tokenizer that is there stays as it is; remove its file to train it anew.
+Training breaks ties at random, so existing tokenizers are kept. Remove a tokenizer's file to train it again.
 
 Run from the repository root: python tests/text/make_tokenizer_cases.py
 """
@@ -68,7 +68,7 @@ TEXTS = [
 
 
 def byte_level() -> Tokenizer:
-    """GPT-2 style, with added tokens that are outside the byte alphabet, special and not."""
+    """GPT-2 style, with added tokens outside of the byte alphabet, both special and not."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -93,13 +93,13 @@ def byte_level() -> Tokenizer:
 
 
 def add_tokens(tokenizer: Tokenizer) -> None:
-    """The same added tokens everywhere."""
+    """Adds the same tokens to every tokenizer."""
     tokenizer.add_special_tokens(SPECIALS)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in PLAIN_ADDED])
 
 
 def byte_fallback() -> Tokenizer:
-    """Llama 2 style: a normaliser that puts ▁ for spaces, byte tokens for what has no token."""
+    """Llama 2 style: a normaliser that replaces spaces by ▁, and byte tokens for characters without a token."""
     vocabulary = trained_pieces()
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     characters = sorted(
@@ -122,7 +122,7 @@ def byte_fallback() -> Tokenizer:
 
 
 def trained_pieces() -> list[tuple[str, str]]:
-    """Merges learnt on text with ▁ for spaces."""
+    """Merges trained on text with ▁ for spaces."""
     tokenizer = Tokenizer(models.BPE())
     trainer = trainers.BpeTrainer(vocab_size=700, show_progress=False)
     tokenizer.train_from_iterator([text.replace(" ", "▁") for text in TRAINING], trainer)
@@ -130,7 +130,7 @@ def trained_pieces() -> list[tuple[str, str]]:
 
 
 def unigram() -> Tokenizer:
-    """T5 style: Metaspace before and after."""
+    """T5 style, with Metaspace as pre-tokenizer and decoder."""
     tokenizer = Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -146,7 +146,7 @@ def unigram() -> Tokenizer:
 
 
 def wordpiece() -> Tokenizer:
-    """BERT style: its decoder looks at the token before, and cleans up spaces."""
+    """BERT style. Its decoder looks at the token before, and cleans up spaces."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -160,7 +160,7 @@ def wordpiece() -> Tokenizer:
 
 
 def word_level() -> Tokenizer:
-    """No decoder at all: tokens are joined with spaces."""
+    """Without a decoder, so tokens are joined with spaces."""
     tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.WordLevelTrainer(vocab_size=120, show_progress=False, special_tokens=["[UNK]"])
@@ -170,7 +170,7 @@ def word_level() -> Tokenizer:
 
 
 def suffix_bpe() -> Tokenizer:
-    """GPT-1 style: a suffix marks the end of a word, and the last one gives no space."""
+    """GPT-1 style: a suffix marks the end of a word and becomes a space, except at the end of the text."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.BPEDecoder()
@@ -183,7 +183,7 @@ def suffix_bpe() -> Tokenizer:
 
 
 def cases(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the package does with every text, and with lists of ids that no text gives."""
+    """The package's results for every text, and for lists of ids that no text gives."""
     texts = []
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False).ids

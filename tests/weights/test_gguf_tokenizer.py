@@ -349,7 +349,7 @@ def spm_metadata(pieces: Sequence[str], *, add_space_prefix: bool = True) -> dic
 
 
 def spm_encode(text: str, metadata: dict[str, Any]) -> list[int]:
-    """SentencePiece's rule: merge the neighbours of the best score, of equals the leftmost. Bytes represent the rest."""
+    """SentencePiece's rule: merge the best-scored neighbours, of equals the leftmost. Bytes represent the rest."""
     tokens = metadata["tokenizer.ggml.tokens"]
     ids = {token: index for index, token in enumerate(tokens) if metadata["tokenizer.ggml.token_type"][index] == 1}
     scores = {token: metadata["tokenizer.ggml.scores"][index] for token, index in ids.items()}
