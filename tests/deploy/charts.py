@@ -13,9 +13,9 @@ from tests.deploy.tools import DEPLOY, run
 
 CHART = DEPLOY / "helm/forebay"
 KUBERNETES = "1.31"
-"""Helm's own idea of a cluster's version depends on how it was built."""
+"""Fixed, because Helm's own default depends on how it was built."""
 
-# Everything that the chart can make.
+# Values that make every object of the chart.
 EVERYTHING: dict[str, Any] = {
     "model": "org/model@main",
     "args": ["--max-running-requests", "64", "--enable-hierarchical-cache"],
@@ -56,7 +56,7 @@ SETS = {"defaults": {}, "everything": EVERYTHING, "bare": BARE}
 
 
 def template(values: dict[str, Any], *flags: str, chart: Path = CHART) -> str:
-    """What `helm template` writes, with the release `r` in the namespace `n`."""
+    """The output of `helm template` for the release `r` in the namespace `n`."""
     arguments = ["template", "r", str(chart), "--namespace", "n", "--kube-version", f"{KUBERNETES}.0", *flags]
     return run("helm", *arguments, "--values", "-", stdin=json.dumps(values))
 
@@ -68,7 +68,7 @@ def rendered(name: str) -> tuple[dict[str, Any], ...]:
 
 
 def objects(name: str, kind: str) -> list[dict[str, Any]]:
-    """Those of one kind."""
+    """The objects of one kind."""
     return [found for found in rendered(name) if found["kind"] == kind]
 
 

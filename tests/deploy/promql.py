@@ -1,4 +1,4 @@
-"""Which metrics, and which of their labels, an expression of Prometheus asks for."""
+"""The metrics that a Prometheus expression reads, and their labels in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\s*(\{[^}]*\})?(?!\w*\s*\()")
 _MATCHER = re.compile(r"(\w+)\s*(?:=~|!~|!=|=)")
 _WORDS = {"and", "or", "unless", "bool", "offset", "inf", "nan"}
 
-# Prometheus adds them when it scrapes; `le` is of histograms' buckets.
+# Prometheus adds `job` and `instance` when it scrapes. `le` is the label of histogram buckets.
 ADDED = {"job", "instance", "le"}
 
 
@@ -73,14 +73,14 @@ def rules() -> list[dict[str, Any]]:
 
 
 def adapter_rules() -> list[dict[str, Any]]:
-    """The metrics that Kubernetes' autoscaler is given."""
+    """The metrics for the autoscaler of Kubernetes."""
     path = DEPLOY / "kubernetes/prometheus-adapter.yaml"
     found: list[dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))["rules"]["custom"]
     return found
 
 
 def deployed() -> list[Use]:
-    """Every metric that dashboard, alerts and autoscaler read, apart from what Prometheus makes itself."""
+    """Every metric that the dashboard, alerts and autoscaler read, except those that Prometheus makes itself."""
     made = {rule["record"] for rule in rules() if "record" in rule} | {"up"}
     found = [use for title, expression in dashboard_expressions() for use in uses(expression, f"panel {title}")]
     for name, selector, label in variable_queries():
@@ -89,6 +89,6 @@ def deployed() -> list[Use]:
     for rule in rules():
         found += uses(rule["expr"], f"rule {rule.get('alert', rule.get('record'))}")
     for rule in adapter_rules():
-        # The adapter's two labels are of the scrape of a pod.
+        # The two labels in the adapter's query come from the scrape of a pod.
         found += [Use("adapter", use.metric, frozenset()) for use in uses(rule["seriesQuery"], "adapter")]
     return [use for use in found if use.metric not in made]

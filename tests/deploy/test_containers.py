@@ -1,4 +1,4 @@
-"""Dockerfiles and the compose file, as far as they can be checked without Docker."""
+"""Dockerfiles and the compose file, checked without Docker."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ DRAIN_SECONDS = 30
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of a Dockerfile, continued ones joined."""
+    """An instruction of a Dockerfile, with its continued lines joined."""
 
     word: str
     rest: str
 
     def list(self) -> list[str]:
-        """The rest as a JSON array."""
+        """The rest of the instruction as a JSON array."""
         found: list[str] = json.loads(self.rest)
         return found
 
@@ -56,7 +56,7 @@ def of(found: list[Instruction], word: str) -> list[Instruction]:
 
 
 def context() -> set[Path]:
-    """The files of the checkout that .dockerignore lets into a build."""
+    """The files of the checkout that .dockerignore allows in a build."""
     patterns = (ROOT / ".dockerignore").read_text(encoding="utf-8").split("\n")
     rules = [line.strip() for line in patterns if line.strip() and not line.startswith("#")]
 
@@ -113,7 +113,7 @@ def test_what_is_copied_is_there(name: str) -> None:
 
 
 def test_the_page_is_in_the_context() -> None:
-    """crates/webui/build.rs packs it, and no manifest names it."""
+    """crates/webui/build.rs packs the page, and no manifest lists it."""
     page = {path for path in files() if path.is_relative_to("web/dist")}
     assert page
     assert page <= context()
@@ -132,7 +132,7 @@ def test_the_context_has_what_the_wheel_is_built_of(tmp_path: Path) -> None:
     for path in known:
         (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / path).write_bytes((ROOT / path).read_bytes())
-    # Every file of the workspace's manifests is there; maturin's are those of pyproject.toml.
+    # All files that the workspace's manifests name exist. pyproject.toml names the files for maturin.
     command = ["cargo", "metadata", "--offline", "--locked", "--no-deps", "--format-version", "1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -184,7 +184,7 @@ def test_the_entry_point_serves_with_flags_that_are_there(name: str) -> None:
     health = of(final, "HEALTHCHECK")[0].rest
     assert f"http://127.0.0.1:{entry[entry.index('--health-port') + 1]}/health" in health
     probe = json.loads(health[health.index("[") :])
-    # The probe is a program by itself: it has to compile.
+    # The probe is a Python program, so it must compile.
     compile(probe[2], "probe", "exec")
 
 
@@ -210,7 +210,7 @@ def test_compose_passes_flags_that_are_there() -> None:
 
 
 def test_compose_passes_keys_on_only_where_they_are_set() -> None:
-    """A name without a value is the shell's, or none: an empty key ends the program at its start."""
+    """A name without a value takes the shell's value, if any. An empty key would end the program at its start."""
     for name in ("forebay", "router"):
         environment = COMPOSE["services"][name]["environment"]
         assert {"FOREBAY_API_KEY", "FOREBAY_ROUTER_KEY"} <= set(environment)

@@ -1,4 +1,4 @@
-"""The Helm chart: what it renders is valid, agrees with itself, and with the program."""
+"""The Helm chart renders valid objects that agree with each other and with the program."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.deploy.tools import DEPLOY, run, tool, unknown_flags
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
-# Of the Prometheus operator, which Kubernetes' own schemas don't have.
+# Kinds of the Prometheus operator, which the schemas of Kubernetes lack.
 OPERATOR = {"ServiceMonitor", "PrometheusRule"}
 
 
@@ -126,7 +126,7 @@ def test_pods_may_do_little() -> None:
             assert context["readOnlyRootFilesystem"] is True
             assert context["allowPrivilegeEscalation"] is False
             assert context["capabilities"] == {"drop": ["ALL"]}
-    # What the process writes is on volumes.
+    # The process writes only to volumes.
     mounts = {mount["mountPath"] for mount in container("defaults", "server")["volumeMounts"]}
     assert mounts == {"/cache", "/tmp"}
 
@@ -166,7 +166,7 @@ def test_the_autoscaler_reads_what_the_adapter_gives() -> None:
     assert rule["name"]["as"] == metric["pods"]["metric"]["name"]
     target = one("everything", "Deployment", "server")
     assert scaler["spec"]["scaleTargetRef"]["name"] == target["metadata"]["name"]
-    # A number of replicas would undo the autoscaler's work at each upgrade.
+    # A fixed number of replicas would reset the autoscaler's choice at each upgrade.
     assert "replicas" not in target["spec"]
     assert one("defaults", "Deployment", "server")["spec"]["replicas"] == VALUES["replicas"]
 
@@ -181,7 +181,7 @@ def test_alerts_and_dashboard_are_those_of_the_checkout() -> None:
 
 @pytest.mark.parametrize("values", SETS)
 def test_notes_tell_an_address_that_is_there(values: str, tmp_path: Path) -> None:
-    # Helm shows notes only when it installs, for which it asks a cluster: here they are rendered as an object.
+    # Helm shows notes only in an installation, which needs a cluster. So the test renders them as an object.
     chart = shutil.copytree(CHART, tmp_path / "forebay")
     notes = (chart / "templates/NOTES.txt").read_text(encoding="utf-8")
     (chart / "templates/_notes.tpl").write_text(f'{{{{- define "notes" }}}}{notes}{{{{- end }}}}')
@@ -212,7 +212,7 @@ def test_values_fit_their_schema_and_every_one_is_described() -> None:
         {"args": "--offline"},
         {"router": {"policy": "best"}},
         {"service": {"port": 0}},
-        # The pause and the drain would not fit into the pod's time.
+        # The pause and the drain would exceed the pod's time.
         {"preStopSleep": 20},
         {"model": ""},
     ],
@@ -224,7 +224,7 @@ def test_wrong_values_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_values_that_helm_reads_are_all_there() -> None:
-    """No template reads a value that values.yaml does not have, and each value is read."""
+    """Templates read only values that values.yaml has, and each value is read."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in (CHART / "templates").iterdir())
     used = set(re.findall(r"\.Values\.(\w+(?:\.\w+)?)", text))
     known = {f"{name}.{inner}" for name, value in VALUES.items() if isinstance(value, dict) for inner in value}
@@ -254,7 +254,7 @@ def test_plain_manifests_are_what_the_chart_renders() -> None:
 
 
 def strip(found: Any) -> None:
-    """Takes away what only a release of Helm has, and the name of the release."""
+    """Removes labels that only a Helm release has, and the release's name."""
     if isinstance(found, dict):
         for name in ("app.kubernetes.io/managed-by", "helm.sh/chart", "app.kubernetes.io/instance"):
             found.pop(name, None)
@@ -266,7 +266,7 @@ def strip(found: Any) -> None:
 
 
 def test_sets_differ() -> None:
-    """The tests above see each part of the chart with and without it."""
+    """The tests above need each part of the chart both present and absent."""
     kinds = {name: {found["kind"] for found in rendered(name)} for name in SETS}
     assert kinds["everything"] - kinds["defaults"] >= {"HorizontalPodAutoscaler", "PersistentVolumeClaim", *OPERATOR}
     assert kinds["defaults"] - kinds["bare"] == {"PodDisruptionBudget"}

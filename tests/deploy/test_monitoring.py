@@ -15,7 +15,7 @@ from tests.deploy.tools import DEPLOY, run
 
 GRAFANA = DEPLOY / "grafana"
 PROMETHEUS = DEPLOY / "prometheus"
-# What stands in an expression for Grafana's variables, so that Prometheus can parse it.
+# Values in place of Grafana's variables, so that Prometheus can parse the expressions.
 VARIABLES = {"$__rate_interval": "1m", "$job": ".*", "$instance": ".*", "$model_name": ".*", "$engine": ".*"}
 VARIABLES["$router_job"] = ".*"
 

@@ -1,4 +1,4 @@
-"""The reader of expressions finds what they ask for."""
+"""The reader of expressions finds their metrics and labels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The unit of systemd, as far as it can be checked without being its first process."""
+"""The systemd unit, checked without running systemd as the first process."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from tests.deploy.tools import DEPLOY, tool, unknown_flags
 
 SYSTEMD = DEPLOY / "systemd"
 UNIT = (SYSTEMD / "forebay.service").read_text(encoding="utf-8")
-# What `systemd-analyze security` gives from 0, all locked, to 10; below 2 it says OK.
+# The exposure in `systemd-analyze security`, from 0 (all locked) to 10. Below 2 it says OK.
 MOST_EXPOSURE = 1.9
 
 
 def values(name: str, text: str = UNIT) -> list[str]:
-    """All values that the unit gives a setting."""
+    """All values of a setting in the unit."""
     return re.findall(rf"^{name}=(.*)$", text, re.MULTILINE)
 
 
 def arguments() -> list[str]:
-    """What the example of an environment file has the server started with."""
+    """The arguments of the server in the example of an environment file."""
     (line,) = values("FOREBAY_ARGS", (SYSTEMD / "forebay.env").read_text(encoding="utf-8"))
     return shlex.split(line)
 
 
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
-    """Each setting is known, and has a value that it can have."""
+    """Each setting is known and has a valid value."""
     unit = tmp_path / "forebay.service"
-    # The program does not lie there on this machine.
+    # The program is not installed at its path here.
     unit.write_text(UNIT.replace("/opt/forebay/bin/forebay", "/bin/true"))
     overrides = tmp_path / "forebay.service.d"
     overrides.mkdir()
@@ -70,7 +70,7 @@ def test_a_stop_has_ten_seconds_more_than_the_drain() -> None:
     drain = int(arguments()[arguments().index("--drain-timeout") + 1])
     assert values("TimeoutStopSec") == [str(drain + 10)]
     assert values("KillSignal") == ["SIGTERM"]
-    # The hands are the brain's to end.
+    # systemd signals only the brain, which ends its hands.
     assert values("KillMode") == ["mixed"]
 
 

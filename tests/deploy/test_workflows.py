@@ -1,4 +1,4 @@
-"""What runs on a forge: workflows, hooks, and the form for reports of bugs."""
+"""The files for a forge: workflows, hooks, and the form for bug reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of others that check what is deployed, and what ours says of itself."""
+"""External programs that check the files of a deployment, and the flags of Forebay's own program."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tool(name: str) -> str:
 
 
 def run(name: str, *arguments: str | Path, cwd: Path = ROOT, stdin: str | None = None) -> str:
-    """What a program writes to standard output; fails with all that it wrote if its status is not 0."""
+    """The standard output of a program. Fails with all its output if its status is not 0."""
     done = subprocess.run(
         [tool(name), *arguments], cwd=cwd, input=stdin, capture_output=True, text=True, timeout=120, check=False
     )
@@ -40,12 +40,12 @@ def flags(command: str) -> frozenset[str]:
     program = binary()
     assert program.is_file(), "run `make build-tests` first"
     done = subprocess.run([program, command, "--help"], capture_output=True, text=True, timeout=60, check=True)
-    # A flag begins its line, perhaps after a short one; aliases are in brackets below.
+    # A flag begins its line, perhaps after a short form. Aliases are in brackets below it.
     found = re.findall(r"^ +(?:-\w, )?(--[\w-]+)|\[alias(?:es)?: ([^\]]+)\]", done.stdout, re.MULTILINE)
     return frozenset(name for pair in found for text in pair for name in re.findall(r"--[\w-]+", text))
 
 
 def unknown_flags(command: str, arguments: list[str]) -> list[str]:
-    """Those of `arguments` that look like flags and are none of `forebay COMMAND`."""
+    """The `arguments` that look like flags and are no flags of `forebay COMMAND`."""
     given = [argument.split("=")[0] for argument in arguments if argument.startswith("--")]
     return [name for name in given if name not in flags(command)]

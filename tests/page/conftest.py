@@ -1,4 +1,4 @@
-"""A browser, and pages in it whose every request and error is looked at."""
+"""A browser whose pages fail a test for each unexpected request or error."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Open = Callable[..., Any]
 def until(page: Any, expression: str, seconds: float = 20) -> None:
     """Waits until a JavaScript expression is true.
 
-    It is asked through the debugger: Playwright's own waiting evaluates strings in the page, which the policy forbids.
+    The debugger evaluates it. Playwright's own waiting evaluates strings in the page, which the page's policy forbids.
     """
     end = time.monotonic() + seconds
     while not page.evaluate(expression):
@@ -33,12 +33,12 @@ def until(page: Any, expression: str, seconds: float = 20) -> None:
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
-    """Chromium, without a window; one for all tests."""
+    """Chromium without a window. All tests share it."""
     api = pytest.importorskip("playwright.sync_api", reason="`make setup-page` installs playwright")
     if not CHROMIUM:
         pytest.skip("chromium is not installed")
     with api.sync_playwright() as playwright:
-        # As root, in containers, chromium has no sandbox.
+        # As root in a container, Chromium cannot use its sandbox.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
         yield browser
         browser.close()
@@ -46,7 +46,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """Starts servers that live as long as the test does."""
+    """Starts servers that run until the end of the test."""
     servers = []
 
     def start(feed: Engine | Router | None = None) -> PageServer:
@@ -60,9 +60,9 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
-    """Opens a server's page. At the end no host but the server was asked, and there was no error in the console.
+    """Opens a server's page. Afterwards checks that it asked no other host, and that the console shows no error.
 
-    `refused` are the statuses that the test provokes: a browser writes each refused request to its console.
+    `refused`: the statuses that the test provokes. A browser writes each refused request to its console.
     """
     contexts = []
     checks: list[Callable[[], None]] = []

@@ -1,4 +1,4 @@
-"""An engine that runs as a script says, and what the live feed tells of it."""
+"""A scripted engine, and the events of the live feed about it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 Json = dict[str, Any]
 
 PAGE = 16
-"""Tokens a page."""
+"""The number of tokens in a page."""
 PLAN_US = 180
 
 
 @dataclass
 class Request:
-    """A request of the feed: its tokens, and what happened to it."""
+    """A request of the feed: its tokens and its events."""
 
     id: str
     replica: int
@@ -64,13 +64,13 @@ class Replica:
     gap: int = 0
     number: int = 0
     kept: int = 0
-    """Pages of blocks that no request holds."""
+    """The number of pages whose blocks no request holds."""
     running: list[Request] = field(default_factory=list)
     waiting: list[Request] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
-    """Those that no tick has told of."""
+    """The steps that no tick has reported."""
     busy: int = 0
-    """Until when the device computes what it has begun."""
+    """The time at which the device finishes its present work."""
 
     @property
     def held(self) -> int:
@@ -78,7 +78,7 @@ class Replica:
 
 
 class Engine:
-    """Replicas on a clock of their own. `advance` it, then ask for `tick()`."""
+    """Replicas with a simulated clock. Call `advance`, and then `tick`."""
 
     def __init__(self, replicas: int = 1, *, seed: int = 7, model: str = "scripted", host_pages: int = 0) -> None:
         self.now = 5_000_000
@@ -90,11 +90,11 @@ class Engine:
         self.ended: list[str] = []
         self.next_id = 1
         self.arrivals = 0.0
-        """Requests a second that come by themselves."""
+        """The number of requests a second that arrive without a call of `add`."""
         self._due = 0.0
 
     def add(self, prompt: int, most: int, *, replica: int = 0, cached: int = 0) -> Request:
-        """A request that waits from now on."""
+        """Adds a request, which waits from now on."""
         item = Request(str(self.next_id), replica, prompt, cached, most, self.now - 310)
         self.next_id += 1
         item.happened(self.now - 400, "received")
@@ -105,7 +105,7 @@ class Engine:
         return item
 
     def kill(self, replica: int) -> None:
-        """The hand of a replica dies: nothing runs until `recover`."""
+        """Kills the hand of a replica. Nothing runs until `recover`."""
         target = self.replicas[replica]
         target.state = "restarting"
         for item in target.running:
@@ -224,7 +224,7 @@ class Engine:
         }
 
     def tick(self) -> Json:
-        """What has changed since the last one."""
+        """The changes since the last tick."""
         made: Json = {
             "now_us": self.now,
             "replicas": [self._replica(replica) for replica in self.replicas],
@@ -263,7 +263,7 @@ class Engine:
 
 
 class Router:
-    """A router's feed: backends with what is known of them."""
+    """A router's feed: the backends and their state."""
 
     def __init__(self, backends: int = 3) -> None:
         self.now = 5_000_000

@@ -1,4 +1,4 @@
-"""A server that serves the built page as the brain does, and answers chats as a script says."""
+"""A server that serves the built page as the brain does. A script gives its answers to chats."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ KINDS = {
 TICK_S = 0.1
 
 Chunk = str | Json | float
-"""A piece of content, a delta with whatever it has, or seconds to wait."""
+"""A piece of content, a delta with any fields, or seconds to wait."""
 Script = Callable[[Json], Iterable[Chunk]]
 
 
 def echo(body: Json) -> Iterable[Chunk]:
-    """The script of a server that has none: it says what it was told, word by word."""
+    """The default script: repeats the last message word by word."""
     content = body["messages"][-1]["content"]
     for word in str(content).split(" "):
         yield f"{word} "
@@ -52,13 +52,13 @@ class PageServer:
         self.feed = feed
         self.script: Script = echo
         self.refuse: Json | None = None
-        """What every chat is answered with, if anything."""
+        """If it is set, every chat gets this answer."""
         self.key = ""
         self.images = False
         self.chats: list[Json] = []
-        """The bodies of the chats that came."""
+        """The bodies of the received chats."""
         self.hung_up = threading.Event()
-        """A client has left before its stream ended."""
+        """Set when a client disconnects before its stream ends."""
         self.closing = threading.Event()
         self.lock = threading.Lock()
         server = self
@@ -83,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_: Any) -> None:
-        """Says nothing: a test looks at what came instead."""
+        """Logs nothing, because tests check the requests themselves."""
 
     def do_GET(self) -> None:
         path = self.path.split("?")[0]

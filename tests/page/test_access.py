@@ -39,7 +39,7 @@ def script(body: Json) -> Any:
 
 
 def chatted(page: Any) -> None:
-    """A conversation with everything that a message can have."""
+    """Makes a conversation that has everything a message can have."""
     say(page, "Explain it.")
     answer(page)
     say(page, "Call.")
@@ -47,7 +47,7 @@ def chatted(page: Any) -> None:
 
 
 def wide_elements(page: Any) -> list[str]:
-    """What reaches beyond the right edge, and whether the page scrolls sideways."""
+    """The elements that extend beyond the right edge, and whether the page scrolls sideways."""
     found: list[str] = page.evaluate(
         """() => {
             const root = document.scrollingElement;
@@ -93,10 +93,10 @@ def test_nothing_is_wider_than_a_telephone(serve: Serve, open_page: Open, tab: s
 
 
 def serious(page: Any) -> list[str]:
-    """What axe calls serious or critical."""
+    """The violations that axe rates as serious or critical."""
     if not AXE.is_file():
         pytest.skip("axe-core is not installed: `make web` does it")
-    # Past the content security policy: through the debugger, and not as an element of the page.
+    # The debugger runs it, because the content security policy forbids another script in the page.
     page.evaluate(AXE.read_text())
     found: Any = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     return [

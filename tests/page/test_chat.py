@@ -1,4 +1,4 @@
-"""The chat: what is sent, what is shown, and what is kept."""
+"""The chat: which requests it sends, what it shows, and what it keeps."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def server(serve: Serve) -> PageServer:
 
 @pytest.fixture
 def page(server: PageServer, open_page: Open) -> Any:
-    # This server has no feed.
+    # This server has no live feed, so the page's request for it gets 404.
     return open_page(server, refused=(404,))
 
 
@@ -35,7 +35,7 @@ def say(page: Any, text: str) -> None:
 
 
 def answer(page: Any) -> Any:
-    """The last answer, once it is complete."""
+    """The last answer, after it is complete."""
     last = page.get_by_role("article", name="Answer").last
     last.get_by_role("button", name="Regenerate").wait_for()
     return last
@@ -141,7 +141,7 @@ def test_calls_are_cards_whose_results_are_sent_on(server: PageServer, page: Any
         {"role": "tool", "tool_call_id": "call-0", "content": "rainy"},
         {"role": "tool", "tool_call_id": "call-1", "content": "noon"},
     ]
-    # Another result is another branch.
+    # A different result makes a new branch.
     page.get_by_label("Result", exact=True).last.fill("midnight")
     page.get_by_role("button", name="Send as a new branch").click()
     page.get_by_text("It is midnight.").wait_for()

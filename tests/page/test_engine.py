@@ -1,4 +1,4 @@
-"""The engine and the backends, as the live feed tells of them."""
+"""The engine and the backends, as the page shows them from the live feed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.page.engine import Engine, Router
 from tests.page.server import PageServer
 
 STEP = "Number(document.querySelector('.timeline').dataset.step)"
-"""The sum of the last steps' numbers."""
+"""The sum of the numbers of the last steps."""
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def page(server: PageServer, open_page: Open) -> Any:
 
 
 def drawn(page: Any) -> int:
-    """How many coloured pixels the timeline has."""
+    """The number of colored pixels of the timeline."""
     count = page.evaluate(
         """() => {
             const canvas = document.querySelector('.timeline canvas');
@@ -66,7 +66,7 @@ def test_the_timeline_advances(page: Any) -> None:
     page.get_by_text("The last steps as a table").click()
     rows = timeline.get_by_role("row")
     assert rows.count() > 12
-    # Held still, it stays.
+    # A held timeline does not move.
     page.get_by_role("button", name="Hold the timeline").click()
     page.get_by_role("button", name="Earlier").click()
     page.get_by_role("button", name="Follow the server").click()
@@ -90,11 +90,11 @@ def test_a_request_s_life_opens(page: Any, engine: Engine, server: PageServer) -
     assert said.index("received") < said.index("queued") < said.index("admitted") < said.index("prefill")
     assert "cached 256" in said
     before = dialog.get_by_role("listitem").count()
-    # It grows while the request runs.
+    # The list grows while the request runs.
     until(page, f"document.querySelectorAll('.life .event').length > {before}")
     page.keyboard.press("Escape")
     dialog.wait_for(state="detached")
-    # Focus returns to where it was.
+    # The focus returns to the element that had it.
     assert page.evaluate("document.activeElement.innerText").split()[:2] == ["Request", "2"]
 
 

@@ -1,4 +1,4 @@
-"""What a model says is hostile: it neither runs, nor asks other hosts, nor freezes the page."""
+"""Hostile output of a model does not run, does not reach other hosts, and does not freeze the page."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.page.server import Chunk
 from tests.page.test_chat import answer, say
 
 MOST_FROZEN_MS = 1000
-"""The issue's bound, and no measure of speed: without the limits these inputs take tens of seconds or end the tab."""
+"""A bound, and no goal of speed. Without the page's limits these inputs take tens of seconds or end the tab."""
 
 LAST = "[...document.querySelectorAll('.message.assistant :is(.block, .plain)')].at(-1)"
 
@@ -118,7 +118,7 @@ def test_nothing_freezes_the_page(serve: Serve, open_page: Open, text: str, piec
         }"""
     )
     say(page, "Huge.")
-    # Not by Playwright's locators: those walk through every element of the page, in the page.
+    # Playwright's locators would walk through every element of the page, inside the page.
     until(page, f"document.querySelector('.facts') && {LAST}.textContent.trimEnd().endsWith('The end.')", 60)
     frozen: Any = page.evaluate(
         "new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(window.frozen))))"

@@ -1,4 +1,4 @@
-"""The page as the binary serves it: a simulated device below it, and everything else the real thing."""
+"""The page as the binary serves it. Only the device is simulated."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ START_SECONDS = 60
 
 
 class Served:
-    """A running `forebay`, which has the page at its root."""
+    """A running `forebay` with the page at its root."""
 
     def __init__(self, *arguments: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -38,19 +38,19 @@ class Served:
         )
         end = time.monotonic() + START_SECONDS
         while not self.healthy():
-            assert self.process.poll() is None, f"it ended with status {self.process.returncode}"
-            assert time.monotonic() < end, "it is not ready"
+            assert self.process.poll() is None, f"the server ended with status {self.process.returncode}"
+            assert time.monotonic() < end, "the server is not ready"
             time.sleep(0.05)
 
     def healthy(self) -> bool:
-        """Whether it takes requests."""
+        """True if the server accepts requests."""
         try:
             return bool(urllib.request.urlopen(f"{self.url}/health", timeout=5).status == 200)
         except (urllib.error.URLError, ConnectionError):
             return False
 
     def close(self) -> None:
-        """Ends it as an operator would."""
+        """Ends the server as an operator would."""
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(20)
@@ -75,7 +75,7 @@ def router(served: Served) -> Iterator[Served]:
 
 
 def say(page: Any, text: str) -> None:
-    """Sends a message and waits until its answer is whole."""
+    """Sends a message, and waits until its answer is complete."""
     box = page.get_by_role("textbox", name=re.compile("^Message"))
     box.fill(text)
     box.press("Enter")

@@ -1,4 +1,4 @@
-"""What Ray runs on a node, and how much of it, without Ray."""
+"""What Ray runs on a node, and in which shares, tested without Ray."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_bundles_hold_all_hands_and_fit_on_nodes(replicas: int, ranks: int, larg
     assert all(hands > 0 for hands in found)
     if apart and 0 < largest < ranks:
         assert max(found) <= largest
-        assert len(found) == replicas * -(-ranks // largest), "as few as possible"
+        assert len(found) == replicas * -(-ranks // largest), "there are as few bundles as possible"
     else:
         assert found == [ranks] * replicas
 

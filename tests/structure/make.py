@@ -1,4 +1,4 @@
-"""What make can make here, and what it would run."""
+"""The targets of make, and the commands that it would run."""
 
 import os
 import re
@@ -10,9 +10,9 @@ from tests.structure.repository import ROOT
 
 
 def plan(*arguments: str, **variables: str) -> str:
-    """The commands that make would run, with variables of the environment.
+    """The commands that make would run with these variables in the environment.
 
-    It is as if nothing else were set: `make test PROFILE=release` passes its variables on to the tests.
+    Variables of the running make are removed, because `make test PROFILE=release` passes its own to the tests.
     """
     environment = {key: value for key, value in os.environ.items() if "MAKE" not in key and "PROFILE" not in key}
     command = ["make", "--dry-run", *arguments]
@@ -24,6 +24,6 @@ def plan(*arguments: str, **variables: str) -> str:
 
 @cache
 def targets() -> frozenset[str]:
-    """The targets that are not paths, and the benchmarks, which one rule makes."""
+    """The targets that are no paths, and the targets of benchmarks, which one rule makes."""
     explicit = re.findall(r"^([a-z][a-z0-9-]*):", plan("--print-data-base", "help"), re.MULTILINE)
     return frozenset(explicit) | {f"bench-{name}" for name in registry.benchmarks()}

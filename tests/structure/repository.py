@@ -1,4 +1,4 @@
-"""The files that the structure tests look at."""
+"""The files that the structure tests read."""
 
 import re
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Strings and comments of Rust, so that a scan sees code only: a lifetime is no character.
+# Strings and comments of Rust, so that a scan sees only code. A lifetime is not a character literal.
 _RUST_NOISE = re.compile(
     r"""
     /\*.*?\*/ | //[^\n]*
@@ -29,7 +29,7 @@ def files() -> tuple[Path, ...]:
 
 
 def read(path: Path) -> str:
-    """The text of a file of the checkout; empty for one that is not text."""
+    """The text of a file of the checkout. Empty if the file is not text."""
     try:
         return (ROOT / path).read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -42,5 +42,5 @@ def inside(path: Path, folders: list[str]) -> bool:
 
 
 def rust_code(text: str) -> str:
-    """`text` with comments and the contents of string and character literals blanked out."""
+    """`text` without comments and without the contents of string and character literals."""
     return _RUST_NOISE.sub(lambda match: "\n" * match[0].count("\n") + " ", text)

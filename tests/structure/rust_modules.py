@@ -1,6 +1,6 @@
-"""The files of a Rust crate, and which file names something that another one defines.
+"""The files of a Rust crate, and which file uses names that another file defines.
 
-The text is read, not compiled: a name that a macro makes is not seen, nor a call of a method on a value.
+The text is read, not compiled. So names made by macros and method calls on values are not found.
 """
 
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.structure.repository import rust_code
 
 Names = tuple[str, ...]
-"""A path of Rust in parts, or the place of a module below its crate's root."""
+"""A path of Rust in parts, or a module's path below the crate's root."""
 
 _MODULE_OF_TESTS = re.compile(
     r"#\[cfg\((?:test|all\(test[^\]]*)\)\]\s*(?:#\[[^\]]*\]\s*)*(?:pub(?:\([^)]*\))?\s+)?mod\s+(\w+)\s*([;{])"
@@ -30,14 +30,14 @@ class Module:
     children: set[str] = field(default_factory=set)
     items: set[str] = field(default_factory=set)
     uses: dict[str, Names] = field(default_factory=dict)
-    """A name to the path that a `use` gives it."""
+    """The path that a `use` gives to each name."""
     globs: list[Names] = field(default_factory=list)
     paths: set[Names] = field(default_factory=set)
-    """The paths in the code, outside of `pub use`: those only hand names on."""
+    """The paths in the code. Those in a `pub use` are left out, because they only re-export names."""
 
 
 def without_tests(code: str) -> tuple[str, set[str]]:
-    """`code` without its modules for tests, and the names of those that are files."""
+    """`code` without its test modules, and the names of test modules in files."""
     files = set()
     while found := _MODULE_OF_TESTS.search(code):
         end = found.end()
@@ -53,7 +53,7 @@ def without_tests(code: str) -> tuple[str, set[str]]:
 
 
 def leaves(tree: str, prefix: Names = ()) -> Iterator[tuple[Names, str]]:
-    """Each path of a `use` tree and the name that it gives; `*` for `a::*`."""
+    """Each path of a `use` tree, with the name that it brings into scope (`*` for `a::*`)."""
     depth, start, parts = 0, 0, []
     for at, char in enumerate(tree):
         depth += {"{": 1, "}": -1}.get(char, 0)
@@ -72,7 +72,7 @@ def leaves(tree: str, prefix: Names = ()) -> Iterator[tuple[Names, str]]:
 
 
 def read_module(file: Path, text: str) -> tuple[Module, set[str]]:
-    """The module that `text` is, and the names of its files of tests."""
+    """The module in `text`, and the names of its files of tests."""
     code, tests = without_tests(rust_code(text))
     module = Module(file)
     module.children = set(_MODULE.findall(code))
@@ -91,7 +91,7 @@ def read_module(file: Path, text: str) -> tuple[Module, set[str]]:
 
 
 def modules(root: Path, texts: Mapping[Path, str]) -> dict[Names, Module]:
-    """The modules of the crate whose root is the file `root`, by place; those for tests are left out."""
+    """The modules of the crate with the root file `root`, by path. Test modules are left out."""
     found: dict[Names, Module] = {}
 
     def enter(place: Names, file: Path, folder: Path) -> None:
@@ -108,7 +108,7 @@ def modules(root: Path, texts: Mapping[Path, str]) -> dict[Names, Module]:
 def defined(
     crate: Mapping[Names, Module], place: Names, path: Names, seen: frozenset[tuple[Names, Names]]
 ) -> Path | None:
-    """The file that defines what `path` means in the module at `place`; None for what is of another crate."""
+    """The file that defines `path` as used in the module at `place`. None if another crate defines it."""
     if (place, path) in seen:
         return None
     seen |= {(place, path)}
@@ -150,7 +150,7 @@ def inside(
 
 
 def arrows(crate: Mapping[Names, Module]) -> dict[Path, set[Path]]:
-    """Each file of the crate to those whose definitions it names."""
+    """For each file of the crate, the files whose definitions it uses."""
     graph: dict[Path, set[Path]] = {}
     for place, module in crate.items():
         targets = {defined(crate, place, path, frozenset()) for path in module.paths}
@@ -159,7 +159,7 @@ def arrows(crate: Mapping[Names, Module]) -> dict[Path, set[Path]]:
 
 
 def circles(graph: Mapping[Path, set[Path]]) -> list[set[Path]]:
-    """The largest sets of files in which each reaches every other (Tarjan)."""
+    """The largest sets of files that all reach each other, by Tarjan's algorithm."""
     order: dict[Path, int] = {}
     lowest: dict[Path, int] = {}
     stack: list[Path] = []
@@ -186,6 +186,6 @@ def circles(graph: Mapping[Path, set[Path]]) -> list[set[Path]]:
 
 
 def folder(file: Path, files: Iterable[Path]) -> Path:
-    """The folder of a module: `a/mod.rs` and `a.rs` beside `a/` are in `a`."""
+    """The folder of a module. `a/mod.rs`, and `a.rs` beside `a/`, are in the folder `a`."""
     own = file.with_suffix("")
     return own if any(other.is_relative_to(own) for other in files) else file.parent

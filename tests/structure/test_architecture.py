@@ -1,4 +1,4 @@
-"""The names of functions in ARCHITECTURE.md are those of functions."""
+"""The functions that ARCHITECTURE.md names exist."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -22,12 +22,12 @@ def sources(suffix: str) -> dict[Path, str]:
 
 
 def naming(texts: Mapping[Path, str], *words: str) -> Mapping[Path, str]:
-    """The texts that have all of these words."""
+    """The texts that contain all of these words."""
     return {path: text for path, text in texts.items() if all(word in text for word in words)}
 
 
 def is_rust(texts: Mapping[Path, str], owner: str, name: str) -> bool:
-    """True if a type has a function or field of this name, or a module a function or module."""
+    """True if a type has this function or field, or a module has this function or module."""
     if owner[0].islower():
         declared = re.compile(rf"\b(?:fn|mod) {name}\b")
         places = (text for path, text in naming(texts, name).items() if owner in {path.stem, *path.parts})
@@ -38,14 +38,14 @@ def is_rust(texts: Mapping[Path, str], owner: str, name: str) -> bool:
 
 
 def is_python(texts: Mapping[Path, str], owner: str, name: str) -> bool:
-    """True if a class has a method or field of this name."""
+    """True if a class has this method or field."""
     declared = re.compile(rf"\bdef {name}\b|\b(?:self\.)?{name}\b.* = |^    {name}:", re.MULTILINE)
     of_class = re.compile(rf"^class {owner}\b", re.MULTILINE)
     return any(of_class.search(text) and declared.search(text) for text in naming(texts, owner, name).values())
 
 
 def missing(page: str) -> Iterator[str]:
-    """The names in a page that nothing has."""
+    """The names in a page that do not exist in the code."""
     for code in dict.fromkeys(_CODE.findall(page)):
         if (match := _RUST.match(code)) and not is_rust(sources(".rs"), *match.groups()):
             yield code

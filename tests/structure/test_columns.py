@@ -1,7 +1,7 @@
-"""A column of a plan or a result, and the words of its records, are spelled in one place.
+"""The columns of plans and results, and the words of their records, are spelled in one place.
 
-That place is `columns!` and `record!` in crates/protocol. What is made of them is compared by
-crates/protocol/tests/columns.rs.
+That place is `columns!` and `record!` in crates/protocol. crates/protocol/tests/columns.rs compares the code that they
+make.
 """
 
 import re
@@ -15,9 +15,9 @@ import pytest
 from tests.structure.repository import files, inside, read
 
 MADE = Path("python/forebay/protocol")
-# Masks follow a plan in a frame of their own, whose rows are not a plan's.
+# Masks have their own frame, and its rows are not those of a plan.
 MASKS = Path("crates/protocol/src/masks.rs")
-# Whoever writes or reads plans and results. Elsewhere the words of columns are those of other things.
+# The code that writes or reads plans and results. Elsewhere the same words mean other things.
 READERS = [*(f"crates/{name}/src" for name in ("protocol", "kvcache", "scheduler", "engine", "hand", "cpuhand"))]
 READERS += ["python/forebay"]
 GENERATED = {MADE / "columns.py", MADE / "constants.py"}
@@ -40,7 +40,7 @@ def declared() -> tuple[list[str], list[list[str]]]:
 
 
 def second_spellings(code: str) -> list[str]:
-    """Places in Rust or Python code that spell a column's type, or list columns or words in their order."""
+    """Places in Rust or Python that spell a column's type, or list columns or words in order."""
     columns, records = declared()
     code = _BLOCK.sub("", code)
     name = "|".join(sorted(set(columns)))
@@ -66,7 +66,7 @@ def test_columns_and_records_are_found() -> None:
 
 
 def test_a_column_is_declared_once_in_each_frame() -> None:
-    # A plan and a result both have a column of tokens.
+    # Only the column of tokens is in both a plan and a result.
     assert {name for name, count in Counter(declared()[0]).items() if count > 1} == {"tokens"}
 
 

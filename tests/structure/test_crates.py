@@ -1,4 +1,4 @@
-"""Arrows between crates point one way, and the pure crates stay pure."""
+"""Dependencies between crates point one way, and the pure crates have no side effects."""
 
 import json
 import re
@@ -12,7 +12,7 @@ import pytest
 from tests.structure.repository import ROOT, files, inside, read, rust_code
 
 PURE = {"protocol", "kvcache", "fair", "draft", "fleet", "scheduler", "balance", "dialect", "vision"}
-# JSON is what they are about: the handshake, and the arguments of calls. What a step needs is none.
+# These crates handle JSON: in the handshake, and in the arguments of calls. Steps use no JSON.
 JSON = {"protocol", "dialect"}
 CRATES = sorted(path.parent.name for path in (ROOT / "crates").glob("*/Cargo.toml"))
 MAY_BE_UNSAFE = [
@@ -29,7 +29,7 @@ UNSAFE = re.compile(r"\bunsafe(?:_code)?\b")
 
 @cache
 def manifests() -> dict[str, list[dict[str, Any]]]:
-    """Folder name of each crate to what cargo says of its direct dependencies."""
+    """The direct dependencies of each crate, as cargo describes them, by the crate's folder."""
     command = ["cargo", "metadata", "--no-deps", "--offline", "--format-version", "1"]
     output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     packages = json.loads(output)["packages"]
@@ -38,7 +38,7 @@ def manifests() -> dict[str, list[dict[str, Any]]]:
 
 @cache
 def dependencies() -> dict[str, set[str]]:
-    """Folder name of each crate to the names of its direct dependencies, those of its tests left out."""
+    """The names of each crate's direct dependencies, by the crate's folder. Those of tests are left out."""
     return {
         crate: {dependency["name"] for dependency in found if dependency["kind"] != "dev"}
         for crate, found in manifests().items()
@@ -46,7 +46,7 @@ def dependencies() -> dict[str, set[str]]:
 
 
 def ours(names: set[str]) -> set[str]:
-    """Those of `names` that are crates of this workspace, by folder name."""
+    """The folders of those `names` that are crates of this workspace."""
     return {name.removeprefix("forebay-") for name in names if name.startswith("forebay-")}
 
 
@@ -56,7 +56,7 @@ def sources(crate_folder: str) -> list[Path]:
 
 @cache
 def allowed() -> dict[str, set[str]]:
-    """The map of ARCHITECTURE.md: each crate with the crates that it uses. The program joins everything."""
+    """The crates that each crate may use, by the map in ARCHITECTURE.md. The program may use all."""
     text = read(Path("ARCHITECTURE.md"))
     rows = re.findall(r"^\| `(\w+)` \| .* \| ([\w, ]*)\|$", text.split("## Map")[1].split("The packages of")[0], re.M)
     arrows = {crate: {name.strip() for name in names.split(",") if name.strip()} for crate, names in rows}
@@ -117,7 +117,7 @@ def test_unsafe_is_in_few_places() -> None:
     assert not sinners
 
 
-# Dependencies that no code of the crate names. The list only ever becomes shorter.
+# Dependencies that no code of the crate names. Remove entries from this list, and add none.
 UNNAMED = {("cpuhand", "tempfile"), ("replicas", "forebay-protocol")}
 
 

@@ -1,4 +1,4 @@
-"""docs/decisions.md has one line for each decision: its number, a status, and where its reasons are."""
+"""docs/decisions.md has a line for each decision, with its number, its status and a link to its reasons."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def names(folder: Path) -> list[str]:
 
 
 def reasons(target: str) -> bool:
-    """True if `target` is a section of a page of docs/design that is there."""
+    """True if `target` is an existing section of a page of docs/design."""
     page, _, anchor = target.partition("#")
     path = PAGE.parent / page
     if path.name not in names(path.parent):

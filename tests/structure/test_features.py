@@ -1,6 +1,6 @@
-"""What the pages promise is there: flags are on the page of the commands, routes on the page of the API.
+"""The pages promise only what exists: flags are in the page of commands, and routes in the page of the API.
 
-Those two pages are themselves compared with the binary, by tests/e2e/test_cli_page.py and tests/e2e/test_api_page.py.
+tests/e2e/test_cli_page.py and tests/e2e/test_api_page.py compare these two pages with the binary.
 """
 
 import re
@@ -24,27 +24,27 @@ PAGES = [
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9](?![\w*-])")
 ROUTE = re.compile(r"`(?:(?:GET|POST|DELETE) )?(/[a-z][\w/{}-]*)`")
 PARTS = {"/v1", "/v2"}
-"""What routes begin with."""
+"""The first parts of versioned routes."""
 
 
 def flags() -> set[str]:
-    """Every flag of every command, in every spelling."""
+    """Every flag of every command, in all spellings."""
     return set(FLAG.findall(read(Path("docs/cli.md"))))
 
 
 def foreign() -> set[str]:
-    """The flags of other servers to which `forebay serve` or `forebay route` has an answer."""
+    """The flags of other servers that `forebay serve` or `forebay route` recognizes."""
     return set(FLAG.findall(read(Path("crates/forebay/src/flags/foreign.rs"))))
 
 
 def routes() -> set[str]:
-    """Every route of servers and routers."""
+    """Every route of servers and of routers."""
     own = {"/backends", "/", "/v1/blocks"}
     return own | set(re.findall(r"^\| `(/[^`]*)` \|", read(Path("docs/api.md")), re.MULTILINE))
 
 
 NAMES_FOREIGN = ("docs/migrate.md", "docs/router.md")
-"""Pages that name flags of other servers: for who comes from them, or has them behind a router."""
+"""Pages that also name flags of other servers."""
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -1,4 +1,4 @@
-"""Links of pages lead to files that are there, and to headings that they have."""
+"""Links in pages lead to existing files and headings."""
 
 import re
 from pathlib import Path
@@ -18,7 +18,7 @@ def pages() -> list[Path]:
 
 
 def anchors(text: str) -> set[str]:
-    """The names that GitHub gives to the headings of a page; those that stand twice get numbers."""
+    """The anchors that GitHub gives to the headings of a page. Repeated ones get numbers."""
     found: dict[str, int] = {}
     names = set()
     for heading in HEADING.findall(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)):
@@ -31,7 +31,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken(page: Path) -> list[str]:
-    """The links of a page that lead nowhere. Addresses of the network are left out."""
+    """The links of a page that lead nowhere. Links to other hosts are not checked."""
     lost = []
     for link in LINK.findall(CODE.sub("", read(page))):
         if re.match(r"[a-z]+:", link):

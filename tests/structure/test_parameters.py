@@ -1,4 +1,4 @@
-"""The bound of a parameter is written once: in the line of a table, or in the constant that the line names."""
+"""The bound of a parameter is written once: in a table's line, or in the constant that the line names."""
 
 import re
 from pathlib import Path
@@ -9,9 +9,9 @@ from tests.structure.repository import files, inside, read
 
 SOURCE = Path("crates/api/src")
 ENGINE = ("limits", "parameter")
-"""What compares values with bounds, whatever they are."""
+"""The modules that compare values with bounds in general."""
 SHARED = SOURCE / "parameter/generation.rs"
-"""The parameters of several APIs."""
+"""The file with the parameters that several APIs share."""
 BESIDE_TABLES = {
     ("apis/llama/mod.rs", "BIAS"),
     ("apis/llama/mod.rs", "BIASES"),
@@ -22,7 +22,7 @@ BESIDE_TABLES = {
     ("sampling.rs", "TOTAL_CHOICES"),
     ("tools.rs", "WORD_BYTES"),
 }
-"""Files that compare something else with a limit: several parameters together, headers, parts of kept JSON."""
+"""Files that compare other values with a limit: several parameters together, headers, or parts of stored JSON."""
 _IMPORT = re.compile(r"^(?:pub(?:\(crate\))? )?use .*?;\n", re.DOTALL | re.MULTILINE)
 _COMMENT = re.compile(r"//.*")
 _TABLE = re.compile(
@@ -34,23 +34,23 @@ _COMPARISON = re.compile(r"(?<![<>=:-])[<>]=?\s*-?(\d[\d_.]*)\b(?!\s*>)|(\d[\d_.
 _STRUCT = re.compile(r"^(?:pub(?:\(\w+\))? )?struct (\w+) \{\n(.*?)^\}", re.DOTALL | re.MULTILINE)
 _FIELD = re.compile(r"^    (?:pub(?:\(\w+\))? )?(\w+): (Option<.*>),", re.MULTILINE)
 POOLED = {"ClassifyRequest", "EmbeddingRequest", "RerankRequest", "ScoreRequest"}
-"""Requests that generate nothing, and so have few of the parameters."""
+"""Requests that generate no tokens, and so have few of the parameters."""
 
 
 def without_tables(text: str) -> str:
-    """A file of product code without its tables, imports and comments."""
+    """The text of a file without tables, imports, comments and tests."""
     code = _COMMENT.sub("", text.split("#[cfg(test)]\nmod tests")[0])
     return _TABLE.sub("", _IMPORT.sub("", code))
 
 
 def sources() -> list[Path]:
-    """The product files of the crate, but for what compares values with bounds."""
+    """The source files of the crate, except the modules that compare values with bounds."""
     found = [path for path in files() if path.suffix == ".rs" and inside(path, [str(SOURCE)]) and path.stem != "tests"]
     return [path for path in found if path == SHARED or path.relative_to(SOURCE).parts[0] not in ENGINE]
 
 
 def limits() -> list[str]:
-    """The names of the limits."""
+    """The names of all limits."""
     return _LIMIT.findall(read(SOURCE / "limits/mod.rs"))
 
 
@@ -70,7 +70,7 @@ def test_limits_are_compared_in_few_other_places() -> None:
 
 
 def literal_bounds(code: str) -> list[str]:
-    """Comparisons and ranges with a number that is neither 0 nor 1."""
+    """Comparisons and ranges with a number other than 0 and 1."""
     found = ((match[0], (match[1] or match[2]).rstrip(".")) for match in _COMPARISON.finditer(code))
     return [text for text, number in found if float(number) not in (0, 1)]
 
@@ -97,7 +97,7 @@ def test_a_literal_bound_is_seen(code: str, found: bool) -> None:
 
 
 def fields(code: str) -> dict[str, set[tuple[str, str]]]:
-    """The optional fields of the structs of Rust code, each with its type."""
+    """The optional fields of each struct, with their types."""
     return {name: set(_FIELD.findall(body)) for name, body in _STRUCT.findall(code)}
 
 

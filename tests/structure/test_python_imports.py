@@ -12,7 +12,7 @@ import pytest
 from tests.structure.repository import files, inside, read
 
 SOURCE = "python"
-# What the modules of each package may import, besides those of their own.
+# The packages that the modules of each package may import, besides their own.
 ALLOWED: dict[str, set[str]] = {
     "protocol": set(),
     "device": set(),
@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "place": set(),
     "llm": set(),
 }
-# No module of the first may reach, through any number of imports, a module of the second.
+# No module of the first package may reach a module of the second one, through any number of imports.
 FORBIDDEN = [
     ("forebay.models", "forebay.worker"),
     ("forebay.models", "forebay.runner"),
@@ -64,7 +64,7 @@ def module_name(path: Path) -> str:
 
 
 def imported_names(text: str, module: str, is_package: bool) -> Iterator[str]:
-    """The dotted names that `text` imports: modules, or names that may be modules or things in one."""
+    """The dotted names that `text` imports. A name may be a module, or an object in a module."""
     package = module.split(".") if is_package else module.split(".")[:-1]
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
@@ -77,7 +77,7 @@ def imported_names(text: str, module: str, is_package: bool) -> Iterator[str]:
 
 
 def resolve(name: str, modules: set[str]) -> str | None:
-    """The module of ours that `name` is, or is in; the packages above it are imported with it, but only name it."""
+    """The module of Forebay that `name` is, or is in. Packages above it are imported too, but do not count."""
     while name and name not in modules:
         name = name.rpartition(".")[0]
     return name or None
@@ -100,7 +100,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def chain(edges: dict[str, set[str]], source: str, target: str) -> list[str]:
-    """A shortest chain of imports from a module of `source` to one of `target`; empty when there is none."""
+    """A shortest chain of imports from a module of `source` to a module of `target`, or an empty list."""
     queue = [[module] for module in sorted(edges) if belongs(module, source)]
     seen = {path[0] for path in queue}
     for path in queue:
@@ -113,13 +113,13 @@ def chain(edges: dict[str, set[str]], source: str, target: str) -> list[str]:
 
 
 def package_of(module: str) -> str:
-    """The folder of a module below `forebay`; empty for one that is in none."""
+    """The folder of a module below `forebay`, or an empty text."""
     _, _, rest = module.partition(".")
     return rest.split(".")[0] if "." in rest or rest in ALLOWED else ""
 
 
 def circle(edges: Mapping[str, set[str]]) -> list[str]:
-    """A circle of imports that begins and ends with the same node; empty when there is none."""
+    """A circle of imports that begins and ends with the same node, or an empty list."""
     done: set[str] = set()
 
     def walk(path: list[str]) -> list[str]:
@@ -196,7 +196,7 @@ def test_a_chain_is_found_through_any_form_of_import() -> None:
 
 
 def test_only_kernels_import_triton() -> None:
-    """PyTorch for CPUs has none."""
+    """PyTorch for CPUs comes without Triton."""
     found = [
         module_name(path)
         for path in files()
@@ -208,7 +208,7 @@ def test_only_kernels_import_triton() -> None:
 
 
 def test_a_hand_starts_without_triton() -> None:
-    """Its operators are chosen when the device is known."""
+    """A hand chooses its operators after it knows the device."""
     modules = "forebay.worker.loop, forebay.attention.triton, forebay.gpu.ops, forebay.gpu.reference"
     code = f"import sys, {modules}; sys.exit('triton' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""What holds for every file of the checkout."""
+"""Rules for every file of the checkout."""
 
 import re
 import subprocess
@@ -11,9 +11,9 @@ from forebay import needs
 from tests.structure.make import plan
 from tests.structure.repository import ROOT, files, read
 
-# Made by tools, which choose what is in them.
+# Files that tools make. Their content is not checked.
 GENERATED = {Path("Cargo.lock")}
-# A path on a developer's machine: a first folder whose content differs between machines.
+# A path of one developer's machine begins with a folder whose content differs between machines.
 MACHINE_PATH = re.compile(r"(?<![\w.$})/-])/(?:home|root|Users|work|mnt)/[\w.]")
 
 
@@ -60,18 +60,18 @@ def test_the_default_model_is_pinned_alike_everywhere() -> None:
 
 
 def test_what_is_read_of_a_model_is_downloaded() -> None:
-    """One crate lists a repository's small files, another reads them."""
+    """crates/hub chooses a repository's small files, and crates/weights reads them."""
     readers = [Path("crates/weights/src", name) for name in ("describe.rs", "pooling.rs", "vision.rs")]
     code = [read(path).split("#[cfg(test)]")[0] for path in readers]
     read_files = {name for text in code for name in re.findall(r'"([\w.]+\.(?:json|jinja))"', text)}
     assert {"config.json", "chat_template.jinja", "modules.json", "preprocessor_config.json"} <= read_files
-    # Made from a GGUF file.
+    # This file is made from a GGUF file, and never downloaded.
     made = {"facts.json"}
     assert not [name for name in read_files - made if f'"{name}"' not in read(Path("crates/hub/src/choose.rs"))]
 
 
 def test_users_get_the_release_and_tests_the_checks() -> None:
-    """`make build` compiles without debug assertions; the tests compile nothing but the profile that has them."""
+    """`make build` compiles without debug assertions. Tests compile only the profile that has them."""
 
     def profiles(target: str) -> set[str]:
         return set(re.findall(r"--profile (\w+)", plan("--always-make", target)))
@@ -84,9 +84,9 @@ def test_users_get_the_release_and_tests_the_checks() -> None:
 
 
 SUBJECTS_SINCE = "77f4ee39f77f913f47c1d980acd98d1278fe9d29"
-"""From here on they are checked."""
+"""The subjects of commits after this one are checked."""
 SUBJECT = re.compile(r"[a-z0-9][a-z0-9_./,+-]*: [a-z0-9`-].{0,68}[^. ]")
-"""An area, then what the commit does, in the imperative: `scheduler: bound decode rows by the step buffer`."""
+"""An area and an imperative, such as `scheduler: bound decode rows by the step buffer`."""
 LONGEST_SUBJECT = 72
 
 

@@ -1,4 +1,4 @@
-"""Files of a Rust crate that need each other lie in one folder: a folder can be read without those around it."""
+"""Files of a Rust crate that need each other are in one folder. So a folder can be read without the ones around it."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tests.structure.repository import files, read
 from tests.structure.rust_modules import arrows, circles, folder, modules
 
 KNOWN = {"engine": 4}
-"""Files of a crate that are in circles across folders. A number only ever becomes smaller."""
+"""The number of files of a crate that are in circles across folders. Numbers may only become smaller."""
 
 
 def across(root: Path, texts: dict[Path, str]) -> list[set[Path]]:
@@ -40,7 +40,7 @@ CRATE = {
 
 
 def crate(**changed: str) -> list[set[str]]:
-    """The circles across folders of `CRATE` with other texts: `a__deep` is `a/deep.rs`."""
+    """The circles across folders of `CRATE` with changed texts. The argument `a__deep` is the file `a/deep.rs`."""
     texts = CRATE | {name.replace("__", "/") + ".rs": text for name, text in changed.items()}
     found = across(Path("src/lib.rs"), {Path("src", name): text for name, text in texts.items()})
     return [{str(file.relative_to("src")) for file in circle} for circle in found]

@@ -17,7 +17,7 @@ _KIND = re.compile(
 
 
 def questions(code: str) -> list[str]:
-    """Places in Rust code that ask for the kind of memory."""
+    """Places in Rust code that ask which kind of memory there is."""
     return _KIND.findall(rust_code(code))
 
 

@@ -1,4 +1,4 @@
-"""The configuration of a part has defaults, can be shown, and says times as times (ADR 72)."""
+"""The configuration of a part has defaults, can be printed, and has times as durations (ADR 72)."""
 
 import re
 from pathlib import Path
@@ -24,7 +24,7 @@ NEVER_SHOWN = {
 WITHOUT_DEFAULT = {"SchedulerConfig": "made in one place, of the engine's settings and the facts of a hand"}
 IN_NUMBERS = {"SimConfig.load_us": "the times of profiles are microseconds of a simulated clock"}
 LARGE = ("EngineConfig", "HandConfig", "ServerConfig", "SimConfig")
-"""Types of so many fields that nobody spells all of them."""
+"""Types with so many fields that code must use their defaults."""
 
 
 SPELLED_OUT = {Path("crates/forebay/src/simulate.rs"): "a simulation of a model has none of the defaults"}
@@ -35,7 +35,7 @@ def sources() -> list[Path]:
 
 
 def body(text: str, start: int) -> str:
-    """The text between a brace, which ends at `start`, and the one that closes it."""
+    """The text between the brace that ends at `start` and its closing brace."""
     depth = 1
     for at in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[at], 0)
@@ -45,7 +45,7 @@ def body(text: str, start: int) -> str:
 
 
 def broken(text: str) -> set[str]:
-    """What the configuration types that are declared in a file break of the rules."""
+    """The rules that the configuration types in a file break."""
     found = set()
     for match in DECLARATION.finditer(text):
         name, derives = match["name"], re.findall(r"\w+", match["derives"] or "")
@@ -61,7 +61,7 @@ def broken(text: str) -> set[str]:
 
 
 def spelled_out(text: str) -> list[str]:
-    """The literals of a large type, by their first words, that leave no field to its default."""
+    """The beginnings of literals of a large type that set every field."""
     large = "|".join(LARGE)
     literals = re.finditer(rf"(?<!struct )(?<!for )(?<!-> )(?<!-> &)(?<!impl )\b(?:{large}) \{{", text)
     return [body(text, match.end())[:40] for match in literals if ".." not in body(text, match.end())]

@@ -1,4 +1,4 @@
-"""Targets of make: each that a file names exists."""
+"""Every target of make that a file names exists."""
 
 import re
 import shlex
@@ -13,11 +13,11 @@ from tests.structure.repository import ROOT, files, read
 NAMED = re.compile(r"`make ([^`\n]+)`")
 """In text, comments and messages."""
 IN_BLOCKS = re.compile(r"^(?:\$ )?make ([a-z][^#\n]*)", re.MULTILINE)
-"""A command of its own line."""
+"""A command on its own line."""
 
 
 def words(command: str) -> list[str]:
-    """The targets that a command names: what is neither a flag nor a variable, up to another command."""
+    """The targets of a command, without flags, variables and further commands."""
     parts = shlex.split(re.split(r"&&|[;|]", command)[0])
     return [part for part in parts if "=" not in part and not part.startswith("-")]
 
@@ -31,7 +31,7 @@ def missing(path: Path) -> list[str]:
 
 
 def test_every_target_that_a_file_names_exists() -> None:
-    # The list of changes is of its time.
+    # The list of changes names targets of its time.
     left_out = {Path("CHANGELOG.md"), Path(__file__).relative_to(ROOT)}
     found = {str(path): names for path in files() if path not in left_out and (names := missing(path))}
     assert not found
@@ -59,5 +59,5 @@ def test_what_a_benchmark_needs_is_a_target(name: str) -> None:
 def test_suites_are_targets_and_are_chosen_by_name() -> None:
     assert plan("test", "SUITE=moves states") == plan("test-moves", "test-states")
     assert plan("test") == plan("test-rust", "test-python", "test-triton")
-    # A variable of the environment, which some systems set, is no choice.
+    # A variable of the environment does not choose suites, because some systems set it.
     assert plan("test", SUITE="moves") == plan("test")

@@ -1,4 +1,4 @@
-"""Each line of docs/trust.md has tests in trust.json, and all that are named are there."""
+"""Each line of docs/trust.md has tests in trust.json, and all of them exist."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.structure.repository import ROOT, read
 
 PAGE = Path("docs/trust.md")
 TESTS: dict[str, list[str]] = json.loads(read(Path("tests/structure/trust.json")))
-"""The tests of each line of the page: a file, or a file and the name of a test in it."""
+"""The tests of each line of the page. Each is a file, or a file and the name of a test."""
 LINE = re.compile(r"^\| ([A-Z]\d+) \|", re.MULTILINE)
 NAMED = re.compile(r"((?:crates|tests)/[^`:]+\.(?:rs|py))(?:::(\w+))?")
 
 
 def named() -> list[tuple[str, str]]:
-    """Files and the tests in them; the name is empty where all of a file is meant."""
+    """Files and the tests in them. The name is empty if the whole file is meant."""
     on_page = re.findall(rf"`{NAMED.pattern}`", read(PAGE))
     matches = [(name, NAMED.fullmatch(name)) for names in TESTS.values() for name in names]
     assert [name for name, match in matches if match is None] == []

@@ -1,4 +1,4 @@
-"""The code uses no words that vocabulary.md beside this file forbids, and one name for one thing."""
+"""The code uses no word that vocabulary.md in this folder forbids, and one name for each thing."""
 
 import re
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _JOINS = re.compile(r"[\s_-]+")
 
 @dataclass(frozen=True)
 class Rule:
-    """A word that is not used in `where`, the folders `but_not_in` left out."""
+    """A word that must not be used in `where`, except in `but_not_in`."""
 
     word: str
     instead: str
@@ -26,7 +26,7 @@ class Rule:
 
 
 def table(heading: str, page: Path = TABLES) -> list[list[str]]:
-    """The rows of the table below a heading of a page, without its head."""
+    """The rows of the table below a heading of a page, without the table's head."""
     section = read(page).split(f"\n## {heading}\n")[1].split("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:]]
@@ -45,12 +45,12 @@ def rules() -> list[Rule]:
 
 
 def spoken(text: str) -> str:
-    """`text` as words: joined words split, in lower case, each line a line."""
+    """`text` in lower case, with joined words split. Lines stay lines."""
     return "\n".join(_JOINS.sub(" ", _CAMEL.sub(" ", line)).lower() for line in text.splitlines())
 
 
 def occurrences(word: str, text: str) -> list[int]:
-    """The numbers of the lines that say `word`, or its plural."""
+    """The numbers of the lines that contain `word` or its plural."""
     pattern = re.compile(rf"\b{re.escape(word)}(?:s|es)?\b")
     return [number for number, line in enumerate(spoken(text).split("\n"), 1) if pattern.search(line)]
 
@@ -89,7 +89,7 @@ def test_no_word_is_both_used_and_not_used() -> None:
     }
 
 
-# Also those that a macro of the step protocol declares.
+# Also finds the types that a macro of the step protocol declares.
 PUBLIC_TYPE = re.compile(
     r"^(?:(?:record|columns)! \{\n(?: +(?:///|#\[).*\n)* +)?pub (?:struct|enum|trait|type|union) (\w+)", re.MULTILINE
 )
@@ -97,7 +97,7 @@ TESTS = re.compile(r"^#\[cfg\(test\)\]\nmod \w+ \{", re.MULTILINE)
 
 
 def crates_by_public_name() -> dict[str, set[str]]:
-    """The crates that have a public type of each name; what tests and examples have is left out."""
+    """The crates that have a public type of each name. Tests and examples are left out."""
     found: dict[str, set[str]] = {}
     for path in files():
         if path.suffix == ".rs" and path.parts[0] == "crates" and path.parts[2] == "src" and path.stem != "tests":

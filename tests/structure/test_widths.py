@@ -1,4 +1,4 @@
-"""Lines of comments are as narrow as lines of code; ruff and rustfmt see to the code."""
+"""Lines of comments are as narrow as lines of code, which ruff and rustfmt check."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ RUST = 100
 
 
 def too_wide(text: str, limit: int = RUST) -> list[int]:
-    """Numbers of the lines of Rust comments that are wider. Tables, addresses and blocks of code can't be wrapped."""
+    """The numbers of Rust comment lines that are too wide. Tables, addresses and code blocks may be wider."""
     found, in_code = [], False
     for number, line in enumerate(text.splitlines(), 1):
         comment = line.strip()

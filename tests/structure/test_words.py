@@ -1,4 +1,4 @@
-"""Sentences are short, in doc comments and on pages."""
+"""Sentences in doc comments and pages are short."""
 
 import ast
 import re
@@ -10,9 +10,9 @@ import pytest
 from tests.structure.repository import ROOT, files, inside, read
 
 LONGEST = 30
-"""Words of a sentence. The rule is 25; the rest is room for a list of names."""
+"""The most words of a sentence. The rule is 25, and the rest allows for a list of names."""
 NO_PAGES = ("CHANGELOG.md", "cli.md")
-"""A list of names, and a page that is printed by the commands."""
+"""The list of changes consists of names, and the commands print the other page."""
 _DOC_LINE = re.compile(r"\s*(///|//!)(?!/) ?(.*)")
 _ITEM = re.compile(r"- |\* |\d+\. ")
 _REMARK = re.compile(r"<!--.*?-->", re.DOTALL)
@@ -23,7 +23,7 @@ Place = tuple[int, list[str]]
 
 
 def rust_docs(text: str) -> Iterator[Place]:
-    """The doc comments of a Rust file, private ones too: neighbouring lines of one kind."""
+    """The doc comments of a Rust file, including private ones. Neighbouring lines of one kind are one comment."""
     kind, first, found = "", 0, list[str]()
     for number, line in enumerate([*text.splitlines(), ""], 1):
         match = _DOC_LINE.match(line)
@@ -50,7 +50,7 @@ def python_docs(text: str) -> Iterator[Place]:
 
 
 def paragraphs(lines: list[str]) -> list[str]:
-    """The prose of a comment: code, tables and headings left out, each item of a list by itself."""
+    """The prose of a comment without code, tables and headings. Each item of a list is a paragraph."""
     found, code = [""], False
     for line in lines:
         if line.startswith("```"):
@@ -75,7 +75,7 @@ def long_sentences(lines: list[str]) -> list[str]:
 
 
 def prose(text: str) -> list[str]:
-    """The lines of a page, without remarks for programs and without code that is indented."""
+    """The lines of a page, without comments for programs and without indented code."""
     found = [""]
     for line in _REMARK.sub("\n", text).splitlines():
         indented = line.startswith("    ") and not found[-1]
@@ -84,13 +84,13 @@ def prose(text: str) -> list[str]:
 
 
 def pages() -> list[Path]:
-    """The pages for people: those of the root and of docs, but for records, history and generated text."""
+    """The pages of the root and of docs, except records, history and generated text."""
     folders = (Path(), Path("docs"), Path("docs/design"), Path("docs/performance"))
     return [path for path in files() if path.suffix == ".md" and path.parent in folders and path.name not in NO_PAGES]
 
 
 def documents(path: Path) -> Iterator[Place]:
-    """The doc comments of a file; none of one that has no part in the rule."""
+    """The doc comments of a file, or none if the rule does not apply to the file."""
     if path.suffix == ".rs" and path.parts[0] == "crates" and path.parts[2] == "src":
         yield from rust_docs(read(path))
     elif path.suffix == ".py" and inside(path, ["python/forebay", "benchmarks"]):

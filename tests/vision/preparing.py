@@ -1,4 +1,4 @@
-"""crates/vision, asked for patches, and pictures to ask with."""
+"""A process of crates/vision that makes patches, and pictures to test it with."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Pixels = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of models wants its images.
+    """How a family of models prepares images.
 
-    With 0 for `min_pixels` all have `max_pixels` positions, as many rows as columns.
+    If `min_pixels` is 0, each image has `max_pixels` positions, with as many rows as columns.
     """
 
     name: str
@@ -36,20 +36,22 @@ CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 QWEN3 = Family("Qwen3-VL", 16, 2, 65_536, 16_777_216, HALF, HALF)
 QWEN2_5 = Family("Qwen2.5-VL", 14, 2, 3_136, 12_845_056, CLIP_MEAN, CLIP_STD)
-# Every image has 256 positions.
+# Each image has 256 positions.
 GEMMA3 = Family("Gemma 3", 14, 4, 0, 256, HALF, HALF)
-# A patch a pixel, and no resizing: the patches are the decoded image.
+# Each pixel is a patch, without resizing, so the patches are the decoded image.
 AS_IT_IS = Family("as it is", 1, 1, 1, 1 << 30, HALF, HALF)
 
 
 class Refused(Exception):
-    """The crate's sentence about a file."""
+    """The crate's error for a file."""
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """An answer: height and width of the upright image, its grid, uint8 patches [patches, 3 * patch * patch], and the
-    time of all rounds."""
+    """The size of the upright image, its grid, its patches, and the time of all rounds.
+
+    Patches are uint8 [patches, 3 * patch * patch].
+    """
 
     size: tuple[int, int]
     grid: tuple[int, int]
@@ -73,7 +75,7 @@ class Preparing:
         self._process.communicate(timeout=60)
 
     def prepare(self, path: Path, family: Family, rounds: int = 1) -> Prepared:
-        """The patches of a file; without rounds its size and grid only."""
+        """The patches of a file. With 0 rounds only its size and grid."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         words = (family.patch, family.merge, family.min_pixels, family.max_pixels, rounds, path)
@@ -83,7 +85,7 @@ class Preparing:
         kind, _, rest = answer.partition(" ")
         if kind == "error":
             raise Refused(rest)
-        assert kind == "ok", f"it ended: {answer!r}"
+        assert kind == "ok", f"the process ended: {answer!r}"
         height, width, rows, columns, count, nanoseconds = map(int, rest.split())
         patches = np.frombuffer(self._process.stdout.read(count), np.uint8)
         return Prepared(
@@ -97,8 +99,10 @@ class Preparing:
 
 
 def picture(kind: str, height: int, width: int, random: np.random.Generator) -> Pixels:
-    """Pixels [height, width, 3] of `kind`: noise, a gradient, flat blocks, or waves with a little noise, which is what
-    photographs have."""
+    """Pixels [height, width, 3] of a `kind`.
+
+    Kinds are noise, a gradient, flat blocks, and waves with a little noise, which resemble photographs.
+    """
     if kind == "noise":
         return random.integers(0, 256, (height, width, 3), dtype=np.uint8)
     y, x = np.mgrid[0:height, 0:width].astype(np.float32)

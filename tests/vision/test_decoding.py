@@ -1,4 +1,4 @@
-"""Decoded images are those of Pillow: JPEG of every kind, the other formats, orientation, transparency."""
+"""Decoded images equal those of Pillow: all kinds of JPEG, other formats, orientation and transparency."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from PIL import Image, ImageFile, ImageOps
 
 from tests.vision.preparing import KINDS, QWEN3, Pixels, Preparing, Refused, picture
 
-# JPEGs of each kind; `make test-image-sizes` takes more.
+# The number of JPEGs of each kind. `make test-image-sizes` tests more.
 JPEGS = 150 if "FOREBAY_IMAGE_SIZES" in os.environ else 12
-# Pillow guesses how long a progressive JPEG becomes, and fails where a small one is longer.
+# Pillow guesses the length of a progressive JPEG, and fails if a small one is longer.
 ImageFile.MAXBLOCK = 1 << 20
 
 
 def pillow(path: Path) -> Pixels:
-    """The upright image on white, three bytes a pixel."""
+    """The upright image on white, with three bytes for each pixel."""
     with Image.open(path) as file:
         image = ImageOps.exif_transpose(file)
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
@@ -38,7 +38,7 @@ def difference(vision: Preparing, path: Path) -> int:
 
 
 def some_picture(random: np.random.Generator, longest: int = 300) -> Image.Image:
-    # At least 2: nothing is 200 times as long as the other side.
+    # At least 2, because no side may be more than 200 times the other.
     height, width = random.integers(2, longest if random.random() < 0.8 else 18, 2).tolist()
     return Image.fromarray(picture(KINDS[int(random.integers(4))], height, width, random))
 
@@ -70,7 +70,7 @@ def test_jpegs_are_those_of_pillow(vision: Preparing, kind: str, progressive: bo
         path = tmp_path / f"{number}.jpg"
         image.save(path, progressive=progressive, **options)
         if kind == "ycck":
-            # The same coefficients, by Adobe's segment of another kind.
+            # The coefficients stay, and Adobe's segment now says YCCK.
             file = bytearray(path.read_bytes())
             file[file.index(b"Adobe") + 11] = 2
             path.write_bytes(file)
@@ -78,7 +78,7 @@ def test_jpegs_are_those_of_pillow(vision: Preparing, kind: str, progressive: bo
 
 
 def test_inks_of_unequal_size_are_close(vision: Preparing, tmp_path: Path) -> None:
-    """They are another decoder's, since the exact one can't do them: few values differ by more than 8."""
+    """Another decoder reads these, because the exact one does not support them. Few values differ by more than 8."""
     random = np.random.default_rng(28)
     for subsampling in (1, 2):
         image = Image.fromarray(picture("photograph", 120, 150, random)).convert("CMYK")
@@ -129,7 +129,7 @@ def test_bitmaps_and_gifs_are_those_of_pillow(vision: Preparing, mode: str, tmp_
 
 
 def test_webps_are_those_of_pillow(vision: Preparing, tmp_path: Path) -> None:
-    """Lossless ones exactly; in lossy ones colours are interpolated with other roundings."""
+    """Lossless images are equal. In lossy ones, colors are interpolated with other roundings."""
     random = np.random.default_rng(32)
     path = tmp_path / "image.webp"
     for number in range(8):
@@ -148,13 +148,13 @@ def test_of_an_animation_the_first_frame_is_seen(vision: Preparing, tmp_path: Pa
     first, second = (Image.fromarray(picture("blocks", 40, 60, random)) for _ in range(2))
     for suffix in ("gif", "png", "webp"):
         path = tmp_path / f"image.{suffix}"
-        # Formats without such a choice leave it aside.
+        # Formats without these options ignore them.
         first.save(path, save_all=True, append_images=[second], lossless=True)
         assert difference(vision, path) == 0, suffix
 
 
 def test_of_sixteen_bits_the_upper_eight_are_kept(vision: Preparing, tmp_path: Path) -> None:
-    """Pillow cuts off what is above 255 in grey images, which would be white almost everywhere."""
+    """Pillow clips gray values above 255, which would make nearly all of the image white."""
     deep = np.random.default_rng(34).integers(0, 1 << 16, (20, 30), dtype=np.uint16)
     path = tmp_path / "image.png"
     Image.fromarray(deep).save(path)

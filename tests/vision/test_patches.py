@@ -1,4 +1,4 @@
-"""The patches of crates/vision are those of transformers' image processors, value by value."""
+"""The patches of crates/vision equal those of transformers' image processors, value by value."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 from tests.vision.preparing import GEMMA3, HALF, KINDS, QWEN2_5, QWEN3, Family, Preparing, picture
 
 FAMILIES = [QWEN3, QWEN2_5]
-# Sizes that are tried; `make test-image-sizes` tries a thousand.
+# The number of tested sizes. `make test-image-sizes` tests a thousand.
 SIZES = int(os.environ.get("FOREBAY_IMAGE_SIZES", "60"))
-# A side of a small one: the ordinary run is to be short.
+# The longest side. It is smaller in an ordinary run, which must be short.
 LONGEST = 3000 if SIZES > 100 else 1200
 
 
@@ -35,7 +35,7 @@ def processor(family: Family) -> Qwen2VLImageProcessor:
 
 
 def values(patches: np.ndarray, family: Family, times: int = 2) -> torch.Tensor:
-    """What a hand makes of patches: float32 [patches, 3 * times * patch * patch], by a table, each patch `times`."""
+    """The hand's input for patches, by a table: float32 [patches, 3 * times * patch * patch], each patch `times`."""
     mean, std = torch.tensor(family.mean) * 255, torch.tensor(family.std) * 255
     table = (torch.arange(256, dtype=torch.float32)[None] - mean[:, None]) / std[:, None]
     colours = torch.from_numpy(patches.copy()).view(-1, 3, 1, family.patch**2).long()
@@ -48,7 +48,7 @@ def test_every_value_is_that_of_transformers(vision: Preparing, family: Family, 
     reference = processor(family)
     random = np.random.default_rng([24, family.patch])
     for number in range(SIZES // 2):
-        # As many small images as large ones.
+        # Logarithms of sides are uniform, so there are as many small images as large ones.
         height, width = np.exp(random.uniform(np.log(28), np.log(LONGEST), 2)).astype(int).tolist()
         kind = KINDS[number % len(KINDS)]
         image = Image.fromarray(picture(kind, height, width, random))
@@ -64,7 +64,7 @@ def test_every_value_is_that_of_transformers(vision: Preparing, family: Family, 
 
 
 def test_every_value_of_one_size_is_that_of_transformers(vision: Preparing, tmp_path: Path) -> None:
-    """Larger, smaller and of any ratio: all become 896 x 896."""
+    """Images of any size and ratio become 896 x 896."""
     reference = Gemma3ImageProcessor(size={"height": 896, "width": 896}, image_mean=HALF, image_std=HALF)
     random = np.random.default_rng(27)
     for number in range(SIZES // 3):
@@ -83,7 +83,7 @@ def test_every_value_of_one_size_is_that_of_transformers(vision: Preparing, tmp_
 
 
 def png_header(height: int, width: int) -> bytes:
-    """As much of a PNG as says its size."""
+    """The part of a PNG that says its size."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
@@ -97,7 +97,7 @@ def test_grids_are_those_of_transformers(vision: Preparing, family: Family, tmp_
     random = np.random.default_rng([25, family.patch])
     side = family.patch * family.merge
     sizes = np.exp(random.uniform(0, np.log(7000), (1000, 2))).astype(int).tolist()
-    # Halves, which round to even, and the numbers of pixels at which a bound begins to hold.
+    # Sizes halfway between two grids round to even. Others are where a bound on pixels begins to hold.
     sizes += [(side * rows // 2, side * columns // 2) for rows in range(1, 24) for columns in range(1, 24)]
     path = tmp_path / "image.png"
     for height, width in sizes:
@@ -110,7 +110,7 @@ def test_grids_are_those_of_transformers(vision: Preparing, family: Family, tmp_
 
 
 def test_an_upright_image_is_resized_as_it_is_seen(vision: Preparing, tmp_path: Path) -> None:
-    """Rows are resized first: those of the image as it is seen, not as it is stored."""
+    """Resizing takes first the rows of the upright image, not those of the stored one."""
     random = np.random.default_rng(26)
     stored = Image.fromarray(picture("noise", 333, 411, random))
     exif = Image.Exif()

@@ -1,4 +1,4 @@
-"""Writes the golden frames from their description: `python -m tests.wire.write_fixtures`, with a new version only."""
+"""Writes the golden frames from their descriptions. Run python -m tests.wire.write_fixtures only for a new version."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def columns(fixture: dict[str, Any]) -> dict[str, Any]:
 
 
 def encode(fixture: dict[str, Any]) -> bytes:
-    """The frame that a description means."""
+    """The frame of a description."""
     kind = frames.Kind[fixture["kind"].upper()]
     if "json" in fixture:
         return frames.encode_text(kind, fixture["json"])
