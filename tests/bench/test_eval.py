@@ -226,7 +226,7 @@ def test_so_many_at_a_time_and_no_more(tmp_path: Path) -> None:
         barrier.wait()
         with lock:
             at_once -= 1
-        # The server answers after all five have been counted out.
+        # The server answers only after all five are subtracted from the count.
         barrier.wait()
         return right(index)
 

@@ -90,7 +90,7 @@ def test_results_are_those_of_all_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("which", VISITS)
 def test_a_visit_fits_a_device_run(which: str) -> None:
     seconds, parts = VISITS[which]
-    # The first minutes on a device are its start.
+    # A device needs its first minutes to start.
     assert seconds <= {"first": 300, "second": 360}[which]
     # A part that explains a failure runs in the time of later parts.
     assert sum(part.seconds for part in parts if part.after_failure_of is None) <= seconds

@@ -20,7 +20,7 @@ from tests.hand.drafted import TOKENS
 from tests.hand.support import hf_config, random_model, runner_of, whole_weights
 
 SIZE = 40
-"""Tokens drafted by a head with a separate vocabulary."""
+"""The size of the vocabulary of a head that has its own."""
 
 
 @dataclass

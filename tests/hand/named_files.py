@@ -65,7 +65,7 @@ PLAIN = Form()
 def write_gguf(path: Path, family: str, folder: Path, form: Form = PLAIN) -> Path:
     """Writes the GGUF file of a model that `save` has written, as llama.cpp's `convert_hf_to_gguf.py` does."""
     arch, config = ARCHITECTURES[family], deepcopy({**NAMED, **TORCH_NAMED}[family][1])
-    # Where layers have heads of two sizes, this reads those of the local layers.
+    # Where layers have heads of two sizes, the config gives those of the local layers.
     config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     writer.add_block_count(config.num_hidden_layers)

@@ -121,7 +121,7 @@ class Both:
         """`whole` configures the hand that keeps all pages on the device. With None it is like the other."""
         self.random = np.random.default_rng(seed)
         with pytest.MonkeyPatch.context() as patch:
-            # Steps that the device reads choose for all queries or none. These run by operators, as the other's do.
+            # Runs by operators, as the other does. If the device read plans, either all queries would choose or none.
             patch.setattr(Choice, "_needs_host", lambda choice, model: True)
             self.whole = runner_of(model_of(family), page_size=SIZE, **(hand if whole is None else whole))
         self.sparse = sparse_runner(family, **{"max_total_tokens": 90 * SIZE, **hand, **changes})

@@ -65,7 +65,7 @@ def test_rows_without_room_give_one_token() -> None:
 def test_a_draft_without_numbers_ends_the_row_before_it(
     finite: list[int], counts: list[int], errors: list[int]
 ) -> None:
-    """A row has two right drafts, another one. After a draft without numbers the slot's next row gets the error."""
+    """One row has two right drafts, the other has one. A draft without numbers gives its slot's next row the error."""
     builder = PlanBuilder()
     builder.row(0, 4, 1)
     builder.row(1, 4, 1)

@@ -86,7 +86,7 @@ class Slots:
         gone = held.keys() - after
         assert not gone & set(away)
         assert after == (held.keys() - gone) | set(away), "the slot now caches all chosen positions"
-        assert len(gone) == max(0, len(held) + len(away) - len(hits) - self.rows), "no more are evicted than must"
+        assert len(gone) == max(0, len(held) + len(away) - len(hits) - self.rows), "no row is evicted needlessly"
         stayed = [last for p, last in held.items() if p not in gone and p not in away]
         for p in gone:
             assert all(min(now - held[p], OLDEST) >= min(now - last, OLDEST) for last in stayed)

@@ -101,7 +101,7 @@ def work(way: Callable[..., torch.Tensor], arguments: Any) -> int:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements that any new tensor has."""
+    """Records the number of elements of the largest new tensor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

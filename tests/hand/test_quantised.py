@@ -38,7 +38,7 @@ def rounded(x: torch.Tensor, shared: int) -> torch.Tensor:
 
 
 def quantised_torch(monkeypatch: pytest.MonkeyPatch, shared: Callable[[torch.Tensor], int | None]) -> None:
-    """Rounds the inputs of PyTorch's products as the kernels do. `shared` gives the elements of a scale, by weight."""
+    """Rounds the inputs of PyTorch's products as the kernels do. `shared`: the elements of a scale, by weight."""
     exact = torch.nn.functional.linear
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

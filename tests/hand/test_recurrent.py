@@ -24,7 +24,7 @@ COUNT = 6
 HANDS = pytest.mark.parametrize("hand", ["torch", "rust"])
 VOCABULARY = 131
 NEAR = 0.25
-"""Log-probabilities of one computation in few bits may differ by this much. The likeliest token has about -3."""
+"""In few bits, log-probabilities of the same computation may differ by this much. The likeliest token has about -3."""
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 

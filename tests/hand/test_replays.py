@@ -1,4 +1,4 @@
-"""Graphs give what their kernels give. The device's graphs are recorded operators here, and tests show wrong graphs."""
+"""Graphs give what their kernels give. On this device they are recorded operators. Wrong graphs are noticed."""
 
 from __future__ import annotations
 

@@ -238,7 +238,7 @@ def test_files_of_gguf_are_the_same_to_both(tmp_path: Path, family: str, kind: s
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
 def test_matrices_of_a_file_stay_in_its_blocks(tmp_path: Path, kind: str) -> None:
-    """All matrices except the products of heads keep their blocks. Those have the model's type."""
+    """Matrices of the heads' products have the model's type. All others keep their blocks."""
     form = Form(kind=getattr(Q, kind))
     path = write(tmp_path / "model.gguf", random_model(*FAMILIES[WIDE]), form)
     model = described(path, tmp_path / "cache")

@@ -89,7 +89,7 @@ def test_where_rows_lie_changes_not_a_bit(dtype: torch.dtype, top_k: int) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_who_is_beside_a_query_changes_not_a_bit_of_what_it_sees(dtype: torch.dtype) -> None:
-    """Projections around attention are products of all tokens. Their last bits may differ, so they are omitted."""
+    """The test leaves out the projections. They are products of all tokens, so their last bits may differ."""
     case = Case(9, 100, dtype)
     q = torch.randn(9, 1, 4, WIDTH).to(dtype)
 

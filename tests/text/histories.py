@@ -195,7 +195,7 @@ def probes(
 
 
 def shape(source: str, render: Render, *, parts: bool) -> tuple[str | None, bool | None]:
-    """The content that stands for none beside calls, and whether arguments are text (None: no calls are shown)."""
+    """The value for missing content beside calls, and whether arguments are text (None: no calls are shown)."""
     for as_text, arguments in ((False, {"k": "probe"}), (True, '{"k":"probe"}')):
         empty = probes(render, source, "", arguments, parts=parts)
         null = probes(render, source, None, arguments, parts=parts)
@@ -208,7 +208,7 @@ def shape(source: str, render: Render, *, parts: bool) -> tuple[str | None, bool
 
 
 def nothing_of(empty: str | None, null: str | None) -> str | None:
-    """The content that stands for none beside calls. The texts are those of chats with empty content and with null."""
+    """The value for missing content beside calls. The texts are of chats with empty content and with null."""
     named = [word for word in ("None", "null") if null is not None and word in null and word not in (empty or "")]
     return "" if null is None or named else None
 

@@ -415,7 +415,7 @@ def merged_metadata(model: str, pre: str | None) -> dict[str, Any]:
 def test_merges_of_pieces_are_followed(tmp_path: Path, model: str, pre: str | None) -> None:
     metadata = merged_metadata(model, pre)
     rebuilt = built(tokenizer_json(gguf_metadata(tmp_path / "x.gguf", metadata)))
-    # The rule is that of pieces merged by scores, if a merge's place is its score.
+    # With the rank of a merge as its score, SentencePiece's rule gives the same result.
     tokens = metadata["tokenizer.ggml.tokens"]
     ranks = {merge.replace(" ", ""): -float(rank) for rank, merge in enumerate(MERGES)}
     scored = {**metadata, "tokenizer.ggml.scores": [ranks.get(token, -99.0) for token in tokens]}

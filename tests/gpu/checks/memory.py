@@ -102,9 +102,9 @@ class Numbers:
 class Paged:
     """Random histories of slots, on pages of a pool whose other entries are NaN."""
 
-    histories: list[torch.Tensor]  # one a row: [positions, kv_heads, width]
+    histories: list[torch.Tensor]  # one for each row: [positions, kv_heads, width]
     pool: torch.Tensor  # [entries, kv_heads, width]
-    page_table: torch.Tensor  # int32 [slots, pages a slot]
+    page_table: torch.Tensor  # int32 [slots, pages of a slot]
     page_size: int
     page_stride: int
     null_page: int

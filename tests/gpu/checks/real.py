@@ -202,7 +202,7 @@ def of_states() -> Iterator[Case]:
                 end = f"{name} {type_}: {step}"
                 taken = lengths, channels, values["taps"], dtype
                 yield case(f"convolve {end}", recurrent.check_convolve, *taken, padding=padding, small=small)
-                # Kimi-Linear's and Falcon's sizes are those of the others but for what a CPU's twin takes long for.
+                # A CPU's twin takes long for the other models, whose sizes add little.
                 small = small and name in ("Qwen3-Next-80B-A3B", "Granite-4.0-H-Tiny")
                 more = {"skip": not shape.delta, "padding": padding}
                 yield case(f"recur {end}", recurrent.check_recur, lengths, shape, dtype, small=small, **more)
