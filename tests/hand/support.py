@@ -197,7 +197,7 @@ def is_gemma(model: Any) -> bool:
 
 
 def whole_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The weights with which a model computes: norms include the 1."""
+    """The weights with which a model computes. Norms that store their distance from 1 have the 1 added."""
     weights = hub_weights(model)
     if not is_gemma(model):
         return weights

@@ -204,7 +204,7 @@ class Rig:
 
 
 def check_found(operators: Kernels, rig: Rig, steps: int, top_k: int, working: int) -> None:
-    """In each step slots want `top_k` of `working` positions, or one. Both sets and pages change slowly."""
+    """In each step slots want `top_k` of `working` positions, or one. The positions and the pages change slowly."""
     sizes = rig.sizes
     sets = {slot: rig.random.sample(range(sizes.context), working) for slot in range(sizes.slots)}
     for step in range(steps):
