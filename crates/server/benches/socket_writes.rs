@@ -1,10 +1,10 @@
-//! What it costs to write one chunk to each of N sockets: one `send` a socket, or one io_uring
-//! submission for many. `cargo bench -p forebay-server --bench socket_writes`.
+//! The cost of writing one chunk to each of N sockets: one `send` a socket, or one io_uring
+//! submission for many sockets. `cargo bench -p forebay-server --bench socket_writes`.
 //!
-//! The sockets are TCP connections over loopback, as a client's on the same machine are, and a
-//! second thread reads them, woken by epoll. Times are the writing thread's own; what the kernel's
-//! io_uring workers use would be seen in the process's, which is printed beside them, less the
-//! reader's. The two ways take turns; medians over the rounds.
+//! The sockets are TCP connections over loopback. A second thread reads them, woken by epoll. Times
+//! are CPU times of the writing thread. The column beside them adds the CPU time of all other
+//! threads but the reader, such as io_uring workers of the kernel. Rounds of the two methods
+//! alternate; results are medians over the rounds.
 #![expect(
     unsafe_code,
     reason = "io_uring's submission queue takes pointers to what is to be written"
@@ -25,7 +25,7 @@ use rustix::time::{ClockId, clock_gettime};
 /// About the length of a chat chunk.
 const CHUNK: [u8; 240] = [b'x'; 240];
 const SOCKETS: [usize; 4] = [64, 512, 2048, 4096];
-/// Entries of the ring: submissions are made in groups of at most this.
+/// Entries of the ring, and so the most writes of one submission.
 const RING: u32 = 1024;
 const ROUNDS: usize = 9;
 const CHUNKS_A_ROUND: usize = 60_000;
@@ -73,7 +73,7 @@ fn print(sockets: usize, way: &str, cost: Cost, ratio: f64) {
 #[derive(Debug, Clone, Copy)]
 struct Cost {
     writer: f64,
-    /// Of threads that are neither the writer nor the reader.
+    /// CPU time of threads that are neither the writer nor the reader.
     others: f64,
 }
 
@@ -108,7 +108,7 @@ impl Lines {
         Ok(Self { sockets, received, reader_cpu, sent: 0 })
     }
 
-    /// Writes to every socket, waits until all is read, and again.
+    /// Writes one chunk to every socket, waits until all are read, and repeats this.
     fn round(&mut self, mut write: impl FnMut(&mut Self) -> Outcome<()>) -> Outcome<Cost> {
         let steps = CHUNKS_A_ROUND.div_ceil(self.sockets.len());
         let mut writer = Duration::ZERO;
@@ -185,7 +185,7 @@ fn read_all(clients: &[TcpStream], received: &AtomicU64, used: &AtomicU64) -> io
     }
 }
 
-/// What the clock's owner has used.
+/// The CPU time of the clock's thread or process.
 fn cpu(clock: ClockId) -> Duration {
     let time = clock_gettime(clock);
     Duration::new(time.tv_sec.cast_unsigned(), time.tv_nsec as u32)

@@ -1,4 +1,4 @@
-//! Who may ask: keys, hosts, web pages.
+//! Access: API keys, allowed hosts, requests of web pages.
 
 use forebay_engine::{SchedulerStats, Stats};
 use forebay_server::{Access, Keys, ServerConfig};
@@ -21,7 +21,7 @@ fn local(config: &mut ServerConfig) {
     };
 }
 
-/// Sends a request with these headers; gives the status, and the code of the error if there is one.
+/// Sends a request with these headers; returns the status, and the error's code if there is one.
 async fn ask(
     server: &TestServer,
     method: Method,
@@ -119,7 +119,7 @@ async fn a_browser_has_to_ask_first() {
         assert_eq!(ask(&server, Method::POST, CHAT, &headers).await.0, 200);
         assert_eq!(ask(&server, Method::POST, "/flush_cache", &[browser]).await.0, 415);
     }
-    // Whoever is no browser may say what it likes.
+    // A client that is not a browser may send any content type.
     assert_eq!(ask(&server, Method::POST, CHAT, &[("content-type", "text/plain")]).await.0, 200);
 }
 
@@ -157,7 +157,7 @@ async fn several_keys_and_keys_for_the_rest() {
         for (method, path) in &ADMIN {
             assert_eq!(with(method, path, key).await, administers, "{key} {path}");
         }
-        // It says nothing of a role.
+        // The request names no role, so an admin key gets a 400.
         let told = if administers == 200 { 400 } else { administers };
         assert_eq!(with(&Method::POST, "/replicas/0/role", key).await, told, "{key}");
     }
@@ -168,7 +168,7 @@ async fn several_keys_and_keys_for_the_rest() {
     for open in ["/livez", "/health", "/metrics"] {
         assert_eq!(ask(&server, Method::GET, open, &[]).await.0, 200, "{open}");
     }
-    // Without keys of their own, these routes need what the others need.
+    // Without admin keys, these routes take the API keys.
     let server = TestServer::start(Some("a"), |config| config.api_keys = Keys::new(["one"])).await;
     for (method, path) in ADMIN {
         assert_eq!(ask(&server, method.clone(), path, &[]).await.0, 401, "{path}");
@@ -187,14 +187,14 @@ async fn a_loaded_server_is_healthy_while_it_computes() {
     *server.engine.stats.lock() = busy(7);
     let probe = async { ask(&server, Method::GET, "/health_generate", &[]).await.0 };
     let step = async {
-        // Looks at the engine again and again until it is told that a step was done.
+        // Polls the engine until the server has read its counters three times; then a step ends.
         while server.engine.looks() < 3 {
             tokio::task::yield_now().await;
         }
         *server.engine.stats.lock() = busy(8);
     };
     assert_eq!(tokio::join!(probe, step).0, 200);
-    assert_eq!(server.engine.submitted(), 0, "it gave the engine nothing to do");
+    assert_eq!(server.engine.submitted(), 0, "the probe submitted a request");
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! Adapters by name: which request gets which, and who may load and unload them.
+//! LoRA adapters by name: which request uses which adapter, and who may load and unload them.
 
 use forebay_engine::AdapterOrder;
 use forebay_server::{Keys, ServerConfig};
@@ -13,7 +13,7 @@ const UNLOAD: &str = "/v1/unload_lora_adapter";
 async fn server(open: bool, change: fn(&mut ServerConfig)) -> TestServer {
     let mut server = TestServer::of_model(ModelKind::Adapts(open), Some("a"), change).await;
     let Event::Adapter(AdapterOrder::Know { id: 1, manifest }) = server.event().await else {
-        panic!("the engine hears of it before any request");
+        panic!("the adapter reaches the engine before any request");
     };
     assert_eq!(manifest, json!({"of": "first"}));
     server
@@ -23,7 +23,7 @@ fn named(model: &str) -> Value {
     json!({"prompt": "a", "model": model})
 }
 
-/// The adapter and the salt of a request.
+/// The adapter and the cache salt of a request.
 async fn asked(server: &mut TestServer, path: &str, body: Value) -> (Option<u32>, u64) {
     let (status, answer) = server.post(path, body).await;
     assert_eq!(status, 200, "{answer}");
@@ -52,7 +52,7 @@ async fn a_request_has_the_adapter_that_it_names() {
     assert_eq!(asked(&mut server, COMPLETIONS, named("tiny")).await, base);
     let (id, salt) = asked(&mut server, COMPLETIONS, named("tone")).await;
     assert_eq!(id, Some(1));
-    assert_ne!(salt, 0, "its blocks are no others'");
+    assert_ne!(salt, 0, "requests with an adapter share no blocks with others");
     for (path, body) in [
         (COMPLETIONS, named("tiny:tone")),
         (COMPLETIONS, named("org/tiny:tone")),
@@ -115,8 +115,8 @@ async fn a_name_moves_to_another_content_and_the_old_one_is_forgotten() {
     assert!(matches!(server.event().await, Event::Adapter(AdapterOrder::Forget { id: 1 })));
     let (id, salt) = asked(&mut server, COMPLETIONS, named("tone")).await;
     assert_eq!(id, Some(2));
-    assert_ne!(salt, old.1, "no block of the old content");
-    // Equal content under two names is one adapter, and lives as long as either.
+    assert_ne!(salt, old.1, "blocks of the old content are not reused");
+    // Equal content under two names is one adapter. It stays as long as either name is loaded.
     let copy = json!({"lora_name": "copy", "lora_path": "second-copy"});
     let (status, listed) = server.post("/load_lora_adapter", copy).await;
     assert_eq!(status, 200, "{listed}");
@@ -149,7 +149,7 @@ async fn what_cannot_be_served_is_refused_and_changes_nothing() {
         let (status, answer) = server.post(LOAD, body.clone()).await;
         assert_eq!((status, &answer["error"]["param"]), (400, &json!(param)), "{body}: {answer}");
     }
-    assert!(server.try_event().is_none(), "the engine hears of none");
+    assert!(server.try_event().is_none(), "no refused adapter reaches the engine");
     let (_, metrics) = server.get("/metrics").await;
     assert!(metrics.contains("forebay:lora_reads_total{result=\"refused\"} 1"), "{metrics}");
 }

@@ -1,4 +1,4 @@
-//! A small HTTP client: one connection a request.
+//! A small HTTP client that opens one connection a request.
 
 use std::net::SocketAddr;
 
@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 
 use crate::fake::TestServer;
 
-/// A response that has not been read.
+/// A response whose body has not been read.
 pub(crate) struct Pending {
     pub(crate) response: Response<Incoming>,
     connection: JoinHandle<()>,
@@ -72,7 +72,7 @@ impl TestServer {
         send(self.address, request).await
     }
 
-    /// POSTs JSON in the background, for tests that drive the engine meanwhile.
+    /// POSTs JSON in the background, so that the test can drive the engine meanwhile.
     pub(crate) fn connect(&self, path: &str, body: &Value) -> JoinHandle<(u16, Value)> {
         let (address, request) = (self.address, post(path, body.to_string()));
         tokio::spawn(async move {
@@ -81,7 +81,7 @@ impl TestServer {
         })
     }
 
-    /// The same, for tests that want to see the head.
+    /// Like `connect`, for tests that look at the head of the answer.
     pub(crate) fn begin(&self, path: &str, body: &Value) -> JoinHandle<Pending> {
         tokio::spawn(send(self.address, post(path, body.to_string())))
     }
@@ -90,7 +90,7 @@ impl TestServer {
         self.send(post(path, body)).await
     }
 
-    /// The same in the background, with an API key.
+    /// Like `begin`, with an API key.
     #[allow(dead_code, reason = "the resource tests use it")]
     pub(crate) fn begin_as(&self, key: &str, path: &str, body: &Value) -> JoinHandle<Pending> {
         let mut request = post(path, body.to_string());
@@ -99,7 +99,7 @@ impl TestServer {
         tokio::spawn(send(self.address, request))
     }
 
-    /// POSTs JSON, and gives status and JSON.
+    /// POSTs JSON; returns the status and the answer's JSON.
     pub(crate) async fn post(&self, path: &str, body: Value) -> (u16, Value) {
         self.post_bytes(path, body.to_string()).await
     }
@@ -120,7 +120,7 @@ impl TestServer {
         (status, serde_json::from_str(&body).unwrap())
     }
 
-    /// POSTs JSON and gives the events of the answer, less the last, which is `[DONE]`.
+    /// POSTs JSON; returns the events of the answer without the last, `[DONE]`.
     pub(crate) async fn events(&self, path: &str, body: Value) -> Vec<Value> {
         let pending = self.open(path, body.to_string()).await;
         assert_eq!(pending.header("content-type"), Some("text/event-stream; charset=utf-8"));
@@ -130,7 +130,7 @@ impl TestServer {
     }
 }
 
-/// The events of a whole stream, less the last, which is `[DONE]`.
+/// The events of a whole stream without the last, `[DONE]`.
 pub(crate) fn events(stream: &str) -> Vec<Value> {
     let stream = stream.strip_suffix("data: [DONE]\n\n").expect("a stream ends with [DONE]");
     stream

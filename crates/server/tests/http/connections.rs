@@ -1,4 +1,4 @@
-//! More connections than there are places, clients that leave, Unix sockets, TLS.
+//! Connections beyond the limit, clients that leave, Unix sockets, TLS.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ fn data(name: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../http/tests/data").join(name)
 }
 
-/// Sends `request` and gives what comes until the connection ends.
+/// Sends `request`; returns all bytes until the connection ends.
 async fn ask(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: &[u8]) -> String {
     stream.write_all(request).await.unwrap();
     rest(stream).await
@@ -39,12 +39,12 @@ async fn ask(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: &[u8]) ->
 
 async fn rest(mut stream: impl AsyncRead + Unpin) -> String {
     let mut answer = Vec::new();
-    // A connection that is cut counts as one that has ended.
+    // A connection that is reset counts as ended.
     let _ = stream.read_to_end(&mut answer).await;
     String::from_utf8(answer).unwrap()
 }
 
-/// Sends `request` and gives the head of the answer.
+/// Sends `request`; returns the head of the answer.
 async fn head(stream: &mut TcpStream, request: &[u8]) -> String {
     stream.write_all(request).await.unwrap();
     let mut answer = Vec::new();
@@ -85,7 +85,7 @@ async fn a_refusal_of_an_unread_body_keeps_its_connection_or_says_that_it_does_n
 #[tokio::test]
 async fn the_longest_idle_connection_makes_room() {
     let server = TestServer::start(None, |config| config.max_connections = 3).await;
-    // In each state that counts as idle: nothing sent, a part of a head, waiting for the next
+    // One connection in each idle state: nothing sent, half a head sent, waiting for the next
     // request.
     let silent = server.tcp().await;
     let mut halfway = server.tcp().await;
@@ -101,7 +101,7 @@ async fn the_longest_idle_connection_makes_room() {
         others.push(other);
     }
     assert_eq!(rest(halfway).await, "");
-    // It had its answer, and ends all the same.
+    // This connection had its answer, and is closed too.
     rest(waiting).await;
 }
 
@@ -120,7 +120,7 @@ async fn beyond_the_limit_only_health_is_told() {
         let answer = ask(server.tcp().await, request.as_bytes()).await;
         assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
     }
-    // Silent ones do not keep others from asking either.
+    // Connections that send nothing do not keep other clients out.
     let mut silent = Vec::new();
     for _ in 0..200 {
         silent.push(server.tcp().await);
@@ -128,7 +128,7 @@ async fn beyond_the_limit_only_health_is_told() {
     assert!(ask(server.tcp().await, HEALTH).await.starts_with("HTTP/1.1 200"));
     let answer = ask(server.tcp().await, b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n").await;
     assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("too_many_connections"));
-    // Both requests are still answered, and their places are free then.
+    // Both running requests are still answered, and then their connections make room.
     for (mut stream, id) in busy {
         server.engine.token(id, 300, true, Some(forebay_engine::FinishReason::Length));
         assert!(head(&mut stream, b"").await.starts_with("HTTP/1.1 200"));
@@ -145,17 +145,17 @@ async fn a_client_that_sends_more_and_leaves_is_seen_to_leave() {
         client.write_all(&chat(stream)).await.unwrap();
         let id = server.submitted().await.id;
         if stream {
-            // In the middle of its answer.
+            // The client leaves in the middle of its answer.
             server.engine.token(id, 300, true, None);
             head(&mut client, b"").await;
         }
-        // hyper reads this with the request, or after it, and then reads no more.
+        // hyper reads this byte with the request or after it, and then reads no more.
         client.write_all(b"G").await.unwrap();
         client.flush().await.unwrap();
         drop(client);
         assert_eq!(server.aborted().await, id);
     }
-    // More than hyper reads at a time.
+    // More bytes than hyper reads at a time.
     let mut client = server.tcp().await;
     client.write_all(&chat(false)).await.unwrap();
     let id = server.submitted().await.id;
@@ -234,6 +234,6 @@ async fn streams_are_encrypted_whole() {
         assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("\"length\""), "{answer}");
         assert_eq!(answer.contains("data: [DONE]"), stream);
     }
-    // Whoever speaks plainly gets no answer.
+    // A client without TLS gets no answer.
     assert!(!ask(server.tcp().await, CLOSING).await.contains("HTTP/1.1"));
 }

@@ -1,4 +1,4 @@
-//! An engine that does what the test says, and a server on top of it.
+//! An engine that the test controls, and a server on top of it.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -33,28 +33,28 @@ use crate::memory::{Memory, Tier};
 
 pub(crate) const CONTEXT: u32 = 64;
 pub(crate) const EOS: i32 = 2;
-/// Elements of an embedding.
+/// Elements of a prompt embedding.
 pub(crate) const HIDDEN: u32 = 4;
-/// Pages of the host tier, and bytes of a page.
+/// Number of pages of the host tier.
 const HOST_PAGES: u32 = 8;
 pub(crate) const PAGE_BYTES: u64 = 8;
-/// Uncached tokens up to which no prefill server is asked.
+/// Largest number of uncached tokens that the server computes without asking a prefill server.
 pub(crate) const LOCAL_TOKENS: u32 = 16;
-/// Bytes that payloads may take.
+/// Bytes of the arena for payloads.
 pub(crate) const MEMORY: usize = 1024;
 const IMAGE_MEMORY: usize = 8 << 20;
-/// Bytes of requests, of which half is set aside for pixels: less than the largest image takes.
+/// Budget for the bytes of requests. Half of it is for pixels: less than the largest image takes.
 const PIXEL_BYTES: usize = 160 << 20;
 const MOST_PIXELS: u64 = 8 << 20;
-/// The token that stands for an image.
+/// The token that stands for an image in a prompt.
 pub(crate) const IMAGE: i32 = 7;
-/// Large requests that may wait.
+/// Number of large requests that may wait.
 pub(crate) const QUEUE: usize = 3;
 const TEMPLATE: &str = "{% if tools %}{% for t in tools %}{{ t.function.name }}\n{% endfor %}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}\
     {% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}\
     {% if add_generation_prompt %}assistant:{% endif %}";
 
-/// A request that the engine got.
+/// A request that the engine received.
 #[derive(Debug)]
 pub(crate) struct Submitted {
     pub(crate) id: RequestId,
@@ -78,59 +78,59 @@ pub(crate) enum Event {
     Adapter(AdapterOrder),
 }
 
-/// Where large requests are read.
+/// Where the server reads large requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum IntakeKind {
     Threads,
     Inline,
 }
 
-/// What the served model does.
+/// What the served model can do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ModelKind {
     Text,
-    /// Text, with adapters; true: clients need no key to load some.
+    /// Text with adapters. If true, clients may load adapters without an admin key.
     Adapts(bool),
     Pools(PoolingTask),
-    /// It takes images, of this machine too.
+    /// Text and images, also from files on this machine.
     Sees,
-    /// Text, of prompts that prefill servers compute.
+    /// Text, on a decode server that asks prefill servers.
     Decodes,
 }
 
-/// Where the engine panics in the thread that calls it.
+/// Where the engine panics, in the thread that calls it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Panic {
-    /// When a request is aborted.
+    /// In the call that aborts a request.
     Abort,
-    /// When a request is submitted after this many others.
+    /// In the call that submits a request, after this many others.
     Submit(usize),
 }
 
-/// An engine that answers by itself with `script`, or does what the test says.
+/// An engine that answers with `script` by itself, or waits for the test to act.
 pub(crate) struct Fake {
     sink: Mutex<Option<Box<dyn OutputSink>>>,
     pub(crate) status: Mutex<Status>,
-    /// After this many requests, this error.
+    /// After this many requests, the engine refuses with this error.
     refuse: Mutex<Option<(usize, SubmitError)>>,
     pub(crate) stats: Mutex<Stats>,
-    /// Of each replica.
+    /// The load of each replica.
     pub(crate) loads: Mutex<Vec<Load>>,
-    /// Tokens that every request generates; `None`: the test drives.
+    /// Tokens that every request generates; with `None` the test delivers them.
     script: Option<Vec<i32>>,
     alive: Mutex<Vec<RequestId>>,
-    /// Each replica, whether it was drained.
+    /// Whether each replica was drained.
     drained: Mutex<Vec<bool>>,
-    /// The role of each replica; empty: replicas have none.
+    /// The role of each replica; empty if replicas have no roles.
     pub roles: Mutex<Vec<Role>>,
-    /// What panics next, once.
+    /// Where the next panic happens; it happens once.
     pub(crate) panic_at: Mutex<Option<Panic>>,
     events: mpsc::UnboundedSender<Event>,
     pub(crate) vocab_size: AtomicU32,
-    /// How often the server asked for the numbers.
+    /// How often the server read the engine's counters.
     looks: AtomicUsize,
     submitted: AtomicUsize,
-    /// Leading blocks of every prompt that are cached.
+    /// How many leading blocks of every prompt are cached.
     pub(crate) cached: AtomicUsize,
 }
 
@@ -146,7 +146,7 @@ impl Fake {
         }
     }
 
-    /// One token, the request's first if `first`.
+    /// Delivers one token; `first` says whether it is the request's first.
     pub(crate) fn token(
         &self,
         id: RequestId,
@@ -171,7 +171,7 @@ impl Fake {
         *self.refuse.lock() = Some((requests, error));
     }
 
-    /// Panics if the test wants it here and now.
+    /// Panics if the test asked for a panic at this place.
     fn maybe_panic(&self, place: Panic) {
         let mut panic_at = self.panic_at.lock();
         if *panic_at == Some(place) {
@@ -184,12 +184,12 @@ impl Fake {
         }
     }
 
-    /// How often the server asked for the numbers.
+    /// How often the server read the engine's counters.
     pub(crate) fn looks(&self) -> usize {
         self.looks.load(Ordering::Relaxed)
     }
 
-    /// Requests that were taken.
+    /// Number of requests that the engine accepted.
     pub(crate) fn submitted(&self) -> usize {
         self.submitted.load(Ordering::Relaxed)
     }
@@ -198,12 +198,12 @@ impl Fake {
         *self.refuse.lock() = None;
     }
 
-    /// The engine ends without a word.
+    /// Ends the engine without any output.
     pub(crate) fn die(&self) {
         *self.sink.lock() = None;
     }
 
-    /// The vector of a pooled request, and its end.
+    /// Delivers the vector of a pooled request and ends it.
     pub(crate) fn vector(&self, id: RequestId, vector: [f32; 3]) {
         let admission = Some(Admission { cached_tokens: 0, queue_us: 5 });
         let (pooled, finish) = (Some(vector.into()), Some(FinishReason::Length));
@@ -218,8 +218,8 @@ impl Fake {
         }]);
     }
 
-    /// Answers a pooled request with its number of tokens, its first token and where its second
-    /// text begins; one of generation with `script`.
+    /// Answers a request. A pooled request gets its number of tokens, its first token and the start
+    /// of its second text as a vector; others get `script`.
     pub(crate) fn play(&self, request: &Request, script: &[i32]) {
         let (id_of, spec) = (RequestId(request.id), &request.spec);
         if let Some(pooling) = spec.pooling {
@@ -406,13 +406,13 @@ impl Engine for Fake {
     }
 }
 
-/// Forms as a server compiles them by default, on a machine of any speed.
+/// The default settings for grammars, with a time limit that slow machines keep.
 fn forms() -> (GrammarConfig, CompileHook) {
     let limit = Duration::from_secs(3600);
     (GrammarConfig { grammar_timeout: limit, ..GrammarConfig::default() }, Arc::new(|_| {}))
 }
 
-/// One adapter at the start, and a reader whose files have their paths for content.
+/// One adapter at start, and a reader that takes a file's path for its content.
 fn adapters(open: bool) -> AdapterSettings {
     let read = |path: &Path| {
         let text = path.display().to_string();
@@ -431,7 +431,7 @@ fn adapters(open: bool) -> AdapterSettings {
     AdapterSettings { at_start: vec![first], reader: Some(Arc::new(read)), open }
 }
 
-/// The parts of a server whose prompts others compute.
+/// The parts of a decode server.
 fn decodes() -> PdParts {
     let config = DecodeConfig {
         pd_local_tokens: LOCAL_TOKENS,
@@ -460,12 +460,12 @@ pub(crate) struct TestServer {
 }
 
 impl TestServer {
-    /// A server whose engine answers every request with `script`, over and over.
+    /// A server whose engine answers every request with `script`.
     pub(crate) async fn scripted(script: &str) -> Self {
         Self::start(Some(script), |_| {}).await
     }
 
-    /// A server whose engine does what the test says.
+    /// A server whose engine does nothing until the test acts.
     pub(crate) async fn driven() -> Self {
         Self::start(None, |_| {}).await
     }
@@ -474,7 +474,7 @@ impl TestServer {
         Self::serving(script, Duration::ZERO, change, ModelKind::Text, IntakeKind::Threads).await
     }
 
-    /// With a window between two chunks of a stream.
+    /// With a minimum time between two chunks of a stream.
     pub(crate) async fn start_with(
         script: Option<&str>,
         window: Duration,
@@ -483,18 +483,18 @@ impl TestServer {
         Self::serving(script, window, change, ModelKind::Text, IntakeKind::Threads).await
     }
 
-    /// With large requests read there.
+    /// With this way of reading large requests.
     pub(crate) async fn with_intake(script: Option<&str>, intake: IntakeKind) -> Self {
         Self::serving(script, Duration::ZERO, |_| {}, ModelKind::Text, intake).await
     }
 
-    /// A server of a model that pools to three numbers, and squeezes scores; the test answers
-    /// unless `plays`.
+    /// A server of a model that pools to three numbers and normalizes scores. The engine answers if
+    /// `plays`, else the test does.
     pub(crate) async fn pooling(task: PoolingTask, plays: bool) -> Self {
         Self::of_model(ModelKind::Pools(task), plays.then_some("a"), |_| {}).await
     }
 
-    /// A server of such a model.
+    /// A server of a model of this kind.
     pub(crate) async fn of_model(
         model: ModelKind,
         script: Option<&str>,
@@ -503,7 +503,7 @@ impl TestServer {
         Self::serving(script, Duration::ZERO, change, model, IntakeKind::Threads).await
     }
 
-    /// With forms compiled by these settings, each after the hook was called.
+    /// With these grammar settings; the hook is called before each compile.
     pub(crate) async fn with_grammars(
         script: Option<&str>,
         change: fn(&mut ServerConfig),
@@ -516,7 +516,7 @@ impl TestServer {
         Self::serving_at(place, script, Duration::ZERO, change, kind, intake, forms).await
     }
 
-    /// With a listener of the test's.
+    /// With a listener that the test made.
     pub(crate) async fn listening(
         listener: impl Into<Listener>,
         script: Option<&str>,
@@ -690,7 +690,7 @@ impl TestServer {
         }
     }
 
-    /// The next request that the engine got.
+    /// The next request that the engine received.
     pub(crate) async fn submitted(&mut self) -> Submitted {
         match self.event().await {
             Event::Submit(request) => Submitted { id: request.id(), all: *request },
@@ -698,7 +698,7 @@ impl TestServer {
         }
     }
 
-    /// The next request that the engine was told to abort.
+    /// The next request that the server aborted.
     pub(crate) async fn aborted(&mut self) -> RequestId {
         match self.event().await {
             Event::Abort(id) => id,
@@ -708,10 +708,10 @@ impl TestServer {
 
     pub(crate) async fn event(&mut self) -> Event {
         let next = tokio::time::timeout(Duration::from_secs(20), self.events.recv());
-        next.await.expect("the server does something").unwrap()
+        next.await.expect("no event came in time").unwrap()
     }
 
-    /// What the server has done by now, if anything.
+    /// The next event, if the server has caused one by now.
     #[allow(dead_code, reason = "the resource tests use it")]
     pub(crate) fn try_event(&mut self) -> Option<Event> {
         self.events.try_recv().ok()
@@ -721,7 +721,7 @@ impl TestServer {
         self.shutdown.take().unwrap().send(()).unwrap();
     }
 
-    /// Says that there is no more patience.
+    /// Ends the time that a drain leaves to running requests.
     pub(crate) fn hurry(&mut self) {
         self.hurry.take().unwrap().send(()).unwrap();
     }

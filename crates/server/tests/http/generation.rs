@@ -1,4 +1,4 @@
-//! What comes out, in all dialects.
+//! Generated answers of all APIs.
 
 use forebay_engine::FinishReason;
 use serde_json::{Value, json};
@@ -223,7 +223,7 @@ async fn completions_of_tokens_with_log_probabilities() {
     }
     assert_eq!(lists["token_logprobs"][0], -0.5);
     assert_eq!(lists["top_logprobs"][0].as_object().unwrap().len(), 3);
-    // Without a number of tokens, the legacy API generates 16.
+    // Without `max_tokens`, the legacy API generates 16 tokens.
     server.post("/v1/completions", json!({"prompt": "a"})).await;
     assert_eq!(server.submitted().await.max_tokens, 16);
 }
@@ -278,7 +278,7 @@ async fn tokens_and_back() {
         server.post("/detokenize", json!({"tokens": tokens, "with_pieces": true})).await;
     let pieces: Vec<&str> =
         answer["pieces"].as_array().unwrap().iter().map(|it| it.as_str().unwrap()).collect();
-    // A token that is one byte of a character has no text of its own.
+    // A token that is one byte of a longer character has no text of its own.
     let alone = |c: char| if c.is_ascii() { c.into() } else { "\u{fffd}".repeat(c.len_utf8()) };
     let texts: String = TEXT.chars().map(alone).collect();
     assert_eq!((pieces.len(), pieces.concat()), (tokens.len(), texts));

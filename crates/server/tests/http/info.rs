@@ -1,4 +1,4 @@
-//! Models, health, metrics, and the description of it all.
+//! Models, health, metrics, and the OpenAPI description.
 
 use forebay_engine::FinishReason;
 use http_body_util::Full;

@@ -1,4 +1,4 @@
-//! Large requests and prompts as embeddings.
+//! Large requests, and prompts as embeddings.
 
 use base64::Engine as _;
 use base64::prelude::BASE64_STANDARD;
@@ -8,12 +8,12 @@ use serde_json::{Value, json};
 use crate::fake::{CONTEXT, HIDDEN, IntakeKind, MEMORY, QUEUE, TestServer};
 
 const COMPLETIONS: &str = "/v1/completions";
-/// Above it, bodies are parsed elsewhere.
+/// Larger bodies are parsed on intake threads.
 const LARGE: usize = 64 << 10;
 /// Bytes of an embedding in bfloat16.
 const ROW: usize = 2 * HIDDEN as usize;
 
-/// Safetensors of one float32 matrix, in base64.
+/// A Safetensors file with one float32 matrix, in base64.
 fn file(rows: usize, values: impl Fn(usize) -> f32) -> String {
     let data: Vec<u8> =
         (0..rows * HIDDEN as usize).flat_map(|at| values(at).to_le_bytes()).collect();
@@ -28,7 +28,7 @@ pub(crate) fn rows(rows: usize) -> String {
     file(rows, |at| at as f32)
 }
 
-/// What the hand is to read for `rows(count)`: small whole numbers are exact in bfloat16.
+/// The bytes that the worker reads for `rows(count)`; small whole numbers are exact in bfloat16.
 fn bytes(count: usize) -> Vec<u8> {
     let upper = |at: usize| ((at as f32).to_bits() >> 16) as u16;
     (0..count * HIDDEN as usize).flat_map(|at| upper(at).to_le_bytes()).collect()
@@ -47,7 +47,7 @@ fn read(server: &TestServer, request: &Request) -> Vec<u8> {
 async fn embeddings_are_where_the_hand_reads_them() {
     for kind in [IntakeKind::Threads, IntakeKind::Inline] {
         let mut server = TestServer::with_intake(None, kind).await;
-        // What OpenAI's client sends: it wants a prompt.
+        // OpenAI's client always sends a prompt, so the body has an empty one.
         let mut body = ask(rows(3));
         body["prompt"] = json!("");
         let answer = server.connect(COMPLETIONS, &body);
@@ -57,7 +57,11 @@ async fn embeddings_are_where_the_hand_reads_them() {
         server.engine.token(request.id, 5, true, Some(FinishReason::Length));
         let (status, answer) = answer.await.unwrap();
         assert_eq!((status, &answer["usage"]["prompt_tokens"]), (200, &json!(3)), "{answer}");
-        assert_eq!(server.memory.used(), 3 * ROW, "the engine still has the request");
+        assert_eq!(
+            server.memory.used(),
+            3 * ROW,
+            "the payload stays while the engine has the request"
+        );
         drop(request);
         assert_eq!(server.memory.used(), 0);
     }
@@ -130,7 +134,7 @@ async fn a_full_arena_makes_requests_wait_and_then_refuses_them() {
     let hold = server.memory.reserve(MEMORY).unwrap();
     let mut asked: Vec<_> =
         (0..=QUEUE).map(|_| server.connect(COMPLETIONS, &ask(rows(2)))).collect();
-    // One too many; which of them it is, is up to the sockets.
+    // One request too many; the order of the sockets decides which one is refused.
     let refused = loop {
         tokio::task::yield_now().await;
         if let Some(at) = asked.iter().position(|answer| answer.is_finished()) {
@@ -167,7 +171,7 @@ async fn a_client_that_leaves_the_line_makes_room_in_it() {
     in_line(1).await;
     drop(hold);
     assert_eq!(stays.await.unwrap().0, 200);
-    assert_eq!(server.submitted().await.prompt.len(), 3, "nobody asked for the other any more");
+    assert_eq!(server.submitted().await.prompt.len(), 3, "the abandoned request was not submitted");
     assert_eq!(server.memory.used(), 0);
 }
 

@@ -1,4 +1,4 @@
-//! Clients that go away, engines that die, servers that shut down: everybody gets an end.
+//! Clients that leave, engines that die and servers that shut down: every request gets an end.
 
 use std::time::Duration;
 
@@ -17,19 +17,19 @@ fn hello(stream: bool) -> Value {
 #[tokio::test]
 async fn a_client_that_goes_away_frees_its_request() {
     let mut server = TestServer::driven().await;
-    // In the middle of a stream.
+    // The client leaves in the middle of a stream.
     let mut pending = server.open(CHAT, hello(true).to_string()).await;
     let id = server.submitted().await.id;
     server.engine.token(id, 300, true, None);
     pending.frame().await.unwrap();
     drop(pending);
     assert_eq!(server.aborted().await, id);
-    // Before the first token of a stream.
+    // The client leaves before the first token of a stream.
     let pending = server.open(CHAT, hello(true).to_string()).await;
     let id = server.submitted().await.id;
     drop(pending);
     assert_eq!(server.aborted().await, id);
-    // Waiting for a whole response, in all choices.
+    // The client leaves while it waits for a whole response with several choices.
     let mut body = hello(false);
     body["n"] = json!(2);
     let waiting = server.connect(CHAT, &body);
@@ -56,7 +56,7 @@ async fn an_engine_that_ends_fails_every_request() {
     assert_eq!(events.last().unwrap()["error"]["code"], "failed");
     let (status, answer) = whole.await.unwrap();
     assert_eq!((status, &answer["error"]["code"]), (503, &json!("failed")));
-    // And whoever comes later.
+    // Later requests are refused too.
     let (status, _) = server.post(CHAT, hello(false)).await;
     assert_eq!(status, 503);
 }
@@ -100,7 +100,7 @@ async fn a_slow_reader_gets_everything() {
         let finish = (index + 1 == tokens.len()).then_some(FinishReason::Length);
         server.engine.token(id, token, index == 0, finish);
     }
-    // Nothing has been read so far.
+    // The client has read nothing so far.
     let (_, stream) = pending.read().await;
     let events = events(&String::from_utf8(stream).unwrap());
     let text: String =
@@ -117,7 +117,7 @@ async fn shutting_down_lets_running_requests_finish() {
     let id = server.submitted().await.id;
     server.shut_down();
     let draining = async {
-        // The drain begins soon after the signal; until then the request is answered by a token.
+        // The drain begins soon after the signal, so wait for it; requests before it are answered.
         while server.get("/health").await.0 != 503 {}
         server.post(CHAT, hello(false)).await
     };
@@ -174,7 +174,7 @@ async fn an_egress_thread_that_panics_ends_its_streams_and_turns_health_red() {
     let mut stream = server.open(CHAT, body.to_string()).await;
     let id = server.submitted().await.id;
     *server.engine.panic_at.lock() = Some(Panic::Abort);
-    // The stop string has the thread abort the request.
+    // The stop string makes the egress thread abort the request, and the abort panics.
     for (index, token) in server.encode("the lazy dog").into_iter().enumerate() {
         server.engine.token(id, token, index == 0, None);
     }
@@ -189,7 +189,7 @@ async fn an_egress_thread_that_panics_ends_its_streams_and_turns_health_red() {
     let message = health["error"]["message"].as_str().unwrap();
     assert!(message.contains("egress panicked: as the test wants"), "{message}");
     assert_eq!(server.post(CHAT, hello(false)).await.0, 503);
-    // The process can end in order.
+    // The process can still shut down in order.
     server.shut_down();
     server.ended().await;
 }
@@ -202,7 +202,7 @@ async fn a_handler_that_panics_fails_its_request_alone() {
     *server.engine.panic_at.lock() = Some(Panic::Submit(1));
     let failed = server.connect(CHAT, &body);
     let id = server.submitted().await.id;
-    assert_eq!(server.aborted().await, id, "what was submitted before is aborted");
+    assert_eq!(server.aborted().await, id, "the choices submitted before the panic are aborted");
     let (status, answer) = failed.await.unwrap();
     assert_eq!((status, &answer["error"]["code"]), (500, &json!("panic")));
     assert_eq!(server.guard.cause(), None);
@@ -216,8 +216,8 @@ async fn an_answer_that_grows_too_large_is_ended() {
     let whole = server.connect(CHAT, &hello(false));
     let id = server.submitted().await.id;
     let token = server.encode(" the")[0];
-    // Eight bytes each, as text and number; in few steps, so that nobody waits for room in the
-    // lane.
+    // Eight bytes a token, as text and as number. Few steps, so that the engine does not wait for
+    // room in the lane.
     for _ in 0..5 {
         let token = || Some(SampledToken { id: token, logprobs: None });
         let output = || Output {

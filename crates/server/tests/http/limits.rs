@@ -1,4 +1,4 @@
-//! What is over a limit is refused with the parameter's or the flag's name.
+//! A value over a limit is refused, and the error names the parameter or the flag.
 
 use std::sync::atomic::Ordering;
 
@@ -14,7 +14,7 @@ fn param(answer: &Value) -> (&str, &str) {
     (error["param"].as_str().unwrap_or_default(), error["message"].as_str().unwrap())
 }
 
-/// Fine-tunes have tokenizers with more tokens than the model has embeddings.
+/// The tokenizers of some fine-tunes have more tokens than the model has embeddings.
 #[tokio::test]
 async fn a_text_with_tokens_that_the_model_lacks_is_refused() {
     let server = TestServer::scripted("a").await;
@@ -61,7 +61,7 @@ async fn only_embeddings_may_be_large() {
     })
     .await;
     let filler = "x".repeat(20_000);
-    // Unknown parameters count as any other byte does.
+    // The bytes of unknown parameters count too.
     for (route, body, flag) in [
         ("/v1/completions", json!({"prompt": "a", "x": filler}), "--max-json-bytes"),
         ("/v1/completions", json!({"prompt_embeds": rows(1), "x": filler}), "--max-json-bytes"),
@@ -74,7 +74,7 @@ async fn only_embeddings_may_be_large() {
         assert_eq!((status, &answer["error"]["code"]), (413, &json!("body_too_large")), "{answer}");
         assert!(param(&answer).1.contains(flag), "{answer}");
     }
-    // It is read, and then it is no file of embeddings.
+    // The body is read, and then refused because it is not a file of embeddings.
     let (status, answer) = server.post("/v1/completions", json!({"prompt_embeds": filler})).await;
     assert_eq!((status, param(&answer).0), (400, "prompt_embeds"), "{answer}");
 }

@@ -1,4 +1,4 @@
-//! The server over a real socket, with an engine that does what the test says.
+//! Tests of the server over a real socket, with an engine that the test controls.
 
 #![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 

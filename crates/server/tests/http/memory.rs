@@ -1,4 +1,4 @@
-//! Room for payloads in the test's own memory.
+//! An arena for payloads in the memory of the test.
 
 use std::io;
 use std::sync::Arc;
@@ -6,14 +6,14 @@ use std::sync::Arc;
 use forebay_engine::{Payload, Payloads, TierMemory};
 use parking_lot::Mutex;
 
-/// Bytes, and who has which of them. A clone is the same memory.
+/// The bytes and the ranges in use. A clone shares the same memory.
 #[derive(Clone, Default)]
 pub(crate) struct Memory(Arc<Inner>);
 
 #[derive(Default)]
 struct Inner {
     bytes: Mutex<Vec<u8>>,
-    /// First byte and number of bytes of each, in order.
+    /// Offset and length of each range in use, in order.
     taken: Mutex<Vec<(usize, usize)>>,
     freed: Mutex<Option<Box<dyn Fn() + Send + Sync>>>,
 }
@@ -99,7 +99,7 @@ impl std::fmt::Debug for Part {
     }
 }
 
-/// The memory of a host tier.
+/// Memory that stands for a host tier.
 #[derive(Debug, Default)]
 pub(crate) struct Tier(Mutex<Vec<u8>>);
 

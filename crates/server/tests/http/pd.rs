@@ -1,4 +1,4 @@
-//! A decode server, with prefill servers that do their work, fail and lie.
+//! A decode server, with prefill servers that answer, fail, hang or send wrong frames.
 
 use std::sync::Arc;
 
@@ -19,27 +19,27 @@ use crate::client::Pending;
 use crate::fake::{ModelKind, PAGE_BYTES, TestServer};
 
 const KEY: &str = "key";
-/// Three blocks, and a token.
+/// Tokens of a prompt: three blocks and one token.
 const TOKENS: usize = 49;
 const BLOCK: u32 = 1;
 const END: u32 = 3;
 
-/// What a prefill server does with a question.
+/// How a prefill server answers a question of a decode server.
 #[derive(Debug, Clone, Copy)]
 enum Act {
-    /// It sends these frames.
+    /// Sends these frames.
     Frames(fn(&[u128]) -> Vec<u8>),
-    /// The same, and closes the connection before the end of its answer.
+    /// Sends these frames, and closes the connection before the end of its answer.
     Break(fn(&[u128]) -> Vec<u8>),
-    /// It sends these frames again and again.
+    /// Sends these frames without end.
     Again(fn(&[u128]) -> Vec<u8>),
-    /// It refuses.
+    /// Refuses with this status.
     Refuse(StatusCode),
-    /// It says nothing.
+    /// Sends nothing.
     Hang,
 }
 
-/// A prefill server, with the questions that it got.
+/// A prefill server and the questions that it received.
 struct Prefill {
     url: String,
     asked: Arc<Mutex<Vec<Value>>>,
@@ -57,7 +57,7 @@ fn frame(kind: u32, name: u128, bytes: &[u8]) -> Vec<u8> {
     [&kind.to_le_bytes()[..], &length.to_le_bytes(), &name.to_le_bytes(), bytes].concat()
 }
 
-/// A block whose page has this number in each byte.
+/// A frame of a block with this name, whose page has `value` in each byte.
 fn block(name: u128, value: u8) -> Vec<u8> {
     frame(BLOCK, name, &vec![value; PAGE_BYTES as usize + 4])
 }
@@ -130,7 +130,7 @@ async fn answer(socket: TcpStream, act: Act, asked: Arc<Mutex<Vec<Value>>>) -> s
             let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n\r\n{body}", body.len());
             socket.write_all(head.as_bytes()).await?;
         }
-        // Until the other end closes the connection.
+        // Wait until the other end closes the connection.
         Act::Hang => drop(socket.read_u8().await),
     }
     socket.flush().await
@@ -145,7 +145,7 @@ fn body(tokens: usize) -> Value {
     json!({"prompt": (3..3 + tokens as i32).collect::<Vec<_>>(), "max_tokens": 2})
 }
 
-/// A request that names a prefill server, with a key of routers.
+/// Sends a request that names a prefill server, with a router key.
 async fn routed(server: &TestServer, body: &Value, url: &str, key: &str) -> Pending {
     let tag = RouterTag { router: 7, seq: 1, floor: 1, seed: 99, blocks: false };
     let request = Request::post("/v1/completions")
@@ -189,7 +189,7 @@ async fn only_what_is_not_cached_is_asked_for() {
     routed(&server, &body(TOKENS), &prefill.url, KEY).await.read().await;
     assert_eq!(server.submitted().await.loan.as_ref().map(|loan| loan.blocks()), Some(2));
     assert_eq!(prefill.asked.lock()[0]["skip"], 1);
-    // With 17 tokens left it asks, and with 16 it does not.
+    // 17 tokens are uncached at the first request, 16 at this one: it does not ask.
     routed(&server, &body(TOKENS - 17), &prefill.url, KEY).await.read().await;
     assert!(server.submitted().await.loan.is_none());
     assert_eq!(prefill.asked.lock().len(), 1);
@@ -250,7 +250,7 @@ async fn choices_share_what_has_come() {
     assert_eq!(prefill.asked.lock().len(), 1);
 }
 
-/// Whatever a prefill server does, the request is served, with these blocks.
+/// Whatever the prefill server does, the request is served with the blocks that arrived.
 #[tokio::test]
 async fn what_fails_is_computed() {
     fn two(names: &[u128]) -> Vec<u8> {
@@ -309,7 +309,7 @@ async fn what_fails_is_computed() {
 #[tokio::test]
 async fn no_more_comes_than_there_is_room_for() {
     let (mut server, prefill) = (decoding().await, Prefill::start(Act::Frames(all)).await);
-    // Half of eight pages, of which the first request keeps three.
+    // Loans may take half of the eight pages, and the first request keeps three.
     routed(&server, &body(TOKENS), &prefill.url, KEY).await.read().await;
     let first = server.submitted().await;
     let mut other = body(TOKENS);

@@ -1,4 +1,4 @@
-//! What a router is told, and streams that began at another brain.
+//! What the server reports to a router, and streams that go on from another server.
 
 use forebay_api::peer::{
     BLOCKS_HEADER, LOAD_HEADER, LoadReport, RESUME_HEADER, ROUTER_HEADER, RouterTag, STREAM_HEADER,
@@ -19,7 +19,7 @@ fn tag(seq: u64) -> RouterTag {
     RouterTag { router: 7, seq, floor: 1, seed: 99, blocks: true }
 }
 
-/// A request of a router, which goes on with `stream` after `ids`.
+/// Sends a request of a router, which continues `stream` after the tokens `ids`.
 async fn routed(
     server: &TestServer,
     path: &str,
@@ -42,7 +42,7 @@ fn load(pending: &Pending) -> LoadReport {
     LoadReport::decode(pending.header(LOAD_HEADER).unwrap()).unwrap()
 }
 
-/// A stream less its comments, and the ids in them.
+/// A stream without its comments, and the token ids in them.
 fn split(stream: &str) -> (String, Vec<i32>) {
     let (mut rest, mut ids) = (String::new(), Vec::new());
     for line in stream.split_inclusive('\n') {
@@ -54,7 +54,7 @@ fn split(stream: &str) -> (String, Vec<i32>) {
     (rest, ids)
 }
 
-/// What the events of a stream say, and whatever is the same in all of them.
+/// The text of a stream's events, and the fields that are the same in all of them.
 fn said(path: &str, events: &[Value]) -> (String, Vec<Value>) {
     let text = |event: &Value| {
         let choice = &event["choices"][0];
@@ -78,7 +78,7 @@ async fn nobody_else_sees_any_of_it() {
     assert!(!String::from_utf8(plain).unwrap().contains(": forebay"));
     let (_, stream) = routed(&server, "/v1/completions", &body, 1, None).await.read().await;
     let (events, ids) = split(std::str::from_utf8(&stream).unwrap());
-    // The last token comes with the end, which has no comment.
+    // The last token comes with the end of the stream, which has no comment.
     let all = server.encode(TEXT);
     assert!(ids.len() < 8 && all.starts_with(&ids), "{ids:?}");
     assert!(events.ends_with("data: [DONE]\n\n"));
@@ -88,7 +88,7 @@ async fn nobody_else_sees_any_of_it() {
 async fn a_stream_goes_on_wherever_it_broke() {
     let mut server = TestServer::driven().await;
     let tokens = server.encode(TEXT);
-    // "more" is held back each time, because it may be the beginning of the stop string.
+    // "more" is held back each time, because a stop string may begin with it.
     let stop = json!({"stop": ["more of no", "it and"], "max_tokens": tokens.len()});
     let requests = [
         (CHAT, json!({"messages": [{"role": "user", "content": "hi"}]})),

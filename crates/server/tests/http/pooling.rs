@@ -1,4 +1,4 @@
-//! Vectors and scores: in their order, once, and freed when nobody waits.
+//! Vectors and scores come in the order of the inputs, and are freed when the client leaves.
 
 use forebay_engine::{FinishReason, Output, RequestError, SubmitError};
 use forebay_server::PoolingTask;
@@ -60,7 +60,7 @@ async fn vectors_are_cut_normalised_and_written_as_asked() {
     };
     assert_eq!(post(json!({})).await, json!([4.0, 3.0, 0.0]));
     assert_eq!(post(json!({"normalize": true, "dimensions": 2})).await, json!([0.8, 0.6]));
-    // 4.0 and 3.0 in little-endian float32.
+    // The base64 text is 4.0 and 3.0 in little-endian float32.
     let base64 = post(json!({"dimensions": 2, "encoding_format": "base64"})).await;
     assert_eq!(base64, json!("AACAQAAAQEA="));
 }
@@ -178,7 +178,7 @@ async fn a_classifier_gives_each_label_its_probability() {
         assert!(answer["id"].as_str().unwrap().starts_with("classify-"));
         let found: Vec<_> = (0..2).map(|at| answer["data"][at].clone()).collect();
         assert_eq!((&found[0]["index"], &found[1]["index"]), (&json!(0), &json!(1)));
-        // Of equal ones the first.
+        // Of two equal scores, the first label goes first.
         assert_eq!((&found[0]["label"], &found[1]["label"]), (&json!("good"), &json!("bad")));
         assert_eq!(found[0]["num_classes"], json!(3));
         for (one, wanted) in found.iter().zip([[0.25, 0.75, 0.0], [0.499_99, 0.0, 0.499_99]]) {
@@ -243,7 +243,11 @@ async fn inputs_that_do_not_fit_are_refused_or_cut() {
     assert_eq!(status, 400);
     assert_eq!(error(&answer), [json!("documents[1]"), json!("context_length_exceeded")]);
     let (status, answer) = server.post(EMBEDDINGS, json!({"input": ["a", ""]})).await;
-    assert_eq!((status, &error(&answer)[0]), (400, &json!("input[1]")), "no special tokens here");
+    assert_eq!(
+        (status, &error(&answer)[0]),
+        (400, &json!("input[1]")),
+        "embeddings of ids add no special tokens"
+    );
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! Several replicas: who may say where a request goes, what is shown of each, and taking one out.
+//! Several replicas: requests that name one, what is reported of each, and draining one.
 
 use forebay_engine::Preference;
 use forebay_replicas::{Load, Role};
@@ -29,7 +29,7 @@ fn body(path: &str, more: Value) -> Value {
 }
 
 impl TestServer {
-    /// POSTs with headers; the answer's status and JSON.
+    /// POSTs with headers; returns the answer's status and JSON.
     pub(crate) async fn with_headers(
         &self,
         path: &str,

@@ -1,4 +1,4 @@
-//! What a client gets beside others, and what it is told when it gets nothing.
+//! Fair shares of clients, and the errors of requests that wait too long.
 
 use forebay_engine::{FinishReason, Output, RequestError, SubmitError};
 use forebay_server::PoolingTask;
@@ -73,8 +73,8 @@ async fn requests_carry_their_client_and_health_requests_none() {
     assert!(clients[0] != 0 && clients[0] == clients[1], "one address: {clients:?}");
     server.get("/health_generate").await;
     let probe = server.submitted().await;
-    assert!(probe.probe, "it is the server that asks");
-    assert_eq!(probe.priority, 0, "whichever end of the priorities goes first");
+    assert!(probe.probe, "the probe is marked as the server's own");
+    assert_eq!(probe.priority, 0, "the probe's priority is 0, whatever the order of priorities");
 }
 
 #[tokio::test]

@@ -1,4 +1,4 @@
-//! Who shares cached blocks with whom, and who is told of them.
+//! Which clients share cached blocks, and who may list the blocks.
 
 use forebay_api::peer::{
     BLOCKS_HEADER, LOAD_HEADER, RESUME_HEADER, ROUTER_HEADER, ROUTER_KEY_HEADER, STREAM_HEADER,
@@ -110,7 +110,7 @@ async fn with_one_key_or_by_the_flag_keys_make_no_difference() {
     }
 }
 
-/// Bytes of texts that were found among those encoded before, when `key` has sent one of 12 KB.
+/// Bytes of text that were already encoded, after `key` has sent a text of 12 KB.
 async fn found_for(server: &TestServer, key: &str) -> u64 {
     let hits = async || {
         let (status, metrics) = server.get("/metrics").await;
@@ -177,7 +177,7 @@ async fn names_of_blocks_are_for_routers_with_the_key() {
             for name in [BLOCKS_HEADER, LOAD_HEADER] {
                 assert_eq!(answer.header(name), None);
             }
-            assert_eq!(answer.read().await.0, 200, "as any client's");
+            assert_eq!(answer.read().await.0, 200, "served like any client's request");
             headers.extend([(STREAM_HEADER, "5;name"), (RESUME_HEADER, "0")]);
             assert_eq!(send(&server, &headers, &asked).await.read().await.0, 403);
         }
@@ -192,9 +192,9 @@ async fn names_of_blocks_are_for_routers_with_the_key() {
     let answer = send(&server, &headers, &asked).await;
     assert!(answer.header(BLOCKS_HEADER).is_some() && answer.header(LOAD_HEADER).is_some());
     assert_eq!(answer.read().await.0, 200);
-    // It is a router's key and no client's.
+    // A router key does not replace an API key.
     assert_eq!(send(&server, &[key], &asked).await.read().await.0, 401);
-    // That there is no cache is for it to know.
+    // With the router key the request reaches the route, which has no cache to report.
     assert_eq!(get(&server, "/v1/blocks", &[key]).await.0, 503);
     assert_eq!(get(&server, "/v1/loads", &[key]).await.0, 200);
     assert_eq!(get(&server, "/v1/loads", &[("authorization", "Bearer client")]).await.0, 401);

@@ -1,4 +1,4 @@
-//! Streams under everything that can happen to their connection.
+//! Streams under all conditions of their connection.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ fn hello(more: Value) -> Value {
     body
 }
 
-/// The pieces of text of a stream's events, empty ones left out.
+/// The non-empty pieces of text of a stream's events.
 fn pieces(events: &[Value]) -> Vec<&str> {
     let choices = events.iter().filter_map(|event| event["choices"].get(0));
     let pieces = choices.filter_map(|choice| choice["delta"]["content"].as_str());
@@ -31,7 +31,7 @@ fn pieces(events: &[Value]) -> Vec<&str> {
 }
 
 impl TestServer {
-    /// Gives the tokens of `text` one by one, and the end with the last.
+    /// Delivers the tokens of `text` one by one, and the end with the last.
     fn speak(&self, id: RequestId, text: &str) {
         let ids = self.encode(text);
         for (index, &token) in ids.iter().enumerate() {
@@ -54,7 +54,7 @@ async fn a_stream_is_the_same_whoever_writes_it() {
         let id = server.submitted().await.id;
         let tokens = server.encode(TEXT);
         let mut stream = String::new();
-        // Each token after the one before it has arrived, so that nothing is merged.
+        // Sends each token after the one before has arrived, so that nothing is merged.
         for (index, &token) in tokens.iter().enumerate() {
             server.engine.token(id, token, index == 0, None);
             let mut given = server.tokenizer.decode(&tokens[..=index], true).unwrap();
@@ -104,7 +104,7 @@ async fn a_slow_reader_gets_everything_in_order_and_in_fewer_pieces() {
     assert!(events.len() < tokens.len() / 2, "{} events", events.len());
 }
 
-/// Reads up to `end` and no further, whatever else has come by then.
+/// Reads up to the first `end`, and no further.
 async fn read_until(socket: &mut TcpStream, end: &str) -> String {
     let mut text = Vec::new();
     while !text.ends_with(end.as_bytes()) {
@@ -140,7 +140,7 @@ async fn requests_that_share_a_connection_get_their_answers_one_after_the_other(
     let mut server = TestServer::driven().await;
     let mut socket = TcpStream::connect(server.address).await.unwrap();
     let request = raw("HTTP/1.1", &hello(json!({})));
-    // One after the other, then two at once.
+    // One at a time, then two at once.
     for together in [1, 1, 2] {
         socket.write_all(request.repeat(together).as_bytes()).await.unwrap();
         for _ in 0..together {
@@ -195,7 +195,7 @@ async fn an_interval_gathers_tokens_but_not_the_first_and_not_the_last() {
             let finish = (index + 1 == words.len()).then_some(FinishReason::Length);
             server.engine.token(id, server.encode(word)[0], index == 0, finish);
             sent += word.len();
-            // Waits for what is due, so that the connection merges nothing more.
+            // Waits for the pieces that are due, so that the connection merges nothing more.
             let due: usize = expected[..=next].iter().map(|piece| piece.len()).sum();
             if sent == due && next + 1 < expected.len() {
                 next += 1;
@@ -249,7 +249,7 @@ async fn a_thread_that_is_behind_writes_fewer_and_longer_chunks() {
     let mut pending = server.open(CHAT, hello(json!({})).to_string()).await;
     let id = server.submitted().await.id;
     let tokens: Vec<i32> = (0..5_000).map(|index| 300 + index % 200).collect();
-    // Steps come faster than anybody can write.
+    // Steps come faster than the connection can be written.
     for (index, &token) in tokens.iter().enumerate() {
         server.engine.token(id, token, index == 0, None);
     }
@@ -284,7 +284,7 @@ async fn a_client_that_stops_reading_is_cut_and_its_request_ended() {
         socket.write_all(request.as_bytes()).await.unwrap();
         socket.write_all(body.as_bytes()).await.unwrap();
         let id = server.submitted().await.id;
-        // More than the sockets of both sides hold.
+        // More bytes than the socket buffers of both ends hold.
         let tokens = server.encode(&TEXT.repeat(2000));
         for number in 0..100_000 {
             let logprobs = Some(vec![(300, -1.0); 3].into());
@@ -299,8 +299,8 @@ async fn a_client_that_stops_reading_is_cut_and_its_request_ended() {
             }]);
         }
         assert_eq!(server.aborted().await, id, "{mode:?}");
-        // The system forgets what it could not send, and what the client had not read is all that
-        // it gets.
+        // The kernel discards what it has not sent, so the client gets only what its socket had
+        // received.
         let mut rest = Vec::new();
         let end = socket.read_to_end(&mut rest).await;
         assert!(end.is_err() || !rest.ends_with(b"0\r\n\r\n"), "{mode:?}");

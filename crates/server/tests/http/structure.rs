@@ -1,4 +1,4 @@
-//! The form of answers, from the request to what the engine gets.
+//! Structured output: which constraint the engine gets for a request.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -16,7 +16,7 @@ use crate::fake::{EOS, TestServer};
 
 const COMPLETIONS: &str = "/v1/completions";
 
-/// The ids that may come next.
+/// The ids that the constraint allows next.
 fn allowed(constraint: &mut dyn Constraint, vocabulary: usize) -> Vec<i32> {
     let mut words = vec![0; vocabulary.div_ceil(32)];
     let all = 0..i32::try_from(vocabulary).unwrap();
@@ -71,8 +71,8 @@ async fn the_parameters_of_sampling_go_along() {
     });
     server.post(COMPLETIONS, completion(more)).await;
     let mut constraint = server.submitted().await.all.constraint.unwrap();
-    // What ends the answer too soon is not said, and neither is a bad word, as long as there is
-    // anything else.
+    // Neither a token that ends the answer too soon nor a bad word is allowed, as long as another
+    // token is.
     assert_eq!(allowed(&mut *constraint, vocabulary), [a]);
     constraint.accept(b).unwrap();
     constraint.accept(b).unwrap();
@@ -129,7 +129,7 @@ async fn ask_as(server: &TestServer, key: &str, body: Value) -> (u16, Option<Str
     (status, retry_after, serde_json::from_slice(&body).unwrap())
 }
 
-/// A hook that holds compiles of regular expressions that begin with `held` until it is released.
+/// A hook that holds compiles of regular expressions that start with `held`, until `release`.
 fn gate() -> (Arc<(Mutex<bool>, Condvar)>, CompileHook) {
     let gate = Arc::new((Mutex::new(false), Condvar::new()));
     let held = Arc::clone(&gate);
@@ -149,7 +149,7 @@ fn release(gate: &(Mutex<bool>, Condvar)) {
 #[tokio::test]
 async fn a_compiler_that_is_stuck_turns_health_red_until_a_compile_comes_back() {
     let (gate, hook) = gate();
-    // Whatever is held is given up at once.
+    // Each compile that the hook holds is over its time limit at once.
     let forms =
         GrammarConfig { grammar_timeout: Duration::from_millis(1), ..GrammarConfig::default() };
     let keys = |config: &mut forebay_server::ServerConfig| config.api_keys = Keys::new(["a", "b"]);
@@ -160,7 +160,7 @@ async fn a_compiler_that_is_stuck_turns_health_red_until_a_compile_comes_back() 
         let (status, _, answer) = ask_as(&server, "a", held(n)).await;
         assert_eq!((status, &answer["error"]["param"]), (400, &json!("regex")), "{answer}");
     }
-    // The first client has its share of compiles that still run.
+    // The first client already has two abandoned compiles, its share of those that still run.
     let (status, retry, answer) = ask_as(&server, "a", held(2)).await;
     assert_eq!((status, retry.is_some()), (429, true), "{answer}");
     for n in 3..5 {
@@ -211,7 +211,7 @@ async fn each_choices_matcher_is_charged_before_it_is_submitted() {
     let (status, retry, answer) = ask_as(&server, "a", form(128)).await;
     assert_eq!((status, retry), (413, None), "{answer}");
     assert!(server.try_event().is_none(), "none of them was submitted");
-    // One client has room. What is in flight then keeps the other out for a while.
+    // One client alone has room. Then its requests in flight keep the other client out.
     let address = server.address;
     let begin =
         |key: &str, body: Value| tokio::spawn(crate::client::send(address, keyed(key, &body)));
@@ -221,7 +221,7 @@ async fn each_choices_matcher_is_charged_before_it_is_submitted() {
     }
     let (status, retry, answer) = ask_as(&server, "b", form(40)).await;
     assert_eq!((status, retry.is_some()), (429, true), "{answer}");
-    // A request without a form needs less.
+    // A request without a grammar needs less room.
     let plain = begin("b", completion(json!({"stream": true})));
     server.submitted().await;
     running.abort();

@@ -1,4 +1,4 @@
-//! Bytes that answers write, by the bytes that their requests are charged.
+//! The bytes that answers write, against the bytes that their requests are charged.
 
 use forebay_server::ServerConfig;
 use serde_json::{Value, json};
@@ -7,11 +7,11 @@ use crate::counting::{mark, peak};
 use crate::fake::{ModelKind, TestServer};
 use crate::{SLACK, alone, charged};
 
-/// Bytes that may be written for each byte that is charged.
+/// Bytes that may be written for each charged byte.
 const WRITTEN: usize = 2;
 const PROMPT: usize = 40;
 
-/// Requests whose parameters multiply what is written, and the number of their choices.
+/// Requests whose parameters multiply the answer, and the number of their choices.
 fn multiplying() -> Vec<(&'static str, Value, usize)> {
     let prompt = vec![10; PROMPT];
     let text = "a ".repeat(PROMPT / 4);
@@ -32,7 +32,7 @@ fn multiplying() -> Vec<(&'static str, Value, usize)> {
             "/v1/completions",
             json!({"prompt": vec![&prompt; 64], "echo": true, "logprobs": 20, "prompt_logprobs": 20,
                    "n": 4, "max_tokens": 0}),
-            // Without tokens only what is told of each prompt is computed.
+            // With `max_tokens` 0, only the log-probabilities of each prompt are computed.
             64,
         ),
         (
@@ -75,7 +75,7 @@ fn multiplying() -> Vec<(&'static str, Value, usize)> {
     ]
 }
 
-/// What was charged when all choices were submitted, and the whole answer.
+/// The bytes charged when all choices were submitted, and the whole answer.
 async fn answered(route: &str, body: &Value, choices: usize) -> (usize, u16, Vec<u8>) {
     let mut server = TestServer::driven().await;
     let script = server.encode("a");
@@ -116,7 +116,7 @@ async fn what_is_written_was_charged() {
     }
 }
 
-/// All choices are made of one list, and only one of them is in memory at a time.
+/// All choices are made from one list, and only one of them is in memory at a time.
 #[tokio::test]
 async fn choices_share_what_is_told_of_their_prompt() {
     let _alone = alone().await;
@@ -126,8 +126,8 @@ async fn choices_share_what_is_told_of_their_prompt() {
     let (_, status, answer) = answered("/v1/completions", &body, 128).await;
     assert_eq!(status, 200);
     let written = answer.len();
-    assert!(written > 4 << 20, "{written} bytes repeat it 128 times");
-    // The answer as it grows, as it is sent and as it is read here.
+    assert!(written > 4 << 20, "the answer repeats the prompt: {written} bytes");
+    // The answer while it grows, while it is sent, and as it is read here.
     let bytes = peak(start);
     assert!(bytes <= 5 * written + SLACK, "{bytes} bytes for {written}");
 }
@@ -136,7 +136,7 @@ fn little_unread(config: &mut ServerConfig) {
     config.max_unread_bytes = 1 << 20;
 }
 
-/// What would be too large is refused before anything is computed, streamed or not.
+/// An answer that would be too large is refused before anything is computed, streamed or not.
 #[tokio::test]
 async fn what_repeats_too_much_is_refused_at_once() {
     let _alone = alone().await;
@@ -167,7 +167,7 @@ async fn what_repeats_too_much_is_refused_at_once() {
     assert_eq!(charged(&server).await, 0);
 }
 
-/// The bound holds for what is written, and not only for the estimate of it.
+/// The limit applies to the bytes that are written, not only to their estimate.
 #[tokio::test]
 async fn a_whole_answer_is_held_to_the_bytes_that_may_wait() {
     let _alone = alone().await;
@@ -178,7 +178,7 @@ async fn a_whole_answer_is_held_to_the_bytes_that_may_wait() {
     assert_eq!((status, &answer["error"]["code"]), (413, &json!("answer_too_large")), "{answer}");
 }
 
-/// An answer that nobody reads stays charged.
+/// An answer that the client does not read stays charged.
 #[tokio::test]
 async fn what_waits_for_its_client_is_charged() {
     let _alone = alone().await;
@@ -191,7 +191,7 @@ async fn what_waits_for_its_client_is_charged() {
     let pending = server.open("/v1/completions", body.to_string()).await;
     assert_eq!(pending.response.status(), 200);
     let length: usize = pending.header("content-length").unwrap().parse().unwrap();
-    assert!(length > 12 << 20, "more than sockets hold: {length}");
+    assert!(length > 12 << 20, "the sockets hold the whole answer: {length}");
     assert_eq!(charged(&server).await, length);
     drop(pending);
     while charged(&server).await > 0 {

@@ -15,10 +15,10 @@ use crate::counting::{mark, peak};
 use crate::fake::{Event, TestServer};
 use crate::{SLACK, alone, charged};
 
-/// Just below what a body may have.
+/// Just below the largest body.
 const LARGE: usize = (4 << 20) - 1024;
 
-/// Bytes that the server allocated at most for a request, and its answer.
+/// The peak of the bytes that the server allocated for a request, the status, and the answer.
 async fn cost(server: &TestServer, route: &str, body: String) -> (usize, u16, String) {
     let start = mark();
     let (status, answer) = server.open(route, body).await.read().await;
@@ -26,14 +26,14 @@ async fn cost(server: &TestServer, route: &str, body: String) -> (usize, u16, St
     (peak(start), status, answer)
 }
 
-/// What becomes of a value that has the right shape.
+/// How the server treats a value of the right shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
-    /// It is kept, or made something of its size.
+    /// It is kept, or converted to something of its size.
     Kept,
     /// It becomes tokens.
     Tokenised,
-    /// It is compiled, by a thread that does nothing else.
+    /// It is compiled, by a thread that only compiles.
     Compiled,
 }
 
@@ -76,7 +76,7 @@ async fn every_value(wanted: Fate, bytes: usize, limit: impl Fn(usize) -> usize)
     let _alone = alone().await;
     let values = values(bytes);
     let (mut failed, mut worst) = (Vec::new(), 0.0_f64);
-    // Those that are done with stay: what they gave back meanwhile would be missing in the count.
+    // Keep the used servers: the bytes that they free would be missing in the next count.
     let mut servers: Vec<(&str, TestServer)> = Vec::new();
     for case in cases().into_iter().filter(|case| fate(case) == wanted) {
         if servers.last().is_none_or(|(route, _)| *route != case.route) {
@@ -117,8 +117,7 @@ async fn a_value_that_is_tokenised_takes_160_times_its_bytes() {
     every_value(Fate::Tokenised, 100_000, |body| 160 * body).await;
 }
 
-/// Forms are compiled one at a time, so that these bytes are not multiplied by the number of
-/// requests.
+/// Forms are compiled one at a time, so the number of requests does not multiply these bytes.
 #[tokio::test]
 async fn a_form_takes_a_bounded_number_of_bytes_to_compile() {
     for bytes in [30_000, 250_000, 1 << 20] {
@@ -126,8 +125,7 @@ async fn a_form_takes_a_bounded_number_of_bytes_to_compile() {
     }
 }
 
-/// A prompt that is longer than any prompt of the context's length can be is refused before it is
-/// tokenised.
+/// A prompt is refused before it is tokenized if no prompt of the context's length can be so long.
 #[tokio::test]
 async fn a_text_that_cannot_fit_is_not_tokenised() {
     let _alone = alone().await;
@@ -147,8 +145,8 @@ async fn a_text_that_cannot_fit_is_not_tokenised() {
     }
 }
 
-/// Routes whose bodies have bounds of their own: a file goes to the disk as it comes, and a wish
-/// for a batch is small. A prompt for another server is that of a request there.
+/// Routes whose bodies have limits of their own. A file is written to the disk as it arrives, and a
+/// request for a batch is small. A prompt for a decode server has the limits of a request there.
 const APART: [&str; 16] = [
     "/destroy_weights_update_group",
     "/get_weights_by_name",
@@ -168,7 +166,7 @@ const APART: [&str; 16] = [
     "/v1/unload_lora_adapter",
 ];
 
-/// A route that is not in the table would have no limits and no cases.
+/// A route that is missing in the table would have no limits and no test cases.
 #[tokio::test]
 async fn every_route_with_a_body_is_in_the_table() {
     let _alone = alone().await;
@@ -183,7 +181,7 @@ async fn every_route_with_a_body_is_in_the_table() {
     assert_eq!(documented, listed);
 }
 
-/// Takes the requests that the engine got.
+/// Takes the requests that the engine received.
 fn submitted(server: &mut TestServer) -> Vec<Request> {
     let mut requests = Vec::new();
     while let Some(event) = server.try_event() {
@@ -194,8 +192,8 @@ fn submitted(server: &mut TestServer) -> Vec<Request> {
     requests
 }
 
-/// As many choices as there may be, and the parameter at its limit: each choice is cheap, and they
-/// share what is the same.
+/// The largest number of choices, with one parameter at its limit. Each choice is cheap, because
+/// all share the parameters that are the same.
 #[tokio::test]
 async fn choices_share_what_is_the_same() {
     let _alone = alone().await;
@@ -231,8 +229,8 @@ async fn choices_share_what_is_the_same() {
             let (bytes, status, answer) = cost(&server, route, body).await;
             assert_eq!(status, 200, "{name} {route}: {answer}");
             println!("{route} {name}: {bytes} bytes for {length} and {} choices", prompts * n);
-            // A choice has its places in the queue, the egress and the mailbox, whatever it asks
-            // for.
+            // Each choice has entries in the queue, the egress and the mailbox, whatever its
+            // parameters.
             let choices = prompts * n * 4096;
             assert!(bytes <= 4 * length + SLACK + choices, "{name} {route}: {bytes} for {length}");
             assert!(bytes <= 160 * length + SLACK, "{name} {route}: {bytes} for {length}");
@@ -253,13 +251,13 @@ async fn choices_share_what_is_the_same() {
                 assert!(Arc::ptr_eq(&request.prompt, &same.prompt), "once a prompt");
                 assert!(Arc::ptr_eq(&request.names, &same.names), "once a prompt");
             }
-            // What it gave back while the next one is measured would be missing in the count.
+            // Keep the server: the bytes that it frees would be missing in the next count.
             servers.push(server);
         }
     }
 }
 
-/// Values within their limits still take no more than a body may.
+/// Values within their limits take no more than any body may.
 #[tokio::test]
 async fn conversations_at_their_limits() {
     let _alone = alone().await;
@@ -287,7 +285,7 @@ async fn conversations_at_their_limits() {
     }
 }
 
-/// A query is tokenised once a document, so it counts once a document.
+/// A query is tokenized once for each document, so its bytes count once for each.
 #[tokio::test]
 async fn a_long_query_does_not_go_with_many_documents() {
     let _alone = alone().await;
@@ -299,7 +297,7 @@ async fn a_long_query_does_not_go_with_many_documents() {
     assert!(bytes <= 4 * length + SLACK, "{bytes} bytes for {length}");
 }
 
-/// The text that is repeated before each choice's is there once, until an answer is written.
+/// The text that is echoed before each choice is in memory once, until an answer is written.
 #[tokio::test]
 async fn a_prompt_is_echoed_from_one_place() {
     let _alone = alone().await;
@@ -317,7 +315,7 @@ async fn a_prompt_is_echoed_from_one_place() {
     drop(pending);
 }
 
-/// Whoever does not fit the budget is told so at once, and what was charged is given back however a
+/// A request that does not fit the budget is refused at once. Its charge is given back however a
 /// request ends.
 #[tokio::test]
 async fn the_budget_is_kept_and_given_back() {
@@ -351,7 +349,7 @@ async fn the_budget_is_kept_and_given_back() {
     assert!(peak(start) <= BUDGET + SLACK, "{} bytes", peak(start));
     let charged_now = charged(&server).await;
     assert!(charged_now > 0 && charged_now <= BUDGET);
-    // Clients that leave give back what they had.
+    // The charge of clients that leave is given back.
     let choices = pending.len() * CHOICES as usize;
     drop(pending);
     let mut aborted = 0;
@@ -364,7 +362,7 @@ async fn the_budget_is_kept_and_given_back() {
         }
         tokio::task::yield_now().await;
     }
-    // A large one is refused by its body alone, before it is read.
+    // A large request is refused by the size of its body, before the body is read.
     let large = json!({"messages": [{"role": "user", "content": "a".repeat(3 << 20)}]}).to_string();
     let (status, answer) = server.post_bytes("/v1/chat/completions", large).await;
     assert_eq!((status, &answer["error"]["code"]), (413, &json!("request_too_large")), "{answer}");

@@ -1,15 +1,15 @@
-//! Bodies from the table of limits.
+//! Request bodies from the table of limits.
 
 use forebay_api::ROUTES;
 use forebay_api::limits::{Bound, Param, Params};
 
-/// A parameter of a route, and where its value goes.
+/// A parameter of a route, and where its value goes in the body.
 pub(crate) struct Case {
     pub(crate) route: &'static str,
-    /// As errors name it.
+    /// The parameter's name as errors show it.
     pub(crate) param: String,
     pub(crate) bound: Bound,
-    /// The body before and behind the value.
+    /// The body before and after the value.
     around: (String, String),
 }
 
@@ -34,7 +34,7 @@ fn is_alias(path: &str) -> bool {
     )
 }
 
-/// What a body needs beside the parameter in question.
+/// What a body needs beside the tested parameter.
 fn needed(route: &str) -> &'static [(&'static str, &'static str)] {
     match route {
         "/v1/chat/completions" | "/v1/messages" | "/api/chat" => {
@@ -54,16 +54,16 @@ fn needed(route: &str) -> &'static [(&'static str, &'static str)] {
     }
 }
 
-/// A case for every parameter of every route, also of objects in objects.
+/// A case for every parameter of every route, also those of nested objects.
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
-    // A route's other paths have the same parameters.
+    // Aliases of a route have the same parameters.
     for route in ROUTES.iter().filter(|route| !is_alias(route.path)) {
         for param in all(route.params) {
             let others = needed(route.path).iter().filter(|(name, _)| *name != param.name);
             let others: String =
                 others.map(|(name, value)| format!(r#""{name}":{value},"#)).collect();
-            // Tokens to generate do not matter here.
+            // The number of tokens to generate does not matter here.
             let around = (format!(r#"{{{others}"{}":"#, param.name), "}".to_owned());
             add(&mut cases, route.path, param.name.to_owned(), param, around);
         }
@@ -106,7 +106,7 @@ fn add(
     cases.push(Case { route, param: path, bound: param.bound, around });
 }
 
-/// Values of every shape, of about so many bytes.
+/// Values of every shape, each of about this many bytes.
 pub(crate) fn values(bytes: usize) -> [(&'static str, String); 12] {
     let list = |element: &str| {
         let count = (bytes / (element.len() + 1)).max(1);

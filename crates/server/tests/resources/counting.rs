@@ -1,4 +1,4 @@
-//! An allocator that counts: what is allocated now, and the most there was.
+//! An allocator that counts the bytes allocated now, and their peak.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -6,8 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
 static LIVE: AtomicUsize = AtomicUsize::new(0);
 static PEAK: AtomicUsize = AtomicUsize::new(0);
 
-/// Counts every byte of this process. Everything a test measures happens while no other test of
-/// this binary runs.
+/// Counts every byte of this process. A test measures only while no other test of this binary runs.
 struct Counting;
 
 #[global_allocator]
@@ -22,16 +21,16 @@ fn grow(bytes: usize) {
     unsafe_code,
     reason = "there is no other way to count allocations; it only passes calls on"
 )]
-// SAFETY: every call is passed to the system's allocator as it came.
+// SAFETY: every call goes to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         grow(layout.size());
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
         unsafe { System.alloc(layout) }
     }
     unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
         LIVE.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
         unsafe { System.dealloc(at, layout) }
     }
     unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
@@ -40,7 +39,7 @@ unsafe impl GlobalAlloc for Counting {
         } else {
             LIVE.fetch_sub(layout.size() - size, Relaxed);
         }
-        // SAFETY: the caller's promise.
+        // SAFETY: the caller keeps the contract of `GlobalAlloc`.
         unsafe { System.realloc(at, layout, size) }
     }
 }
@@ -50,14 +49,14 @@ pub(crate) fn live() -> usize {
     LIVE.load(Relaxed)
 }
 
-/// Begins a measurement: gives what is allocated now.
+/// Begins a measurement; returns the bytes that are allocated now.
 pub(crate) fn mark() -> usize {
     let live = LIVE.load(Relaxed);
     PEAK.store(live, Relaxed);
     live
 }
 
-/// The most bytes that were allocated since `mark`, beyond what there was then.
+/// The peak of allocated bytes since `mark`, less those allocated at that time.
 pub(crate) fn peak(mark: usize) -> usize {
     PEAK.load(Relaxed).saturating_sub(mark)
 }

@@ -1,4 +1,4 @@
-//! What compiled forms and their matchers take, counted by the allocator, beside what is charged.
+//! Bytes that compiled forms and their matchers take, against the bytes that are charged.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -20,7 +20,7 @@ const EOS: i32 = 0;
 const VOCABULARY: u32 = 2048;
 const MIB: usize = 1 << 20;
 const HOUR: Duration = Duration::from_secs(3600);
-/// Bytes of threads, of the trie and of tables that are there whatever is compiled.
+/// Bytes of threads, the trie and tables, which are there whatever is compiled.
 const NOISE: usize = 128 << 10;
 
 struct Compiler {
@@ -34,7 +34,7 @@ impl Compiler {
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
         let tokenizer = Arc::new(Tokenizer::from_file(&file).unwrap());
         let start: ThreadStart = Arc::new(|thread, work| thread.spawn(work));
-        // A busy machine is no reason for giving one up.
+        // Generous limits: a slow machine must not abandon a compile.
         let config = GrammarConfig { grammar_timeout: HOUR, patience: HOUR, ..config };
         let grammars = Grammars::new(config, tokenizer, &[EOS], VOCABULARY, &start).unwrap();
         let compiler = Self { grammars };
@@ -61,7 +61,7 @@ impl Compiler {
     }
 }
 
-/// Goes one token on, for which a matcher is needed.
+/// Accepts one token, which needs a matcher.
 fn step(constraint: &mut dyn Constraint) {
     let mut words = [0; VOCABULARY.div_ceil(32) as usize];
     constraint.mask(&mut words).unwrap();
@@ -71,7 +71,7 @@ fn step(constraint: &mut dyn Constraint) {
     constraint.mask(&mut words).unwrap();
 }
 
-/// Terminals that are each the next one twice.
+/// A grammar whose terminals are each the next terminal twice.
 fn doubled(lines: usize, salt: usize) -> Source {
     let mut text = String::from("start: T0\n");
     for line in 0..lines {
@@ -102,12 +102,12 @@ fn strings(count: usize) -> Vec<String> {
     (0..count).map(|at| format!("{at} and a word of it")).collect()
 }
 
-/// Rules that each name the next one, in so many groups: the compiler follows them on its stack.
+/// A chain of rules nested in this many groups: the compiler follows them on its stack.
 fn chain(rules: usize, groups: usize) -> Source {
     let mut text = String::from("start: r0\n");
     let (open, close) = ("(".repeat(groups), ")".repeat(groups));
     for rule in 0..rules {
-        // Without the other way, all of it would be forced, and matchers would begin with that.
+        // Without the alternative all text would be forced, and matchers would begin with it.
         writeln!(text, "r{rule}: \"a\" {open}r{}{close} | \"b\"", rule + 1).unwrap();
     }
     writeln!(text, "r{rules}: \"b\"").unwrap();
@@ -164,7 +164,7 @@ async fn compiled_forms_take_what_is_counted_for_them() {
         Compiler::new(GrammarConfig { grammar_cache_bytes: 1 << 30, ..GrammarConfig::default() })
             .await;
     let mut wrong = Vec::new();
-    // What is freed meanwhile would count as less.
+    // Keep all results: bytes freed meanwhile would be missing in the count.
     let mut all = Vec::new();
     for (name, source) in sources() {
         let (kept_before, before) = (compiler.grammars.stats().kept_bytes, mark());
@@ -202,7 +202,7 @@ async fn choices_that_wait_have_no_matcher() {
     let made = compiler.made(2, &source, CHOICES).await.unwrap();
     let each = peak(before) / CHOICES;
     assert!(each < 1024, "{each} bytes each");
-    // They are charged all the same, as each may run.
+    // They are charged all the same, because each may need a matcher.
     assert!(made.bytes > CHOICES * MIB / 4, "{} bytes", made.bytes);
 }
 
@@ -225,10 +225,10 @@ async fn what_one_client_has_compiled_is_bounded_and_leaves_others_theirs() {
     assert!(kept <= CACHE + NOISE, "{kept} bytes are kept");
     let compiled = compiler.grammars.stats().compiled;
     drop(compiler.made(2, &own, 1).await.unwrap());
-    assert_eq!(compiler.grammars.stats().compiled, compiled, "it was not compiled again");
+    assert_eq!(compiler.grammars.stats().compiled, compiled, "it was compiled again");
 }
 
-/// What the second review found: some kilobytes that became gigabytes.
+/// Grammars of some kilobytes whose compiled form would take gigabytes.
 #[tokio::test]
 async fn what_would_become_large_is_refused_before_it_is() {
     let _alone = alone().await;

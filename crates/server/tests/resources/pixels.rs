@@ -27,7 +27,7 @@ fn bmp() -> Vec<u8> {
     file
 }
 
-/// A PNG of four times 16 bits a pixel, not compressed.
+/// An uncompressed PNG of four channels of 16 bits.
 fn png() -> Vec<u8> {
     let chunk = |file: &mut Vec<u8>, name: &[u8; 4], content: &[u8]| {
         file.extend((content.len() as u32).to_be_bytes());
@@ -65,13 +65,13 @@ fn png() -> Vec<u8> {
     file
 }
 
-/// A lossless WebP of one colour: each of its codes has one symbol, so that a pixel takes no bit.
+/// A lossless WebP of one color: each of its codes has one symbol, so that a pixel takes no bits.
 fn webp(side: u32) -> Vec<u8> {
     let mut bits: Vec<bool> = Vec::new();
     let mut put = |value: u32, count: u32| bits.extend((0..count).map(|at| value >> at & 1 == 1));
     put(side - 1, 14);
     put(side - 1, 14);
-    // No alpha, version 0; no transform, no cache of colours, one group of codes.
+    // No alpha, version 0; no transform, no color cache, one group of codes.
     put(0, 1 + 3);
     put(0, 3);
     for symbol in [90, 10, 20, 255, 0] {
@@ -92,7 +92,7 @@ fn webp(side: u32) -> Vec<u8> {
     file
 }
 
-/// What a decoder takes is known from the header, so that it can be set aside before.
+/// The header tells what the decoder takes, so that the bytes can be reserved before.
 #[tokio::test]
 async fn an_image_takes_no_more_bytes_than_its_header_says() {
     let _alone = alone().await;
@@ -107,7 +107,7 @@ async fn an_image_takes_no_more_bytes_than_its_header_says() {
         Preparer::new().prepare(&file, &header, &processing, &mut patches).unwrap();
         let taken = peak(start);
         println!("{name}: {} bytes of a file take {taken} of {told} bytes", file.len());
-        assert!(taken <= told, "{name}: {taken} bytes, and {told} were set aside");
+        assert!(taken <= told, "{name}: {taken} bytes, and {told} were reserved");
         assert!(taken > 3 * (SIDE * SIDE) as usize, "{name}: {taken}");
     }
     let most = Limits { max_pixels: u64::from(SIDE * SIDE), ..Limits::default() };
@@ -119,7 +119,7 @@ async fn an_image_takes_no_more_bytes_than_its_header_says() {
     );
 }
 
-/// A file of a few bytes may be an image that takes more than all that is set aside.
+/// A file of a few bytes may be an image that takes more than the whole budget for pixels.
 #[tokio::test]
 async fn an_image_beyond_what_is_set_aside_is_refused_by_its_header() {
     let _alone = alone().await;
@@ -133,8 +133,8 @@ async fn an_image_beyond_what_is_set_aside_is_refused_by_its_header() {
     assert_eq!((status, &answer["error"]["param"]), (400, &json!("image_data")), "{answer}");
     let message = answer["error"]["message"].as_str().unwrap();
     assert!(message.contains("--max-request-bytes-in-flight"), "{message}");
-    assert!(peak(start) < 1 << 20, "nothing was decoded");
-    // 40 x 40 pixels are one position and a bit.
+    assert!(peak(start) < 1 << 20, "the image was decoded");
+    // 40 x 40 pixels are a little more than one position.
     let (status, answer) = server.post("/generate", ask(40)).await;
     assert_eq!(status, 200, "{answer}");
     assert_eq!(server.submitted().await.images.len(), 1);

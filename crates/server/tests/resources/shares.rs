@@ -1,5 +1,4 @@
-//! Shares of the budget of bytes, and of connections to elsewhere: two keys, one of which asks for
-//! as much as it can.
+//! Shares of the byte budget and of outgoing connections: one of two keys asks for all it can get.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -17,7 +16,7 @@ use crate::{alone, charged};
 
 const CHAT: &str = "/v1/chat/completions";
 const BUDGET: usize = 64 << 20;
-/// What is left for clients with little.
+/// Reserved for clients that use little.
 const RESERVE: usize = BUDGET / 8;
 const HALF: usize = (BUDGET - RESERVE) / 2;
 
@@ -30,7 +29,7 @@ fn small() -> Value {
     json!({"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "stream": true})
 }
 
-/// A body of a few hundred bytes that is charged for some MiB.
+/// A body of a few hundred bytes that is charged some MiB.
 fn large() -> Value {
     let mut body = small();
     body["n"] = json!(CHOICES);
@@ -47,7 +46,7 @@ async fn ask(server: &TestServer, key: &str, body: &Value) -> Result<Pending, u1
     }
 }
 
-/// Asks until it is refused.
+/// Sends requests until one is refused.
 async fn fill(server: &TestServer, key: &str, body: &Value) -> Vec<Pending> {
     let mut all = Vec::new();
     loop {
@@ -56,11 +55,11 @@ async fn fill(server: &TestServer, key: &str, body: &Value) -> Vec<Pending> {
             Err(429) => return all,
             Err(other) => panic!("{other}"),
         }
-        assert!(all.len() < 1000, "it is never refused");
+        assert!(all.len() < 1000, "no request is refused");
     }
 }
 
-/// Waits until so many requests of the engine were aborted.
+/// Waits until this many requests of the engine were aborted.
 async fn aborted(server: &mut TestServer, mut count: usize) {
     while count > 0 {
         count -= usize::from(matches!(server.event().await, Event::Abort(_)));
@@ -73,16 +72,16 @@ async fn choices_of_one_key_leave_room_for_another() {
     let mut server = TestServer::of_model(ModelKind::Text, None, two_keys).await;
     let mut greedy = fill(&server, "a", &large()).await;
     let each = charged(&server).await / greedy.len();
-    assert!(charged(&server).await > HALF, "alone it has more than half");
-    // A small request of another key finds room, and a large one does not: all is taken.
-    let _other = ask(&server, "b", &small()).await.expect("the reserve is for it");
+    assert!(charged(&server).await > HALF, "a key alone may have more than half");
+    // A small request of another key fits into the reserve; a large one does not fit.
+    let _other = ask(&server, "b", &small()).await.expect("the reserve is for this request");
     assert_eq!(ask(&server, "b", &large()).await.err(), Some(429));
     assert_eq!(
         ask(&server, "a", &small()).await.err(),
         Some(429),
-        "the reserve is not for this one"
+        "the reserve is not for a key that has much"
     );
-    // What the first key gives back, it does not get again beyond half.
+    // When the first key gives bytes back, it gets no more than half again.
     let half = HALF / each;
     let leaving = greedy.split_off(half - 2);
     aborted(&mut server, {
@@ -100,7 +99,7 @@ async fn choices_of_one_key_leave_room_for_another() {
     assert!(other.len() + 1 >= half, "{} of {half}", other.len());
 }
 
-/// A body that is declared and does not come is charged for what has come.
+/// A body that is declared and not sent is charged only for the bytes that came.
 #[tokio::test]
 async fn bodies_that_do_not_come_keep_nobody_out() {
     let _alone = alone().await;
@@ -133,7 +132,7 @@ async fn bodies_that_do_not_come_keep_nobody_out() {
     }
 }
 
-/// Counts connections, and answers none.
+/// A server that counts connections and never answers.
 async fn silent() -> (u16, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -149,7 +148,7 @@ async fn silent() -> (u16, Arc<AtomicUsize>) {
     (port, count)
 }
 
-/// Images of servers that stay silent take neither bytes nor more than a few connections.
+/// Images from servers that never answer take no bytes, and only a few connections.
 #[tokio::test]
 async fn fetches_of_one_key_are_few_and_cost_what_has_come() {
     let _alone = alone().await;
@@ -173,7 +172,7 @@ async fn fetches_of_one_key_are_few_and_cost_what_has_come() {
     for _ in 0..1000 {
         yield_now().await;
     }
-    assert_eq!(connections.load(Ordering::SeqCst), 17, "160 were asked for");
+    assert_eq!(connections.load(Ordering::SeqCst), 17, "160 images were requested");
     let taken = charged(&server).await;
     assert!(taken <= 1 << 20, "{taken} bytes for nothing that has come");
     for task in greedy.into_iter().chain([other]) {

@@ -1,4 +1,4 @@
-//! Work that is done on an HTTP thread without letting others run.
+//! Work that is done on an HTTP thread without yielding to other tasks.
 
 use std::cell::Cell;
 use std::rc::Rc;
@@ -11,11 +11,11 @@ use tokio::task::{LocalSet, yield_now};
 use crate::alone;
 use crate::fake::TestServer;
 
-/// Choices that may be submitted in one go.
+/// Choices that may be submitted without yielding.
 const A_FEW: usize = 32;
 
-/// The most requests that the engine got between two turns of a task that always wants the thread,
-/// which is the only one.
+/// The most requests that are submitted between two turns of a second task, which always wants the
+/// only thread.
 async fn longest_run(route: &str, body: serde_json::Value, choices: usize) -> usize {
     let _alone = alone().await;
     let mut server = TestServer::driven().await;
@@ -52,13 +52,13 @@ async fn many_choices_are_submitted_a_few_at_a_time() {
     let native = json!({"text": vec!["a"; PROMPTS], "sampling_params": sampling});
     let choices = 4 * PROMPTS;
     let longest = longest_run("/generate", native, choices).await;
-    assert!(longest <= A_FEW, "{longest} of {choices} choices in one go");
+    assert!(longest <= A_FEW, "{longest} of {choices} choices without yielding");
     let chat = json!({"messages": [{"role": "user", "content": "a"}], "n": CHOICES});
     let longest = longest_run("/v1/chat/completions", chat, CHOICES as usize).await;
-    assert!(longest <= A_FEW, "{longest} of {CHOICES} choices in one go");
+    assert!(longest <= A_FEW, "{longest} of {CHOICES} choices without yielding");
 }
 
-/// A client that leaves while its choices are submitted is found out before they all are.
+/// The server notices a client that leaves while its choices are still being submitted.
 #[tokio::test]
 async fn a_client_that_leaves_stops_the_submitting() {
     let _alone = alone().await;
@@ -68,12 +68,12 @@ async fn a_client_that_leaves_stops_the_submitting() {
     server.submitted().await;
     request.abort();
     let engine = Arc::clone(&server.engine);
-    // The aborts say that the call is gone.
+    // The first abort shows that the call has ended.
     while !matches!(server.event().await, crate::fake::Event::Abort(_)) {}
     let count = engine.submitted();
     assert!(count < 4 * PROMPTS, "{count} choices");
     for _ in 0..1000 {
         yield_now().await;
     }
-    assert_eq!(engine.submitted(), count, "and no more come");
+    assert_eq!(engine.submitted(), count, "a choice was submitted after the abort");
 }
