@@ -1,12 +1,13 @@
-//! What a step costs the scheduler at 64 to 4096 running requests. `cargo bench -p
+//! The CPU time that a step costs the scheduler at 64 to 4096 running requests. `cargo bench -p
 //! forebay-scheduler`.
 //!
-//! A decode step has one row a running request, so it grows with them; what must not grow is the
-//! cost of a row, and that of a change: a request that ends, one that arrives, a block that is
-//! found. So times are given a row, and a group that changes something is to be read against the
-//! group `decode` of the same size, which changes nothing: against its `evicting`, since there too
-//! every page that is taken is taken from a cached block, as it is in a replica that has served for
-//! a while.
+//! A decode step has one row a running request, so its cost grows with their number. The cost of
+//! one row must not grow, nor that of one change: a request that ends or arrives, or a block that
+//! is found. So times are given a row.
+//!
+//! A group with changes is to be compared with the group `decode` of the same size, which has none.
+//! The one to compare with is its `evicting`: every page comes from a cached block there, as in a
+//! replica that has served for a while.
 
 use std::time::{Duration, Instant};
 
@@ -18,24 +19,24 @@ use forebay_scheduler::{
 
 const RUNNING: [u32; 4] = [64, 256, 1024, 4096];
 const PAGE_SIZE: u32 = 16;
-/// The sampled token, which stops nobody.
+/// The sampled token, which ends no request.
 const TOKEN: i32 = 7;
 const STOP_ID: i32 = 2;
 
-/// Steps before a replica is made anew, so that its requests stay of one age.
+/// Steps after which the replica is rebuilt, so that its requests stay of one age.
 const STEPS: u32 = 512;
-/// Tokens that a steady request may generate: more than it comes to.
+/// Tokens that a steady request may generate: more than it reaches.
 const STEADY_TOKENS: u32 = 4 * STEPS;
-/// Pages that a steady request comes to need, while the others are being admitted and afterwards.
+/// Pages that a steady request needs in the end, while others are admitted and afterwards.
 const STEADY_PAGES: u32 = 48;
 const SHORT_PROMPT: u32 = 32;
-/// Prompt tokens of those who fill the cache.
+/// Prompt tokens of the requests that fill the cache.
 const LONG_PROMPT: i32 = 4096;
 
 /// Requests that end, and requests that arrive, in each step of `churn`.
 const CHANGES: u32 = 8;
 
-/// Prompt tokens that an arriving request shares with those before it, and those of its own.
+/// Prompt tokens that an arriving request shares with earlier ones, and those of its own.
 const SHARED: u32 = 2048;
 const OWN: u32 = 1024;
 /// Prompt tokens a step.
@@ -53,7 +54,7 @@ fn main() {
     criterion.final_summary();
 }
 
-/// A scheduler and a device that is always done.
+/// A scheduler, and a device that has always finished.
 struct Replica {
     scheduler: Scheduler,
     plan: StepPlan,
@@ -63,8 +64,8 @@ struct Replica {
 }
 
 impl Replica {
-    /// A replica with room for `running` requests of `pages` pages each, and for those that arrive
-    /// or are retired.
+    /// A replica with room for `running` requests of `pages` pages each, and for requests that
+    /// arrive or are retired.
     fn new(running: u32, pages: u32) -> Self {
         let room = running + 4 * CHANGES;
         Self {
@@ -116,7 +117,7 @@ impl Replica {
         assert!(self.scheduler.next_plan(&mut self.plan, &mut self.events), "there is work");
     }
 
-    /// What the device says to the latest plan; not part of any measurement.
+    /// The device's result of the latest plan; not part of any measurement.
     fn compute(&mut self) {
         self.result.step = self.plan.step();
         self.result.row_errors.clear();
@@ -132,7 +133,7 @@ impl Replica {
         assert_eq!(applied, Ok(()), "the result fits the plan");
     }
 
-    /// One step of the serial loop, and the time of the scheduler's parts of it.
+    /// One step of the serial loop; returns the time that the scheduler took for its parts.
     fn step(&mut self) -> StepTime {
         let start = Instant::now();
         self.plan();
@@ -156,8 +157,8 @@ impl StepTime {
     }
 }
 
-/// A prompt that no other request begins like. Lengths differ, so that in each step another
-/// sixteenth of the requests needs a page.
+/// A prompt with a beginning of its own. Lengths differ, so that in each step another sixteenth of
+/// the requests needs a page.
 fn short_prompt(number: u64) -> Vec<i32> {
     let number = number as i32;
     (0..SHORT_PROMPT as i32 + number % PAGE_SIZE as i32).map(|at| (number << 8) + at).collect()
@@ -176,7 +177,7 @@ fn decoding(mut replica: Replica, running: u32) -> Replica {
     replica
 }
 
-/// The same, with a pool of which no page is free.
+/// The same, with a pool that has no free page.
 fn evicting(running: u32) -> Replica {
     let mut replica = Replica::new(running, STEADY_PAGES);
     let mut first = -1;
@@ -190,8 +191,8 @@ fn evicting(running: u32) -> Replica {
     decoding(replica, running)
 }
 
-/// The time of as many calls of `step`, each of `steps_a_call` steps, as criterion wants; the
-/// replica is made anew after each `STEPS` steps.
+/// The time of the calls of `step` that criterion asks for, each of `steps_a_call` steps. The
+/// replica is rebuilt every `STEPS` steps.
 fn time_steps(
     calls: u64,
     steps_a_call: u32,
@@ -208,12 +209,12 @@ fn time_steps(
         }
         left -= steps_a_call;
         time += step(&mut replica);
-        assert_eq!(replica.scheduler.stats().preemptions, 0, "there are pages for everybody");
+        assert_eq!(replica.scheduler.stats().preemptions, 0, "no request lacked pages");
     }
     time
 }
 
-/// Nobody arrives and nobody ends. An element is a row.
+/// No request arrives and none ends. An element is a row.
 fn decode(criterion: &mut Criterion) {
     type Part = fn(StepTime) -> Duration;
     let parts: [(&str, Part); 3] =
@@ -238,8 +239,8 @@ fn decode(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// In each step `CHANGES` requests arrive and as many end, each after its own `running / CHANGES`
-/// tokens. An element is a row.
+/// In each step `CHANGES` requests arrive and as many end, each after `running / CHANGES` tokens of
+/// its own. An element is a row.
 fn churn(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("churn");
     for running in RUNNING {
@@ -266,7 +267,7 @@ fn churn(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// `CHANGES` requests arrive; the time to submit them.
+/// Lets `CHANGES` requests arrive; returns the time to submit them.
 fn arrive(replica: &mut Replica, lifetime: u32) -> Duration {
     let first = replica.submitted;
     let prompts: Vec<_> = (first..first + u64::from(CHANGES)).map(short_prompt).collect();
@@ -277,9 +278,9 @@ fn arrive(replica: &mut Replica, lifetime: u32) -> Duration {
     start.elapsed()
 }
 
-/// Beside the decoding requests one arrives whose first `SHARED` tokens are cached, and is
-/// prefilled in chunks; it ends with its first token. A sample is the whole of its life, `OWN /
-/// CHUNK` steps; an element is one of its blocks, found or computed.
+/// Beside the decoding requests, a request arrives whose first `SHARED` tokens are cached. It is
+/// prefilled in chunks and ends with its first token. A sample is its whole life of `OWN / CHUNK`
+/// steps; an element is one of its blocks, found or computed.
 fn prefill(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("prefill");
     let shared: Vec<i32> = (0..SHARED as i32).map(|at| at.reverse_bits()).collect();

@@ -1,15 +1,15 @@
-//! A hand with places for adapters, and the promises to those who wait for one.
+//! A worker with places for adapters, and rules for requests that wait for a place.
 
 use forebay_protocol::{PLACE_FAILED_FILES, PLACE_OK, PlaceEnd, PlaceWrite, StepPlan, StepResult};
 use forebay_scheduler::{Finish, Request, SchedulerConfig};
 
 use crate::harness::{Harness, config, request};
 
-/// What is read in a place to which an adapter is still coming.
+/// Content of a place while an adapter is being written to it.
 const GARBAGE: u32 = u32::MAX - 8;
 
-/// The places of a hand. A write is done when its plan comes, or when its end is reported: a brain
-/// may count on neither.
+/// The worker's places. A write takes effect when its plan comes, or when its end is reported: the
+/// scheduler may rely on neither.
 pub(crate) struct Adapters {
     places: Vec<u32>,
     coming: Vec<Coming>,
@@ -18,7 +18,7 @@ pub(crate) struct Adapters {
 struct Coming {
     step: u64,
     write: PlaceWrite,
-    /// It ended, and could be done or not.
+    /// Set once the write has ended: whether it succeeded.
     ended: Option<bool>,
 }
 
@@ -39,16 +39,19 @@ impl Adapters {
     pub(crate) fn start(&mut self, plan: &StepPlan) {
         for &write in plan.place_writes() {
             let same = |other: &Coming| other.write.place == write.place;
-            assert!(!self.coming.iter().any(same), "{write:?} where another comes");
+            assert!(!self.coming.iter().any(same), "{write:?} to a place with a write under way");
             let there = self.places.iter().position(|&id| id == write.id);
-            assert!(there.is_none_or(|at| at == write.place as usize), "{write:?} a second time");
+            assert!(
+                there.is_none_or(|at| at == write.place as usize),
+                "{write:?} of an adapter that has another place"
+            );
             let early = write.ticket.is_multiple_of(2);
             self.places[write.place as usize] = if early { write.id } else { GARBAGE };
             self.coming.push(Coming { step: plan.step(), write, ended: None });
         }
     }
 
-    /// A write ends.
+    /// Ends a write.
     pub(crate) fn end(&mut self, at: usize, fine: bool) {
         let count = self.coming.len().max(1);
         if let Some(coming) = self.coming.get_mut(at % count) {
@@ -72,7 +75,7 @@ impl Adapters {
 }
 
 fn adapted(id: u64, adapter: u32, max_tokens: u32) -> Request {
-    // Keys and values of an adapter are no other's.
+    // Keys and values of an adapter are shared with no other adapter.
     let cache_salt = 1 + u64::from(adapter);
     Request { adapter: Some(adapter), cache_salt, ..request(id, vec![3; 5], max_tokens) }
 }
@@ -81,7 +84,7 @@ fn machine(places: u32) -> SchedulerConfig {
     SchedulerConfig { places, max_running: 6, slots: 9, pages: 60, ..config() }
 }
 
-/// A step, with every write into a place done before it.
+/// One step, before which the oldest write into a place ends.
 fn turn(harness: &mut Harness) {
     harness.device.adapters.end(0, true);
     harness.plan();
@@ -94,7 +97,7 @@ fn nobody_waits_for_who_waits_for_a_place() {
     harness.submit(adapted(0, 7, 4));
     harness.submit(request(1, vec![2; 5], 3));
     harness.submit(adapted(2, 8, 4));
-    assert!(harness.plan() && harness.plan.place_writes().len() == 1, "one is brought");
+    assert!(harness.plan() && harness.plan.place_writes().len() == 1, "one adapter is written");
     assert_eq!(harness.plan.new_slots().map(|new| new.place).collect::<Vec<_>>(), [None]);
     assert_eq!(harness.scheduler.stats().places.waiting, 2);
     harness.apply();
@@ -102,7 +105,11 @@ fn nobody_waits_for_who_waits_for_a_place() {
         harness.plan();
         harness.apply();
     }
-    assert_eq!(harness.scheduler.stats().places.coming, 1, "its end was never reported");
+    assert_eq!(
+        harness.scheduler.stats().places.coming,
+        1,
+        "the end of the write was never reported"
+    );
     harness.drain();
     assert_eq!(harness.scheduler.stats().places.unused, 1);
 }
@@ -122,14 +129,14 @@ fn an_adapter_that_cannot_be_had_ends_its_requests_and_no_others() {
     assert_eq!(harness.ended(1).1, Some(Some(Finish::Length)));
     harness.submit(adapted(3, 7, 4));
     harness.drain();
-    assert_eq!(harness.ended(3).1, Some(Some(Finish::Length)), "the next one tries again");
+    assert_eq!(harness.ended(3).1, Some(Some(Finish::Length)), "the next request tries again");
 }
 
 #[test]
 fn a_flood_for_one_adapter_keeps_no_other_waiting_for_ever() {
     let mut harness = Harness::new(machine(2), 2);
     harness.was_reset = true;
-    // Always some of the two that are in place, and more than can run.
+    // Keep requests for the two loaded adapters waiting, more than can run.
     let mut next = 0;
     let mut flood = |harness: &mut Harness| {
         while harness.scheduler.stats().waiting < 6 {
@@ -149,7 +156,7 @@ fn a_flood_for_one_adapter_keeps_no_other_waiting_for_ever() {
         flood(&mut harness);
         turn(&mut harness);
         steps += 1;
-        assert!(steps < 4 * (64 + 30), "they wait for ever");
+        assert!(steps < 4 * (64 + 30), "the other adapters' requests wait for ever");
     }
     harness.drain();
 }
@@ -158,11 +165,11 @@ fn a_flood_for_one_adapter_keeps_no_other_waiting_for_ever() {
 fn an_adapter_is_forgotten_when_nobody_needs_it() {
     let mut harness = Harness::new(machine(2), 1);
     harness.submit(adapted(0, 7, 2));
-    assert!(!harness.scheduler.forget_adapter(7), "a request waits for it");
+    assert!(!harness.scheduler.forget_adapter(7), "a request waits for the adapter");
     turn(&mut harness);
-    assert!(!harness.scheduler.forget_adapter(7), "it is coming");
+    assert!(!harness.scheduler.forget_adapter(7), "the adapter is being written");
     while harness.clients[&0].end.is_none() {
-        assert!(!harness.scheduler.forget_adapter(7), "it is used");
+        assert!(!harness.scheduler.forget_adapter(7), "the adapter is in use");
         turn(&mut harness);
     }
     harness.drain();

@@ -1,4 +1,4 @@
-//! Work in the background, which never holds up anything else.
+//! Background requests, which never delay foreground requests.
 
 use std::collections::{BTreeSet, VecDeque};
 
@@ -8,25 +8,25 @@ use proptest::prelude::*;
 
 use crate::harness::{config, request};
 
-/// The first id of work in the background.
+/// The first id of background requests.
 const BACKGROUND: u64 = 1 << 32;
 
-/// A scheduler and a device whose tokens mean nothing, and the requests that wait.
+/// A scheduler, a device whose tokens mean nothing, and the requests that wait.
 struct Replica {
     scheduler: Scheduler,
     plan: StepPlan,
-    /// Requests in the foreground that have no place.
+    /// Foreground requests that are not admitted.
     waiting: BTreeSet<u64>,
     ended: BTreeSet<u64>,
     submitted: usize,
-    /// Results of plans in flight. So many may be.
+    /// Results of plans in flight, at most `lookahead` of them.
     results: VecDeque<StepResult>,
     lookahead: usize,
-    /// Microseconds of a step, and of each position in it; 0: the device reports no times.
+    /// Microseconds of a step, and of each position in it; 0 if the device reports no times.
     times: (u32, u32),
     /// Microseconds of all steps so far.
     us: u64,
-    /// Tokens in the background.
+    /// Tokens that background requests have received.
     given: usize,
 }
 
@@ -55,7 +55,7 @@ impl Replica {
         self.scheduler.submit(request);
     }
 
-    /// One step. Whoever is admitted in the background has nobody else waiting.
+    /// One step. Checks that a background request is admitted only if no foreground request waits.
     fn step(&mut self) -> bool {
         let mut events = Vec::new();
         let planned = self.scheduler.next_plan(&mut self.plan, &mut events);
@@ -95,7 +95,7 @@ impl Replica {
         for event in events {
             self.given += usize::from(matches!(event, Event::Token { id, .. } if id >= BACKGROUND));
             if let Event::Finished { id, .. } = event {
-                // A request that gave way may end by what was in flight.
+                // A preempted request may end by a result that was in flight.
                 self.waiting.remove(&id);
                 assert!(self.ended.insert(id), "{id} ends once");
             }
@@ -129,7 +129,7 @@ fn small() -> SchedulerConfig {
     }
 }
 
-/// Also from the same client, also with the worst priority, also for pages.
+/// This holds for the same client too, for the worst priority, and when pages are scarce.
 #[test]
 fn a_step_frees_a_place_for_each_that_comes() {
     for policy in [Policy::Fcfs, Policy::Priority, Policy::PriorityAscending] {
@@ -167,7 +167,7 @@ fn nobody_gives_way_to_work_in_the_background() {
         replica.submit(Request { client: 1, ..request(id, vec![1; 20], 300) });
     }
     replica.step();
-    // A client without a share, in the background.
+    // A background request of a client that has no share yet.
     replica.submit(in_background(2, 0, 20, 5));
     while replica.ended.is_empty() {
         replica.step();
@@ -176,8 +176,8 @@ fn nobody_gives_way_to_work_in_the_background() {
     replica.finish();
 }
 
-/// A client in the background has been promised the slot of another, which comes back with a step
-/// in flight. Whoever comes meanwhile goes first.
+/// The scheduler has promised a background client the slot of another one, which is freed after a
+/// step in flight. A foreground request that arrives meanwhile goes first.
 #[test]
 fn a_promise_to_work_in_the_background_holds_while_nobody_else_waits() {
     let mut replica = Replica::new(SchedulerConfig { slots: 4, ..small() });
@@ -189,15 +189,15 @@ fn a_promise_to_work_in_the_background_holds_while_nobody_else_waits() {
     replica.step();
     replica.submit(in_background(2, 4, 20, 5));
     replica.step();
-    assert_eq!(replica.scheduler.stats().preemptions, 1, "it gets its share");
+    assert_eq!(replica.scheduler.stats().preemptions, 1, "the second client gets its share");
     replica.submit(Request { client: 3, ..request(1, vec![1; 20], 5) });
     replica.step();
-    assert!(replica.waiting.is_empty(), "it goes first");
+    assert!(replica.waiting.is_empty(), "the foreground request goes first");
     replica.finish();
 }
 
-/// Runs four streams beside work in the background. Gives the time of 2000 steps by that of the
-/// streams alone, and the tokens of the work.
+/// Runs four streams beside background requests. Returns the time of 2000 steps relative to that of
+/// the streams alone, and the tokens of the background requests.
 fn slowed(percent: u32, times: (u32, u32), lookahead: usize) -> (f64, usize) {
     let config =
         SchedulerConfig { background_share: percent, max_running: 8, pages: 2000, ..small() };
@@ -221,14 +221,18 @@ fn slowed(percent: u32, times: (u32, u32), lookahead: usize) -> (f64, usize) {
 #[test]
 fn streams_lose_their_share_to_work_in_the_background_and_no_more() {
     for lookahead in [0, 1] {
-        // A device that arithmetic bounds, and one that reads its weights whatever the rows.
+        // One device is limited by arithmetic, one reads all its weights for any number of rows.
         let (slow, few) = slowed(5, (0, 1000), lookahead);
         assert!(slow < 1.06 && few > 100, "{slow}, {few} tokens");
         let (slow, many) = slowed(5, (10_000, 10), lookahead);
         assert!(slow < 1.06 && many > 7000, "{slow}, {many} tokens");
         let (slow, all) = slowed(100, (0, 1000), lookahead);
         assert!(slow > 1.9 && all > 7000, "without a bound: {slow}, {all} tokens");
-        assert_eq!(slowed(0, (10_000, 10), lookahead).1, 0, "only when nobody else runs");
+        assert_eq!(
+            slowed(0, (10_000, 10), lookahead).1,
+            0,
+            "a share of 0 leaves background requests no token beside others"
+        );
     }
 }
 
@@ -252,7 +256,7 @@ fn work_in_the_background_has_all_when_the_others_have_ended() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
 
-    /// Whatever comes when, nobody waits behind work in the background, and that ends too.
+    /// In any order of arrivals, no request waits behind a background request, and all end.
     #[test]
     fn nobody_waits_behind_work_in_the_background(
         arrivals in prop::collection::vec(

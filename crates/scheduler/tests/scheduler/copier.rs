@@ -1,4 +1,4 @@
-//! Copies between a device and the memory of its host, which outlives it.
+//! Copies between a device and the host's memory, which outlives the device.
 
 use std::ops::Range;
 
@@ -7,16 +7,16 @@ use forebay_scheduler::SchedulerConfig;
 
 use crate::device::{Device, GARBAGE};
 
-/// A fault in the copies of states.
+/// A fault in copies of recurrent states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CopyFault {
-    /// A restore is reported and not done.
+    /// A restore is reported but not done.
     NoRestores,
-    /// A save takes what the page has before the plan that names it.
+    /// A save copies the content that the page had before the plan.
     EarlySaves,
-    /// A save goes to the page of another one.
+    /// A save writes to the page of another save.
     MixedSaves,
-    /// A restore takes the state of another page.
+    /// A restore reads the state of another page.
     MixedRestores,
 }
 
@@ -32,7 +32,7 @@ pub(crate) struct Copier {
 struct Copy {
     step: u64,
     copy: PageCopy,
-    /// It ended, and could be done or not.
+    /// Set once the copy has ended: whether it succeeded.
     ended: Option<bool>,
 }
 
@@ -55,12 +55,12 @@ impl Copier {
         of_states.into_iter().any(|other| other.copy.hot == Some(page))
     }
 
-    /// The device is gone, and what was under way with it.
+    /// The device has died, and with it the copies under way.
     pub(crate) fn device_died(&mut self) {
         self.under_way.clear();
     }
 
-    /// Before a step: a fault does here what may be done behind the rows only.
+    /// Runs before a step: the fault `EarlySaves` copies here what must be copied after the rows.
     pub(crate) fn start_early(&mut self, plan: &StepPlan, device: &mut Device) {
         if self.fault == Some(CopyFault::EarlySaves) {
             for copy in plan.copies().filter(|copy| copy.direction == Direction::SaveState) {
@@ -70,7 +70,7 @@ impl Copier {
     }
 
     /// The third part of a step. Half of the copies are done at once, the others when they are
-    /// reported: a brain may count on neither.
+    /// reported: the scheduler may rely on neither.
     pub(crate) fn start(&mut self, plan: &StepPlan, device: &mut Device) {
         for copy in plan.copies() {
             let targets = |other: &Copy| match copy.direction {
@@ -89,12 +89,15 @@ impl Copier {
                     other.copy.direction.is_of_state() && other.copy.hot == copy.hot
                 }
             };
-            assert!(!self.under_way.iter().any(targets), "{copy:?} writes where another does");
+            assert!(
+                !self.under_way.iter().any(targets),
+                "{copy:?} writes to the target of another copy"
+            );
             assert!(self.under_way.iter().all(|other| other.copy.ticket != copy.ticket));
             match copy.direction {
                 _ if copy.ticket.is_multiple_of(2) => self.move_page(&copy, device),
                 Direction::Save | Direction::SaveState => {}
-                // What is to come is nowhere yet.
+                // The target has no valid content until the restore is done.
                 Direction::Restore | Direction::RestoreIndex | Direction::RestoreState => {
                     spoil(&copy, device);
                 }
@@ -103,7 +106,7 @@ impl Copier {
         }
     }
 
-    /// A copy ends.
+    /// Ends a copy.
     pub(crate) fn end(&mut self, at: usize, fine: bool) {
         let count = self.under_way.len().max(1);
         if let Some(copy) = self.under_way.get_mut(at % count) {
@@ -111,8 +114,8 @@ impl Copier {
         }
     }
 
-    /// Puts what has ended into the result, as far as a hand that has got to this step can know of
-    /// it.
+    /// Adds the ended copies to the result, except those of later steps: the worker has not read
+    /// them yet.
     pub(crate) fn report(&mut self, result: &mut StepResult, device: &mut Device) {
         for Copy { step, copy, ended } in std::mem::take(&mut self.under_way) {
             match ended.filter(|_| step <= result.step) {
@@ -183,7 +186,7 @@ fn state_page<'a>(copy: &PageCopy, device: &'a mut Device) -> &'a mut u64 {
     &mut pages[copy.hot.expect("a page") as usize]
 }
 
-/// What a restore writes to has nothing of value.
+/// Overwrites the target of a restore with garbage.
 fn spoil(copy: &PageCopy, device: &mut Device) {
     match copy.direction {
         Direction::RestoreState => *state_page(copy, device) = GARBAGE,
@@ -191,7 +194,7 @@ fn spoil(copy: &PageCopy, device: &mut Device) {
     }
 }
 
-/// The positions of its page that a copy is of.
+/// The positions of a page that a copy covers.
 fn positions(copy: &PageCopy, page_size: usize) -> Range<usize> {
     copy.span.map_or(0..page_size, |span| span.first as usize..(span.first + span.count) as usize)
 }

@@ -1,6 +1,6 @@
-//! A hand without a model. The "keys and values" of a position are a hash of all tokens up to it,
-//! so a row that reads a wrong, stale or not yet computed page is found out, and the sampled token
-//! depends on everything that should have been read.
+//! A worker without a model. The "keys and values" of a position are a hash of all tokens up to it.
+//! So the tests find a row that reads a wrong, stale or not yet computed page, and the sampled
+//! token depends on all that the row should read.
 
 use forebay_protocol::{
     PageCopy, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, Row, StateCopy, StepPlan, StepResult, Want,
@@ -12,15 +12,15 @@ use crate::copier::Copier;
 use crate::harness::states::StateCopies;
 use crate::seeing::{Arena, Eyes, SlotImages, read_images};
 
-/// Token ids are below it; small, so that prompts overlap and stop ids are hit.
+/// Upper bound of token ids. It is small, so that prompts overlap and stop ids occur.
 pub(crate) const VOCAB: i32 = 11;
-/// A prompt token that makes the logits not finite once it was read.
+/// A prompt token after which the logits are not finite.
 pub(crate) const NAN_TOKEN: i32 = 1000;
-/// A prompt token that kills the hand.
+/// A prompt token that kills the worker.
 pub(crate) const KILL_TOKEN: i32 = 1001;
 
 pub(crate) const GARBAGE: u64 = 0xdead_beef;
-/// The state before all positions.
+/// The state before the first position.
 const ZERO: u64 = 1;
 const NO_PAGE: u32 = u32::MAX;
 const INDEX: u32 = 1 << 20;
@@ -34,7 +34,7 @@ fn mix(state: u64, token: i32) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Contents of the positions of `tokens`, as an adapter makes them.
+/// The contents of the positions of `tokens` under an adapter.
 fn contents(adapter: Option<u32>, tokens: &[i32]) -> impl Iterator<Item = u64> + '_ {
     let first = adapter.map_or(ZERO, |id| ZERO + 1 + u64::from(id));
     tokens.iter().scan(first, |state, &token| {
@@ -43,8 +43,8 @@ fn contents(adapter: Option<u32>, tokens: &[i32]) -> impl Iterator<Item = u64> +
     })
 }
 
-/// What the hand reads of a prompt: images, where it has them; or embeddings, each standing for a
-/// token that depends on where they lie.
+/// The tokens that the worker reads in place of a prompt with images or embeddings. An embedding
+/// stands for a token that depends on its offset.
 pub(crate) fn read_prompt(tokens: &[i32], embeds: Option<u32>, images: &[PromptImage]) -> Vec<i32> {
     let Some(offset) = embeds else {
         let mut tokens = tokens.to_vec();
@@ -58,20 +58,20 @@ pub(crate) fn read_prompt(tokens: &[i32], embeds: Option<u32>, images: &[PromptI
     tokens.iter().enumerate().map(embedded).collect()
 }
 
-/// The token after `tokens`; `None` where the logits are not finite.
+/// The token after `tokens`; `None` if the logits are not finite.
 pub(crate) fn next_token(adapter: Option<u32>, tokens: &[i32]) -> Option<i32> {
     let content = contents(adapter, tokens).last().expect("at least one token");
     (!tokens.contains(&NAN_TOKEN)).then_some((content % VOCAB as u64) as i32)
 }
 
-/// The vector of `tokens`; `None` where it is not finite.
+/// The vector of `tokens`; `None` if it is not finite.
 pub(crate) fn vector(adapter: Option<u32>, tokens: &[i32], segment: u32) -> Option<[f32; 2]> {
     let content = contents(adapter, tokens).last().expect("at least one token");
     (!tokens.contains(&NAN_TOKEN)).then_some([(content % 4096) as f32, segment as f32])
 }
 
-/// What the last of `tokens` gets as a token of a prompt, with the `most` likeliest beside it;
-/// `None` where the logits are not finite.
+/// The log-probabilities of the last of `tokens`, as a token of the prompt, with the `most`
+/// likeliest tokens beside it; `None` if the logits are not finite.
 pub(crate) fn of_prompt(adapter: Option<u32>, tokens: &[i32], most: u32) -> Option<PromptLogprobs> {
     let (&token, before) = tokens.split_last().expect("at least one token");
     let content = contents(adapter, tokens).last().expect("at least one token");
@@ -81,26 +81,26 @@ pub(crate) fn of_prompt(adapter: Option<u32>, tokens: &[i32], most: u32) -> Opti
     Some(PromptLogprobs { ranks: vec![1 + (content % 7) as i32], ids, values })
 }
 
-/// Appends a token's.
+/// Appends the log-probabilities of a token.
 pub(crate) fn append(all: &mut PromptLogprobs, more: PromptLogprobs) {
     all.ranks.extend(more.ranks);
     all.ids.extend(more.ids);
     all.values.extend(more.values);
 }
 
-/// Without pages it keeps nothing, and takes whole prompts only.
+/// The memory of the worker. Without pages it keeps nothing and takes whole prompts only.
 pub(crate) struct Device {
     pub(crate) page_size: usize,
     slots: Vec<DeviceSlot>,
     pub(crate) pages: Vec<Vec<u64>>,
-    /// Index keys, one page for each of the host's; empty: requests are never sparse.
+    /// Index keys, one page for each host page; empty if requests are never sparse.
     pub(crate) index: Vec<Vec<u64>>,
     eyes: Option<Eyes>,
-    /// Pages of layers with a window; empty: they have no pages of their own.
+    /// Pages of layers with a window; empty if these layers share the other pages.
     window_pages: Vec<Vec<u64>>,
-    /// Positions that a query of those layers sees.
+    /// Positions that a query of those layers reads.
     window: usize,
-    /// State pages; `None`: the model has no recurrent layers.
+    /// State pages; `None` if the model has no recurrent layers.
     pub(crate) states: Option<Vec<u64>>,
     pub(crate) adapters: Adapters,
 }
@@ -111,20 +111,21 @@ struct DeviceSlot {
     segment: u32,
     pages: Vec<u32>,
     host: Vec<u32>,
-    /// Pages for single positions; none: it is not sparse.
+    /// Pages for single positions; empty if the slot is not sparse.
     rows: Vec<u32>,
     /// Pages of layers with a window.
     window: Vec<u32>,
     images: SlotImages,
-    /// The recurrent state: a hash of all tokens that its rows have computed. `None`: nothing was
-    /// computed or loaded since the slot was written.
+    /// The recurrent state: a hash of all tokens that the slot's rows have computed. `None` if
+    /// nothing was computed or loaded since the slot was written.
     state: Option<u64>,
-    /// The state before the last position of its last row, which comes again if that sat out.
+    /// The state before the last position of the last row. That position is computed again if the
+    /// row sat out.
     before: u64,
     place: Option<u32>,
 }
 
-/// Died while executing a step.
+/// The worker died while it executed a step.
 #[derive(Debug)]
 pub(crate) struct Death;
 
@@ -167,7 +168,7 @@ impl Device {
         }
     }
 
-    /// Pages that a row reads or writes; those of the index have their own numbers.
+    /// Pages that a row reads or writes. Pages of the index have numbers of their own.
     pub(crate) fn pages_named(&self, row: &Row) -> Vec<u32> {
         let slot = &self.slots[row.slot as usize];
         let index = slot.host.iter().filter(|&&page| page != NO_PAGE).map(|page| INDEX + page);
@@ -176,12 +177,12 @@ impl Device {
         own.chain(index).chain(slot.rows.iter().copied()).chain(window).collect()
     }
 
-    /// The first position that a row sees in layers with a window.
+    /// The first position that a row reads in layers with a window.
     fn first_seen(&self, row: &Row) -> usize {
         (row.start as usize + 1).saturating_sub(self.window)
     }
 
-    /// Pages of the window part of a row's positions from `first` on, by numbers of their own.
+    /// Pages of the window part from position `first` of a row on, by numbers of their own.
     fn window_of(&self, row: &Row, first: usize) -> Vec<u32> {
         if self.window_pages.is_empty() {
             return vec![];
@@ -192,12 +193,12 @@ impl Device {
         pages.iter().map(|&page| WINDOW.wrapping_add(page)).collect()
     }
 
-    /// Has layers with a window see so many positions more than the scheduler knows of.
+    /// Lets layers with a window read this many positions more than the scheduler assumes.
     pub(crate) fn widen_window(&mut self, more: usize) {
         self.window += more;
     }
 
-    /// Pages that only this row may name.
+    /// Pages that no other row may name.
     pub(crate) fn pages_of_its_own(&self, row: &Row) -> Vec<u32> {
         let slot = &self.slots[row.slot as usize];
         let mut pages = self.pages_written(row);
@@ -211,7 +212,7 @@ impl Device {
         pages
     }
 
-    /// Pages that a row reads or writes, by position; none in place of those that were given up.
+    /// Pages that a row reads or writes, by position; `None` in place of dropped pages.
     fn pages_read(&self, row: &Row) -> Vec<u32> {
         if self.pages.is_empty() {
             return vec![];
@@ -226,7 +227,7 @@ impl Device {
         pages.split_off(pages.len().min(row.start as usize / self.page_size))
     }
 
-    /// The images that a plan computes layers of. It has not been executed.
+    /// The images whose layers a plan computes, before the plan is executed.
     pub(crate) fn images_in(&self, plan: &StepPlan, arena: &Arena) -> Vec<ImageId> {
         self.eyes.iter().flat_map(|eyes| eyes.images(plan, arena)).collect()
     }
@@ -236,7 +237,7 @@ impl Device {
         self.slots[row.slot as usize].images.pages(row.start, row.start + row.length)
     }
 
-    /// The first part of a step: slots, whose images are known by `images`, and page table.
+    /// The first part of a step: writes slots and the page table. `images` returns a slot's images.
     pub(crate) fn write_tables(
         &mut self,
         plan: &StepPlan,
@@ -251,8 +252,8 @@ impl Device {
             slot.tokens = [prompt.as_slice(), generated].concat();
             slot.place = new.place;
             slot.segment = new.spec.pooling.map_or(0, |pooling| pooling.segment);
-            // A page table is never cleared on the device; here it is, so that a page that the plan
-            // forgot to write is noticed.
+            // A real device never clears a page table. This one does, so that the tests notice a
+            // page that the plan forgot to write.
             slot.pages.fill(NO_PAGE);
             slot.host.fill(NO_PAGE);
             slot.window.fill(NO_PAGE);
@@ -278,8 +279,8 @@ impl Device {
         }
     }
 
-    /// The second part: the rows. All read what was there before the step and what the tower gives,
-    /// then all write.
+    /// The second part: the rows. All read what was there before the step and the output of the
+    /// tower; then all write.
     pub(crate) fn compute(
         &mut self,
         plan: &StepPlan,
@@ -299,7 +300,7 @@ impl Device {
         }
         self.load_states(plan, &states.loads);
         for row in plan.rows() {
-            // What was chosen and is on no page is copied there.
+            // Chosen positions that are on no hot page are copied there.
             for &page in &self.slots[row.slot as usize].rows {
                 self.pages[page as usize].fill(GARBAGE);
             }
@@ -323,7 +324,7 @@ impl Device {
                 slot.before = fold(before, &slot.tokens[start..end - 1]);
                 let state = fold(slot.before, &slot.tokens[end - 1..end]);
                 slot.state = Some(state);
-                // What it says comes from its state alone.
+                // With recurrent layers the token depends on the state alone.
                 next = next.map(|_| (state % VOCAB as u64) as i32);
             }
             let mut computed = end;
@@ -331,12 +332,12 @@ impl Device {
             if most > 0 {
                 assert_eq!(end, slot.tokens.len(), "{row:?} samples what is known");
                 slot.tokens.push(next.unwrap_or(0));
-                // Some of those that it may give beyond the first, but none that it would have to
-                // compute and cannot.
+                // Some of the tokens beyond the first that the row may give, but none that needs a
+                // position which it cannot compute.
                 let mut more = slot.tokens.iter().map(|&token| token as u32).sum::<u32>() % most;
                 if !plan.drafts().all(|drafts| drafts.is_empty()) {
                     more = drafts.len() as u32;
-                    // Keys and values of drafts that turn out wrong are written too.
+                    // Keys and values of rejected drafts are written too.
                     let guess = [&slot.tokens[..end], drafts].concat();
                     for (position, content) in contents(adapter, &guess).enumerate().skip(end) {
                         let (at, offset) = (position / self.page_size, position % self.page_size);
@@ -401,7 +402,7 @@ impl Device {
             }
             result.row_errors.push(if fine { ROW_OK } else { ROW_NOT_FINITE });
         }
-        assert_eq!(wants.next(), None, "of no row");
+        assert_eq!(wants.next(), None, "a log-probability was asked of no row");
         if let Some(pages) = &mut self.states {
             for copy in &states.saves {
                 let state = self.slots[copy.slot as usize].state;
@@ -414,7 +415,7 @@ impl Device {
         Ok(result)
     }
 
-    /// A slot's last row gives none of its `count` tokens after all.
+    /// Withdraws the `count` tokens that a slot's last row gave.
     pub(crate) fn take_back(&mut self, slot: u32, count: usize) {
         let slot = &mut self.slots[slot as usize];
         slot.tokens.truncate(slot.tokens.len() - count);
@@ -439,7 +440,11 @@ impl Device {
     fn check_reads(&self, row: &Row, host: &Copier) {
         let slot = &self.slots[row.slot as usize];
         if self.pages.is_empty() {
-            assert_eq!((row.start, row.length as usize), (0, slot.tokens.len()), "{row:?} is cut");
+            assert_eq!(
+                (row.start, row.length as usize),
+                (0, slot.tokens.len()),
+                "{row:?} is not a whole prompt"
+            );
             return;
         }
         let read = contents(self.adapters.of(slot.place), &slot.tokens)
@@ -452,7 +457,7 @@ impl Device {
                 self.pages[page as usize][offset]
             } else {
                 assert!(!slot.rows.is_empty(), "{row:?} has no page for position {position}");
-                assert_eq!(row.length, 1, "hot rows are for one position's choice");
+                assert_eq!(row.length, 1, "a row with hot rows has one position");
                 host.pages[slot.host[at] as usize][offset]
             };
             assert_eq!(found, expected, "{row:?} reads a wrong position {position} in page {page}");
@@ -472,6 +477,9 @@ impl Device {
         }
         assert!(!self.pages_written(row).contains(&NO_PAGE), "{row:?} writes to no page");
         let window = self.window_of(row, row.start as usize);
-        assert!(!window.contains(&(WINDOW.wrapping_add(NO_PAGE))), "{row:?} writes to no page");
+        assert!(
+            !window.contains(&(WINDOW.wrapping_add(NO_PAGE))),
+            "{row:?} writes to no page of the window"
+        );
     }
 }

@@ -1,4 +1,4 @@
-//! Drafts, step by step, and a proposer that is right as often as it is told to be.
+//! Drafts, step by step, and a proposer that is right with a given probability.
 
 use std::collections::BTreeMap;
 
@@ -11,11 +11,11 @@ use forebay_scheduler::{
 use crate::device::next_token;
 use crate::harness::{Harness, alone, config, request};
 
-/// Expects the right token with a probability, and otherwise another one.
+/// Proposes the right token with a given probability, and otherwise another one.
 #[derive(Debug, Clone)]
 pub(crate) struct Hostile {
     tokens: Vec<i32>,
-    /// Percent of tokens that are right.
+    /// Percentage of proposed tokens that are right.
     right: u64,
     adapter: Option<u32>,
     source: DraftSource,
@@ -27,7 +27,7 @@ impl Hostile {
         Self { tokens, right, adapter: request.adapter, source: DraftSource::Own }
     }
 
-    /// One for each kind of request.
+    /// A proposer for each kind of request.
     pub(crate) fn boxed(request: &Request) -> Box<dyn Proposer> {
         Box::new(Self::new(request, [0, 40, 80, 100][request.id as usize % 4]))
     }
@@ -64,13 +64,13 @@ fn with(right: u64, request: Request) -> Request {
     Request { proposer: Some(Box::new(Hostile::new(&request, right))), ..request }
 }
 
-/// Runs until all have ended; gives the number of steps.
+/// Runs until all requests have ended; returns the number of steps.
 fn drained(harness: &mut Harness) -> u64 {
     harness.drain();
     harness.scheduler.stats().steps
 }
 
-/// A prompt after which as many tokens come as may.
+/// A prompt whose answer has `max_tokens` tokens.
 fn long(id: u64, max_tokens: u32) -> Request {
     let fits = |seed: &i32| {
         let request = request(id, vec![*seed, 3, 5], max_tokens);
@@ -86,7 +86,8 @@ fn right_drafts_save_steps_and_wrong_ones_save_none() {
         for depth in [1, 2] {
             let mut harness = Harness::new(drafting(most), depth);
             harness.submit(with(right, long(0, 21)));
-            // The prompt gives the first token. The second plan may be made before it is known.
+            // The prompt's row gives the first token. At depth 2, the second plan is made before
+            // the scheduler knows it.
             let steps = steps + u64::from(depth == 2 && right > 0);
             assert_eq!(drained(&mut harness), steps, "{most} {right}");
             let stats = harness.scheduler.stats().drafts;
@@ -98,7 +99,7 @@ fn right_drafts_save_steps_and_wrong_ones_save_none() {
     }
 }
 
-/// The plans of a run.
+/// The encoded plans of a run.
 fn plans(config: SchedulerConfig, prepare: fn(Request) -> Request) -> Vec<Vec<u8>> {
     let mut harness = Harness::new(config, 2);
     for id in 0..6 {
@@ -144,7 +145,7 @@ fn without_drafts_each_plan_is_the_same_to_the_bit() {
 
 #[test]
 fn nobody_gives_way_for_a_draft() {
-    // Three that need all pages in the end, and more than all.
+    // Three requests that together need all pages, or more than there are, in the end.
     for (right, pages) in [(0, 9), (100, 9), (0, 7), (100, 7), (100, 40)] {
         let drafts = Some(Drafts { most: 8, priced: false });
         let config = SchedulerConfig { drafts, pages, fair: false, ..config() };
@@ -190,7 +191,7 @@ fn drafts_come_last_and_within_what_a_step_has() {
         both += u32::from(rows > 1);
         harness.apply();
     }
-    assert!(both >= 5, "the prompt takes what there is");
+    assert!(both >= 5, "the prompt takes the rest of the budget");
     harness.drain();
 }
 
@@ -204,12 +205,12 @@ fn plans_wait_only_while_drafts_are_there() {
     harness.apply();
     assert!(harness.plan() && !harness.plan(), "the result decides where the next row begins");
     harness.submit(request(1, vec![2; 6], 3));
-    assert!(!harness.plan(), "for everybody: else the batch would be split for good");
+    assert!(!harness.plan(), "all requests wait, or the batch would stay split");
     harness.apply();
     harness.drain();
     let mut harness = Harness::new(drafting(4), 2);
     harness.submit(request(0, vec![1; 4], 8));
-    assert!(harness.plan() && harness.plan(), "nobody expects anything");
+    assert!(harness.plan() && harness.plan(), "no request has drafts");
     harness.drain();
 }
 
@@ -263,7 +264,7 @@ fn a_step_of_many_rows_has_no_drafts_and_plans_run_ahead() {
     }
     while harness.plan() {}
     harness.apply();
-    assert!(harness.plan() && harness.scheduler.in_flight() == 2, "nobody waits for a result");
+    assert!(harness.plan() && harness.scheduler.in_flight() == 2, "no request waits for a result");
     harness.drain();
     assert_eq!(harness.scheduler.stats().drafts.rows, 0);
 }
@@ -287,7 +288,7 @@ fn a_predicted_answer_is_told_of() {
 
 #[test]
 fn the_device_learns_of_no_draft_it_cannot_use() {
-    // The end of the request, and of its pages.
+    // The drafts reach the end of the request and of its pages.
     let mut harness = Harness::new(SchedulerConfig { pages: 4, ..drafting(8) }, 1);
     harness.submit(with(100, long(0, 9)));
     let mut most = BTreeMap::new();

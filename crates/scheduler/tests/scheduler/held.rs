@@ -1,12 +1,12 @@
-//! A hand that reads payloads only once they were brought to it: who waits for one has no turn,
-//! nobody waits for them, and everybody ends as if alone.
+//! Held requests, whose payloads are not yet at the worker. They have no turn, delay no other
+//! request, and all requests end as if alone.
 
 use forebay_scheduler::{Phase, Request};
 use proptest::prelude::*;
 
 use crate::harness::{Harness, config, request};
 
-/// A request with embeddings that are still on their way.
+/// A request whose embeddings have not arrived at the worker yet.
 fn held(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
     let mut held = Request { held: true, ..request(id, prompt, max_tokens) };
     held.spec.embeds = Some(64 * id as u32);
@@ -17,7 +17,7 @@ fn phase(harness: &Harness, id: u64) -> Option<Phase> {
     harness.scheduler.views().find(|view| view.id == id).map(|view| view.phase)
 }
 
-/// The hand dies, and with it what was brought to it.
+/// Kills the worker, and with it the payloads that it had.
 fn kill(harness: &mut Harness) {
     harness.reset();
     let embedded: Vec<u64> = harness
@@ -42,15 +42,15 @@ fn who_is_held_has_no_turn_keeps_its_place_and_may_be_aborted() {
     harness.was_reset = true;
     harness.submit(held(0, vec![1; 9], 3));
     harness.submit(held(1, vec![2; 9], 3));
-    assert!(!harness.plan(), "nobody can be planned");
+    assert!(!harness.plan(), "no request can be planned");
     harness.submit(request(2, vec![3; 9], 3));
     assert!(harness.plan());
     assert_eq!(phase(&harness, 0), Some(Phase::Queued));
     assert_eq!(phase(&harness, 2), Some(Phase::Decode));
     assert_eq!(harness.scheduler.stats().waiting, 2);
     harness.abort(1);
-    assert!(!harness.scheduler.release(1), "it is gone");
-    assert!(!harness.scheduler.release(2), "it was never held");
+    assert!(!harness.scheduler.release(1), "request 1 was aborted");
+    assert!(!harness.scheduler.release(2), "request 2 was never held");
     assert!(harness.scheduler.release(0));
     harness.drain();
 }
@@ -67,7 +67,8 @@ fn a_suspect_whose_payload_is_on_its_way_keeps_nobody_waiting() {
     }
     assert!(harness.plan());
     kill(&mut harness);
-    // The other one was in flight too and is tried alone, before the first in the order is.
+    // Request 1 was in flight too. It is tried alone before request 0, which is earlier in the
+    // order but held.
     for _ in 0..3 {
         assert!(harness.plan());
         assert!(harness.apply());
@@ -91,7 +92,7 @@ enum Op {
     Plan,
     Apply,
     Kill,
-    /// The hand dies, and another replica goes on.
+    /// The worker dies, and another replica takes its requests.
     Move,
 }
 
@@ -145,7 +146,7 @@ proptest! {
             }
             for harness in &pair {
                 let queued = |id| phase(harness, id) == Some(Phase::Queued);
-                prop_assert!(harness.scheduler.held().all(queued), "who is held has no slot");
+                prop_assert!(harness.scheduler.held().all(queued), "a held request has no slot");
             }
         }
         for harness in &mut pair {

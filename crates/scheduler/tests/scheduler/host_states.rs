@@ -14,13 +14,13 @@ fn host(policy: SavePolicy) -> HostTier {
     HostTier { pages: 400, policy, copies_a_step: 8, prefetch: 0, restore_preempted: true }
 }
 
-/// A machine with few states on the device and many on the host.
+/// A configuration with few states on the device and many on the host.
 fn with_host(pages: u32, host: HostTier) -> SchedulerConfig {
     let states = Some(StateCache { pages, interval: 0, host_pages: 64, weight: 3 });
     SchedulerConfig { states, host: Some(host), ..machine(pages, 0) }
 }
 
-/// Runs until everybody has ended; every copy ends as soon as it can.
+/// Runs until all requests have ended; every copy ends as soon as it can.
 fn settle(harness: &mut Harness) {
     loop {
         while harness.plan() {}
@@ -33,14 +33,14 @@ fn settle(harness: &mut Harness) {
     }
 }
 
-/// Runs a request alone. Gives the tokens of its prompt that came from a kept state.
+/// Runs a request alone. Returns the number of prompt tokens that a kept state covered.
 fn ask(harness: &mut Harness, id: u64, prompt: Vec<i32>, max_tokens: u32) -> u32 {
     harness.submit(request(id, prompt, max_tokens));
     settle(harness);
     harness.clients[&id].cached_tokens
 }
 
-/// A machine where the states of `text(1, 21)` are on the host only, in two places.
+/// A harness in which the states of `text(1, 21)` are on the host only, at two positions.
 fn pushed_out(config: SchedulerConfig) -> Harness {
     let mut harness = Harness::new(config, 2);
     assert_eq!(ask(&mut harness, 0, text(1, 21), 9), 0);
@@ -58,14 +58,14 @@ fn a_state_that_the_device_gave_up_comes_back() {
             let before = harness.scheduler.stats();
             assert!(before.states.evictions > 0 && before.states.copied > 0, "{policy:?}");
             assert_eq!(before.states.restored, 0);
-            // The same prompt, or the next turn, which goes on behind the answer.
+            // The same prompt again, or the next turn, which continues after the answer.
             let next = [text(1, 21), harness.clients[&0].tokens.clone(), text(9, 4)].concat();
             let (asked, cached) = if goes_on { (next, 28) } else { (text(1, 21), 20) };
             assert_eq!(ask(&mut harness, 10, asked, 2), cached, "{policy:?}");
             let after = harness.scheduler.stats();
             assert_eq!(after.states.restored, 1);
             let hits = after.host_hits - before.host_hits;
-            assert_eq!(hits, u64::from(cached), "all is on the device but a state");
+            assert_eq!(hits, u64::from(cached), "only the state came from the host");
             assert_eq!(after.states.missed_tokens, before.states.missed_tokens);
             harness.drain();
         }
@@ -91,7 +91,7 @@ fn others_go_on_while_a_state_comes_back() {
         while harness.plan() {}
         harness.apply();
     }
-    assert!(harness.ended(11).1.is_some(), "it need not wait for the copy of another");
+    assert!(harness.ended(11).1.is_some(), "a request waited for the copy of another one");
     assert_eq!(harness.scheduler.stats().host.arriving, 1);
     harness.drain();
 }
@@ -124,7 +124,7 @@ fn a_request_goes_on_from_its_prompt_s_last_state_after_a_death() {
     let before = harness.scheduler.stats().prompt_tokens;
     harness.reset();
     settle(&mut harness);
-    assert_eq!(harness.scheduler.stats().prompt_tokens - before, 2, "the state is behind 68");
+    assert_eq!(harness.scheduler.stats().prompt_tokens - before, 2, "the state covers 68 tokens");
     harness.drain();
 }
 
@@ -162,12 +162,12 @@ fn a_state_that_cannot_be_restored_costs_a_computation_and_nothing_else() {
     let before = harness.scheduler.stats();
     harness.submit(request(10, text(1, 21), 2));
     while harness.plan() {}
-    assert_eq!(harness.copier.outstanding(), 1, "all of its blocks are on the device");
+    assert_eq!(harness.copier.outstanding(), 1, "only the state is restored");
     harness.copier.end(0, false);
     settle(&mut harness);
     let after = harness.scheduler.stats();
     assert_eq!(after.host.copies_failed - before.host.copies_failed, 1);
-    assert_eq!(harness.clients[&10].admissions, 2, "it waited for its turn again");
+    assert_eq!(harness.clients[&10].admissions, 2, "the request waited for its turn again");
     harness.drain();
 }
 
@@ -210,7 +210,7 @@ fn those_who_wait_have_their_state_brought_back_meanwhile() {
         }
         harness.apply();
     }
-    assert!(harness.ended(10).1.is_none(), "the other one still waits");
+    assert!(harness.ended(10).1.is_none(), "the running request ended before the restore");
     assert_eq!(harness.scheduler.stats().states.restored - before, 1);
     settle(&mut harness);
     assert_eq!(harness.clients[&11].cached_tokens, 20);
@@ -228,7 +228,7 @@ fn other_weights_have_other_states() {
     harness.drain();
 }
 
-/// Machines with states on the host.
+/// Configurations with states on the host.
 fn tiered() -> impl Strategy<Value = SchedulerConfig> {
     (recurrent(), 1..6_u32, 2..20_u32, any::<bool>()).prop_map(
         |(config, pages, host_pages, writes_back)| SchedulerConfig {
@@ -253,8 +253,8 @@ proptest! {
     }
 }
 
-/// The stories would find a scheduler that used a state which did not come back, saved one before
-/// it is there, or mixed up pages of the host.
+/// The random runs would find a scheduler that used a state which was not restored, saved a state
+/// too early, or mixed up pages of the host.
 #[test]
 fn each_fault_of_copies_is_found() {
     for fault in [

@@ -1,4 +1,4 @@
-//! Masks that are not ready, step by step.
+//! Masks that are not ready in time, step by step.
 
 use forebay_protocol::{Row, Want};
 use forebay_scheduler::{Drafts, Request, SchedulerConfig};
@@ -21,13 +21,17 @@ fn a_row_that_sits_out_gives_no_token_and_its_last_position_comes_again() {
         harness.submit(request(1, vec![2; 3], 9));
         assert!(harness.plan());
         assert_eq!(harness.sit_out(1), 1);
-        assert_eq!(harness.plan(), depth == 2, "the other one goes on");
+        assert_eq!(harness.plan(), depth == 2, "the other request has the only row");
         assert!(harness.apply());
         assert!(harness.clients[&0].tokens.is_empty());
         let stats = harness.scheduler.stats();
-        assert_eq!(stats.prompt_tokens, 7 + 3, "the last position counts when it comes again");
+        assert_eq!(
+            stats.prompt_tokens,
+            7 + 3,
+            "the last position counts when it is computed again"
+        );
         harness.plan();
-        assert_eq!(rows(&harness).len(), 1, "it waits");
+        assert_eq!(rows(&harness).len(), 1, "the masked request waits");
         harness.mask_ready(None);
         let mut again = Vec::new();
         while harness.clients[&0].tokens.is_empty() {
@@ -52,8 +56,8 @@ fn whoever_waits_computes_what_it_knows_and_nobody_waits_for_it() {
         assert!(harness.plan());
         harness.apply();
     }
-    assert!(!harness.plan(), "but the last position");
-    let view = harness.scheduler.views().next().expect("it lives");
+    assert!(!harness.plan(), "all but the last position is computed");
+    let view = harness.scheduler.views().next().expect("the request is alive");
     assert_eq!((view.computed, view.generated), (11, 0));
     harness.mask_ready(None);
     assert!(harness.plan());
@@ -67,7 +71,7 @@ fn masked_rows_have_drafts_that_their_form_allows_and_may_sit_out_with_them() {
         let drafts = Some(Drafts { most: 4, priced: false });
         let config = SchedulerConfig { drafts, pages: 64, ..config() };
         let mut harness = Harness::new(config, 1);
-        // Its form forces twice as many tokens as its id; that of number 3 is not ready.
+        // The grammar of a request forces twice its id in tokens; that of request 3 is not ready.
         harness.submit(masked(id, vec![1; 8], 30));
         let (mut most, mut sat_out) = (0, 0);
         while harness.plan() {
@@ -76,7 +80,7 @@ fn masked_rows_have_drafts_that_their_form_allows_and_may_sit_out_with_them() {
                 let given = harness.clients[&id].tokens.len();
                 sat_out += harness.sit_out(1);
                 harness.apply();
-                assert_eq!(harness.clients[&id].tokens.len(), given, "it gives no token");
+                assert_eq!(harness.clients[&id].tokens.len(), given, "the row gave a token");
                 harness.mask_ready(None);
                 assert!(harness.plan());
                 assert_eq!(harness.plan.drafts().map(<[i32]>::len).sum::<usize>(), 0);
@@ -87,7 +91,10 @@ fn masked_rows_have_drafts_that_their_form_allows_and_may_sit_out_with_them() {
         let tokens = harness.clients[&id].tokens.len() as u64;
         let stats = harness.scheduler.stats();
         assert!(id == 0 || id == 3 || stats.drafts.accepted > tokens / 2, "{stats:?}");
-        assert_eq!(stats.drafts.accepted, stats.drafts.drafted, "they are certain");
+        assert_eq!(
+            stats.drafts.accepted, stats.drafts.drafted,
+            "drafts that a grammar forces are accepted"
+        );
         assert_eq!(sat_out, 3 * usize::from(late));
         harness.drain();
     }

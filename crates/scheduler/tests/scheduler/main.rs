@@ -1,4 +1,4 @@
-//! The scheduler against a fake device that knows what every page should hold.
+//! The scheduler, tested against a fake device that checks the content of every page.
 
 mod adapters;
 mod background;

@@ -1,4 +1,4 @@
-//! Whatever happens around it, a request gives the tokens that it gives alone, and ends once.
+//! In any sequence of events, a request gives the tokens that it gives alone, and ends once.
 
 use forebay_protocol::{Grid, SamplingParams, SlotSpec};
 use forebay_scheduler::{
@@ -13,7 +13,7 @@ use crate::device::{KILL_TOKEN, NAN_TOKEN, VOCAB};
 use crate::drafts::Hostile;
 use crate::harness::{Harness, alone, config, pooled, request};
 
-/// The token in place of images.
+/// The token that stands for a position of an image.
 const PAD: i32 = 5;
 
 #[derive(Debug, Clone)]
@@ -24,59 +24,58 @@ pub(crate) enum Op {
     Apply,
     Flush,
     Kill,
-    /// Memory runs out, and the next hand has as many pages.
+    /// Memory runs out, and the next worker has as many pages.
     Starve,
-    /// A copy ends: which, and whether it could be done.
+    /// A copy ends: which one, and whether it succeeded.
     Copied(usize, bool),
-    /// A wanted image is placed, or can't be.
+    /// A wanted image is placed, or fails.
     Placed(usize, bool),
-    /// Masks of some rows are not ready.
+    /// The masks of some rows are not ready.
     Late(u8),
-    /// Somebody waits for a mask before the next plan has a row that needs it.
+    /// A request waits for its mask before the next plan has a row that needs the mask.
     WaitForMask(usize),
     MaskReady(usize),
 }
 
-/// A request to be: prompts are the beginnings of a few texts, with a tail of their own.
+/// A description of a request. Prompts share the beginnings of a few texts, and end differently.
 #[derive(Debug, Clone)]
 pub(crate) struct Ask {
     text: i32,
     shared: usize,
     own: Vec<i32>,
     max_tokens: u32,
-    /// It was given up to this many tokens before.
+    /// Up to this many tokens of the answer were generated before the request is submitted.
     resumed: usize,
     stop: Option<i32>,
     priority: i32,
     client: u64,
-    /// Takes what others leave.
+    /// The request is a background request.
     background: bool,
-    /// Asks whether the model computes.
+    /// The request is a probe.
     probe: bool,
-    /// Biases, stop ids that may be of use, or neither.
+    /// Length of the list of biases, which only makes the request larger.
     lists: usize,
     salt: u64,
     adapter: Option<u32>,
-    /// Asks for a vector of its prompt, with this segment; on a machine without pages everybody
-    /// does.
+    /// Asks for a vector of its prompt, with this segment. Without pages all requests do.
     pooled: Option<u32>,
-    /// Its tokens are sampled by masks.
+    /// The tokens are sampled by masks.
     masked: bool,
-    /// Has embeddings for tokens, at this offset.
+    /// The prompt is embeddings, at this offset.
     embeds: Option<u32>,
-    /// Images: how many tokens are before each, which it is, and its rows and columns.
+    /// Images: the number of tokens before each, its id, its rows and columns.
     images: Vec<(usize, u128, u32, u32)>,
-    /// Wants log-probabilities of its prompt: from about where on, how many of the most likely, and
-    /// whether nothing else.
+    /// Asks for log-probabilities of the prompt: from about which token on, how many likely tokens
+    /// beside each, and whether only these are asked for.
     prompt_logprobs: Option<(u32, u8, bool)>,
 }
 
 impl Ask {
     fn request(&self, id: u64, config: &SchedulerConfig) -> Request {
         let encoder = config.pages == 0;
-        // A probe is the server's own, and asks the base.
+        // A probe is the server's own request, and uses the base model.
         let adapter = self.adapter.filter(|_| config.places > 0 && !self.probe);
-        // Keys and values of an adapter are no other's.
+        // Keys and values of an adapter are shared with no other adapter.
         let cache_salt = self.salt + adapter.map_or(0, |id| u64::from(id + 1) << 8);
         let hot = (config.pages * config.page_size).min(config.most_positions()) as usize;
         let (room, hot) = if encoder { (usize::MAX, usize::MAX) } else { (hot, hot) };
@@ -112,7 +111,7 @@ impl Ask {
         images.retain(|&(_, at, grid)| (at + grid.positions()) as usize <= prompt.len());
         let length = prompt.len() as u32;
         let prompt_logprobs = tail.map(|(first, most, _)| {
-            // Behind the end there is nothing to tell.
+            // There is nothing to report after the end of the prompt.
             let first =
                 if first == 0 || length == 1 { length + first } else { 1 + first % (length - 1) };
             PromptTail { first, most }
@@ -122,7 +121,7 @@ impl Ask {
         let spec = SlotSpec {
             stop_ids: self.stop.into_iter().chain([VOCAB + 3, VOCAB + 5]).collect(),
             sampling: SamplingParams {
-                // The device that these tests have knows no biases: they are there to take room.
+                // This test's device has no biases: they only make the request larger.
                 logit_bias: vec![(0, 0.0); self.lists].into(),
                 ..SamplingParams::default()
             },
@@ -305,9 +304,9 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
                 drafts,
                 host,
                 sparse,
-                // No model with a tower chooses the positions that it reads.
+                // No model with a tower has sparse attention.
                 tower: tower.filter(|_| pages > 0 && sparse.is_none()),
-                // Adapters are refused with towers, sparse slots and recurrent layers.
+                // Adapters cannot be used with towers, sparse slots or recurrent layers.
                 places: if adapted { places } else { 0 },
                 states,
                 windows: None,
@@ -316,7 +315,7 @@ fn machines() -> impl Strategy<Value = SchedulerConfig> {
     )
 }
 
-/// Machines with and without shares of a step.
+/// Configurations with and without `step_shares`.
 pub(crate) fn all_machines() -> impl Strategy<Value = SchedulerConfig> {
     (machines(), any::<bool>())
         .prop_map(|(config, step_shares)| SchedulerConfig { step_shares, ..config })
@@ -356,13 +355,13 @@ pub(crate) fn run_on(mut harness: Harness, config: &SchedulerConfig, ops: Vec<Op
     harness
 }
 
-/// What happens to two replicas that take over each other's requests.
+/// An event of two replicas that take over each other's requests.
 #[derive(Debug, Clone)]
 struct PairOp {
-    /// At the second one.
+    /// Whether the event is at the second replica.
     second: bool,
     op: Op,
-    /// A request that waits there goes to the other one instead.
+    /// A request that waits at this replica moves to the other one instead.
     give: Option<usize>,
 }
 
@@ -421,14 +420,14 @@ fn pair_ops() -> impl Strategy<Value = Vec<PairOp>> {
     prop::collection::vec(op, 1..160)
 }
 
-/// The same, and waiting requests move.
+/// The same events, and moves of waiting requests.
 fn moving_ops() -> impl Strategy<Value = Vec<PairOp>> {
     let op = (any::<bool>(), op(&[NAN_TOKEN, KILL_TOKEN], 1));
     let op = (op, prop::option::weighted(0.2, any::<usize>()));
     prop::collection::vec(op.prop_map(|((second, op), give)| PairOp { second, op, give }), 1..160)
 }
 
-/// Stories of moves: `FOREBAY_MOVES` or a few.
+/// Number of random runs with moves: `FOREBAY_MOVES`, or a few.
 fn stories_of_moves() -> ProptestConfig {
     let cases = std::env::var("FOREBAY_MOVES").map(|count| count.parse().expect("a number"));
     ProptestConfig::with_cases(cases.unwrap_or(512))
@@ -437,8 +436,8 @@ fn stories_of_moves() -> ProptestConfig {
 proptest! {
     #![proptest_config(stories_of_moves())]
 
-    /// Two replicas give each other waiting requests while hands die: everybody ends once, with
-    /// the tokens of an undisturbed run, and moves twice at most.
+    /// Two replicas give each other waiting requests while workers die. Every request ends once,
+    /// with the tokens of an undisturbed run, and moves at most twice.
     #[test]
     fn everybody_ends_as_if_alone_wherever_they_move(
         config in all_machines(), depth in 1..=2_usize, ops in moving_ops(),
@@ -448,9 +447,9 @@ proptest! {
 }
 
 /// No order depends on hashing or on the time: the same calls give the same plans, events and
-/// states. The stories are the same in each run, so the printed digest says if a change to the
-/// scheduler changes any plan:
-/// `STORIES=5000 cargo test -p forebay-scheduler same_digest -- --nocapture`.
+/// states. The random runs are the same each time. So the printed digest shows whether a change to
+/// the scheduler changes any plan: `STORIES=5000 cargo test -p forebay-scheduler same_digest --
+/// --nocapture`.
 #[test]
 fn the_same_calls_give_the_same_digest() {
     let stories = std::env::var("STORIES").map_or(100, |count| count.parse().expect("a number"));
@@ -501,8 +500,8 @@ proptest! {
         run_pair(config, depth, ops);
     }
 
-    /// No kills from outside here, so only killers may be given up, and all of them are unless
-    /// aborted or done for otherwise.
+    /// The worker dies only by a killer request, so only killers may be poisoned. All killers are,
+    /// except after events that end requests otherwise.
     #[test]
     fn only_killers_are_poisoned(
         config in all_machines(), depth in 1..=2_usize, ops in ops(&[KILL_TOKEN], 0),
@@ -513,7 +512,7 @@ proptest! {
         let asks = asks.iter().filter_map(|op| if let Op::Submit(ask) = op { Some(ask) } else { None });
         for (id, ask) in asks.enumerate() {
             let request = ask.request(id as u64, &config);
-            // Where nothing is generated nobody computes the last token.
+            // Without generated tokens the last token of the prompt is not computed.
             let only = request.max_tokens == 0 && request.spec.pooling.is_none();
             let computed = &request.prompt[..request.prompt.len() - usize::from(only)];
             let killer = computed.contains(&KILL_TOKEN);
@@ -524,8 +523,8 @@ proptest! {
         }
     }
 
-    /// The pool is so small that one long request fills it, and everybody is long: preemption all
-    /// the time.
+    /// The pool is so small that one long request fills it, and all requests are long. So
+    /// preemption never stops.
     #[test]
     fn a_crowd_in_a_small_pool_gets_through(
         asks in prop::collection::vec(ask(&[]), 4..12), depth in 1..=2_usize, fcfs in any::<bool>(),

@@ -1,4 +1,4 @@
-//! Shares of a step's tokens between prompts.
+//! Shares of a step's token budget between prompts.
 
 use std::collections::BTreeMap;
 
@@ -40,13 +40,14 @@ impl Replica {
         Self { scheduler, plan, events, steps: 0, device_us: 0 }
     }
 
-    /// Prompts of one token repeated; each has a token of its own, so that none share blocks.
+    /// Submits a prompt of one repeated token. Each request has another token, so that no blocks
+    /// are shared.
     fn submit(&mut self, client: u64, id: u64, prompt: u32, max_tokens: u32) {
         let prompt = vec![id as i32; prompt as usize];
         self.scheduler.submit(Request { client, ..request(id, prompt, max_tokens) });
     }
 
-    /// One step: the prompt tokens of each request in it.
+    /// One step; returns the prompt tokens of each request in it.
     fn step(&mut self) -> BTreeMap<u64, u32> {
         self.events.clear();
         assert!(self.scheduler.next_plan(&mut self.plan, &mut self.events), "there is work");
@@ -75,7 +76,7 @@ impl Replica {
         tokens
     }
 
-    /// Steps until a request has ended, at most `limit`.
+    /// Steps until a request has ended; fails after `limit`.
     fn steps_to_end(&mut self, id: u64, limit: usize) -> usize {
         for steps in 1..=limit {
             self.step();
@@ -93,7 +94,11 @@ fn a_short_prompt_passes_a_long_one_in_the_next_step() {
     for step_shares in [true, false] {
         let mut replica = Replica::new(SchedulerConfig { step_shares, ..large() });
         replica.submit(1, 1, 10_240, 1);
-        assert_eq!(replica.step(), BTreeMap::from([(1, BUDGET)]), "alone it has the whole step");
+        assert_eq!(
+            replica.step(),
+            BTreeMap::from([(1, BUDGET)]),
+            "a prompt alone has the whole step"
+        );
         replica.submit(1, 2, 200, 1);
         let rows = replica.step();
         if step_shares {
@@ -130,7 +135,7 @@ fn under_a_flood_the_first_in_turn_has_half_of_every_step() {
         assert!(rows[&1] >= BUDGET / 2, "{rows:?}");
         assert_eq!(rows.values().sum::<u32>(), BUDGET);
     }
-    assert!(!replica.step().contains_key(&1), "after 39 steps of 20 it is done");
+    assert!(!replica.step().contains_key(&1), "a prompt of 20 steps ends within 39");
 }
 
 #[test]
@@ -157,7 +162,7 @@ fn the_client_that_has_received_least_passes_first() {
     let mut received: BTreeMap<u64, u32> = BTreeMap::new();
     replica.submit(3, 2, 40 * BUDGET, 1);
     for _ in 0..60 {
-        // The second client asks for more than there is, always with the shortest prompts.
+        // The second client always asks for more than it can get, with the shortest prompts.
         for _ in 0..10 {
             replica.submit(2, next, 100, 1);
             next += 1;
@@ -166,7 +171,7 @@ fn the_client_that_has_received_least_passes_first() {
             *received.entry(id.min(3)).or_default() += tokens;
         }
     }
-    // The first has half, by its turn. The others share the other half.
+    // The first client gets half, by its turn. The others share the other half.
     assert_eq!(received[&1], 30 * BUDGET);
     assert!(received[&2].abs_diff(received[&3]) <= BUDGET, "{received:?}");
 }
@@ -183,13 +188,21 @@ fn priorities_hold_in_a_step() {
     replica.step();
     submit(&mut replica, 2, 2 * BUDGET, 5);
     submit(&mut replica, 3, 100, 0);
-    assert_eq!(replica.step(), BTreeMap::from([(2, BUDGET)]), "it has all, before a resident");
-    assert_eq!(replica.step(), BTreeMap::from([(2, BUDGET)]), "and no short one of less passes it");
+    assert_eq!(
+        replica.step(),
+        BTreeMap::from([(2, BUDGET)]),
+        "the higher priority has the whole step"
+    );
+    assert_eq!(
+        replica.step(),
+        BTreeMap::from([(2, BUDGET)]),
+        "no short prompt of lower priority passes it"
+    );
     assert_eq!(replica.step(), BTreeMap::from([(1, BUDGET - 100), (3, 100)]));
 }
 
-/// Pages are scarce, and short prompts keep coming. Those that pass the one whose turn it is may
-/// come to as many tokens as it does, and not more.
+/// Pages are scarce, and short prompts keep coming. Those that pass the first waiting prompt may
+/// have as many tokens together as that prompt, and no more.
 #[test]
 fn a_waiting_prompt_is_passed_by_no_more_tokens_than_its_own() {
     let mut replica = Replica::new(SchedulerConfig { pages: 250, ..large() });
@@ -203,9 +216,9 @@ fn a_waiting_prompt_is_passed_by_no_more_tokens_than_its_own() {
         before += replica.events.iter().filter(admitted).count();
         replica.submit(1, next, 100, 1);
         next += 1;
-        assert!(replica.steps < 600, "it has its turn");
+        assert!(replica.steps < 600, "the long prompt never had its turn");
     }
-    assert_eq!(before, 29, "each comes to 101 tokens, and 3001 may pass");
+    assert_eq!(before, 29, "each counts 101 tokens, and 3001 may pass");
 }
 
 #[test]
@@ -225,7 +238,7 @@ fn a_prompt_whose_beginning_is_cached_counts_by_the_rest() {
     replica.steps_to_end(1, 12);
     replica.submit(1, 2, 10 * BUDGET, 1);
     replica.step();
-    // It is longer than the one before it, but all of it is cached but a page.
+    // This prompt is longer than the one before it, but all except one page is cached.
     let prompt = vec![1; 12 * BUDGET as usize];
     let names = large().namer.chain(0, &prompt, 16);
     let names = names.into();
@@ -236,7 +249,7 @@ fn a_prompt_whose_beginning_is_cached_counts_by_the_rest() {
 
 #[test]
 fn a_prompt_that_lacks_pages_is_passed_and_keeps_its_turn() {
-    // The pages hold one long prompt. The second one waits, and a short one passes both.
+    // The pages hold one long prompt. The second long one waits, and the short one passes it.
     let mut replica = Replica::new(SchedulerConfig { pages: 230, ..large() });
     replica.submit(1, 1, 3000, 400);
     for _ in 0..3 {
@@ -247,7 +260,7 @@ fn a_prompt_that_lacks_pages_is_passed_and_keeps_its_turn() {
     assert_eq!(
         replica.step(),
         BTreeMap::from([(3, 100)]),
-        "it fits, and the one before it does not"
+        "the short prompt fits, and the one before it does not"
     );
     replica.steps_to_end(1, 500);
     replica.submit(1, 4, 3000, 1);
@@ -272,7 +285,7 @@ fn a_step_beside_running_streams_takes_no_longer_than_the_gap() {
             let rows = replica.step();
             let Some(&tokens) = rows.get(&100) else { break };
             steps += 1;
-            // The first step with a prompt teaches what one takes.
+            // The scheduler learns the cost of a prompt token from the first step that has one.
             if steps > 2 {
                 longest = longest.max(replica.device_us);
             }
@@ -287,8 +300,8 @@ fn a_step_beside_running_streams_takes_no_longer_than_the_gap() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Whoever comes, every prompt is computed, and the oldest one never takes more than twice the
-    /// steps that it would take by turns alone.
+    /// In any order of arrivals, every prompt is computed. None takes more than about twice the
+    /// steps that it takes without `step_shares`.
     #[test]
     fn nobody_waits_more_than_twice_as_long(
         arrivals in prop::collection::vec((0..40_usize, 0..4_u64, 1..6000_u32), 1..40),

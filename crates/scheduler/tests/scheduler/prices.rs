@@ -1,5 +1,5 @@
-//! Drafts are never slower: texts that tempt to draft, on a machine whose times are noisy, in
-//! virtual time.
+//! Drafting is never slower than not drafting: texts with misleading matches, on a simulated
+//! machine with noisy times.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use crate::harness::{config, request};
 
 /// Microseconds of a step of one position: Coder-0.5B on two cores (ADR 86).
 const STEP_US: f64 = 21_200.0;
-/// Steps of so many positions, relative to one of one.
+/// Times of a step by its number of positions, relative to a step of one position.
 const COSTS: [(u32, f64); 9] = [
     (1, 1.0),
     (2, 1.09),
@@ -26,7 +26,7 @@ const COSTS: [(u32, f64); 9] = [
     (16, 3.65),
     (64, 13.0),
 ];
-/// Microseconds from a result to the start of the next step, if its plan was not there before.
+/// Microseconds from a result to the start of the next step, if that was not planned before.
 const TURN_US: f64 = 600.0;
 const ANSWER: u32 = 300;
 
@@ -48,13 +48,13 @@ fn draw(seed: u64, at: u64) -> f64 {
 /// The kind of text that is generated.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Text {
-    /// Words as common as in a language, in no order: short matches are many, and hardly one is
-    /// right.
+    /// Words with the frequencies of a language, in random order: short matches are frequent, and
+    /// hardly any is right.
     Words,
-    /// The same, with a proposer that has long matches everywhere. This share of its drafts is
-    /// right.
+    /// The same words, with a proposer that has long matches everywhere. This share of its drafts
+    /// is right.
     Likely(f64),
-    /// The same forty words again and again.
+    /// The same forty words, repeated.
     Repeated,
 }
 
@@ -72,7 +72,7 @@ impl Text {
     }
 }
 
-/// Has drafts behind matches of 12 tokens, of which a share is right.
+/// Proposes drafts as if after matches of 12 tokens. The share `right` of them is right.
 #[derive(Debug, Clone)]
 struct Tempting {
     id: u64,
@@ -99,13 +99,13 @@ impl Proposer for Tempting {
     }
 }
 
-/// The way in which measured times differ from the true ones.
+/// How measured times differ from the true ones.
 #[derive(Debug, Clone, Copy)]
 enum Noise {
     None,
-    /// By up to 30 %, each step alone.
+    /// By up to 30 %, independently in each step.
     Steps,
-    /// By 30 % for a hundred steps, then not.
+    /// By 30 % in every second hundred steps.
     Phases,
 }
 
@@ -119,7 +119,8 @@ impl Noise {
     }
 }
 
-/// True microseconds a token, with `running` requests at a time until each place had `answers`.
+/// True microseconds a token. Each of `running` requests at a time is followed by the next, until
+/// each place has had `answers`.
 fn token_us(
     drafts: Option<Drafts>,
     (text, noise): (Text, Noise),
@@ -177,7 +178,7 @@ fn token_us(
         }
         let Some((result, took)) = flights.pop_front() else { break };
         us += took;
-        scheduler.apply(&result, &mut events).expect("it fits the plan");
+        scheduler.apply(&result, &mut events).expect("the result fits the plan");
         for event in events.drain(..) {
             tokens += u64::from(matches!(event, Event::Token { .. }));
             if matches!(event, Event::Finished { .. }) {

@@ -1,4 +1,4 @@
-//! Who is blamed for the death of the hand.
+//! Which request is blamed for the death of the worker.
 
 use forebay_scheduler::{Finish, SchedulerConfig};
 
@@ -24,16 +24,16 @@ fn suspects_run_one_at_a_time_and_the_rest_waits() {
     assert!(harness.plan());
     harness.submit(request(3, vec![4, 5], 8));
     assert_eq!(harness.reset(), [0; 0]);
-    assert!(harness.plan(), "the first suspect");
+    assert!(harness.plan(), "the first suspect has no plan");
     assert_eq!(harness.plan.rows().len(), 1);
     assert!(harness.clients[&1].resident);
     harness.submit(request(4, vec![4, 6], 8));
-    assert!(harness.apply(), "which is cleared");
-    assert!(harness.plan(), "the second");
+    assert!(harness.apply(), "the first suspect is not cleared");
+    assert!(harness.plan(), "the second suspect has no plan");
     assert_eq!(harness.plan.rows().len(), 1);
     assert!(harness.clients[&2].resident);
     assert_eq!(harness.reset(), [2]);
-    assert!(harness.plan(), "everybody again");
+    assert!(harness.plan(), "the others have no plan");
     assert_eq!(harness.plan.rows().len(), 3);
     harness.drain();
     for id in [1, 3, 4] {
@@ -50,7 +50,7 @@ fn a_suspect_waits_for_rows_of_an_aborted_one() {
     harness.reset();
     assert!(harness.plan());
     harness.abort(1);
-    assert!(!harness.plan(), "the aborted one could be blamed on the other");
+    assert!(!harness.plan(), "a death by the aborted request could be blamed on the other");
     assert!(harness.apply());
     assert!(harness.plan());
     assert!(harness.clients[&2].resident);
@@ -63,7 +63,7 @@ fn who_survives_its_mark_starts_with_a_clean_sheet() {
     harness.submit(request(1, vec![1, 2], 20));
     for _ in 0..5 {
         assert!(harness.plan());
-        assert_eq!(harness.reset(), [0; 0], "the mark of the last time was passed");
+        assert_eq!(harness.reset(), [0; 0], "the request got past its last death before");
         for _ in 0..2 {
             assert!(harness.plan() && harness.apply());
         }
@@ -77,9 +77,9 @@ fn a_suspect_must_get_past_all_of_its_rows_that_were_in_flight() {
     let mut harness = Harness::new(config(), 2);
     harness.submit(request(1, vec![1, 2], 8));
     harness.submit(request(2, vec![3, 4], 8));
-    assert!(harness.plan() && harness.plan(), "prefill and the first decode step");
+    assert!(harness.plan() && harness.plan(), "no plans for prefill and the first decode step");
     assert_eq!(harness.reset(), [0; 0]);
-    assert!(harness.plan() && harness.apply(), "prefill was not the last");
+    assert!(harness.plan() && harness.apply(), "the prefill alone does not clear the suspect");
     assert!(harness.plan());
     assert_eq!(harness.reset(), [1]);
     harness.drain();
@@ -94,7 +94,10 @@ fn a_cleared_suspect_keeps_its_pages_and_waits_for_the_others_trial() {
     assert!(harness.plan());
     harness.reset();
     assert!(harness.plan() && harness.plan() && harness.apply());
-    assert!(harness.clients[&1].resident, "cleared, and a second step is in flight");
+    assert!(
+        harness.clients[&1].resident,
+        "the first suspect is cleared, with a second step in flight"
+    );
     assert!(!harness.plan());
     assert!(harness.apply() && harness.plan());
     assert_eq!(harness.plan.rows().len(), 1);
@@ -123,7 +126,7 @@ fn suspects_of_another_hand_are_tried_alone_while_residents_hold_on() {
     for id in 0..2 {
         other.submit(request(id, vec![5, 6, id as i32], 8));
     }
-    assert!(other.plan() && other.apply() && other.plan(), "they decode");
+    assert!(other.plan() && other.apply() && other.plan(), "the residents decode");
     dead.submit(request(2, vec![1, 2], 8));
     dead.submit(request(3, vec![3, KILL_TOKEN], 8));
     assert!(dead.plan());
@@ -136,9 +139,9 @@ fn suspects_of_another_hand_are_tried_alone_while_residents_hold_on() {
     assert!(other.apply() && other.plan());
     assert_eq!(other.plan.rows().len(), 1);
     assert!([0, 1, 2, 3].iter().all(|id| other.clients[id].resident));
-    assert_eq!(other.reset(), [3], "the second death it was in flight at, and alone");
+    assert_eq!(other.reset(), [3], "the killer was in flight at two deaths, alone at the second");
     assert!(other.plan());
-    assert_eq!(other.plan.rows().len(), 4, "nobody else is suspected");
+    assert_eq!(other.plan.rows().len(), 4, "no other request is suspected");
     other.drain();
     for id in [0, 1, 2, 4] {
         assert_eq!(other.ended(id).1, Some(Some(Finish::Length)));
@@ -171,7 +174,7 @@ fn nobody_is_suspected_when_memory_runs_out() {
     }
     for pages in [15, 12, 9, 6] {
         assert!(harness.plan());
-        assert!(harness.plan.rows().len() > 1, "nobody is alone");
+        assert!(harness.plan.rows().len() > 1, "several requests are in flight");
         harness.memory_runs_out(pages, 0);
     }
     harness.drain();

@@ -1,5 +1,5 @@
-//! The vision tower of the hand without a model. What it gives for an image says which image it is,
-//! so that a row which reads a wrong, stale or not yet computed image page is found out.
+//! The vision tower of the worker without a model. Its output for an image contains the image's id.
+//! So the tests find a row that reads a wrong, stale or not yet computed image page.
 
 use std::collections::BTreeMap;
 
@@ -9,16 +9,16 @@ use forebay_scheduler::{ImageId, PromptImage, Request, SchedulerConfig, Tower};
 use crate::device::{Death, VOCAB};
 use crate::harness::{Harness, config, request};
 
-/// An image that kills the hand.
+/// An image that kills the worker.
 pub(crate) const KILL_IMAGE: ImageId = ImageId(1 << 100);
 
-/// What a position of an image is read as, in place of the token there.
+/// The token that stands for a position of an image.
 fn read_image(image: ImageId, position: u32) -> i32 {
     let hash = image.0.wrapping_mul(31).wrapping_add(u128::from(position)) % 97;
     VOCAB + 100 + hash as i32
 }
 
-/// Puts what is seen in place of a prompt's tokens.
+/// Replaces the prompt's tokens at images by tokens that depend on the image.
 pub(crate) fn read_images(tokens: &mut [i32], images: &[PromptImage]) {
     for image in images {
         let start = image.span.position as usize;
@@ -28,7 +28,7 @@ pub(crate) fn read_images(tokens: &mut [i32], images: &[PromptImage]) {
     }
 }
 
-/// Patches, where the hand reads them, and what is asked for.
+/// Patches by their offset in the arena, and the images that the scheduler asked for.
 #[derive(Default)]
 pub(crate) struct Arena {
     pub(crate) wanted: Vec<ImageId>,
@@ -43,7 +43,7 @@ impl Arena {
         self.next
     }
 
-    /// Gives back the room of patches, which are there once.
+    /// Frees the room of an image's patches. Each offset is freed once.
     pub(crate) fn free(&mut self, offset: u32) {
         assert!(self.placed.remove(&offset).is_some(), "nothing is at {offset}");
     }
@@ -53,12 +53,12 @@ impl Arena {
     }
 }
 
-/// Where images stand in a slot.
+/// The images of a slot.
 #[derive(Clone, Default)]
 pub(crate) struct SlotImages {
-    /// As the request has them.
+    /// The images of the request.
     truth: Vec<PromptImage>,
-    /// As plans said.
+    /// The images that plans announced.
     spans: BTreeMap<u32, (ImageSpan, Vec<u32>)>,
 }
 
@@ -72,12 +72,15 @@ impl SlotImages {
     }
 
     pub(crate) fn write(&mut self, span: ImageSpan, pages: &[i32]) {
-        assert!(self.truth.iter().any(|image| image.span == span), "{span:?} is no image's");
+        assert!(
+            self.truth.iter().any(|image| image.span == span),
+            "{span:?} belongs to no image of the request"
+        );
         let pages = pages.iter().map(|page| page.cast_unsigned()).collect();
         self.spans.insert(span.position, (span, pages));
     }
 
-    /// Image pages of the images that positions from `start` to `end` meet.
+    /// Image pages of the images that overlap the positions from `start` to `end`.
     pub(crate) fn pages(&self, start: u32, end: u32) -> Vec<u32> {
         let met =
             self.truth.iter().filter(|image| image.span.position < end && image.end() > start);
@@ -97,11 +100,14 @@ impl Eyes {
         Self { config, pages: vec![None; config.pages as usize], towers: BTreeMap::new() }
     }
 
-    /// A plan's work for images, in order.
+    /// Computes a plan's layers of images, in order.
     pub(crate) fn compute(&mut self, plan: &StepPlan, arena: &Arena) -> Result<(), Death> {
         for (work, pages) in plan.images() {
             if work.end == 0 {
-                assert!(self.towers.remove(&work.image).is_some(), "{work:?} gives up nothing");
+                assert!(
+                    self.towers.remove(&work.image).is_some(),
+                    "{work:?} drops an image that was not begun"
+                );
                 continue;
             }
             assert!(work.first < work.end && work.end <= self.config.layers, "{work:?}");
@@ -111,7 +117,7 @@ impl Eyes {
                 let before = self.towers.insert(work.image, (image, work.grid, 0));
                 assert!(before.is_none(), "{work:?} begins twice");
             }
-            let (image, grid, end) = self.towers.get_mut(&work.image).expect("it has begun");
+            let (image, grid, end) = self.towers.get_mut(&work.image).expect("the image was begun");
             assert_eq!((work.first, work.grid), (*end, *grid), "layers come in order");
             *end = work.end;
             let image = *image;
@@ -131,7 +137,7 @@ impl Eyes {
         Ok(())
     }
 
-    /// The images that a plan computes layers of. It has not been executed.
+    /// The images whose layers a plan computes, before the plan is executed.
     pub(crate) fn images<'a>(
         &'a self,
         plan: &'a StepPlan,
@@ -143,7 +149,7 @@ impl Eyes {
         })
     }
 
-    /// Whether a row finds what it must.
+    /// Checks the image pages that a row reads.
     pub(crate) fn check_reads(&self, slot: &SlotImages, start: u32, end: u32) {
         for image in &slot.truth {
             let span = &image.span;
@@ -160,7 +166,8 @@ impl Eyes {
     }
 }
 
-/// Ends of the rows of a prompt whose image from position 3 on has 9 positions, with steps of 4.
+/// Ends of the rows of a prompt, whose image begins at position 3 and has 9 positions; steps have 4
+/// tokens.
 fn ends_of_rows(whole: bool) -> Vec<u32> {
     let tower = Tower { layers: 1, pages: 4, page_tokens: 4, budget: 1, whole };
     let config = SchedulerConfig { tower: Some(tower), token_budget: 4, ..config() };
@@ -194,11 +201,11 @@ fn patches_in_flight_outlive_those_who_wanted_them() {
     harness.submit(seen(1));
     assert!(harness.plan() && harness.apply());
     harness.place(0, true);
-    assert!(harness.plan(), "the first layer, which reads the patches");
+    assert!(harness.plan(), "no plan for the first layer, which reads the patches");
     harness.abort(1);
     harness.submit(seen(2));
     assert!(harness.plan());
-    // The same image again, while its first patches are being read.
+    // The same image is placed again while its first patches are being read.
     harness.place(0, true);
     assert!(harness.apply());
     harness.drain();

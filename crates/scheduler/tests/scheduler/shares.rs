@@ -1,4 +1,4 @@
-//! What a client gets beside others, and how large a plan gets.
+//! Shares of clients, and the size of plans.
 
 use forebay_protocol::{ROW_OK, SamplingParams, SlotSpec, StepPlan, StepResult};
 use forebay_scheduler::{
@@ -8,7 +8,7 @@ use forebay_scheduler::{
 
 use crate::harness::{Harness, config, pooled, request, telling};
 
-/// A scheduler and a device whose tokens mean nothing.
+/// A scheduler, and a device whose tokens mean nothing.
 struct Replica {
     scheduler: Scheduler,
     plan: StepPlan,
@@ -25,7 +25,7 @@ impl Replica {
         self.scheduler.submit(Request { client, ..request(id, prompt, max_tokens) });
     }
 
-    /// One step; the ids that were admitted.
+    /// One step; returns the ids that were admitted.
     fn step(&mut self) -> Vec<u64> {
         self.events.clear();
         let planned = self.scheduler.next_plan(&mut self.plan, &mut self.events);
@@ -46,7 +46,7 @@ impl Replica {
         ids
     }
 
-    /// Steps until `id` is admitted, at most `limit`.
+    /// Steps until `id` is admitted; `None` after `limit`.
     fn steps_until(&mut self, id: u64, limit: usize) -> Option<usize> {
         (1..=limit).find(|_| self.step().contains(&id))
     }
@@ -80,7 +80,7 @@ fn a_crowd_of_long_requests_does_not_keep_another_client_out() {
         if fair {
             assert!(waited.is_some_and(|steps| steps <= 30), "with {pages} pages: {waited:?}");
         } else {
-            assert_eq!(waited, None, "without turns it waits for one of the long ones to end");
+            assert_eq!(waited, None, "without turns it waits until a long request ends");
         }
         assert_eq!(replica.scheduler.check_integrity(), Ok(()));
     }
@@ -99,9 +99,9 @@ fn turns_go_by_what_requests_cost() {
     while admitted.len() < 20 {
         admitted.extend(replica.step());
     }
-    // Nobody gives way here: one slot is no client's more than even share.
+    // No request is preempted here: with one slot, no client has more than an even share.
     let cheap = admitted.iter().filter(|&&id| id >= 100).count();
-    assert_eq!(cheap, 16, "four of ten tokens each cost as much as one of forty: {admitted:?}");
+    assert_eq!(cheap, 16, "four requests of ten tokens cost as much as one of forty: {admitted:?}");
 }
 
 #[test]
@@ -114,7 +114,7 @@ fn a_client_gets_its_even_share_of_what_runs_and_no_more() {
     assert_eq!(replica.step().len(), 8);
     for id in 100..108 {
         replica.submit(2, id, vec![1; 20], 1000);
-        // The one that gave way waits too, and takes nothing back.
+        // The preempted request waits too, and preempts no request in turn.
         replica.steps_until(id, 20);
     }
     for _ in 0..40 {
@@ -123,7 +123,7 @@ fn a_client_gets_its_even_share_of_what_runs_and_no_more() {
     let running = replica.scheduler.views().filter(|view| view.phase != Phase::Queued);
     let second = running.filter(|view| view.id >= 100).count();
     let preempted = replica.scheduler.stats().preemptions;
-    assert_eq!((second, preempted), (4, 4), "half of eight, and each gave way once");
+    assert_eq!((second, preempted), (4, 4), "half of eight slots, after one preemption each");
     assert_eq!(replica.scheduler.check_integrity(), Ok(()));
 }
 
@@ -140,18 +140,22 @@ fn nobody_gives_way_to_a_client_that_has_its_share_or_is_less_important() {
     assert_eq!(replica.step().len(), 3);
     let second = Request { client: 2, priority: 1, ..request(4, vec![1], 5) };
     replica.scheduler.submit(second);
-    assert_eq!(replica.steps_until(4, 200), None, "two would be more than an even share of three");
+    assert_eq!(
+        replica.steps_until(4, 200),
+        None,
+        "two of three slots would be more than an even share"
+    );
     replica.scheduler.abort(4);
     replica.scheduler.submit(Request { client: 3, priority: 0, ..request(5, vec![1], 5) });
-    assert_eq!(replica.steps_until(5, 200), None, "all others are more important");
+    assert_eq!(replica.steps_until(5, 200), None, "all other requests have a higher priority");
     replica.scheduler.submit(Request { client: 3, priority: 1, ..request(6, vec![1], 5) });
     assert_eq!(replica.steps_until(6, 200), Some(1));
     assert_eq!(replica.scheduler.stats().preemptions, 1);
     assert_eq!(replica.scheduler.check_integrity(), Ok(()));
 }
 
-/// Each new client makes somebody give way who has to compute much again: most steps must not go
-/// into that.
+/// Each new client preempts a request that has much to compute again. This must not take most of
+/// the steps.
 #[test]
 fn a_stream_of_new_clients_makes_others_give_way_only_now_and_then() {
     let config = SchedulerConfig { max_running: 8, slots: 16, token_budget: 64, ..large() };
@@ -167,7 +171,10 @@ fn a_stream_of_new_clients_makes_others_give_way_only_now_and_then() {
         replica.step();
     }
     let given_way = replica.scheduler.stats().preemptions;
-    assert!((1..=300 / 40).contains(&given_way), "{given_way}, of ten steps' tokens each");
+    assert!(
+        (1..=300 / 40).contains(&given_way),
+        "{given_way} preemptions, each of ten steps' tokens"
+    );
 }
 
 #[test]
@@ -183,7 +190,7 @@ fn a_probe_goes_first_under_every_policy_and_needs_no_free_place() {
             assert_eq!(replica.step().len(), 2);
             replica.scheduler.submit(Request { probe: true, ..request(9, vec![1], 1) });
             replica.scheduler.submit(Request { probe: true, ..request(10, vec![1], 1) });
-            assert_eq!(replica.step(), [9], "one more than may run, and not two");
+            assert_eq!(replica.step(), [9], "a probe may exceed `max_running`, two may not");
             assert_eq!(replica.step(), [10]);
         }
     }
@@ -204,14 +211,14 @@ fn what_is_too_much_for_one_plan_is_spread_over_several() {
         replica.scheduler.submit(biased(id));
     }
     let admitted: Vec<usize> = (0..4).map(|_| replica.step().len()).collect();
-    assert_eq!(admitted, [3, 3, 3, 0], "of two thousand words each");
+    assert_eq!(admitted, [3, 3, 3, 0], "each request needs two thousand words");
     let mut harness =
         Harness::new(SchedulerConfig { step_words: 0, ..super::harness::config() }, 2);
     for id in 0..5 {
         harness.submit(biased(id));
     }
     assert!(harness.plan());
-    assert_eq!(harness.plan.new_slots().count(), 1, "one is admitted whatever it needs");
+    assert_eq!(harness.plan.new_slots().count(), 1, "one request is admitted whatever its size");
     harness.drain();
 }
 
@@ -240,7 +247,7 @@ fn the_words_of_a_request_are_those_of_its_plan() {
     replica.scheduler.submit(Request { spec: spec.clone(), ..whole });
     assert!(replica.scheduler.next_plan(&mut replica.plan, &mut replica.events));
     let empty = StepPlan::default().words();
-    // A word more for a row that may give several tokens.
+    // A row that may give several tokens needs one more word.
     assert_eq!((replica.plan.words() - empty) as u64 + 1, request_words(100, &spec, 16, 1));
     let lists = SamplingParams { logit_bias: vec![(1, 0.5); 1024].into(), ..spec.sampling };
     let spec = SlotSpec { sampling: lists, stop_ids: vec![1; 1024].into(), ..spec };

@@ -12,7 +12,7 @@ use crate::harness::states::Spoilt;
 use crate::harness::{Harness, config, request};
 use crate::model::{all_machines, ops, run, run_on, states};
 
-/// A machine with room for many states.
+/// A configuration with state pages.
 pub(crate) fn machine(pages: u32, interval: u32) -> SchedulerConfig {
     let states = Some(StateCache { pages, interval, host_pages: 0, weight: 1 });
     SchedulerConfig { pages: 200, max_running: 8, slots: 12, states, ..config() }
@@ -22,7 +22,7 @@ pub(crate) fn text(seed: i32, length: i32) -> Vec<i32> {
     (0..length).map(|at| (at * (seed + 3) + at / 5 + seed) % VOCAB).collect()
 }
 
-/// Runs until everybody has ended.
+/// Runs until all requests have ended.
 fn settle(harness: &mut Harness) {
     loop {
         while harness.plan() {}
@@ -32,7 +32,7 @@ fn settle(harness: &mut Harness) {
     }
 }
 
-/// Runs a request alone. Gives the tokens of its prompt that came from a kept state.
+/// Runs a request alone. Returns the number of prompt tokens that a kept state covered.
 fn ask(harness: &mut Harness, id: u64, prompt: Vec<i32>, max_tokens: u32) -> u32 {
     harness.submit(request(id, prompt, max_tokens));
     settle(harness);
@@ -77,13 +77,13 @@ fn the_second_request_that_leaves_a_prefix_finds_its_state() {
     let system = text(1, 40);
     let with = |tail: i32| [system.clone(), text(tail, 30)].concat();
     assert_eq!(ask(&mut harness, 0, with(4), 3), 0);
-    // Its blocks are there, and no state is. Its own is kept where it leaves them.
+    // Its blocks are cached, but no state is. Its own state is kept where it leaves the prefix.
     assert_eq!(ask(&mut harness, 1, with(5), 3), 0);
     let stats = harness.scheduler.stats();
     assert_eq!((stats.states.hit_tokens, stats.states.missed_tokens), (0, 40));
     assert_eq!(ask(&mut harness, 2, with(6), 3), 40);
     assert_eq!(ask(&mut harness, 3, with(7), 3), 40);
-    // The same prompt again: all but what has to be computed, and the rest of a page.
+    // The same prompt again: all is found but the last token and the rest of its page.
     assert_eq!(ask(&mut harness, 4, with(7), 3), 68);
     harness.drain();
 }
@@ -96,7 +96,7 @@ fn a_long_prompt_keeps_states_on_its_way() {
     for (id, shared) in [(1, 190), (2, 130), (3, 97), (4, 63), (5, 31)] {
         let prompt = [&long[..shared], &text(id, 9)[..]].concat();
         let cached = ask(&mut harness, id as u64, prompt, 2);
-        // The interval in whole pages.
+        // The interval of 30 tokens, rounded up to whole pages.
         assert_eq!(cached, shared as u32 / 32 * 32, "{shared} shared");
     }
     harness.drain();
@@ -119,13 +119,17 @@ fn a_running_request_has_one_state_of_its_answer_and_the_oldest_give_way() {
     let first = text(1, 21);
     ask(&mut harness, 0, first.clone(), 60);
     let stats = harness.scheduler.stats().states;
-    assert_eq!((stats.pages_cached, stats.evictions), (2, 0), "the prompt's, and the last one");
+    assert_eq!(
+        (stats.pages_cached, stats.evictions),
+        (2, 0),
+        "one state of the prompt, and the last one"
+    );
     assert!(stats.saves > 10);
     for (id, seed) in [(1, 5), (2, 6), (3, 7)] {
         ask(&mut harness, id, text(seed, 21), 2);
     }
-    assert_eq!(ask(&mut harness, 4, text(7, 21), 2), 20, "the latest is there");
-    assert_eq!(ask(&mut harness, 5, first, 2), 0, "the first one has gone");
+    assert_eq!(ask(&mut harness, 4, text(7, 21), 2), 20, "the latest state is kept");
+    assert_eq!(ask(&mut harness, 5, first, 2), 0, "the first state was evicted");
     assert!(harness.scheduler.stats().states.evictions > 0);
     harness.drain();
 }
@@ -133,7 +137,8 @@ fn a_running_request_has_one_state_of_its_answer_and_the_oldest_give_way() {
 #[test]
 fn a_victim_goes_on_from_its_last_page() {
     for depth in [1, 2] {
-        // Steps that it runs: some amid its prompt of 70 tokens, some amid its answer.
+        // Steps before the request is preempted: some within its prompt of 70 tokens, some within
+        // its answer.
         for steps in 2..40 {
             let config = SchedulerConfig { max_running: 1, slots: 2, ..machine(16, 0) };
             let mut harness = Harness::new(config, depth);
@@ -147,7 +152,7 @@ fn a_victim_goes_on_from_its_last_page() {
             harness.drain();
             let stats = harness.scheduler.stats();
             assert_eq!(stats.preemptions, 1, "after {steps} steps");
-            // A page, and the token that was in flight.
+            // The rest of a page, and the token that was in flight.
             assert!(stats.recomputed_tokens <= 5, "{steps}: {}", stats.recomputed_tokens);
         }
     }
@@ -162,14 +167,14 @@ fn states_die_with_the_hand() {
     harness.reset();
     assert_eq!(harness.scheduler.stats().states.pages_cached, 0);
     harness.drain();
-    assert_eq!(ask(&mut harness, 2, text(1, 33), 9), 0, "it was flushed");
+    assert_eq!(ask(&mut harness, 2, text(1, 33), 9), 0, "the states were flushed");
 }
 
-/// Machines with states and prefixes.
+/// Configurations with recurrent states and a prefix cache.
 pub(crate) fn recurrent() -> impl Strategy<Value = SchedulerConfig> {
     (all_machines(), states(), 8..40_u32).prop_map(|(config, states, pages)| SchedulerConfig {
         states: Some(states),
-        // Adapters of recurrent layers are refused.
+        // Adapters cannot be used with recurrent layers.
         places: 0,
         sparse: None,
         tokens_a_row: 1,
@@ -179,7 +184,7 @@ pub(crate) fn recurrent() -> impl Strategy<Value = SchedulerConfig> {
     })
 }
 
-/// `FOREBAY_STATES` stories, or as many as of others.
+/// Number of random runs: `FOREBAY_STATES`, or the default.
 fn stories() -> ProptestConfig {
     let cases = std::env::var("FOREBAY_STATES").map(|count| count.parse().expect("a number"));
     ProptestConfig::with_cases(cases.unwrap_or(1024))
@@ -196,8 +201,8 @@ proptest! {
     }
 }
 
-/// A left-out load, saves that come a plan late, and slots whose states are mixed up are found by
-/// these stories, so the stories would find a scheduler that did any of it.
+/// The random runs find a missing load, saves that come a plan late, and mixed up states of slots.
+/// So they would find a scheduler with any of these faults.
 #[test]
 fn each_fault_of_states_is_found() {
     for fault in [Spoilt::NoLoad, Spoilt::LateSaves, Spoilt::MixedSaves, Spoilt::MixedLoads] {
@@ -205,7 +210,7 @@ fn each_fault_of_states_is_found() {
     }
 }
 
-/// True if one of the first stories on such machines finds a fault.
+/// True if one of the first random runs with these configurations finds the fault.
 pub(crate) fn is_found(fault: Spoilt, machines: impl Strategy<Value = SchedulerConfig>) -> bool {
     let mut runner = TestRunner::deterministic();
     let story = (machines, 1..=2_usize, ops(&[], 0));

@@ -1,4 +1,4 @@
-//! Blocks that outlive the device's memory.
+//! Blocks on the host, which outlive the device's memory.
 
 use forebay_scheduler::{BlockEvent, Finish, HostTier, SavePolicy, SchedulerConfig};
 
@@ -19,12 +19,12 @@ fn machine(host: HostTier) -> SchedulerConfig {
     SchedulerConfig { host: Some(host), ..config() }
 }
 
-/// A prompt of 4 blocks and a token, different for each `seed`.
+/// A prompt of four blocks and one token, different for each `seed`.
 fn prompt(seed: i32) -> Vec<i32> {
     (0..17).map(|at| (seed + at * (seed + 3)) % 11).collect()
 }
 
-/// Runs until everybody has ended; every copy ends as soon as it can.
+/// Runs until all requests have ended; every copy ends as soon as it can.
 fn settle(harness: &mut Harness) {
     loop {
         while harness.plan() {}
@@ -37,7 +37,7 @@ fn settle(harness: &mut Harness) {
     }
 }
 
-/// Fills the device with blocks of others.
+/// Fills the device's pages with blocks of other prompts.
 fn evict(harness: &mut Harness, first: u64) {
     for id in first..first + 4 {
         harness.submit(request(id, prompt(id as i32), 2));
@@ -45,7 +45,7 @@ fn evict(harness: &mut Harness, first: u64) {
     }
 }
 
-/// A machine on which `prompt(0)` was computed, and is on the host only.
+/// A harness in which `prompt(0)` was computed, and its blocks are on the host only.
 fn pushed_out(config: SchedulerConfig, depth: usize) -> Harness {
     let mut harness = Harness::new(config, depth);
     harness.submit(request(0, prompt(0), 2));
@@ -62,7 +62,7 @@ fn a_second_turn_is_restored_not_computed() {
     while harness.plan() {}
     let arriving = harness.scheduler.stats();
     assert_eq!((arriving.host.arriving, arriving.running), (1, 1));
-    assert_eq!(harness.plan.rows().len(), 0, "it has no row yet");
+    assert_eq!(harness.plan.rows().len(), 0, "a request whose blocks are restored has no row");
     settle(&mut harness);
     let after = harness.scheduler.stats();
     assert_eq!(harness.clients[&9].cached_tokens, 16);
@@ -81,16 +81,17 @@ fn others_go_on_while_blocks_come_back() {
         while harness.plan() {}
         harness.apply();
     }
-    assert!(harness.ended(10).1.is_some(), "it need not wait for copies of another");
+    assert!(harness.ended(10).1.is_some(), "a request waited for the copies of another one");
     assert_eq!(harness.scheduler.stats().host.arriving, 1);
     harness.drain();
 }
 
-/// vLLM #48596: the last block of an answer was lost, because its request was gone by the time.
+/// vLLM #48596: the last block of an answer was lost, because its request had ended before the
+/// save.
 #[test]
 fn the_block_that_fills_with_the_last_token_is_saved_too() {
     let mut harness = Harness::new(machine(host()), 2);
-    // 4 positions of the last token's block are computed; the last token itself needs no compute.
+    // Four positions of the second block are computed; the last token itself needs no compute.
     harness.submit(request(0, prompt(0)[..6].to_vec(), 3));
     settle(&mut harness);
     assert_eq!(harness.scheduler.stats().host.blocks_saved, 2);
@@ -108,7 +109,7 @@ fn a_restore_that_fails_costs_a_computation_and_nothing_else() {
         while harness.plan() {}
     }
     settle(&mut harness);
-    assert_eq!(harness.clients[&9].admissions, 2, "it waited for its turn again");
+    assert_eq!(harness.clients[&9].admissions, 2, "the request waited for its turn again");
     let stats = harness.scheduler.stats();
     assert_eq!(stats.host.copies_failed, 1);
     harness.drain();
@@ -145,13 +146,13 @@ fn a_restore_that_loses_the_hand_is_not_tried_again_and_nobody_is_suspected() {
     while harness.plan() {}
     assert_eq!(harness.scheduler.stats().host.arriving, 1);
     let before = harness.scheduler.stats();
-    // Nothing was computed: it was the copies.
+    // No row was in flight, so the copies are the cause.
     harness.reset();
     settle(&mut harness);
     let after = harness.scheduler.stats();
     assert_eq!(after.host.blocks_restored, before.host.blocks_restored);
     assert_eq!(after.prompt_tokens - before.prompt_tokens, 17);
-    // The same where copies hang beside rows.
+    // The same when copies hang while rows are in flight.
     harness.submit(request(10, prompt(1), 9));
     while !harness.scheduler.computes() {
         harness.plan();
@@ -184,7 +185,7 @@ fn the_policies_save_when_they_say() {
         }
         harness.drain();
     }
-    // With a small pool nothing is ever ready to be given up, so everything is saved at once.
+    // In a small pool pages are evicted all the time, so everything is saved at once.
     let policy = SavePolicy::WriteBack;
     let mut harness = Harness::new(machine(HostTier { policy, ..host() }), 2);
     harness.submit(request(0, prompt(0), 2));
@@ -228,7 +229,7 @@ fn a_prompt_with_more_blocks_than_there_is_room_is_brought_back_in_part_and_once
     harness.submit(request(0, long.clone(), 2));
     settle(&mut harness);
     evict(&mut harness, 1);
-    // It takes most of the pages and keeps the other waiting.
+    // Request 8 takes most of the pages and keeps request 9 waiting.
     harness.submit(request(8, (0..37).map(|at| at % 9).collect(), 20));
     harness.submit(request(9, long, 2));
     let before = harness.scheduler.stats().host.blocks_restored;
@@ -240,7 +241,7 @@ fn a_prompt_with_more_blocks_than_there_is_room_is_brought_back_in_part_and_once
         harness.apply();
     }
     let restored = harness.scheduler.stats().host.blocks_restored - before;
-    assert!((1..=6).contains(&restored), "{restored}: there was room for half of its 12");
+    assert!((1..=6).contains(&restored), "{restored}: there was room for half of the 12 blocks");
     settle(&mut harness);
     harness.drain();
 }
@@ -301,10 +302,10 @@ fn fewer_pages_hold_no_blocks_and_every_request() {
     harness.memory_runs_out(8, 10);
     events.clear();
     harness.scheduler.take_block_events(&mut events);
-    assert_eq!(events, [BlockEvent::Cleared], "who follows the blocks learns that they are gone");
+    assert_eq!(events, [BlockEvent::Cleared], "block events report the reset");
     let after = harness.scheduler.stats();
     assert_eq!((after.host.pages, after.host.pages_used), (10, 0));
-    assert_eq!(after.host.blocks_saved, before.host.blocks_saved, "counts only grow");
+    assert_eq!(after.host.blocks_saved, before.host.blocks_saved, "counters never decrease");
     settle(&mut harness);
     harness.drain();
     for id in [9, 10] {

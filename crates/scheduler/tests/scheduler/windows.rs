@@ -1,4 +1,4 @@
-//! Layers with a window, which have pages of their own.
+//! Layers with a window, whose pages have a pool of their own.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -12,7 +12,7 @@ use crate::device::{NAN_TOKEN, VOCAB};
 use crate::harness::{Harness, config, request};
 use crate::model::{all_machines, ops, run, run_on};
 
-/// A machine with pages of 4 positions, and windows of 9.
+/// A configuration with pages of 4 positions, and windows of 9.
 fn machine(pages: u32) -> SchedulerConfig {
     let windows = Some(WindowPart { pages, window: 9 });
     SchedulerConfig { pages: 200, max_running: 8, slots: 12, windows, ..config() }
@@ -22,7 +22,7 @@ fn text(seed: i32, length: i32) -> Vec<i32> {
     (0..length).map(|at| (at * (seed + 3) + at / 5 + seed) % VOCAB).collect()
 }
 
-/// Runs until everybody has ended. Gives the most pages of the window part that were held.
+/// Runs until all requests have ended. Returns the peak number of held pages of the window part.
 fn settle(harness: &mut Harness) -> usize {
     let mut most = 0;
     loop {
@@ -35,7 +35,7 @@ fn settle(harness: &mut Harness) -> usize {
     }
 }
 
-/// Runs a request alone. Gives the tokens of its prompt that were cached.
+/// Runs a request alone. Returns the number of its prompt tokens that were cached.
 fn ask(harness: &mut Harness, id: u64, prompt: Vec<i32>, max_tokens: u32) -> u32 {
     harness.submit(request(id, prompt, max_tokens));
     settle(harness);
@@ -48,7 +48,7 @@ fn a_long_request_holds_the_pages_of_its_window_and_of_its_rows() {
         let mut harness = Harness::new(machine(40), depth);
         harness.submit(request(0, text(1, 400), 200));
         let most = settle(&mut harness);
-        // Two steps of 16 tokens, the window before them, and a page that is begun.
+        // Two steps of 16 tokens, the window before them, and one incomplete page.
         assert!(most <= 12, "{most} of 150 pages");
         let stats = harness.scheduler.stats();
         assert!(stats.windows.passed >= 145, "{:?}", stats.windows);
@@ -92,11 +92,11 @@ fn ends_of_requests_stay_while_others_pass_pages() {
     let mut harness = Harness::new(machine(16), 2);
     let first = text(1, 40);
     assert_eq!(ask(&mut harness, 0, first.clone(), 1), 0);
-    // It passes four times as many pages as there are.
+    // This prompt uses four times as many pages in turn as there are.
     assert_eq!(ask(&mut harness, 1, text(2, 256), 1), 0);
     let next = [&first[..], &text(3, 5)[..]].concat();
     assert_eq!(ask(&mut harness, 2, next, 1), 40);
-    // In the middle of a prompt whose pages have gone there is nothing to go on from.
+    // The pages in the middle of the second prompt were dropped, so its prefix cannot be used.
     let middle = [&text(2, 256)[..128], &text(4, 5)[..]].concat();
     assert_eq!(ask(&mut harness, 3, middle, 1), 0);
     assert_eq!(harness.scheduler.stats().windows.missed_tokens, 128);
@@ -111,10 +111,10 @@ fn the_search_goes_back_from_the_longest_match() {
     for (id, length) in [(1, 58), (2, 41), (3, 23), (4, 9), (5, 3)] {
         let prompt = [&shared[..length], &text(id + 4, 5)[..]].concat();
         let cached = ask(&mut harness, id as u64, prompt, 1);
-        assert_eq!(cached as usize, length / 4 * 4, "all pages are there");
+        assert_eq!(cached as usize, length / 4 * 4, "all full pages of the prefix are found");
     }
     harness.drain();
-    // Only the pages of the first and of the last prompt are left.
+    // Only the pages of the first prompt and of the last one are left.
     let mut harness = Harness::new(machine(8), 2);
     ask(&mut harness, 0, shared[..20].to_vec(), 1);
     ask(&mut harness, 1, shared.clone(), 1);
@@ -147,12 +147,12 @@ fn a_victim_comes_back_at_every_step() {
     }
 }
 
-/// Machines whose layers with a window have pages of their own: few or as many as the others.
+/// Configurations with a pool for layers with a window: with few pages, or as many as the other.
 fn windowed() -> impl Strategy<Value = SchedulerConfig> {
     (all_machines(), 1..30_u32, 0..30_u32, 6..40_u32).prop_map(|(config, window, more, pages)| {
         let least = least_window_pages(window, config.page_size);
         let part = WindowPart { pages: least.saturating_add(more).min(pages), window };
-        // Where images have to be whole there is one pool.
+        // If images have to be whole, there is only one pool.
         let tower = config.tower.map(|tower| Tower { whole: false, ..tower });
         SchedulerConfig {
             windows: Some(part),
@@ -166,7 +166,7 @@ fn windowed() -> impl Strategy<Value = SchedulerConfig> {
     })
 }
 
-/// `FOREBAY_WINDOWS` stories, or as many as of others.
+/// Number of random runs: `FOREBAY_WINDOWS`, or the default.
 fn stories() -> ProptestConfig {
     let cases = std::env::var("FOREBAY_WINDOWS").map(|count| count.parse().expect("a number"));
     ProptestConfig::with_cases(cases.unwrap_or(1024))
@@ -175,7 +175,8 @@ fn stories() -> ProptestConfig {
 proptest! {
     #![proptest_config(stories())]
 
-    /// The device refuses each row that reads a dropped page, or one that another has written.
+    /// The device refuses each row that reads a dropped page, or one that another request has
+    /// written.
     #[test]
     fn everybody_ends_as_if_alone_with_a_window_part(
         config in windowed(), depth in 1..=2_usize, ops in ops(&[NAN_TOKEN], 1),
@@ -184,7 +185,7 @@ proptest! {
     }
 }
 
-/// A page that is dropped one position too early is found by these stories.
+/// The random runs find a page that is dropped one position too early.
 #[test]
 fn a_page_that_is_dropped_too_early_is_found() {
     let mut runner = TestRunner::deterministic();
@@ -199,5 +200,5 @@ fn a_page_that_is_dropped_too_early_is_found() {
         };
         catch_unwind(AssertUnwindSafe(|| drop(run_on(spoilt(), &config, ops.clone())))).is_err()
     });
-    assert!(found, "nothing is read of a dropped page");
+    assert!(found, "no run reads a page that was dropped too early");
 }

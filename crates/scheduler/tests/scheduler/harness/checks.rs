@@ -1,4 +1,4 @@
-//! Promises of plans and of the scheduler's books.
+//! Checks of plans and of the scheduler's accounts.
 
 use forebay_protocol::{Frame, HEADER_BYTES, Header, PromptLogprobsWant, StepPlan};
 
@@ -28,7 +28,8 @@ impl Harness {
             let named = self.flights.iter().any(|flight| flight.slots.contains(&slot));
             assert!(!named, "slot {slot} is in flight");
         }
-        // Prompts get pages one by one there. They have no row if others take all of the budget.
+        // With these, prompts get pages one by one, and have no row if others take the whole
+        // budget.
         let by_parts = self.config.sparse.is_some() || self.config.windows.is_some();
         for (slot, index, page) in plan.page_writes() {
             let sees = plan.image_spans().any(|(of, _, _)| of == slot) || self.is_late(slot);
@@ -40,20 +41,20 @@ impl Harness {
         assert_eq!(slots.len(), plan.rows().len(), "one row a slot");
     }
 
-    /// Positions of the largest image, if rows have images whole.
+    /// Positions of the largest image, if a row has to contain an image whole.
     fn largest_whole_image(&self) -> u32 {
         let whole = self.config.tower.is_some_and(|tower| tower.whole);
         let images = self.clients.values().flat_map(|client| client.request.images.iter());
         images.filter(|_| whole).map(|image| image.span.grid.positions()).max().unwrap_or(0)
     }
 
-    /// True if nothing is left of a slot's request but what its mask is needed for.
+    /// True if the request in the slot waits for its mask.
     fn is_late(&self, slot: u32) -> bool {
         self.slot_owner.get(&slot).is_some_and(|id| self.clients[id].waits)
     }
 
-    /// Whoever is most important and resident has a row at least every other time; with copies
-    /// under way it may wait for one, or be alone and want for a page that only they have.
+    /// The most important admitted request has a row at least every other step. It may also wait
+    /// while copies are under way, for its mask, or for its images.
     pub(super) fn check_progress(&mut self) {
         if let Some(id) = self.most_important().filter(|_| !self.was_reset) {
             let copying = self.copier.outstanding() > 0;
@@ -84,7 +85,7 @@ impl Harness {
     }
 }
 
-/// Two new slots are within the limit, or there is only one; and a reader takes the plan.
+/// A plan is within the limit unless it has a single new slot, and a reader accepts it.
 fn check_words(plan: &StepPlan, limit: usize) {
     assert!(plan.words() <= limit || plan.new_slots().count() <= 1, "{} words", plan.words());
     let mut bytes = Vec::new();

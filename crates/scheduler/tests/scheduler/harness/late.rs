@@ -1,4 +1,4 @@
-//! Masks that are not ready.
+//! Masks that are not ready in time.
 
 use forebay_protocol::ROW_OK;
 
@@ -9,19 +9,19 @@ use super::Harness;
 pub(super) struct MaskedRow {
     pub(super) id: u64,
     pub(super) slot: u32,
-    /// Its number among the rows that sample.
+    /// The row's index among the rows that sample.
     pub(super) sample: usize,
-    /// Its number among all rows, if an error of it would be of its token alone.
+    /// The row's index among all rows, if an error of the row could only come from its token.
     pub(super) row: Option<usize>,
 }
 
 impl Harness {
-    /// Of the only step in flight, the masked rows whose bits are set give no token. Gives their
-    /// number.
+    /// Makes masked rows of the only step in flight sit out: those whose bits are set. Returns
+    /// their number.
     pub(crate) fn sit_out(&mut self, bits: u8) -> usize {
         let [flight] = self.flights.make_contiguous() else { return 0 };
         let mut late = 0;
-        // From the last on, so that the numbers before stay right.
+        // From the last row on, so that the indices of earlier rows stay right.
         for at in (0..flight.masked.len()).rev().filter(|at| bits >> (at % 8) & 1 == 1) {
             let MaskedRow { id, slot, sample, row } = flight.masked[at];
             let client = self.clients.get_mut(&id).expect("submitted");
@@ -29,7 +29,7 @@ impl Harness {
                 continue;
             }
             assert!(self.scheduler.sit_out(id), "{id} has a masked row");
-            assert!(!self.scheduler.sit_out(id), "{id} has no other");
+            assert!(!self.scheduler.sit_out(id), "{id} has only one masked row");
             flight.masked.remove(at);
             client.waits = true;
             late += 1;
@@ -49,8 +49,8 @@ impl Harness {
         late
     }
 
-    /// Tells the scheduler what the forms of masked requests allow, which have got tokens: nothing
-    /// else than the right ones, or all. The forms of some are not ready.
+    /// Tells the scheduler which tokens the grammars of the masked requests in `got` allow: only
+    /// the right ones for some positions, then all. For some requests the grammar is not ready.
     pub(super) fn expect_masked(&mut self, got: &[u64]) {
         for &id in got {
             let client = &self.clients[&id];
@@ -68,7 +68,7 @@ impl Harness {
         }
     }
 
-    /// Has somebody with masks wait without a row that sits out.
+    /// Lets a masked request wait for its mask, without a row that sits out.
     pub(crate) fn wait_for_mask(&mut self, at: usize) {
         let masked = self.live().filter(|(_, client)| client.request.masked);
         let ids: Vec<u64> = masked.map(|(&id, _)| id).collect();
@@ -80,7 +80,7 @@ impl Harness {
         }
     }
 
-    /// The mask of one of those that wait is ready; of all: `None`.
+    /// Makes the mask of one waiting request ready; of all with `None`.
     pub(crate) fn mask_ready(&mut self, at: Option<usize>) {
         let waiting = self.clients.iter_mut().filter(|(_, client)| client.waits);
         let waiting: Vec<_> = waiting.collect();

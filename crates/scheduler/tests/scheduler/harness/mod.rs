@@ -1,4 +1,4 @@
-//! A scheduler and a device in one, with every promise checked on the way.
+//! A scheduler together with a device; checks every rule at each step.
 
 mod checks;
 mod late;
@@ -22,54 +22,54 @@ use requests::told_alone;
 pub(crate) use requests::{alone, config, pooled, request, telling};
 use states::{StateCopies, StateFault};
 
-/// A client's view of a request, and its place in the order.
+/// What a client has received of its request, and the request's position in the order.
 pub(crate) struct Client {
     pub(crate) request: Request,
     order: (i64, usize),
     expected: (Vec<i32>, Finish),
     pub(crate) tokens: Vec<i32>,
     pub(crate) vector: Option<Box<[f32]>>,
-    /// What it was told of its prompt, and in how many parts.
+    /// Log-probabilities of the prompt so far, and the number of parts in which they came.
     pub(crate) prompt: PromptLogprobs,
     pub(crate) parts: u32,
-    /// It ended, this way; `None` inside: aborted or poisoned.
+    /// How the request ended, if it did; `Some(None)` if it was aborted or poisoned.
     pub(crate) end: Option<Option<Finish>>,
     pub(crate) resident: bool,
-    /// It waits for copies.
+    /// The request waits for copies.
     arriving: bool,
-    /// Its mask is not ready.
+    /// The request waits for its mask.
     waits: bool,
     pub(crate) admissions: u32,
     pub(crate) cached_tokens: u32,
     pub(crate) preemptions: u32,
-    /// Deaths of the hand at which it had a row in flight.
+    /// Number of the worker's deaths at which the request had a row in flight.
     pub(crate) deaths: u32,
-    /// Rounds without a row since it became the most important.
+    /// Steps without a row since the request became the most important one.
     idle: u32,
-    /// Tokens of those that were admitted before it while it was the most important that waits.
+    /// Tokens of the requests that were admitted before this one while it was first in the order.
     passed: u64,
 }
 
 impl Client {
-    /// Tokens that it may come to.
+    /// The most tokens that the request may have in the end.
     fn cost(&self) -> u64 {
         self.request.prompt.len() as u64 + u64::from(self.request.max_tokens)
     }
 }
 
-/// A step in flight: who takes part, with which pages, and the result that will come.
+/// A step in flight: its requests, the pages that it names, and the result to come.
 struct Flight {
     slots: Vec<u32>,
     named: Vec<(u32, u32)>,
     ids: Vec<u64>,
-    /// State pages that it loads from or saves to.
+    /// State pages that the step loads or saves.
     states: Vec<u32>,
-    /// Image pages that it reads or writes.
+    /// Image pages that the step reads or writes.
     images: Vec<u32>,
     masked: Vec<MaskedRow>,
-    /// Who may be the one that its layers of the tower are for.
+    /// The requests for which the step may compute layers of the tower.
     waiting: Vec<u64>,
-    /// `None`: it kills the hand.
+    /// `None`: the step kills the worker.
     result: Option<StepResult>,
 }
 
@@ -87,14 +87,14 @@ pub(crate) struct Harness {
     pub(crate) predicted: BTreeMap<u64, (u32, u32)>,
     pub(crate) plan: StepPlan,
     last_step: u64,
-    /// The order of arrival says nothing any more.
+    /// After a reset, requests are no longer admitted by their order of arrival.
     pub(crate) was_reset: bool,
     record: Option<Record>,
     fault: Option<StateFault>,
 }
 
 impl Harness {
-    /// With `depth` plans in flight at most.
+    /// A harness with at most `depth` plans in flight.
     pub(crate) fn new(config: SchedulerConfig, depth: usize) -> Self {
         assert!(depth <= MAX_IN_FLIGHT);
         Self {
@@ -155,8 +155,7 @@ impl Harness {
         self.check();
     }
 
-    /// Plans a step and has it computed; the result stays in flight. False: there was nothing to
-    /// plan.
+    /// Plans and executes a step; the result stays in flight. False if there was nothing to plan.
     pub(crate) fn plan(&mut self) -> bool {
         if self.flights.len() >= self.depth {
             return false;
@@ -198,11 +197,11 @@ impl Harness {
                 other => panic!("a plan does not bring {other:?}"),
             }
         }
-        assert_eq!(new_slots.next(), None, "a slot was written for nobody");
+        assert_eq!(new_slots.next(), None, "a slot was written for no request");
         if planned {
             let (rows, copies) = (plan.rows().len(), plan.copies().len());
             let computes = rows > 0 || plan.has_images();
-            assert_eq!(plan.wait_us() > 0, !computes, "whoever computes does not wait");
+            assert_eq!(plan.wait_us() > 0, !computes, "a plan with rows does not wait");
             let placing = !plan.place_writes().is_empty() || self.device.adapters.outstanding() > 0;
             let copying = copies > 0 || self.copier.outstanding() > 0 || placing;
             assert!(computes || copying || plan.writes_tables(), "nothing to do");
@@ -214,8 +213,8 @@ impl Harness {
         planned
     }
 
-    /// Applies the oldest result in flight; a step that kills the hand resets. False: nothing is in
-    /// flight.
+    /// Applies the oldest result in flight; a step that kills the worker resets. False if nothing
+    /// is in flight.
     pub(crate) fn apply(&mut self) -> bool {
         match self.flights.front().map(|flight| flight.result.is_some()) {
             None => return false,
@@ -241,7 +240,7 @@ impl Harness {
                 continue;
             }
             if let Event::Preempted { id } = event {
-                // A block of it did not come back.
+                // A copy of one of its blocks has failed.
                 assert!(self.clients[&id].arriving && self.clients[&id].end.is_none());
                 self.lost_its_place(id);
                 continue;
@@ -281,7 +280,7 @@ impl Harness {
                     append(&mut client.prompt, logprobs);
                     client.parts += 1;
                 }
-                // As if somebody had ended it.
+                // It ends without a finish reason, as an aborted request does.
                 Event::Finished { reason: Finish::NoAdapter { error }, .. } => {
                     assert!(error > 0 && client.request.adapter.is_some());
                     client.end = Some(None);
@@ -302,7 +301,7 @@ impl Harness {
         true
     }
 
-    /// Somebody puts the patches of a wanted image into the arena, or cannot.
+    /// Puts the patches of a wanted image into the arena, or fails to.
     pub(crate) fn place(&mut self, at: usize, fine: bool) {
         if self.arena.wanted.is_empty() {
             return;
@@ -325,7 +324,7 @@ impl Harness {
         self.check();
     }
 
-    /// Kills the hand. Returns the poisoned requests.
+    /// Kills the worker. Returns the poisoned requests.
     pub(crate) fn reset(&mut self) -> Vec<u64> {
         self.was_reset = true;
         let (mut blamed, mut waiting) = (vec![], vec![]);
@@ -347,8 +346,11 @@ impl Harness {
             let client = self.clients.get_mut(&id).expect("submitted");
             assert_eq!(client.end, None);
             let alone = blamed.iter().all(|&other| other == id) && waiting.contains(&id);
-            assert!(alone, "who is poisoned was alone in flight");
-            assert!(client.deaths >= 2, "and so at the second death at the earliest");
+            assert!(alone, "a poisoned request was alone in flight");
+            assert!(
+                client.deaths >= 2,
+                "a request is poisoned at its second death at the earliest"
+            );
             client.end = Some(None);
         }
         for client in self.clients.values_mut() {
@@ -363,7 +365,7 @@ impl Harness {
         poisoned
     }
 
-    /// Copies are under way and none ends: the hand is given up, and nobody is suspected.
+    /// Copies are under way and none ends: the worker is given up, and no request is suspected.
     pub(crate) fn copies_hang(&mut self) {
         self.flights.clear();
         self.scheduler.reset_for_copies();
@@ -379,7 +381,7 @@ impl Harness {
         assert_eq!(others.pages_held, 0);
     }
 
-    /// Memory runs out: nobody is suspected, and the next hand has so many pages in each tier.
+    /// Memory runs out: no request is suspected, and the next worker has these page counts.
     pub(crate) fn memory_runs_out(&mut self, pages: u32, host_pages: u32) {
         self.flights.clear();
         self.scheduler.reset_without_blame();
@@ -410,13 +412,13 @@ impl Harness {
         assert_eq!((all, stats.pages_free), (pages as usize, pages as usize));
     }
 
-    /// The same, and the next hand has as many pages as the last.
+    /// Memory runs out, and the next worker has as many pages as the last.
     pub(crate) fn starve(&mut self) {
         let host_pages = self.config.host.map_or(0, |host| host.pages);
         self.memory_runs_out(self.config.pages, host_pages);
     }
 
-    /// The hand has died: everybody alive is given to a harness that goes on with it.
+    /// The worker has died: all live requests go to the harness `other`.
     pub(crate) fn move_to(&mut self, other: &mut Self) {
         other.was_reset = true;
         for request in self.scheduler.surrender() {
@@ -427,13 +429,17 @@ impl Harness {
         other.check();
     }
 
-    /// One of the waiting requests goes to a harness that goes on with it, if any may.
+    /// Moves one of the waiting requests to the harness `other`, if one may move.
     pub(crate) fn give_one(&mut self, other: &mut Self, at: usize) {
         let movable: Vec<u64> = self.scheduler.movable().map(|request| request.id).collect();
         let Some(&id) = movable.get(at % movable.len().max(1)) else { return };
         let left = self.clients[&id].request.past.moves_left;
-        let request = self.scheduler.withdraw(id).expect("it may move");
-        assert_eq!(self.scheduler.withdraw(id).map(|request| request.id), None, "it is gone");
+        let request = self.scheduler.withdraw(id).expect("the request may move");
+        assert_eq!(
+            self.scheduler.withdraw(id).map(|request| request.id),
+            None,
+            "the request was withdrawn twice"
+        );
         assert_eq!(request.past.moves_left, left - 1);
         (self.was_reset, other.was_reset) = (true, true);
         self.clients.get_mut(&id).expect("submitted").request.past.moves_left -= 1;
@@ -454,7 +460,7 @@ impl Harness {
         other.scheduler.submit(request);
     }
 
-    /// Runs until everybody has ended, and checks that they did as they should.
+    /// Runs until all requests have ended, and checks that each ended as it should.
     pub(crate) fn drain(&mut self) {
         let work: usize = self
             .clients
@@ -474,7 +480,7 @@ impl Harness {
             assert!(planned || !idle || waits, "nothing is in flight, and nothing is planned");
             while self.plan() {}
             self.check_progress();
-            // One a round, so that others are under way.
+            // One copy a step, so that others stay under way.
             self.copier.end(rounds, !rounds.is_multiple_of(7));
             self.device.adapters.end(rounds, true);
             self.place(rounds, true);
@@ -505,12 +511,20 @@ impl Harness {
         assert_eq!(self.scheduler.stats().pages_free, self.config.pages as usize);
         self.check();
         let states = self.scheduler.stats().states;
-        assert_eq!((states.pages_held, states.pages_cached), (0, 0), "states that nobody uses");
+        assert_eq!(
+            (states.pages_held, states.pages_cached),
+            (0, 0),
+            "states are held or cached after a flush"
+        );
         let windows = self.scheduler.stats().windows;
-        assert_eq!((windows.pages_held, windows.pages_cached), (0, 0), "pages that nobody uses");
+        assert_eq!(
+            (windows.pages_held, windows.pages_cached),
+            (0, 0),
+            "window pages are held or cached after a flush"
+        );
         let images = self.scheduler.stats().images;
         assert_eq!((images.pages_held, images.pages_cached, images.waiting), (0, 0, 0));
-        assert!(self.arena.is_empty(), "patches that nobody reads are still there");
+        assert!(self.arena.is_empty(), "patches of ended requests are still there");
     }
 
     /// Tokens and end of a request.
@@ -528,19 +542,20 @@ impl Harness {
     }
 
     fn admitted(&mut self, id: u64, cached_tokens: u32, replayed: bool) {
-        // Whoever waits for a place has no turn, and nobody here knows who does.
+        // A request that waits for an adapter's place has no turn, and the harness cannot tell
+        // which one does.
         let placed = self.live().all(|(_, c)| c.resident || c.request.adapter.is_none());
         if placed && !self.was_reset && !self.config.fair {
             let cost = self.clients[&id].cost();
             let waiting = self.clients.values_mut().filter(|c| c.end.is_none() && !c.resident);
-            // Those that were admitted before go first.
+            // Requests that were admitted before go first.
             let turn =
                 |client: &&mut Client| (client.order.0, client.admissions == 0, client.order.1);
             let first = waiting.min_by_key(turn).expect("this one waits");
             if first.request.id != id {
                 first.passed += cost;
                 let may = self.config.step_shares && first.passed <= first.cost();
-                assert!(may, "{id} overtakes, and {} tokens have", first.passed);
+                assert!(may, "{id} overtakes after {} tokens that did", first.passed);
             }
         }
         let client = self.clients.get_mut(&id).expect("submitted");
@@ -554,7 +569,7 @@ impl Harness {
         assert!(cached_tokens.is_multiple_of(self.config.page_size) || resumed);
         assert!(
             cached_tokens == 0 || client.request.spec.embeds.is_none(),
-            "{id} has no names to find"
+            "{id} has embeddings, so no block names to look up"
         );
         client.cached_tokens += cached_tokens;
         client.passed = 0;
@@ -569,7 +584,7 @@ impl Harness {
 
     fn lost_its_place(&mut self, id: u64) {
         let client = self.clients.get_mut(&id).expect("submitted");
-        assert!(std::mem::take(&mut client.resident), "{id} had something to lose");
+        assert!(std::mem::take(&mut client.resident), "{id} was preempted but not admitted");
         client.arriving = false;
     }
 
@@ -589,7 +604,7 @@ impl Harness {
             waiting: vec![],
             result: None,
         };
-        // Whoever was behind another until now has waited for a reason.
+        // Count only for the request that is first now; the others waited behind it.
         let first = self.most_important();
         for (&id, client) in &mut self.clients {
             client.idle = if first == Some(id) { client.idle + 1 } else { 0 };
@@ -599,10 +614,10 @@ impl Harness {
             let id = self.slot_owner[&row.slot];
             let client = self.clients.get_mut(&id).expect("submitted");
             client.idle = 0;
-            assert!(client.end.is_none() && client.resident, "{id} has a row for nothing");
+            assert!(client.end.is_none() && client.resident, "{id} has a row but does not run");
             let last = client.request.prompt.len() as u32 + client.request.max_tokens;
             let computed = row.start + row.length - u32::from(row.want == Want::Vector);
-            assert!(computed < last, "the last token needs no compute");
+            assert!(computed < last, "{id} computes its last token");
             let pools = client.request.spec.pooling.is_some();
             match row.want {
                 Want::Nothing => {}
@@ -611,7 +626,7 @@ impl Harness {
                     assert!(!pools && client.request.masked && !client.waits, "{id}");
                     let drafts = self.config.drafts.map_or(0, |drafts| drafts.most);
                     assert!((1..=1 + drafts).contains(&most));
-                    assert!(row.start + row.length + most <= last, "more than it may have");
+                    assert!(row.start + row.length + most <= last, "{id} may get too many tokens");
                     masked.push(id);
                     let (slot, sample) = (row.slot, samples);
                     let of_prompt = plan.prompt_logprobs().any(|want| want.slot == slot);
@@ -623,7 +638,7 @@ impl Harness {
                     let drafts = self.config.drafts.map_or(0, |drafts| drafts.most);
                     let several = self.config.tokens_a_row.max(1 + drafts);
                     assert!(!pools && (1..=several).contains(&most));
-                    assert!(row.start + row.length + most <= last, "more than it may have");
+                    assert!(row.start + row.length + most <= last, "{id} may get too many tokens");
                 }
             }
             samples += usize::from(row.want.samples());
@@ -652,7 +667,7 @@ impl Harness {
                 flight.images.push(page);
             }
         }
-        // A dead hand computes nothing, it only has not been noticed yet.
+        // After a step that kills the worker, the steps in flight compute nothing.
         if self.flights.iter().all(|flight| flight.result.is_some()) {
             let mut states = StateCopies::of(plan);
             self.fault.iter_mut().for_each(|fault| fault.spoil(&mut states));

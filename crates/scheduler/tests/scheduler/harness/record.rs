@@ -1,4 +1,4 @@
-//! A digest of everything that a scheduler says, so that two runs can be compared.
+//! A digest of all plans, events and states of a scheduler, to compare two runs.
 
 use std::fmt::Debug;
 use std::hash::{DefaultHasher, Hash, Hasher};

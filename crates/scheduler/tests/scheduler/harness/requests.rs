@@ -1,4 +1,4 @@
-//! Requests, and what each gives when it is alone.
+//! Requests, and the tokens that each gives when it runs alone.
 
 use forebay_protocol::{Pooling, PromptLogprobs, SlotSpec};
 use forebay_scheduler::{
@@ -7,7 +7,7 @@ use forebay_scheduler::{
 
 use crate::device::{append, next_token, of_prompt, read_prompt};
 
-/// A small machine.
+/// A small configuration.
 pub(crate) fn config() -> SchedulerConfig {
     SchedulerConfig {
         slots: 6,
@@ -36,7 +36,7 @@ pub(crate) fn config() -> SchedulerConfig {
     }
 }
 
-/// A request without frills.
+/// A plain request.
 pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
     Request { id, prompt: prompt.into(), max_tokens, ..Request::default() }
 }
@@ -47,13 +47,13 @@ pub(crate) fn pooled(id: u64, prompt: Vec<i32>, segment: u32) -> Request {
     Request { spec, ..request(id, prompt, 0) }
 }
 
-/// What a request gives when it is alone, after what it was given before.
+/// The tokens and the end of a request that runs alone, after those that it was submitted with.
 pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
     let mut tokens = read_prompt(&request.prompt, request.spec.embeds, &request.images);
     tokens.extend_from_slice(&request.generated);
     let mut given = Vec::new();
     if request.max_tokens == 0 && request.spec.pooling.is_none() {
-        // What follows the last token does not matter.
+        // The token after the last one does not matter.
         tokens.pop();
     }
     if request.max_tokens == 0 {
@@ -81,7 +81,7 @@ pub(crate) fn telling(id: u64, prompt: Vec<i32>, first: u32, max_tokens: u32) ->
     Request { prompt_logprobs, ..request(id, prompt, max_tokens) }
 }
 
-/// What a request is told of its prompt when it is alone.
+/// The log-probabilities of a request's prompt when it runs alone.
 pub(super) fn told_alone(request: &Request) -> PromptLogprobs {
     let mut told = PromptLogprobs::default();
     if let Some(PromptTail { first, most }) = request.prompt_logprobs {

@@ -1,26 +1,26 @@
-//! Promises about state pages, and faults that a device must not compute unnoticed.
+//! Rules for state pages, and faults that the tests must notice.
 
 use forebay_protocol::{Direction, Row, StateCopy, StepPlan};
 
 use super::Harness;
 use crate::copier::CopyFault;
 
-/// A fault of a brain in the copies of states.
+/// A fault of the scheduler in copies of recurrent states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Spoilt {
-    /// A load is left out.
+    /// A load is missing.
     NoLoad,
-    /// Saves come a plan late.
+    /// Saves come one plan late.
     LateSaves,
     /// The states of two slots are saved to each other's pages.
     MixedSaves,
-    /// Two slots are given each other's states.
+    /// Two slots load each other's states.
     MixedLoads,
     /// A fault in copies to and from the host.
     Copies(CopyFault),
 }
 
-/// Puts a fault into the plans that a device executes.
+/// Injects a fault into the plans that a device executes.
 #[derive(Debug)]
 pub(crate) struct StateFault {
     kind: Spoilt,
@@ -29,7 +29,7 @@ pub(crate) struct StateFault {
 }
 
 impl StateFault {
-    /// Puts the fault into the copies of the next plan.
+    /// Injects the fault into the copies of the next plan.
     pub(super) fn spoil(&mut self, copies: &mut StateCopies) {
         match self.kind {
             Spoilt::NoLoad => copies.loads.clear(),
@@ -61,7 +61,7 @@ fn swap_pages(copies: &mut [StateCopy]) {
 }
 
 impl Harness {
-    /// Has the device execute plans with this fault.
+    /// Injects this fault into the plans that the device executes.
     pub(crate) fn spoil(mut self, kind: Spoilt) -> Self {
         match kind {
             Spoilt::Copies(fault) => self.copier.fault = Some(fault),
@@ -70,7 +70,7 @@ impl Harness {
         self
     }
 
-    /// Checks a plan's copies of states. Gives their pages.
+    /// Checks a plan's copies of states. Returns their pages.
     pub(super) fn check_states(&self, plan: &StepPlan) -> Vec<u32> {
         let (page_size, rows) = (self.config.page_size, || plan.rows());
         let new: Vec<u32> = plan.new_slots().map(|new| new.slot).collect();
