@@ -1,8 +1,8 @@
-//! What it costs the engine thread to note a step. `cargo bench -p forebay-engine`.
+//! The CPU time that the engine thread takes to note a step. `cargo bench -p forebay-engine`.
 //!
-//! `step/N`: a step of N rows that decode, from its plan to the journal, with the two readings of
-//! the clock that noting needs. `baseline/N` is the loop around it, with the one reading that a
-//! plan needs anyway.
+//! `step/N` is a step of N decoding rows, from its plan to the journal, with the two readings of
+//! the clock that noting needs. `baseline/N` is the loop around it, with the one reading that any
+//! plan needs.
 
 use std::hint::black_box;
 
@@ -49,7 +49,7 @@ fn note(criterion: &mut Criterion) {
                 let done_us = planned_us + 300;
                 notes.done(step, done_us, 250, 0);
                 (0..rows).for_each(|row| {
-                    // Requests are not of one age, so each step has one in 64 of them to tell of.
+                    // Requests have different ages, so each step reports one in 64 of them.
                     let nth = 1 + (step as u32 + row) % 1000;
                     notes.token(black_box(row.into()), nth + 1, done_us);
                 });

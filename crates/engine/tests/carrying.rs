@@ -1,5 +1,5 @@
-//! A hand that reads payloads only where they were brought to: no plan names one that is not there,
-//! and whoever has none waits for nobody's.
+//! A worker to which payloads are copied first. No plan names a payload that has not arrived, and
+//! requests without a payload wait for none.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -23,7 +23,7 @@ use forebay_sim::{DeviceModel, SimClock, SimConfig, SimExecutor, SimTower, Timin
 const PAD: i32 = 5;
 const GRID: Grid = Grid { rows: 5, columns: 7 };
 
-/// What is in the arena here, and what of it has reached the hand.
+/// Counts of the payloads in the arena.
 #[derive(Debug, Default)]
 struct Arena {
     used: AtomicUsize,
@@ -67,10 +67,10 @@ impl Picture for Shown {
     }
 }
 
-/// What has reached the hands that run now, by member.
+/// Payloads that have arrived at the live workers, by member.
 type Reached = Arc<Mutex<HashSet<(usize, u32)>>>;
 
-/// Something on its way.
+/// A payload on its way.
 struct Cargo {
     member: usize,
     payload: Arc<dyn Payload>,
@@ -86,10 +86,10 @@ impl Cargo {
     }
 }
 
-/// A simulated hand on another machine.
+/// A simulated worker on another machine.
 struct Far {
     inner: SimExecutor,
-    /// Of the present life.
+    /// Payloads that have arrived since the last start.
     reached: Reached,
     cargo: Sender<Cargo>,
     carried: Arc<AtomicUsize>,
@@ -106,7 +106,11 @@ impl Executor for Far {
             let patches = plan.images().filter_map(|(work, _)| work.patches);
             for offset in embeds.chain(patches) {
                 let reached = self.reached.lock().expect("fine").contains(&(member, offset));
-                assert!(reached, "step {} names {offset}, which is not there", plan.step());
+                assert!(
+                    reached,
+                    "step {} names the payload at {offset}, which has not arrived",
+                    plan.step()
+                );
             }
         }
         self.inner.submit(plans);
@@ -120,7 +124,7 @@ impl Executor for Far {
     fn carry(&mut self, member: usize, payload: &Arc<dyn Payload>, there: There) {
         self.carried.fetch_add(1, Ordering::SeqCst);
         let (payload, reached) = (Arc::clone(payload), Arc::clone(&self.reached));
-        // The test may be over.
+        // The test may have ended.
         let _ = self.cargo.send(Cargo { member, payload, there, reached });
     }
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal {
@@ -154,7 +158,7 @@ impl Rig {
         Self::group(vec![hook])
     }
 
-    /// Replicas that share a group of hands, one for each hook.
+    /// Replicas that share a group of workers, one for each hook.
     fn group(hooks: Vec<Hook>) -> Self {
         let clock = SimClock::virtual_time();
         let sim = SimConfig {
@@ -221,22 +225,26 @@ impl Rig {
         handle.submit(EngineRequest { request, ..entering }).expect("room");
     }
 
-    /// Waits for what is on its way next.
+    /// Waits for the next payload on its way.
     fn next(&self) -> Cargo {
-        self.cargo.recv_timeout(PATIENCE).expect("something is carried")
+        self.cargo.recv_timeout(PATIENCE).expect("no payload was carried")
     }
 
-    /// Follows the outputs until `count` requests have ended.
+    /// Collects the outputs until `count` requests have ended.
     fn follow(&self, count: usize) -> HashMap<u64, (Vec<i32>, FinishReason)> {
         wholes(self.collect(count))
     }
 
-    /// Nothing is left in the arena once the engine has ended.
+    /// Checks that the arena is empty once the engine has ended.
     fn end(self) {
         let Self { rig, cargo, arena, .. } = self;
         rig.end();
         drop(cargo);
-        assert_eq!(arena.used.load(Ordering::SeqCst), 0, "room that nobody gave back");
+        assert_eq!(
+            arena.used.load(Ordering::SeqCst),
+            0,
+            "the engine left room in the arena in use"
+        );
     }
 }
 
@@ -247,7 +255,7 @@ enum Kind {
     Image,
 }
 
-/// What the simulated model gives a request that runs alone.
+/// The tokens that the simulated model gives a request that runs alone.
 fn alone(id: u64, kind: Kind, count: u32) -> Vec<i32> {
     let mut tokens = vec![id as i32 + 10; 9];
     if kind == Kind::Image {
@@ -273,7 +281,11 @@ fn whoever_has_no_payload_waits_for_nobody_s() {
     let ends = rig.follow(4);
     (2..6).for_each(|id| check(&ends, id, Kind::Text, 5));
     let stats = rig.handles[0].stats().scheduler;
-    assert_eq!((stats.running, stats.waiting), (1, 1), "one sees, the other has no turn yet");
+    assert_eq!(
+        (stats.running, stats.waiting),
+        (1, 1),
+        "the image request runs, the other one is held"
+    );
     rig.next().arrive();
     rig.next().arrive();
     let ends = rig.follow(2);
@@ -306,7 +318,8 @@ fn what_has_reached_a_hand_that_died_is_carried_to_the_next_one() {
     first.arrive();
     rig.control.kill();
     rig.control.release();
-    // The next hand needs both, and what comes too late for the first is none of its.
+    // The next worker needs both payloads. What arrives too late for the first worker does not
+    // count.
     let again = [rig.next(), rig.next()];
     second.arrive();
     rig.submit(2, Kind::Text, 5);
@@ -322,14 +335,17 @@ fn what_has_reached_a_hand_that_died_is_carried_to_the_next_one() {
 #[test]
 fn a_payload_of_one_member_is_waited_for_by_its_request_alone() {
     let rig = Rig::group(vec![quiet(), quiet()]);
-    // Two of the first member, whose payloads are late, and one of the second.
+    // Two requests of the first member, whose payloads are late, and one of the second.
     rig.submit(0, Kind::Embedded, 5);
     rig.submit(2, Kind::Image, 5);
     rig.submit(1, Kind::Text, 5);
     rig.control.release();
     check(&rig.follow(1), 1, Kind::Text, 5);
     let late = [rig.next(), rig.next()];
-    assert!(late.iter().all(|cargo| cargo.member == 0), "the second member needs none of it");
+    assert!(
+        late.iter().all(|cargo| cargo.member == 0),
+        "no payload is carried for the second member"
+    );
     late.into_iter().for_each(Cargo::arrive);
     let ends = rig.follow(2);
     check(&ends, 0, Kind::Embedded, 5);
@@ -344,7 +360,7 @@ fn everybody_ends_as_if_alone_while_hands_die_and_payloads_come_late() {
     }
 }
 
-/// Requests of all kinds at so many members, whose hands are killed now and then.
+/// Runs requests of all kinds at this many members, whose workers are killed now and then.
 fn end_as_if_alone(members: u64) {
     let seen = Arc::new(AtomicUsize::new(0));
     let hook = |_| -> Hook {
@@ -368,7 +384,7 @@ fn end_as_if_alone(members: u64) {
         let (cargo, outputs) = (&rig.cargo, &rig.outputs);
         let (sender, moved) = channel();
         let over = &over;
-        // The newest of what is there arrives first.
+        // Of the payloads on their way, the newest arrives first.
         let mut waiting: Vec<Cargo> = Vec::new();
         let carrier = move || {
             let moved: Receiver<Cargo> = moved;
@@ -383,7 +399,7 @@ fn end_as_if_alone(members: u64) {
         scope.spawn(carrier);
         let (mut stories, mut ended) = (HashMap::<u64, Story>::new(), 0);
         while ended < 48 {
-            cargo.try_iter().for_each(|one| sender.send(one).expect("it is carried"));
+            cargo.try_iter().for_each(|one| sender.send(one).expect("the channel is open"));
             ended += tell(&mut stories, outputs.try_iter().flatten().collect()).len();
             yield_now();
         }

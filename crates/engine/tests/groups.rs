@@ -21,18 +21,18 @@ use proptest::test_runner::TestRunner;
 
 const PAGES: u32 = 60;
 const PAGE_SIZE: u32 = 4;
-/// Pages of the host's tier of each member, where there is one.
+/// Pages of each member's host tier, if it has one.
 const HOST_PAGES: u32 = 150;
 
-/// The steps of each rank, by the group's lives.
+/// The steps of each rank, since each start of the group.
 type Lives = Arc<Mutex<Vec<Vec<Vec<u64>>>>>;
 
-/// Notes what each rank is given and answers.
+/// Records the plans and results of each rank.
 struct Watched {
     inner: SimExecutor,
     ranks: usize,
     given: Lives,
-    /// Steps that were answered, of this life.
+    /// The last step that was answered since the start.
     answered: u64,
 }
 
@@ -43,19 +43,19 @@ impl Executor for Watched {
     }
 
     fn submit(&mut self, plans: &[StepPlan]) {
-        assert_eq!(plans.len(), self.ranks, "a plan for each rank");
+        assert_eq!(plans.len(), self.ranks, "each rank gets a plan");
         let computes = plans.iter().any(|plan| plan.rows().len() > 0);
         let waits = plans.iter().any(|plan| plan.wait_us() > 0);
-        assert!(!(computes && waits), "tokens would wait for copies");
+        assert!(!(computes && waits), "a step with rows waits for copies");
         let works = |plan: &StepPlan| plan.writes_tables() || plan.copies().len() > 0;
         let works = computes || waits || plans.iter().any(works);
-        assert!(works, "a step in which nobody has anything to do");
+        assert!(works, "a step without work for any rank");
         let tokens = |plan: &StepPlan| plan.rows().map(|row| row.length as i32).sum::<i32>();
         let tokens: Vec<i32> = plans.iter().map(tokens).collect();
         let mut lives = self.given.lock();
         for (rank, plan) in plans.iter().enumerate() {
-            assert_eq!(plan.group(), tokens, "rank {rank} knows the tokens of all");
-            lives.last_mut().expect("a life")[rank].push(plan.step());
+            assert_eq!(plan.group(), tokens, "rank {rank} has wrong token counts of the group");
+            lives.last_mut().expect("the group was started")[rank].push(plan.step());
         }
         drop(lives);
         self.inner.submit(plans);
@@ -74,7 +74,7 @@ impl Executor for Watched {
             let lives = self.given.lock();
             let given =
                 lives.last().and_then(|ranks| ranks[0].iter().find(|&&s| s > self.answered));
-            assert_eq!(given, Some(&step), "in order");
+            assert_eq!(given, Some(&step), "results are out of order");
             drop(lives);
             self.answered = step;
         }
@@ -90,17 +90,16 @@ impl Executor for Watched {
     }
 }
 
-/// How many outputs and ends there have been.
+/// The outputs and ends of requests so far.
 #[derive(Debug, Clone, Copy, Default)]
 struct Seen {
     outputs: u64,
     ends: u64,
 }
 
-/// Runs on the engine thread after each batch.
+/// A function that runs on the engine thread after each batch of outputs.
 type Hook = Box<dyn FnMut(&Rig, Seen) + Send>;
-/// The hook of all members, the counts that it is told, and the member that gave each request's
-/// tokens.
+/// The hook of all members, the counts for it, and the member that gave each request's tokens.
 #[derive(Default)]
 struct Watch {
     seen: Seen,
@@ -119,7 +118,7 @@ impl Watch {
     }
 }
 
-/// The members, for hooks.
+/// The handles of the members, for hooks.
 #[derive(Clone)]
 struct Rig {
     handles: Vec<EngineHandle>,
@@ -162,7 +161,8 @@ impl Group {
             clock: clock.clone(),
             timing: Timing {
                 model,
-                // A page takes 50 us to save, and 10 us to restore: half of the time to compute it.
+                // A page takes 50 us to save, and 10 us to restore: half of the time to compute the
+                // page.
                 copy: CopyModel {
                     save_gbps: Some(0.02),
                     restore_gbps: Some(0.1),
@@ -196,17 +196,16 @@ impl Group {
         Self { whole: whole.held(), rig, given, watch }
     }
 
-    /// Lets time go on until `count` requests have ended.
+    /// Runs virtual time until `count` requests have ended.
     fn follow(&self, count: usize) -> HashMap<u64, Story> {
         self.whole.follow(count)
     }
 
-    /// Checks that the ranks have been given the same steps, one after the other, and that the
-    /// books balance.
+    /// Checks that all ranks got the same steps without gaps, and that no request or page is left.
     fn check(&self) {
         self.rig.control.release();
         for (member, handle) in self.rig.handles.iter().enumerate() {
-            // Whatever is still in flight retires.
+            // Wait until steps in flight are answered and copies have ended.
             let is_busy = || {
                 let stats = handle.stats().scheduler;
                 stats.pages_held > 0 || stats.host.copies_outstanding > 0
@@ -219,7 +218,7 @@ impl Group {
             self.flush(member);
             let stats = handle.stats().scheduler;
             assert_eq!((stats.running, stats.waiting), (0, 0), "member {member}");
-            // When nothing happens for a while, the engine checks its books: a fault ends it.
+            // An idle engine checks its accounts after a while, and fails if they are wrong.
             while handle.now_us() < before + 100_000 {
                 assert!(!matches!(handle.status(), Status::Failed(_)), "{:?}", handle.status());
                 std::thread::yield_now();
@@ -232,13 +231,13 @@ impl Group {
             let first = &ranks[0];
             assert!(ranks.iter().all(|steps| steps == first), "ranks differ");
             for &step in first {
-                assert_eq!(step, last + 1, "a step is missing at every rank");
+                assert_eq!(step, last + 1, "a step number is missing");
                 last = step;
             }
         }
     }
 
-    /// Empties a member's prefix cache, in which nobody uses anything.
+    /// Empties a member's prefix cache, whose blocks no request uses.
     fn flush(&self, member: usize) {
         let (sender, flushed) = channel();
         self.rig.handles[member].flush_cache(Box::new(move |done| {
@@ -258,7 +257,7 @@ impl Rig {
     }
 }
 
-/// Prompts of many lengths, some with a common beginning.
+/// Prompts of different lengths, some with a common beginning.
 fn prompt(id: u64) -> Vec<i32> {
     testing::prompt(id, 20)
 }
@@ -308,7 +307,7 @@ fn a_rank_s_death_is_that_of_all_and_nobody_notices() {
             assert_eq!(story.tokens, alone(prompt(id), length(id)), "request {id}");
         }
         for handle in &group.rig.handles {
-            assert_eq!(handle.stats().hand.deaths, 3, "their deaths coincide");
+            assert_eq!(handle.stats().hand.deaths, 3, "all members count the same deaths");
         }
         group.check();
     }
@@ -316,12 +315,12 @@ fn a_rank_s_death_is_that_of_all_and_nobody_notices() {
 
 #[test]
 fn who_kills_a_rank_is_found_and_the_others_of_all_members_live() {
-    /// Nothing that a request says.
+    /// A token that no request generates.
     const POISON: i32 = 5000;
     let group = Group::start(4, config(), 3, None);
     group.rig.control.poison(POISON);
     for id in 0..40 {
-        // One each of two members.
+        // Two of the members have one such request each.
         let tokens = if id == 6 || id == 15 { vec![1, POISON] } else { prompt(id % 20) };
         let member = id as usize % 4;
         group.rig.handles[member].submit(request(id, tokens, length(id))).expect("room");
@@ -347,7 +346,8 @@ fn tiered(lookahead: u32) -> EngineConfig {
 fn each_member_has_a_host_tier_of_its_own() {
     for lookahead in [0, 1] {
         let group = Group::start(3, tiered(lookahead), 6, None);
-        // Nine prompts of each, of 11 blocks: the device holds four of them, and the host all.
+        // Nine prompts of each member, of 11 blocks each: the device holds four prompts, the host
+        // all.
         let long = |id: u64| -> Vec<i32> {
             (0..46).map(|at| (at * 7 + id as i32 * 131) % VOCAB as i32).collect()
         };
@@ -355,7 +355,7 @@ fn each_member_has_a_host_tier_of_its_own() {
             for id in 0..27 {
                 let (id, member) = (turn * 27 + id, id as usize % 3);
                 group.rig.handles[member].submit(request(id, long(id % 27), 5)).expect("room");
-                // One of each member at a time.
+                // One request of each member at a time.
                 if id % 3 == 2 {
                     let stories = group.follow(3);
                     for (&id, story) in &stories {
@@ -389,10 +389,10 @@ fn copies_of_one_member_that_never_end_cost_all_only_time() {
         assert_eq!(story.tokens, alone(prompt(id), length(id)), "request {id}");
     }
     group.check();
-    assert!(group.lives() > 1, "the watchdog has ended a hand");
+    assert!(group.lives() > 1, "the watchdog has ended the group");
 }
 
-/// Allows even tokens.
+/// A constraint that allows even tokens only.
 #[derive(Debug)]
 struct Even;
 
@@ -443,7 +443,7 @@ fn a_stop_at_one_member_ends_all() {
     assert!(stories.values().all(|story| story.end == Some(FinishReason::Abort)));
 }
 
-/// Something that happens when so many outputs have come.
+/// An event that happens after a given number of outputs.
 #[derive(Debug, Clone)]
 enum Event {
     Arrive { member: usize, max_tokens: u32 },
@@ -463,7 +463,7 @@ fn events(members: usize) -> impl Strategy<Value = Vec<(u64, Event)>> {
     let event = prop_oneof![
         30 => (0..members, 1_u32..60)
             .prop_map(|(member, max_tokens)| Event::Arrive { member, max_tokens }),
-        // Of one member only: the others idle.
+        // A request for the first member only: the others idle.
         10 => (1_u32..60).prop_map(|max_tokens| Event::Arrive { member: 0, max_tokens }),
         8 => (0_u64..200).prop_map(|which| Event::Abort { which }),
         1 => (0..members).prop_map(|rank| Event::Kill { rank }),
@@ -477,7 +477,7 @@ fn members() -> impl Strategy<Value = usize> {
     prop_oneof![4 => 2_usize..5, 4 => Just(4_usize), 3 => Just(16_usize), 1 => 17_usize..65]
 }
 
-/// Lets arrivals, aborts and deaths happen; gives how many steps there were.
+/// Runs the events; returns the number of steps.
 fn run(members: usize, config: EngineConfig, seed: u64, events: Vec<(u64, Event)>) -> u64 {
     let arrival = |(_, event): &(u64, Event)| match event {
         Event::Arrive { member, max_tokens } => Some((*member, *max_tokens)),
@@ -488,7 +488,7 @@ fn run(members: usize, config: EngineConfig, seed: u64, events: Vec<(u64, Event)
     let (mut next, mut due_at) = (0_usize, 0_u64);
     let (mut queue, homes) = (VecDeque::from(events), arrivals.clone());
     let hook: Hook = Box::new(move |rig, seen| {
-        // Where nothing is alive, nothing else would bring the next event.
+        // When all requests have ended there are no more outputs, so the next event comes at once.
         while let Some((after, _)) = queue.front()
             && (seen.outputs >= due_at + after || seen.ends == next as u64 + 1)
         {
@@ -512,7 +512,7 @@ fn run(members: usize, config: EngineConfig, seed: u64, events: Vec<(u64, Event)
     });
     let config = EngineConfig { hand_restarts: 1000, ..config };
     let group = Group::start(members as u32, config, seed, Some(hook));
-    // What it says begins the rest.
+    // The outputs of this request start the first events.
     group.rig.handles[0].submit(request(u64::MAX, vec![1], 1)).expect("room");
     let stories = group.follow(arrivals.len() + 1);
     for (id, &(member, max_tokens)) in (0..).zip(&arrivals) {
@@ -521,7 +521,7 @@ fn run(members: usize, config: EngineConfig, seed: u64, events: Vec<(u64, Event)
         match &story.end {
             Some(FinishReason::Length) => assert_eq!(story.tokens, whole, "request {id}"),
             Some(FinishReason::Abort) => {}
-            // Who is tried alone when somebody else kills the hand again looks guilty.
+            // An innocent request may be poisoned if the worker is killed again during its trial.
             Some(FinishReason::Error(RequestError::Poisoned)) if deaths > 1 => {}
             other => panic!("request {id} ended with {other:?}"),
         }
@@ -536,7 +536,7 @@ fn run(members: usize, config: EngineConfig, seed: u64, events: Vec<(u64, Event)
     lives.iter().map(|ranks| ranks[0].len() as u64).sum()
 }
 
-/// `FOREBAY_GROUP_CASES` asks for more of them.
+/// `FOREBAY_GROUP_CASES` sets the number of cases.
 #[test]
 fn ranks_execute_the_same_steps_whatever_happens() {
     let cases = std::env::var("FOREBAY_GROUP_CASES").map_or(24, |count| count.parse().unwrap());

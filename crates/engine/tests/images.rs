@@ -1,5 +1,5 @@
-//! Images on the engine thread: who is asked for patches and when, and that their room always comes
-//! back.
+//! Images on the engine thread: when patches are asked for, and that their room is freed in every
+//! case.
 
 use std::collections::HashMap;
 use std::io;
@@ -17,17 +17,17 @@ use forebay_sim::testing::{self, RigParts, VOCAB, text, wholes};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, SimTower, Timing};
 
 const PAD: i32 = 5;
-/// What follows an image.
+/// The text after an image.
 const TAIL: [i32; 6] = [7; 6];
 const GRID: Grid = Grid { rows: 5, columns: 7 };
 
-/// What images have in the arena, and what was asked for.
+/// The room that images have in the arena, and the images that were asked for.
 #[derive(Debug, Default)]
 struct Arena {
     used: AtomicUsize,
     next: AtomicU32,
     asked: Mutex<Vec<ImageId>>,
-    /// Placements that nobody has seen to yet.
+    /// Placements that the test has not answered yet.
     waiting: Mutex<Vec<Placement>>,
 }
 
@@ -59,7 +59,7 @@ impl Arena {
     }
 }
 
-/// What becomes of a picture.
+/// How the test answers the placement of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Fine,
@@ -160,14 +160,14 @@ impl Rig {
         self.arena.asked.lock().expect("fine").len()
     }
 
-    /// Nothing is left in the arena once the engine has ended.
+    /// Checks that the arena is empty once the engine has ended.
     fn end(self) {
         self.rig.end();
-        assert_eq!(self.arena.used.load(Ordering::SeqCst), 0, "patches that nobody reads");
+        assert_eq!(self.arena.used.load(Ordering::SeqCst), 0, "patches of ended requests are left");
     }
 }
 
-/// What the simulated model gives a request that runs alone.
+/// The tokens that the simulated model gives a request that runs alone.
 fn alone(id: u64, images: usize) -> Vec<i32> {
     let mut tokens = vec![id as i32 + 10; 3];
     for _ in 0..images {
@@ -188,7 +188,7 @@ fn each_image_is_asked_for_once_and_goes_through_the_tower_once() {
         for (id, (tokens, finish)) in rig.follow(12) {
             assert_eq!((tokens, finish), (alone(id, 2), FinishReason::Length), "request {id}");
         }
-        assert_eq!(rig.asked(), 4, "three images, and one that all have");
+        assert_eq!(rig.asked(), 4, "three images, and one that all requests share");
         let stats = rig.handle.stats().scheduler.images;
         assert_eq!((stats.encoded, stats.wanted, stats.waiting), (4, 4, 0));
         assert_eq!(stats.position_layers, 4 * 6 * u64::from(GRID.positions()));
@@ -202,9 +202,9 @@ fn a_second_turn_asks_for_nothing() {
     rig.submit(1, &[(1, Fate::Fine)]);
     rig.follow(1);
     rig.control.hold();
-    // The same prompt: its last position alone is computed, behind the image.
+    // The same prompt: only its last position, after the image, is computed.
     rig.submit(1, &[(1, Fate::Fine)]);
-    // Another beginning: the image is on its pages.
+    // A prompt with another beginning: the image is still in image pages.
     rig.submit(2, &[(1, Fate::Fine)]);
     rig.follow(2);
     let stats = rig.handle.stats().scheduler.images;

@@ -1,4 +1,4 @@
-//! Pauses, and hands that start again with other weights: in virtual time.
+//! Pauses, and reloads of weights, in virtual time.
 
 use std::collections::HashMap;
 use std::sync::mpsc::{Receiver, channel};
@@ -14,7 +14,7 @@ use serde_json::json;
 const COUNT: u64 = 9;
 const TOKENS: u32 = 60;
 const COMMON: i32 = 40;
-/// The number of tokens after which time stops.
+/// Number of tokens after which time stops.
 const BEGUN: usize = 20;
 
 fn start(host_pages: u32) -> Rig {
@@ -44,7 +44,7 @@ fn start(host_pages: u32) -> Rig {
         text: text(),
         ..SimConfig::default()
     };
-    // Time stops where requests have come half of their way.
+    // Time stops when the requests have half of their tokens.
     let (mut tokens, mut is_done) = (0, false);
     let hook = move |control: &SimControl, outputs: &[Output]| {
         let own = |output: &&Output| output.token.is_some() && output.id.0 < COUNT;
@@ -56,7 +56,7 @@ fn start(host_pages: u32) -> Rig {
     Rig::start(config, sim, RigParts { hooks: vec![Box::new(hook)], ..RigParts::default() }).held()
 }
 
-/// Submits requests, and lets time go on until some of them have tokens. Then it stands still.
+/// Submits requests, runs time until some of them have tokens, and stops it.
 fn begin(rig: &Rig) -> Vec<Output> {
     for id in 0..COUNT {
         rig.handle.submit(request(id, prompt(id, COMMON), TOKENS)).expect("room");
@@ -94,7 +94,7 @@ fn ask_for(rig: &Rig, id: u64) -> Receiver<Result<(), String>> {
     reloaded
 }
 
-/// The tokens and ends of requests, from `before` and from the outputs until all have ended.
+/// Tokens and ends of requests, from `before` and from all later outputs.
 fn rest(rig: &Rig, before: Vec<Output>, count: usize) -> HashMap<u64, (Vec<i32>, FinishReason)> {
     let mut stories = HashMap::new();
     let mut ended = forebay_sim::testing::tell(&mut stories, before).len();
@@ -122,7 +122,7 @@ fn a_pause_that_keeps_requests_changes_nothing_but_the_time() {
         before.extend(rig.outputs.try_iter().flatten());
         let (sender, flushed) = channel();
         rig.handle.flush_cache(Box::new(move |all| sender.send(all).expect("the test waits")));
-        // Those that stay where they are keep their pages.
+        // With `Keep`, requests keep their pages, so the cache cannot be flushed.
         assert_eq!(flushed.recv_timeout(PATIENCE), Ok(mode == PauseMode::Retract));
         let used = rig.handle.stats().scheduler.running;
         assert_eq!(used == 0, mode == PauseMode::Retract, "{used} run");
@@ -143,8 +143,12 @@ fn a_pause_waits_for_those_that_are_there_and_holds_others_back() {
     rig.control.release();
     let told = rest(&rig, before, COUNT as usize + 1);
     check_all(&told);
-    assert_eq!(told[&(COUNT + 1)], (Vec::new(), FinishReason::Abort), "it can be aborted");
-    assert_eq!(paused.recv_timeout(PATIENCE), Ok(1), "the one that is held back");
+    assert_eq!(
+        told[&(COUNT + 1)],
+        (Vec::new(), FinishReason::Abort),
+        "a held request can be aborted"
+    );
+    assert_eq!(paused.recv_timeout(PATIENCE), Ok(1), "one request is held back");
     rig.handle.resume();
     let told = rest(&rig, Vec::new(), 1);
     assert_eq!(told[&COUNT], (alone(vec![1, 2, 3], 5), FinishReason::Length));
@@ -166,7 +170,7 @@ fn a_pause_that_aborts_lets_later_requests_wait() {
 #[test]
 fn requests_go_on_with_other_weights_and_find_nothing_of_the_old() {
     let rig = start(400);
-    // Their blocks are on the host too.
+    // Put the blocks of the prompt on the host too.
     rig.handle.submit(request(100, prompt(0, COMMON), 1)).expect("room");
     let _ = rig.follow(1);
     rig.control.hold();
@@ -175,13 +179,13 @@ fn requests_go_on_with_other_weights_and_find_nothing_of_the_old() {
         let admissions = outputs.iter().filter_map(|output| output.admission);
         admissions.map(|admission| admission.cached_tokens).max().unwrap_or_default()
     };
-    assert!(cached(&before) >= 40, "blocks are found again");
+    assert!(cached(&before) >= 40, "the prompt's blocks are found");
     assert_eq!(reload(&rig, 1).recv_timeout(PATIENCE), Ok(Ok(())));
     check_all(&rest(&rig, before, COUNT as usize));
     let stats = rig.handle.stats();
-    assert_eq!(stats.hand.deaths, 0, "nothing died");
+    assert_eq!(stats.hand.deaths, 0, "the worker did not die");
     rig.handle.flush_cache(Box::new(|_| {}));
-    // Each reload forgets the blocks of the last weights, also where no hand is there to ask.
+    // Each reload forgets the blocks of the old weights, even if no worker is running.
     rig.handle.submit(request(101, prompt(0, COMMON), 1)).expect("room");
     rest(&rig, Vec::new(), 1);
     assert_eq!(reload(&rig, 2).recv_timeout(PATIENCE), Ok(Ok(())));
@@ -199,11 +203,14 @@ fn weights_that_cannot_be_loaded_leave_the_last_ones() {
     let second = reload(&rig, 2);
     let reason = failed.recv_timeout(PATIENCE).expect("an answer").unwrap_err();
     assert!(reason.contains("start refused"), "{reason}");
-    assert!(second.recv_timeout(PATIENCE).expect("an answer").is_err(), "one at a time");
+    assert!(
+        second.recv_timeout(PATIENCE).expect("an answer").is_err(),
+        "only one reload may run at a time"
+    );
     check_all(&rest(&rig, before, COUNT as usize));
     rig.settled(|status| *status == Status::Ready);
     assert_eq!(reload(&rig, 3).recv_timeout(PATIENCE), Ok(Ok(())));
-    // A member of a step group that comes late with the same order.
+    // A late member of a step group sends the same reload.
     assert_eq!(reload(&rig, 3).recv_timeout(PATIENCE), Ok(Ok(())));
 }
 

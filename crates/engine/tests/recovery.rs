@@ -1,5 +1,4 @@
-//! Hands that do not come up, requests that bring them down, and requests that wait: in virtual
-//! time.
+//! Workers that do not start, requests that kill them, and requests that wait, in virtual time.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,7 +15,7 @@ use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimText, Timing}
 const POISON: i32 = 777;
 const SECOND: u64 = 1_000_000;
 
-/// Other replicas that never take anything, and serve as long as they are told to.
+/// Other replicas that never take a request. They serve while the flag is set.
 struct Others(Arc<AtomicBool>);
 
 impl Peers for Others {
@@ -85,7 +84,7 @@ fn broken(
     Rig::start(config, sim, RigParts { peers, breaking, ..RigParts::default() })
 }
 
-/// Lets time go on until `count` requests have ended, each once; tokens and end of each.
+/// Runs time until `count` requests have ended, each once; returns tokens and end of each.
 fn follow(rig: &Rig, count: usize) -> HashMap<u64, (usize, FinishReason)> {
     let wholes = wholes(rig.follow(count)).into_iter();
     wholes.map(|(id, (tokens, end))| (id, (tokens.len(), end))).collect()
@@ -110,7 +109,10 @@ fn however_many_requests_kill_the_hand_it_is_never_given_up() {
         }
     }
     rig.settled(|status| *status == Status::Ready);
-    assert!(rig.handle.stats().hand.deaths >= 31, "each but the first in a batch of its own");
+    assert!(
+        rig.handle.stats().hand.deaths >= 31,
+        "each suspect but the first dies in a step of its own"
+    );
 }
 
 #[test]
@@ -121,7 +123,7 @@ fn a_hand_that_hangs_while_it_comes_back_is_started_again() {
     rig.control.kill();
     assert_eq!(follow(&rig, 1)[&0], (50, FinishReason::Length));
     assert_eq!(rig.handle.stats().hand.deaths, 2);
-    assert!(rig.clock.now_us() >= 20 * SECOND, "it had its time");
+    assert!(rig.clock.now_us() >= 20 * SECOND, "the worker's start was not waited for");
 }
 
 #[test]
@@ -166,7 +168,7 @@ fn a_hand_that_was_given_up_is_tried_again_as_long_as_another_serves() {
             rig.handle.submit(request(0, vec![1, 2], 5)).expect("room");
             rig.control.fail_starts(4);
             rig.control.kill();
-            // It waits here, because the others that live are not up either.
+            // The request waits at this replica, because the other live replicas are not up either.
             assert_eq!(follow(&rig, 1)[&0], (5, FinishReason::Length));
         }
         rig.settled(|status| *status == Status::Ready);
@@ -176,7 +178,7 @@ fn a_hand_that_was_given_up_is_tried_again_as_long_as_another_serves() {
         rig.control.fail_starts(1000);
         rig.control.kill();
         rig.control.release();
-        rig.exit.recv_timeout(PATIENCE).expect("now that nobody else serves, it is final");
+        rig.exit.recv_timeout(PATIENCE).expect("the engine ends once no other replica serves");
         assert_eq!(rig.handle.status(), Status::Failed("start refused".into()));
     }
 }
@@ -196,16 +198,16 @@ fn who_waits_too_long_is_told_once_and_the_others_are_served() {
     assert_eq!(
         ends[&2],
         (50, FinishReason::Length),
-        "admitted in time, and then it may take longer"
+        "a request that is admitted in time may take longer"
     );
     let (tokens, finish) = &ends[&3];
     let FinishReason::Error(RequestError::QueueTimeout { seconds: 1, retry_after }) = finish else {
         panic!("{finish:?}")
     };
-    assert_eq!((*tokens, *retry_after), (0, 1), "nobody waits any more");
+    assert_eq!((*tokens, *retry_after), (0, 1), "no request waits any more");
     rig.control.hold();
     for id in 4..64 + 4 {
-        rig.handle.submit(request(id, vec![1], 1)).expect("its place was given back");
+        rig.handle.submit(request(id, vec![1], 1)).expect("the place in the queue was given back");
     }
     rig.control.release();
     follow(&rig, 64);
@@ -220,12 +222,12 @@ fn a_full_queue_has_room_for_other_clients_and_for_probes() {
             Ok(()) => crowd += 1,
             Err(error) => break error,
         }
-        assert!(crowd < 1000, "nobody was refused");
+        assert!(crowd < 1000, "no request was refused");
     };
     assert!(matches!(refused, SubmitError::QueueFull { limit: 64, .. }), "{refused:?}");
     let mut other = request(1000, vec![1], 2);
     other.request.client = 2;
-    rig.handle.submit(other).expect("one client has filled the queue, not this one");
+    rig.handle.submit(other).expect("another client has filled the queue, not this one");
     let mut probe = request(1001, vec![1], 1);
     probe.request.probe = true;
     rig.handle.submit(probe).expect("there is always room for a probe");
@@ -235,8 +237,8 @@ fn a_full_queue_has_room_for_other_clients_and_for_probes() {
         let outputs = rig.outputs.recv_timeout(PATIENCE).expect("outputs");
         order.extend(outputs.iter().filter(|o| o.finish.is_some()).map(|o| o.id.0));
     }
-    assert_eq!(order[0], 1001, "before the one that was running");
-    let turn = order.iter().position(|&id| id == 1000).expect("it ended");
+    assert_eq!(order[0], 1001, "the probe ends before the running request");
+    let turn = order.iter().position(|&id| id == 1000).expect("the request ended");
     assert!(turn < 4, "its turn came after {turn} others");
 }
 
@@ -249,7 +251,7 @@ fn what_no_plan_can_carry_is_refused_at_the_door() {
     assert!(words > limit && limit < 1 << 26);
 }
 
-/// Submits so many requests of the largest length, and lets memory run out in hands with more than
+/// Submits this many requests of the largest length. Memory runs out in workers with more than
 /// `enough` pages.
 fn starved(rig: &Rig, enough: u32, count: u64) -> HashMap<u64, (usize, FinishReason)> {
     rig.control.starve(enough);

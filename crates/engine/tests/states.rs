@@ -1,4 +1,4 @@
-//! A replica whose model has recurrent layers, on a simulated hand that refuses rows without the
+//! A replica whose model has recurrent layers, on a simulated worker that refuses rows without the
 //! state before them.
 
 use std::time::Duration;
@@ -42,10 +42,10 @@ fn rig_with_host(config: EngineConfig, state_pages: u32, host_state_pages: u32) 
     rig
 }
 
-/// A request alone: its tokens, and those of its prompt that came from a kept state.
+/// Runs a request alone; returns its tokens, and how many of its prompt a kept state covered.
 fn ask(rig: &testing::Rig, id: u64, prompt: &[i32], max_tokens: u32) -> (Vec<i32>, u32) {
     rig.handle.submit(request(id, prompt.to_vec(), max_tokens)).expect("room");
-    let story = rig.collect(1).remove(&id).expect("its story");
+    let story = rig.collect(1).remove(&id).expect("the request has outputs");
     assert_eq!(story.end, Some(FinishReason::Length));
     assert_eq!(story.tokens, alone(prompt.to_vec(), max_tokens), "request {id}");
     (story.tokens, story.cached_tokens)
@@ -70,7 +70,7 @@ fn a_conversation_goes_on_from_kept_states_and_dies_with_the_hand() {
         let stats = rig.handle.stats().scheduler.states;
         assert_eq!((stats.pages, stats.pages_held, stats.loads), (16, 0, 9));
         assert!(stats.hit_tokens > 0 && stats.query_tokens > stats.hit_tokens, "{stats:?}");
-        // The next hand has none of them.
+        // The next worker has no kept states.
         rig.control.kill();
         while rig.handle.stats().hand.deaths == 0 {
             std::thread::yield_now();
@@ -98,13 +98,13 @@ fn states_come_back_from_the_host_also_after_a_death() {
         let rig = rig_with_host(config, 3, 40);
         let first = prompt(60);
         ask(&rig, 0, &first, 5);
-        // Other prompts take all state pages.
+        // Other prompts evict all state pages.
         for (id, length) in (1..).zip([90, 120, 150, 180]) {
             ask(&rig, id, &prompt(length)[length as usize - 59..], 5);
         }
         let before = rig.handle.stats().scheduler;
         assert!(before.states.copied >= 5 && before.states.restored == 0, "{before:?}");
-        assert_eq!(ask(&rig, 8, &first, 5).1, 56, "it was on the host");
+        assert_eq!(ask(&rig, 8, &first, 5).1, 56, "the state comes from the host");
         let after = rig.handle.stats();
         assert!(after.scheduler.states.restored >= 1);
         assert_eq!(after.hand.restored_bytes, 1000 * after.scheduler.states.restored);
@@ -113,7 +113,7 @@ fn states_come_back_from_the_host_also_after_a_death() {
             std::thread::yield_now();
         }
         rig.settled(|status| *status == Status::Ready);
-        assert_eq!(ask(&rig, 9, &first, 5).1, 56, "the host has blocks and state");
+        assert_eq!(ask(&rig, 9, &first, 5).1, 56, "blocks and state come from the host");
         let last = rig.handle.stats().scheduler;
         assert!(last.host.blocks_restored >= 14, "{last:?}");
         assert_eq!(last.states.missed_tokens, before.states.missed_tokens);
@@ -127,7 +127,7 @@ fn a_host_tier_without_state_pages_has_blocks_alone() {
     let first = prompt(60);
     ask(&rig, 0, &first, 5);
     assert_eq!(ask(&rig, 1, &first, 5).1, 56);
-    // Other prompts take all state pages. The blocks of the first are still there.
+    // Other prompts evict all state pages. The blocks of the first prompt are still cached.
     ask(&rig, 2, &prompt(90)[31..], 5);
     ask(&rig, 3, &prompt(120)[62..], 5);
     assert_eq!(ask(&rig, 4, &first, 5).1, 0);

@@ -1,5 +1,4 @@
-//! A replica with a tier of host memory, on a simulated hand whose copies take time, fail, or never
-//! end.
+//! A replica with a host tier, on a simulated worker whose copies take time, fail, or never end.
 
 use std::collections::HashMap;
 use std::ops::Deref;
@@ -13,7 +12,7 @@ use forebay_sim::testing::{self, Hook, RigParts, Story, VOCAB, alone, request, t
 use forebay_sim::{CopyModel, DeviceModel, PageBytes, SimClock, SimConfig, Timing};
 
 const PAGE: u32 = 4;
-/// Pages of the device: two prompts of these tests, and a little.
+/// Pages of the device: enough for two prompts of these tests, and some more.
 const PAGES: u32 = 40;
 
 struct Rig(testing::Rig);
@@ -26,7 +25,7 @@ impl Deref for Rig {
     }
 }
 
-/// Kills the hand after so many tokens, once.
+/// Kills the worker once, after this many tokens.
 fn killing(mut left: Option<usize>) -> Hook {
     Box::new(move |control, outputs| {
         if let Some(tokens) = &mut left {
@@ -99,7 +98,7 @@ impl Rig {
         rig
     }
 
-    /// Waits for something that time brings; no assertion hangs on how long it takes.
+    /// Waits for a condition that time brings about. No assertion depends on how long it takes.
     fn until(&self, wanted: impl Fn(&Self) -> bool) {
         while !wanted(self) {
             std::thread::yield_now();
@@ -110,7 +109,7 @@ impl Rig {
         self.handle.submit(request(id, prompt, max_tokens)).expect("there is room");
     }
 
-    /// Tokens found in a tier, and tokens, of each request, once `count` have ended.
+    /// Tokens found in a tier, and generated tokens, of each request, once `count` have ended.
     fn follow(&self, count: usize) -> HashMap<u64, (u32, Vec<i32>)> {
         let told = |(id, story): (u64, Story)| {
             assert!(matches!(story.end, Some(FinishReason::Length | FinishReason::Abort)));
@@ -119,7 +118,7 @@ impl Rig {
         self.collect(count).into_iter().map(told).collect()
     }
 
-    /// One request after the other, each until it has ended.
+    /// Runs one request after the other.
     fn turns(&self, ids: std::ops::Range<u64>) -> HashMap<u64, (u32, Vec<i32>)> {
         let mut all = HashMap::new();
         for id in ids {
@@ -129,7 +128,7 @@ impl Rig {
         all
     }
 
-    /// Requests that come in the same moment, and give 60 tokens each.
+    /// Requests that arrive at the same moment and give 60 tokens each.
     fn at_once(
         &self,
         count: u64,
@@ -143,14 +142,14 @@ impl Rig {
         self.follow(count as usize)
     }
 
-    /// Waits until nothing is copied any more.
+    /// Waits until no copy is under way.
     fn settle(&self) -> Stats {
         self.until(|rig| rig.handle.stats().scheduler.host.copies_outstanding == 0);
         self.handle.stats()
     }
 }
 
-/// Three prompts of 15 blocks and two tokens each, of which the device holds two at most.
+/// One of three prompts of 15 blocks and two tokens. The device holds at most two of them.
 fn prompt(who: u64) -> Vec<i32> {
     (0..62).map(|at| (who as i32 * 131 + at * 7) % VOCAB as i32).collect()
 }
@@ -167,7 +166,8 @@ fn turns_are_restored_and_give_the_same_tokens_under_every_policy() {
         let policies = [
             (None, 0),
             (Some(SavePolicy::WriteThrough), 6),
-            // Only what was left of a prompt on the device is ever used twice, and so saved.
+            // This policy saves blocks at their second use, and only blocks still on the device are
+            // used again.
             (Some(SavePolicy::WriteThroughSelective), 0),
             (Some(SavePolicy::WriteBack), 6),
         ];
@@ -192,7 +192,7 @@ fn what_takes_longer_to_restore_than_to_compute_is_computed() {
     assert_exact(&stories);
     let stats = rig.settle().scheduler.host;
     assert!(stats.restores_declined > 0, "{stats:?}");
-    assert!(stats.restores_chosen < 4, "once or so, to find out: {stats:?}");
+    assert!(stats.restores_chosen < 4, "only a few restores are tried, to measure them: {stats:?}");
 }
 
 #[test]
@@ -213,8 +213,8 @@ fn copies_that_never_end_end_the_hand_and_nothing_is_lost() {
     assert_exact(&rig.turns(0..3));
     rig.settle();
     rig.control.hang_copies();
-    // Its blocks are on the host, and never come back: the watchdog ends the hand, and the next one
-    // restores them.
+    // The prompt's blocks are on the host, and the restores never end. The watchdog ends the
+    // worker, and the next one restores them.
     assert_exact(&rig.turns(3..6));
     let stats = rig.settle();
     assert!(stats.hand.deaths >= 1);
@@ -234,7 +234,7 @@ fn what_the_host_has_is_not_computed_again_after_a_death() {
         stats.scheduler.recomputed_tokens
     });
     assert!(computed[0] > 80);
-    assert!(computed[1] * 10 < computed[0], "{computed:?}: only what was not saved yet");
+    assert!(computed[1] * 10 < computed[0], "{computed:?}: only unsaved blocks are computed again");
 }
 
 #[test]
@@ -258,7 +258,7 @@ fn an_overload_computes_less_than_a_page_again_for_each_preemption() {
     let lost = [Preemption::Restore, Preemption::Recompute].map(|preemption| {
         let host = HostConfig { preemption, ..host(SavePolicy::WriteThrough) };
         let rig = Rig::start(Some(host), 1.0, 1);
-        // Six requests of 31 pages in the end, on a device of 40.
+        // Six requests that need 31 pages each in the end, on a device of 40.
         let stories = rig.at_once(6, prompt);
         for (id, (_, tokens)) in &stories {
             assert_eq!(tokens, &alone(prompt(*id), 60), "request {id}");
@@ -271,13 +271,13 @@ fn an_overload_computes_less_than_a_page_again_for_each_preemption() {
     assert!(lost[1] > lost[0], "{lost:?}");
 }
 
-/// A rig whose requests may be sparse, with two pages for the rows of each.
+/// A rig whose requests may be sparse, with two pages for the hot rows of each.
 fn sparse(lookahead: u32, kv_save: SaveUnit, kill_after: Option<usize>) -> Rig {
     let host = HostConfig { kv_save, ..host(SavePolicy::WriteThrough) };
     Rig::with(Some(host), 10.0, lookahead, SimClock::virtual_time(), kill_after, 2 * PAGE)
 }
 
-/// Six requests at once of 16 pages that become 31, on a device of 40.
+/// Six requests at once that grow from 16 to 31 pages, on a device of 40.
 fn crowd(rig: &Rig) -> HashMap<u64, (u32, Vec<i32>)> {
     rig.at_once(6, own_prompt)
 }
@@ -304,7 +304,7 @@ fn sparse_requests_give_the_same_tokens_and_none_is_preempted() {
         assert!(stats.sparse.pages_dropped > 80, "{stats:?}");
         assert_eq!((stats.preemptions, stats.pages_held, stats.sparse.requests), (0, 0, 0));
         let rows = stats.host.copies_outstanding;
-        assert_eq!((stats.sparse.waited_us, rows), (0, 0), "nothing waits for a save");
+        assert_eq!((stats.sparse.waited_us, rows), (0, 0), "no row waits for a save");
     }
 }
 
@@ -323,7 +323,7 @@ fn sparse_requests_survive_the_hand_and_failing_copies() {
 #[test]
 fn a_prompt_has_to_be_on_the_device_and_an_answer_has_not() {
     let rig = sparse(1, SaveUnit::Page, None);
-    let facts = rig.handle.facts().expect("it is ready");
+    let facts = rig.handle.facts().expect("the worker is ready");
     assert_eq!((facts.context_length, facts.prompt_length), (128, 128));
     assert_eq!(facts.hand.hot_row_tokens, 2 * PAGE);
 }

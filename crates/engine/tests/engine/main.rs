@@ -1,4 +1,4 @@
-//! The owner thread against a simulated hand in virtual time.
+//! The engine thread against a simulated worker in virtual time.
 
 mod payloads;
 mod requests;

@@ -1,4 +1,4 @@
-//! Payloads are there as long as a step may read them, and come back.
+//! A payload stays in the arena as long as a step may read it, and is freed then.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use forebay_sim::testing::{Hook, PATIENCE, alone, once, request};
 
 use crate::rig::{config, hooked, start};
 
-/// What lies in the arena, and tells when it is given back.
+/// A payload in the arena that reports when it is dropped.
 #[derive(Debug)]
 struct Lent {
     returned: Sender<()>,
@@ -32,12 +32,12 @@ impl Payload for Lent {
 impl Drop for Lent {
     fn drop(&mut self) {
         self.is_there.store(false, Ordering::SeqCst);
-        // The test may be over.
+        // The test may have ended.
         let _ = self.returned.send(());
     }
 }
 
-/// A request with embeddings, what comes when they are given back, and whether they are there.
+/// A request with embeddings, a channel that reports their drop, and whether they are in the arena.
 fn embedded(id: u64, max_tokens: u32) -> (EngineRequest, Receiver<()>, Arc<AtomicBool>) {
     let (returned, back) = channel();
     let is_there = Arc::new(AtomicBool::new(true));
@@ -55,7 +55,7 @@ fn a_payload_is_there_for_every_replay_and_given_back_at_the_end() {
     let hook: Hook = Box::new(move |control, outputs| {
         seen += outputs.len();
         if outputs.iter().all(|output| output.finish.is_none()) {
-            assert!(is_there.load(Ordering::SeqCst), "a replay could not read it");
+            assert!(is_there.load(Ordering::SeqCst), "a replay could not read the payload");
         }
         if seen % 20 == 10 {
             control.kill();
@@ -66,11 +66,11 @@ fn a_payload_is_there_for_every_replay_and_given_back_at_the_end() {
     let stories = rig.follow(1);
     assert_eq!(stories[&0].tokens, alone(vec![0; 40], 60));
     assert!(rig.handle.stats().hand.replayed >= 2);
-    back.recv_timeout(PATIENCE).expect("given back");
+    back.recv_timeout(PATIENCE).expect("the payload is dropped");
 }
 
-/// Ends a request while a step that reads its embeddings is in flight, lets `then` happen, and
-/// waits for them.
+/// Ends a request while a step that reads its embeddings is in flight. Calls `then`, and waits
+/// until the embeddings are dropped.
 fn ended_in_flight(then: impl FnOnce(&SimControl)) {
     let rig = hooked(config(), 500, once(SimControl::hold));
     let (request, back, _) = embedded(0, 60);
@@ -81,10 +81,14 @@ fn ended_in_flight(then: impl FnOnce(&SimControl)) {
     rig.handle.abort(RequestId(0));
     let last = rig.outputs.recv_timeout(PATIENCE).expect("outputs");
     assert_eq!(last[0].finish, Some(FinishReason::Abort));
-    assert_eq!(back.try_recv(), Err(TryRecvError::Empty), "a step in flight may still read it");
+    assert_eq!(
+        back.try_recv(),
+        Err(TryRecvError::Empty),
+        "a step in flight may still read the payload"
+    );
     then(&rig.control);
     rig.control.release();
-    back.recv_timeout(PATIENCE).expect("given back");
+    back.recv_timeout(PATIENCE).expect("the payload is dropped");
 }
 
 #[test]
@@ -104,9 +108,9 @@ fn a_payload_of_a_request_that_is_not_served_is_given_back() {
     rig.handle.submit(waiting).expect("room");
     rig.handle.abort(RequestId(0));
     rig.control.release();
-    back.recv_timeout(PATIENCE).expect("given back");
+    back.recv_timeout(PATIENCE).expect("the payload is dropped");
     let (alive, back, _) = embedded(1, 200);
     rig.handle.submit(alive).expect("room");
     rig.handle.stop();
-    back.recv_timeout(PATIENCE).expect("given back");
+    back.recv_timeout(PATIENCE).expect("the payload is dropped");
 }

@@ -1,4 +1,4 @@
-//! Requests, whatever happens to the hand meanwhile.
+//! Requests whose worker dies, fails or is slow meanwhile.
 
 use std::collections::HashSet;
 use std::sync::mpsc::channel;
@@ -78,7 +78,7 @@ fn a_request_goes_on_after_tokens_that_it_was_given_elsewhere() {
         let rest = alone(prompt(id), 40).split_off(2 * id as usize);
         assert_eq!(stories[&id].tokens, rest, "request {id}");
         assert_eq!(stories[&id].end, Some(FinishReason::Length));
-        assert_eq!(stories[&id].admissions, 1, "to this brain it is new");
+        assert_eq!(stories[&id].admissions, 1, "this server has not admitted the request before");
     }
 }
 
@@ -130,7 +130,7 @@ fn a_poisonous_request_is_given_up_and_its_neighbours_are_not() {
     assert_eq!(rig.handle.stats().hand.deaths, 2);
 }
 
-/// Knows a prefix cache by its events.
+/// A copy of the prefix cache's block names, made from its events.
 #[derive(Clone, Default)]
 struct Mirror(Arc<Mutex<HashSet<BlockHash>>>);
 
@@ -165,7 +165,11 @@ fn an_observer_knows_the_prefix_cache_whatever_happens_to_the_hand() {
     let _ = rig.follow(30);
     let known = mirror.0.lock().expect("no panic").len();
     assert!(known > 0);
-    assert_eq!(rig.handle.stats().scheduler.pages_cached, known, "nobody holds any more");
+    assert_eq!(
+        rig.handle.stats().scheduler.pages_cached,
+        known,
+        "the events give another number of blocks"
+    );
 }
 
 #[test]
@@ -208,7 +212,7 @@ fn the_queue_is_bounded_and_drains() {
             Ok(()) => taken += 1,
             Err(error) => break error,
         }
-        assert!(taken < 1000, "nobody was refused");
+        assert!(taken < 1000, "no request was refused");
     };
     assert!(matches!(refused, SubmitError::QueueFull { limit: 5, .. }), "{refused:?}");
     rig.handle.drain();
@@ -235,7 +239,7 @@ fn a_stop_id_ends_a_request_but_not_before_min_tokens() {
     let rig = start(config(), 500);
     let free = alone(prompt(1), 50);
     let stop = free[20];
-    let first = free.iter().position(|&t| t == stop).expect("it is there");
+    let first = free.iter().position(|&t| t == stop).expect("the answer has the stop token");
     for (id, min_tokens) in [(0, 0), (1, first as u32 + 1)] {
         let mut one = request(id, prompt(1), 50);
         one.request.spec.stop_ids = [stop].into();
@@ -248,8 +252,8 @@ fn a_stop_id_ends_a_request_but_not_before_min_tokens() {
     assert!(stories[&1].tokens.len() > first + 1);
 }
 
-/// The simulated model's vectors of prompts that are packed into steps, chunked, or computed again
-/// after the hand was killed.
+/// Vectors of the simulated model are right for prompts that are packed into steps, chunked, or
+/// computed again after the worker was killed.
 #[test]
 fn vectors_do_not_depend_on_the_batch_the_pages_or_a_death() {
     for (pages, kills) in [(0, false), (500, false), (40, false), (0, true), (500, true)] {

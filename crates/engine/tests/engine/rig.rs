@@ -1,4 +1,4 @@
-//! An engine on a simulated hand, and what its requests give.
+//! An engine on a simulated worker, and the expected tokens of its requests.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -65,7 +65,7 @@ pub(crate) fn text() -> SimText {
     testing::text().with_vectors(8)
 }
 
-/// Prompts of many lengths, some with a common beginning.
+/// Prompts of different lengths, some with a common beginning.
 pub(crate) fn prompt(id: u64) -> Vec<i32> {
     testing::prompt(id, 20)
 }

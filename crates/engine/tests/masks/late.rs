@@ -1,4 +1,4 @@
-//! Masks that take longer than a step waits: their rows sit it out, and everybody else goes on.
+//! Masks that take longer than a step waits: their rows sit out, and all others go on.
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
@@ -19,10 +19,11 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::rig::{Few, Rig, allowed, check, config, length};
 
-/// Virtual microseconds of a dear mask: only mask threads make the next ones then.
+/// Virtual microseconds of an expensive mask. After one, only mask threads make the request's
+/// masks.
 const DEAR_US: u64 = 5000;
 
-/// Lets masks through when it is opened.
+/// A gate that masks wait at until it is opened.
 #[derive(Debug, Default)]
 struct Gate {
     state: Mutex<State>,
@@ -32,13 +33,13 @@ struct Gate {
 #[derive(Debug, Default)]
 struct State {
     opened: u64,
-    /// Masks that wait at it.
+    /// Masks that wait at the gate.
     waiting: usize,
-    /// It stays open.
+    /// The gate stays open.
     over: bool,
 }
 
-/// A test's gate. It stays open after the test, so that a failure does not hang.
+/// A test's gate. It stays open after the test, so that a failed test does not hang.
 #[derive(Debug, Default)]
 struct OwnGate(Arc<Gate>);
 
@@ -55,7 +56,7 @@ impl Gate {
         self.changed.notify_all();
     }
 
-    /// Waits until it is opened the next time.
+    /// Waits until the gate is opened the next time.
     fn pass(&self) {
         let mut state = self.state.lock();
         let opened = state.opened;
@@ -65,14 +66,14 @@ impl Gate {
         state.waiting -= 1;
     }
 
-    /// Waits until so many masks wait at it.
+    /// Waits until this many masks wait at the gate.
     fn wait_for(&self, waiting: usize) {
         let mut state = self.state.lock();
         self.changed.wait_while(&mut state, |state| state.waiting != waiting);
     }
 }
 
-/// A constraint with something that happens before each mask.
+/// A constraint that calls `before` ahead of each mask.
 struct Slow<F> {
     few: Few,
     before: F,
@@ -103,7 +104,8 @@ fn slow(few: Few, before: impl FnMut(&[i32]) + Send + 'static) -> Option<Box<dyn
     Some(Box::new(Slow { few, before }))
 }
 
-/// Waits at the gate before the mask after so many tokens. Masks before that are dear.
+/// A constraint that waits at the gate before the mask after `at` tokens. Earlier masks are
+/// expensive.
 fn gated(rig: &Rig, gate: &Arc<Gate>, at: usize) -> Option<Box<dyn Constraint>> {
     let (gate, time) = (Arc::clone(gate), time_of(rig));
     let mut passed = false;
@@ -127,7 +129,7 @@ fn own_thread() -> bool {
     thread::current().name() == Some("engine")
 }
 
-/// Tokens that obey.
+/// Checks that all tokens obey the constraint.
 fn check_few(story: &Story, count: usize) {
     assert_eq!((story.end.as_ref(), story.tokens.len()), (Some(&FinishReason::Length), count));
     for (at, token) in story.tokens.iter().enumerate() {
@@ -136,7 +138,7 @@ fn check_few(story: &Story, count: usize) {
 }
 
 impl Rig {
-    /// Lets time go on until all of these have ended.
+    /// Runs virtual time until all of these requests have ended.
     fn until_ended(&self, stories: &mut HashMap<u64, Story>, ids: &[u64]) {
         self.control.release();
         let mut left: HashSet<u64> = ids.iter().copied().collect();
@@ -161,15 +163,15 @@ fn everybody_else_goes_on_while_a_mask_is_made() {
         let mut stories = HashMap::new();
         rig.until_ended(&mut stories, &others);
         gate.0.wait_for(1);
-        // Where the machine is busy, its first masks may come behind the others' ends.
+        // On a busy machine its first masks may come after the other requests have ended.
         while stories.entry(100).or_default().tokens.len() < at {
             tell(&mut stories, rig.outputs.recv_timeout(PATIENCE).expect("outputs"));
         }
         let late = stories.remove(&100).unwrap_or_default();
         assert_eq!((late.tokens.len(), &late.end), (at, &None), "lookahead {lookahead}");
         check(&stories);
-        // Whoever is late has no row before its mask is ready, so that none is computed for
-        // nothing. A mask before that may have been late too, where the machine is busy.
+        // A request whose mask is late has no row until the mask is ready, so no row is computed in
+        // vain. On a busy machine an earlier mask may have been late too.
         let stats = rig.handle.stats().hand;
         assert!((1..=at as u64 + 1).contains(&stats.sat_out), "{stats:?}");
         gate.0.open();
@@ -179,7 +181,7 @@ fn everybody_else_goes_on_while_a_mask_is_made() {
     }
 }
 
-/// Time that stands still on mask threads, so that no mask is dear there.
+/// A clock that stands still on mask threads, so that no mask is expensive there.
 struct OwnTime(SimClock);
 
 impl Clock for OwnTime {
@@ -188,7 +190,7 @@ impl Clock for OwnTime {
     }
 }
 
-/// Masks that the engine's thread has made: in this step, and in the step with most of them.
+/// Masks made by the engine thread: in the present step, and the most in one step.
 #[derive(Debug, Default)]
 struct Counts {
     now: AtomicUsize,
@@ -226,7 +228,7 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
     const COST_US: u64 = 400;
     let counts = Arc::new(Counts::default());
     let counting = Arc::clone(&counts);
-    // Once everybody has said a little, time stands still until the test goes on.
+    // Once every request has a few tokens, time stands still until the test goes on.
     let mut said: HashMap<u64, usize> = HashMap::new();
     let (sender, held) = channel();
     let hook: Hook = Box::new(move |control, outputs| {
@@ -243,7 +245,7 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
         executor: Box::new(|executor| Box::new(Counting(executor, counting))),
         ..RigParts::default()
     };
-    // Long streams: on a busy machine they say thousands of tokens before the mask thread wakes up.
+    // Long answers: on a busy machine they get thousands of tokens before the mask thread wakes up.
     let config = EngineConfig { context_length: 1 << 13, ..config(1, 1) };
     let rig = Rig::with(config, 1 << 16, 1, parts);
     let (cost, time) = (Arc::new(AtomicU64::new(0)), time_of(&rig));
@@ -259,8 +261,8 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
         rig.submit_of(id, id, 8000, slow(rig.few(), before));
     }
     rig.control.release();
-    held.recv_timeout(PATIENCE).expect("everybody says something");
-    // The only mask thread is kept busy.
+    held.recv_timeout(PATIENCE).expect("every request has tokens");
+    // Keep the only mask thread busy.
     let gate = OwnGate::default();
     rig.submit_of(30, 100, 5, gated(&rig, &gate.0, 0));
     cost.store(COST_US, Ordering::SeqCst);
@@ -280,14 +282,14 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
 }
 
 thread_local! {
-    /// The thread has made a mask, and not asked for the time since.
+    /// Whether the thread has made a mask since it last read the time.
     static MADE: Cell<bool> = const { Cell::new(false) };
-    /// What the thread heard last.
+    /// The time that the thread read last.
     static HEARD_US: Cell<u64> = const { Cell::new(0) };
 }
 
-/// Once it hurries, the engine's thread finds a step's time for masks over before it makes the
-/// first one, as on a machine that runs something else then. A mask itself takes no time.
+/// A clock that can simulate a busy machine. While `HURRIES` is set, the engine thread finds that a
+/// step's time for masks is over before it makes the first mask. A mask itself takes no time.
 struct Hurried(SimClock);
 
 static HURRIES: AtomicBool = AtomicBool::new(false);
@@ -331,7 +333,7 @@ fn cheap_masks_do_not_wait_for_a_busy_mask_thread_when_every_row_sat_out() {
         rig.submit_of(id, id, 150, slow(rig.few(), |_| MADE.set(true)));
     }
     rig.control.release();
-    held.recv_timeout(PATIENCE).expect("everybody says something");
+    held.recv_timeout(PATIENCE).expect("every request has tokens");
     HURRIES.store(true, Ordering::SeqCst);
     let gate = OwnGate::default();
     rig.submit_of(30, 100, 5, gated(&rig, &gate.0, 0));
@@ -345,7 +347,7 @@ fn cheap_masks_do_not_wait_for_a_busy_mask_thread_when_every_row_sat_out() {
 
 #[test]
 fn clients_take_turns_at_the_mask_threads() {
-    // Admission in the order of arrival.
+    // Admission is in the order of arrival.
     let config = EngineConfig { fair_queueing: false, ..config(1, 1) };
     let rig = Rig::start(config, 2000, 1, quiet());
     let (gate, order) = (OwnGate::default(), Arc::new(Mutex::new(Vec::new())));
@@ -362,7 +364,7 @@ fn clients_take_turns_at_the_mask_threads() {
         rig.submit_of(1, id, 3, noted(id));
     }
     rig.submit_of(2, 50, 3, noted(50));
-    // Whoever comes last has said something when all others have their first mask in the queue.
+    // The last request has tokens when all others have their first mask in the queue.
     rig.submit_of(4, 60, 2, None);
     let mut stories = HashMap::new();
     rig.until_ended(&mut stories, &[60]);
@@ -371,12 +373,12 @@ fn clients_take_turns_at_the_mask_threads() {
     let all: Vec<u64> = (0..20).chain([50, 100]).collect();
     rig.until_ended(&mut stories, &all);
     let place = order.lock().iter().position(|&id| id == 50);
-    // One of the other client's may have begun before, and one may have come first.
+    // A mask of the other client may have begun before, and one may have come first.
     assert!(place.is_some_and(|place| place <= 2), "{:?}", order.lock());
     all.iter().for_each(|id| check_few(&stories[id], 3));
 }
 
-/// Another engine, which takes what this one loses.
+/// Another engine, which takes the requests that this one loses.
 struct Other(EngineHandle);
 
 impl Peers for Other {
@@ -410,7 +412,7 @@ fn a_request_goes_to_another_engine_while_its_mask_is_made() {
     let giver = Rig::with(config(1, 1), 2000, 1, RigParts { peers, ..RigParts::default() });
     let gate = OwnGate::default();
     giver.submit_of(1, 100, 30, gated(&giver, &gate.0, 4));
-    // This one's next mask waits in the queue behind it.
+    // The next mask of this request waits in the queue behind the other one.
     giver.submit_of(2, 101, 30, gated(&giver, &gate.0, 1000));
     giver.submit_of(3, 0, 40, None);
     let mut stories = HashMap::new();
@@ -421,7 +423,7 @@ fn a_request_goes_to_another_engine_while_its_mask_is_made() {
     while taker.handle.stats().scheduler.waiting + taker.handle.stats().scheduler.running == 0 {
         thread::yield_now();
     }
-    // What they have said before its death comes from the giver.
+    // The tokens before the death come from the first engine.
     for output in giver.outputs.try_iter().flatten() {
         let story = stories.entry(output.id.0).or_default();
         story.tokens.extend(output.token.map(|token| token.id));
@@ -465,8 +467,8 @@ fn an_aborted_request_leaves_its_place_while_its_mask_is_made() {
     check_few(&stories[&7], 9);
 }
 
-/// Follows requests whose masks are late now and then. Opens the gate at each delivery, and where
-/// nothing else happens.
+/// Collects the outputs of requests whose masks are late now and then. Opens the gate at each
+/// delivery, and whenever there are no outputs.
 fn follow_late(rig: &Rig, gate: &Gate, count: usize) -> HashMap<u64, Story> {
     rig.control.release();
     let mut stories: HashMap<u64, Story> = HashMap::new();
@@ -474,10 +476,10 @@ fn follow_late(rig: &Rig, gate: &Gate, count: usize) -> HashMap<u64, Story> {
     while ended < count {
         let outputs = match rig.outputs.recv_timeout(Duration::from_millis(5)) {
             Ok(outputs) => outputs,
-            Err(RecvTimeoutError::Disconnected) => panic!("the engine is gone"),
+            Err(RecvTimeoutError::Disconnected) => panic!("the engine has ended"),
             Err(RecvTimeoutError::Timeout) => {
                 quiet += 1;
-                assert!(quiet < 10_000, "nothing happens any more");
+                assert!(quiet < 10_000, "no outputs come any more");
                 gate.open();
                 continue;
             }
@@ -520,7 +522,7 @@ fn the_tokens_are_the_same_whichever_rows_sit_out() {
                 let mix = said
                     .iter()
                     .fold(id, |mix, &token| mix.wrapping_mul(31).wrapping_add(token as u64));
-                // The engine's thread would wait for itself.
+                // At the gate, the engine thread would wait for itself.
                 if mix % 13 == 0 && !own_thread() {
                     gate.pass();
                 }
@@ -535,7 +537,7 @@ fn the_tokens_are_the_same_whichever_rows_sit_out() {
         assert_eq!(stats.scheduler.preemptions > 0, pages == 70, "{what}: {stats:?}");
         assert_eq!(stats.hand.deaths >= 6, dies, "{what}: {stats:?}");
     }
-    // On a busy machine the engine's thread may make all masks of a case.
+    // On a busy machine the engine thread may make all masks of a case.
     assert!(sat_out > 0, "no row sat out");
 }
 

@@ -1,4 +1,4 @@
-//! Requests with constraints: masks that follow their plans, whatever happens in between.
+//! Requests with constraints: their masks follow the plans, in whatever order things happen.
 
 mod late;
 mod rig;
@@ -10,7 +10,7 @@ use forebay_sim::testing::{Hook, quiet};
 
 use crate::rig::{Few, Rig, check, config, length};
 
-/// Ten deaths of the hand, each after 150 outputs.
+/// Kills the worker ten times, each time after 150 outputs.
 fn ten_deaths() -> Hook {
     let (mut kills, mut seen) = (0, 0);
     Box::new(move |control, outputs| {
@@ -30,7 +30,7 @@ fn the_tokens_are_the_same_whatever_runs_ahead_or_is_short_or_dies() {
     check(&expected);
     let masks = reference.handle.stats().hand.masks;
     let constrained: u64 = (0..60).filter(|id| id % 3 != 0).map(|id| u64::from(length(id))).sum();
-    assert_eq!(masks, constrained, "one a token");
+    assert_eq!(masks, constrained, "one mask a token");
     for (lookahead, pages, mask_threads, tokens_a_row, dies) in [
         (1, 2000, 0, 1, false),
         (1, 2000, 2, 1, false),
@@ -96,7 +96,7 @@ fn a_constraint_that_breaks_ends_its_request_alone() {
         }
         let mut stories = rig.follow(22);
         for id in 100..110 {
-            let story = stories.remove(&id).expect("it was told");
+            let story = stories.remove(&id).expect("the request has outputs");
             let why = RequestError::Constraint("it breaks here".into());
             assert_eq!(story.end, Some(FinishReason::Error(why)));
             assert_eq!(story.tokens.len(), id as usize - 100);
@@ -126,7 +126,7 @@ fn a_request_that_goes_away_between_its_plan_and_its_mask_leaves_the_others_alon
         let aborting =
             std::thread::spawn(move || aborts.iter().take(10).for_each(|id| handle.abort(id)));
         let mut stories = rig.follow(22);
-        aborting.join().expect("ten were told");
+        aborting.join().expect("ten requests were aborted");
         stories.retain(|id, _| *id < 100);
         check(&stories);
     }

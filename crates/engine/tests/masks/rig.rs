@@ -13,17 +13,17 @@ use forebay_engine::{
 use forebay_sim::testing::{self, Hook, RigParts, Story, VOCAB, text};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, Timing, next_token};
 
-/// Allows a few tokens that all tokens before decide, and sometimes everything.
+/// A constraint that allows a few tokens, which depend on all tokens before, and sometimes all.
 #[derive(Debug)]
 pub(crate) struct Few {
     pub(crate) said: Vec<i32>,
-    /// Breaks when it is asked for the mask after so many tokens.
+    /// Fails when it is asked for the mask after this many tokens.
     pub(crate) breaks_at: Option<usize>,
-    /// Masks that were asked for.
+    /// Number of masks that were asked for.
     pub(crate) asked: Arc<AtomicU64>,
 }
 
-/// What may follow `said`; `None`: everything.
+/// The tokens that may follow `said`; `None` if all may.
 pub(crate) fn allowed(said: &[i32]) -> Option<[i32; 3]> {
     let mix =
         said.iter().fold(7_u64, |mix, &token| mix.wrapping_mul(31).wrapping_add(token as u64 + 1));
@@ -85,12 +85,12 @@ impl Few {
     }
 }
 
-/// Expects the tokens of an answer, or others.
+/// A proposer that drafts the tokens of an answer, or others.
 #[derive(Debug, Clone)]
 struct Knows {
     answer: Vec<i32>,
     said: usize,
-    /// Percent of tokens that are right.
+    /// Percentage of drafts that are right.
     right: usize,
 }
 
@@ -118,7 +118,7 @@ impl Proposer for Knows {
     }
 }
 
-/// An engine, and the masks that its requests were asked for.
+/// An engine, and the number of masks that were asked for.
 pub(crate) struct Rig {
     rig: testing::Rig,
     pub(crate) asked: Arc<AtomicU64>,
@@ -139,7 +139,7 @@ pub(crate) fn config(lookahead: u32, mask_threads: usize) -> EngineConfig {
         page_size: 4,
         chunked_prefill_size: 48,
         lookahead,
-        // The tests count on admission in the order of arrival.
+        // The tests assume admission in the order of arrival.
         step_shares: false,
         max_queued_requests: 1000,
         context_length: 256,
@@ -198,8 +198,8 @@ impl Rig {
         self.handle.submit(request).expect("room");
     }
 
-    /// The same as [`Self::submit_all`] with drafts, which are those of the answers in turn or not:
-    /// a proposer is right with a probability of its own.
+    /// Like [`Self::submit_all`], with drafts. Each request has a proposer with its own share of
+    /// right drafts.
     pub(crate) fn submit_drafted(&self, answers: &HashMap<u64, Story>) {
         for (&id, story) in answers {
             let constraint = (id % 3 != 0).then(|| Box::new(self.few()) as Box<dyn Constraint>);
@@ -221,7 +221,7 @@ impl Rig {
         Few { said: Vec::new(), breaks_at: None, asked: Arc::clone(&self.asked) }
     }
 
-    /// Two of three requests have a constraint.
+    /// Submits requests; two of three have a constraint.
     pub(crate) fn submit_all(&self, count: u64) {
         for id in 0..count {
             self.submit(id, length(id), (id % 3 != 0).then(|| self.few()));
@@ -237,7 +237,8 @@ pub(crate) fn length(id: u64) -> u32 {
     1 + (id as u32 * 13) % 90
 }
 
-/// All tokens obey their constraints, and free requests say what they would say alone.
+/// Checks that tokens obey their constraints, and that other requests give the tokens of a run
+/// alone.
 pub(crate) fn check(stories: &HashMap<u64, Story>) {
     for (&id, story) in stories {
         assert_eq!(story.end, Some(FinishReason::Length), "request {id}");
