@@ -1,4 +1,4 @@
-//! Who may use the router, and how much of its memory.
+//! Access to the router, and limits of its memory for requests.
 
 use std::io::Write;
 
@@ -26,7 +26,7 @@ fn whoever_shows_no_key_is_refused_before_the_body_is_read() {
     let backend = Fake::other();
     let rig = keyed(&backend);
     let mut client = Client::connect(rig.address);
-    // The body never comes.
+    // The body is never sent.
     let head = format!("POST {CHAT} HTTP/1.1\r\nHost: test\r\nContent-Length: 1000000\r\n\r\n");
     client.0.get_mut().write_all(head.as_bytes()).unwrap();
     assert_eq!(code(&client.answer()), (401, "invalid_api_key".into()));
@@ -36,7 +36,7 @@ fn whoever_shows_no_key_is_refused_before_the_body_is_read() {
     assert!(backend.seen().is_empty());
     assert_eq!(ask(rig.address, "POST", CHAT, &[KEY], b"{}").status(), 200);
     let [seen] = &backend.seen()[..] else { panic!("one request") };
-    assert_eq!(seen.header("authorization"), Some("Bearer secret"), "it is passed on");
+    assert_eq!(seen.header("authorization"), Some("Bearer secret"), "the key is passed on");
     assert_eq!(seen.header("x-forebay-router-key"), Some("between us"));
 }
 
@@ -63,7 +63,7 @@ fn what_is_known_of_backends_needs_a_key_too() {
     for path in ["/health", "/ping", "/version"] {
         assert_eq!(get(clients.address, path).status(), 200, "{path}");
     }
-    assert_eq!(post(operators.address, CHAT, "{}").status(), 200, "clients need none");
+    assert_eq!(post(operators.address, CHAT, "{}").status(), 200, "clients need no key");
 }
 
 #[test]
@@ -91,15 +91,15 @@ fn all_bodies_together_have_a_bound() {
     let large = format!("{{\"prompt\":\"{}\"}}", "x".repeat(60_000));
     let (address, body) = (rig.address, large.clone());
     let first = std::thread::spawn(move || post(address, CHAT, &body).status());
-    eventually("it is there", || backend.seen().len() == 1);
+    eventually("the backend has the request", || backend.seen().len() == 1);
     assert_eq!(rig.metric("forebay_router_body_bytes"), large.len() as f64);
     let refused = post(rig.address, CHAT, &large);
     assert_eq!(refused.status(), 429);
     assert!(refused.header("retry-after").is_some());
-    assert_eq!(post(rig.address, CHAT, "{}").status(), 200, "small ones fit");
+    assert_eq!(post(rig.address, CHAT, "{}").status(), 200, "small bodies fit");
     drop(key);
     assert_eq!(first.join().unwrap(), 200);
-    eventually("it is given back", || rig.metric("forebay_router_body_bytes") == 0.0);
+    eventually("the bytes are given back", || rig.metric("forebay_router_body_bytes") == 0.0);
     assert_eq!(post(rig.address, CHAT, &large).status(), 200);
 }
 
@@ -111,17 +111,17 @@ fn connections_beyond_the_limit_are_closed() {
     first.send("POST", CHAT, &[], b"{}");
     assert_eq!(first.answer().status(), 200);
     let mut second = Client::connect(rig.address);
-    assert!(read_head(&mut second.0).is_none(), "it is closed without a word");
+    assert!(read_head(&mut second.0).is_none(), "the connection is closed without an answer");
     first.send("POST", CHAT, &[], b"{}");
     assert_eq!(first.answer().status(), 200);
     drop(first);
     let again = || {
         let mut client = Client::connect(rig.address);
-        // It may be closed before this.
+        // The router may have closed the connection already, so the result is ignored.
         let _ = client.0.get_mut().write_all(b"GET /health HTTP/1.1\r\nHost: test\r\n\r\n");
         read_head(&mut client.0).is_some()
     };
-    eventually("there is a place again", again);
+    eventually("a new connection is accepted", again);
 }
 
 #[test]

@@ -1,14 +1,14 @@
-//! What a backend may make the router hold.
+//! Limits of what a backend can make the router hold in memory.
 
 use crate::fake::{Act, Fake, TOKENS};
 use crate::http::{Message, get, post};
 use crate::{Rig, eventually};
 
 const CHAT: &str = "/v1/chat/completions";
-/// The most that is held of a stream, and room for what lies in sockets.
+/// The most that is held of a stream, and allowance for socket buffers.
 const MOST: usize = 8 << 20;
 const SOCKETS: usize = 24 << 20;
-/// What may come for ever after the last comment of a stream.
+/// Bytes that may follow the last comment of a stream without end.
 const ENDLESS: [&[u8]; 3] = [b"x", b"\n\n", b"x\nx: forebay 1\n"];
 
 fn code(message: &Message) -> (u16, String) {
@@ -16,7 +16,7 @@ fn code(message: &Message) -> (u16, String) {
 }
 
 fn all_are_brains(rig: &Rig) {
-    eventually("all are known as brains", || {
+    eventually("all backends report as Forebay", || {
         let loads = get(rig.address, "/v1/loads").json();
         loads["loads"].as_array().unwrap().iter().all(|backend| backend["forebay"] == true)
     });
@@ -31,7 +31,9 @@ fn a_brain_whose_stream_never_says_how_far_it_may_go_is_cut_off() {
         let answer = post(rig.address, CHAT, "{}");
         assert_eq!(code(&answer), (502, "backend_answer_too_large".into()));
         assert!(backend.flooded() <= MOST + SOCKETS, "{}", backend.flooded());
-        eventually("nothing is held", || rig.metric("forebay_router_backend_held_bytes") == 0.0);
+        eventually("no bytes of streams are held", || {
+            rig.metric("forebay_router_backend_held_bytes") == 0.0
+        });
         assert_eq!(rig.metric("forebay_router_backend_failed_total"), 1.0);
         assert_eq!(post(rig.address, CHAT, "{}").events().len(), TOKENS as usize);
     }
@@ -87,7 +89,7 @@ fn a_long_refusal_is_not_held_while_others_are_asked() {
         backend.will([Act::Answer(503, " ".repeat(length))]);
         assert_eq!(post(rig.address, CHAT, "{}").status(), expected);
     }
-    // Whatever else has its status is passed on whole.
+    // An answer with any other status is passed on whole.
     backend.will([Act::Answer(500, " ".repeat(3 << 20))]);
     let answer = post(rig.address, CHAT, "{}");
     assert_eq!((answer.status(), answer.whole, answer.body.len()), (500, true, 3 << 20));
@@ -98,7 +100,7 @@ fn a_report_is_short_and_of_a_health_check_only_the_status_is_read() {
     let backend = Fake::brain();
     backend.pad(1 << 20);
     let rig = Rig::new(&[&backend]);
-    eventually("it was asked for reports", || backend.reports() >= 2);
+    eventually("the router asked for load reports", || backend.reports() >= 2);
     let load = &get(rig.address, "/v1/loads").json()["loads"][0];
     assert_eq!((&load["up"], &load["forebay"]), (&true.into(), &false.into()));
     backend.pad(0);

@@ -1,4 +1,4 @@
-//! Circuit breakers, and what one client can do to those of others.
+//! Circuit breakers, and how far one client can open them for others.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use crate::http::{Message, ask, get};
 const CHAT: &str = "/v1/chat/completions";
 const CLIENTS: [&str; 2] = ["Authorization: Bearer one", "Authorization: Bearer two"];
 const FAILURES: usize = 3;
-/// Attempts at a request, where all fail.
+/// Attempts at a request if all fail.
 const ATTEMPTS: usize = 6;
 
 /// A router whose breakers open after a few failures, for an hour.
@@ -50,7 +50,11 @@ fn one_client_closes_no_backend_to_others() {
             backend.will(vec![act.clone(); ATTEMPTS]);
             assert_ne!(post(&rig, 0).status(), 200, "{act:?}");
         }
-        assert_eq!(backend.seen().len(), 4 * FAILURES * ATTEMPTS, "each was tried");
+        assert_eq!(
+            backend.seen().len(),
+            4 * FAILURES * ATTEMPTS,
+            "each attempt reached the backend"
+        );
         assert_eq!(breakers(&rig), ["closed"], "{act:?}");
         assert_eq!(post(&rig, 1).status(), 200, "{act:?}");
     }
@@ -79,7 +83,11 @@ fn failures_of_two_clients_open_it_once_for_each_request() {
     assert_eq!(breakers(&rig), ["open"]);
     let before = backend.seen().len();
     assert_eq!(post(&rig, 1).json()["error"]["code"], "no_backend");
-    assert_eq!(backend.seen().len(), before, "it is left alone");
+    assert_eq!(
+        backend.seen().len(),
+        before,
+        "the backend gets no requests while its breaker is open"
+    );
 }
 
 #[test]
@@ -128,7 +136,7 @@ fn a_backend_is_asked_again_when_it_said_and_no_sooner() {
     let rig = rig(&[&backend]);
     backend.will([Act::Refuse(503, "Retry-After: 3600")]);
     let answer = post(&rig, 0);
-    // It would take too long, so the client hears of it.
+    // The wait would be too long for the router, so the client gets `Retry-After`.
     assert_eq!((answer.status(), answer.header("retry-after")), (503, Some("3600")));
     assert_eq!(backend.seen().len(), 1);
     for (header, seen) in [("Retry-After: 0", 3), ("Retry-After: soon", 5)] {

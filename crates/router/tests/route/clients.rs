@@ -1,4 +1,4 @@
-//! A router takes what a server takes, from clients, probes and gateways.
+//! A router accepts what a server accepts: from clients, probes and gateways.
 
 use std::io::Write;
 
@@ -15,7 +15,7 @@ fn code(message: &Message) -> (u16, String) {
     (message.status(), message.json()["error"]["code"].as_str().unwrap_or_default().to_owned())
 }
 
-/// A body of `bytes` with an image in the words of an API.
+/// A body of `bytes` with an image in the given API's format.
 fn image(field: &str, bytes: usize) -> String {
     format!("{{\"messages\": [{{\"content\": [{{{field}{}\"}}]}}]}}", "A".repeat(bytes))
 }
@@ -88,7 +88,7 @@ fn probes_may_ask_for_heads() {
     client.send("HEAD", CHAT, &[], b"");
     assert_eq!(client.head().status(), 405);
     backend.stop_listening();
-    eventually("it is found dead", || get(rig.address, "/health").status() == 503);
+    eventually("the backend is found dead", || get(rig.address, "/health").status() == 503);
     assert_eq!(get(rig.address, "/livez").status(), 200);
 }
 

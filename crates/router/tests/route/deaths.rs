@@ -1,4 +1,4 @@
-//! Backends that die, and requests that they may have died of.
+//! Backends that die, and requests that may have killed them.
 
 use std::thread::{JoinHandle, spawn};
 use std::time::Duration;
@@ -32,18 +32,20 @@ fn asked(rig: &Rig, body: &str) -> JoinHandle<Message> {
     spawn(move || post(address, CHAT, &body))
 }
 
-/// Waits until the router knows that this many backends take requests.
+/// Waits until the router counts this many backends as up.
 fn await_up(rig: &Rig, count: usize) {
-    eventually("all others are down", || get(rig.address, "/health").json()["backends"] == count);
+    eventually("the expected backends are up", || {
+        get(rig.address, "/health").json()["backends"] == count
+    });
 }
 
-/// Has `one` hold these requests: the others take none until it has them all.
+/// Sends these requests to `one` and lets it hold them: the others are unhealthy meanwhile.
 fn held_by(one: &Fake, rest: &[&Fake], rig: &Rig, bodies: &[&str]) -> Vec<JoinHandle<Message>> {
     rest.iter().for_each(|backend| backend.set_healthy(false));
     await_up(rig, 1);
     one.will(vec![Act::Hang; bodies.len()]);
     let asked = bodies.iter().map(|body| asked(rig, body)).collect();
-    eventually("all are there", || one.seen().len() == bodies.len());
+    eventually("the backends have all requests", || one.seen().len() == bodies.len());
     rest.iter().for_each(|backend| backend.set_healthy(true));
     await_up(rig, 1 + rest.len());
     asked
@@ -51,7 +53,7 @@ fn held_by(one: &Fake, rest: &[&Fake], rig: &Rig, bodies: &[&str]) -> Vec<JoinHa
 
 #[test]
 fn what_kills_backends_kills_two_and_is_given_up() {
-    // On new connections, and on such as were used before.
+    // On new connections, and on connections that were used before.
     for warm in [false, true] {
         let backends = others(4);
         let rig = rig(&backends);
@@ -72,14 +74,16 @@ fn what_kills_backends_kills_two_and_is_given_up() {
 fn a_stream_that_kills_brains_kills_two_and_ends_with_one_error() {
     let brains = Fake::brains(4);
     let rig = rig(&brains);
-    eventually("all are known as brains", || {
+    eventually("all backends report as Forebay", || {
         let loads = get(rig.address, "/v1/loads").json();
         loads["loads"].as_array().unwrap().iter().all(|backend| backend["forebay"] == true)
     });
-    // The first one dies of it in the middle.
+    // The first server dies in the middle of this stream.
     brains[0].will([Act::HangAfterTokens(150)]);
     let asked = asked(&rig, POISON);
-    eventually("it is there", || brains.iter().any(|brain| !brain.seen().is_empty()));
+    eventually("the backend has the request", || {
+        brains.iter().any(|brain| !brain.seen().is_empty())
+    });
     brains.iter().filter(|brain| !brain.seen().is_empty()).for_each(Fake::die);
     let events = asked.join().unwrap().events();
     let (error, tokens) = events.split_last().unwrap();
@@ -98,9 +102,9 @@ fn suspects_are_tried_one_at_a_time() {
     let (gates, keys): (Vec<_>, Vec<_>) = (0..5).map(|_| Gate::new()).unzip();
     two.will(gates.into_iter().map(Act::Wait));
     one.die();
-    eventually("all are suspects", || rig.metric("forebay_router_suspects_total") == 5.0);
+    eventually("all requests are suspects", || rig.metric("forebay_router_suspects_total") == 5.0);
     for (count, key) in (1..).zip(keys) {
-        eventually("the next one is tried", || two.seen().len() == count);
+        eventually("the next suspect is tried", || two.seen().len() == count);
         drop(key);
     }
     assert!(asked.into_iter().all(|asked| asked.join().unwrap().status() == 200));
@@ -117,31 +121,31 @@ fn whoever_was_beside_a_killer_is_served() {
     one.die();
     let answers: Vec<u16> = asked.into_iter().map(|asked| asked.join().unwrap().status()).collect();
     assert_eq!(answers, [200, 200, 502, 200, 200]);
-    assert_eq!(dead(&backends), 2, "the first one, and the one where it was tried");
+    assert_eq!(dead(&backends), 2, "the first backend dies, and the one of the killer's trial");
 }
 
-/// Streams of `brains`, each with a body, which have lived through the deaths of the first two in
-/// company. The other brains have nothing yet.
+/// Streams with these bodies, which have survived the deaths of the first two servers together. The
+/// other servers have no requests yet.
 fn twice_bereaved(brains: &[Fake], rig: &Rig, bodies: &[&str]) -> Vec<JoinHandle<Message>> {
-    eventually("all are known as brains", || {
+    eventually("all backends report as Forebay", || {
         let loads = get(rig.address, "/v1/loads").json();
         loads["loads"].as_array().unwrap().iter().all(|backend| backend["forebay"] == true)
     });
     let (doomed, rest) = brains.split_at(2);
     brains[1..].iter().for_each(|brain| brain.set_healthy(false));
     await_up(rig, 1);
-    // Some tokens, and some more where they go on.
+    // Each stream gets some tokens from the first server, and some from the second.
     doomed[0].will(vec![Act::HangAfterTokens(150); bodies.len()]);
     doomed[1].will(vec![Act::HangAfterTokens(150); bodies.len()]);
     let asked = bodies.iter().map(|body| asked(rig, body)).collect();
-    eventually("the first has all", || doomed[0].seen().len() == bodies.len());
+    eventually("the first server has all requests", || doomed[0].seen().len() == bodies.len());
     doomed[1].set_healthy(true);
     await_up(rig, 2);
     doomed[0].die();
-    eventually("the second has all", || doomed[1].seen().len() == bodies.len());
-    // Their trials are over: each has produced something.
+    eventually("the second server has all requests", || doomed[1].seen().len() == bodies.len());
+    // Their trials end once each stream has produced something.
     let tried = || rig.metric("forebay_router_backend_on_trial");
-    eventually("nobody is on trial", || tried() == 0.0);
+    eventually("no backend has a trial", || tried() == 0.0);
     rest.iter().for_each(|brain| brain.set_healthy(true));
     await_up(rig, 1 + rest.len());
     doomed[1].die();
@@ -194,7 +198,7 @@ fn a_suspect_waits_for_a_backend_but_not_for_long() {
             config.trial_wait = wait;
             config.retry.retries = 1;
         });
-        eventually("all are known as brains", || {
+        eventually("all backends report as Forebay", || {
             let loads = get(rig.address, "/v1/loads").json();
             loads["loads"].as_array().unwrap().iter().all(|backend| backend["forebay"] == true)
         });
@@ -202,10 +206,12 @@ fn a_suspect_waits_for_a_backend_but_not_for_long() {
         await_up(&rig, 1);
         one.will([Act::HangAfterTokens(150)]);
         let asked = asked(&rig, "{}");
-        eventually("it is there", || one.seen().len() == 1);
+        eventually("the backend has the request", || one.seen().len() == 1);
         one.die();
         if wait == PATIENCE {
-            eventually("it is a suspect", || rig.metric("forebay_router_suspects_total") == 1.0);
+            eventually("the request is a suspect", || {
+                rig.metric("forebay_router_suspects_total") == 1.0
+            });
             two.set_healthy(true);
             assert_eq!(numbers(&asked.join().unwrap()), whole());
         } else {
@@ -237,7 +243,7 @@ fn clients_take_turns_with_their_suspects() {
             spawn(move || ask(address, "POST", CHAT, &[&header], b"{}").status())
         })
         .collect();
-    eventually("all are there", || one.seen().len() == keys.len());
+    eventually("the backends have all requests", || one.seen().len() == keys.len());
     two.set_healthy(true);
     await_up(&rig, 2);
     one.die();
@@ -245,7 +251,7 @@ fn clients_take_turns_with_their_suspects() {
         let metrics = ask(address, "GET", "/metrics", &["Authorization: Bearer few"], b"");
         metrics.text().contains("forebay_router_suspects_total 16")
     };
-    eventually("all are suspects", suspects);
+    eventually("all requests are suspects", suspects);
     opened.clear();
     assert!(clients.into_iter().all(|client| client.join().unwrap() == 200));
     let few = |message: &Message| message.header("authorization") == Some("Bearer few");
@@ -263,7 +269,7 @@ fn residents_are_not_blamed_for_what_is_tried_beside_them() {
     let [one, two, three] = &backends[..] else { panic!("three") };
     let killer = held_by(one, &[two, three], &rig, &[POISON]).remove(0);
     let resident = held_by(two, &[one, three], &rig, &["resident"]).remove(0);
-    // So the second one has the least to do.
+    // So the second backend has the fewest requests.
     let _others = held_by(three, &[one, two], &rig, &["1", "2"]);
     one.die();
     assert_eq!(code(&killer.join().unwrap()), (502, "backend_died_twice".into()));
@@ -277,15 +283,15 @@ fn a_backend_that_died_and_came_back_at_once_has_died() {
     let backend = Fake::brain();
     let rig = Rig::with(&[&backend], |config| {
         config.breaker.failures = 0;
-        // A late answer says that it is another process, too.
+        // Health probes may wait long, so that the new process is known by its own answer too.
         config.health.timeout = PATIENCE;
     });
-    eventually("it is known as a brain", || {
+    eventually("the backend reports as Forebay", || {
         get(rig.address, "/v1/loads").json()["loads"][0]["forebay"] == true
     });
     backend.will([Act::Hang, Act::Die]);
     let asked = asked(&rig, "{}");
-    eventually("it is there", || backend.seen().len() == 1);
+    eventually("the backend has the request", || backend.seen().len() == 1);
     backend.restart();
     assert_eq!(code(&asked.join().unwrap()), (502, "backend_died_twice".into()));
 }

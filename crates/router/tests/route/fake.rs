@@ -1,4 +1,4 @@
-//! Backends that do as they are told, wrong things too.
+//! Backends that follow a script, with faults too.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader, ErrorKind, Write};
@@ -12,88 +12,89 @@ use forebay_api::peer::{LoadReport, QueuedDispatch, RouterTag, read_ids, write_c
 
 use crate::http::{Message, read_body, read_head};
 
-/// What becomes of one request.
+/// How a backend handles one request.
 #[derive(Debug, Clone)]
 pub(crate) enum Act {
     /// A JSON answer.
     Answer(u16, String),
-    /// The connection is closed before anything is answered.
+    /// Closes the connection before any answer.
     DieFirst,
-    /// The same after the head of a stream.
+    /// Closes the connection after the head of a stream.
     DieAfterHead,
-    /// Bytes of a body, and then the connection is closed.
+    /// A content type and bytes of a body; then closes the connection.
     DieAfter(&'static str, Vec<u8>),
-    /// A stream as servers of others write it, whole.
+    /// A whole stream in the format of other engines.
     Stream(Vec<u8>),
-    /// A brain's stream of this many tokens, of which it writes these many bytes at most.
+    /// A Forebay stream of this many tokens, cut after this many bytes.
     Tokens(u32, usize),
-    /// These many bytes of a brain's stream, and nothing more.
+    /// The first bytes of a Forebay stream, and then nothing more.
     HangAfterTokens(usize),
-    /// Nothing, until the connection is closed by the other end.
+    /// No answer until the other end closes the connection.
     Hang,
-    /// The beginning of a stream, and nothing more.
+    /// The beginning of a stream, and then nothing more.
     HangAfter(Vec<u8>),
-    /// A JSON answer, once somebody says so.
+    /// A JSON answer once the gate opens.
     Wait(Arc<Gate>),
-    /// Something else, once somebody says so.
+    /// Another act once the gate opens.
     Held(Arc<Gate>, Box<Act>),
-    /// It waits in a brain's queue with this many tokens, until the other end closes the
-    /// connection or the queue is computed: then it is answered.
+    /// The request waits in the server's queue with this many tokens. It is answered when the test
+    /// computes the queue, unless the other end closes the connection before.
     Queue(u64),
     /// The backend dies.
     Die,
     /// A JSON answer with this header.
     Refuse(u16, &'static str),
-    /// A brain's stream as in `HangAfterTokens`, and then these bytes again and again.
+    /// The first bytes of a Forebay stream, as in `HangAfterTokens`, and then these bytes without
+    /// end.
     Flood(usize, &'static [u8]),
     /// A head with a header of this many bytes.
     LongHead(usize),
-    /// Bytes in place of a head.
+    /// These bytes in place of a head.
     Garbage(Vec<u8>),
 }
 
-/// Something to wait for.
+/// A gate that acts wait for.
 #[derive(Debug)]
 pub(crate) struct Gate(Mutex<Receiver<()>>);
 
 impl Gate {
-    /// A gate for one, and what opens it when it is dropped or used.
+    /// A gate, and the sender that opens it when it is used or dropped.
     pub(crate) fn new() -> (Arc<Self>, Sender<()>) {
         let (sender, receiver) = channel();
         (Arc::new(Self(Mutex::new(receiver))), sender)
     }
 }
 
-/// A request with this in its body kills whatever backend has nothing else to do with it.
+/// A request with this in its body kills the backend, unless the script says otherwise.
 pub(crate) const POISON: &str = "poison";
 
 #[derive(Default)]
 struct State {
     script: Arc<Mutex<VecDeque<Act>>>,
     seen: Mutex<Vec<Message>>,
-    /// Says that it takes requests.
+    /// Whether the backend reports itself healthy.
     healthy: AtomicBool,
-    /// Answers nothing at all.
+    /// Whether the backend answers nothing at all.
     deaf: AtomicBool,
     brain: bool,
-    /// Every connection, to be closed when it dies.
+    /// All connections, to be closed when the backend dies.
     sockets: Mutex<Vec<TcpStream>>,
     dead: AtomicBool,
-    /// What it calls its process.
+    /// The id of the process in load reports.
     epoch: AtomicU64,
     connections: AtomicUsize,
-    /// Bytes of floods that were sent.
+    /// Number of bytes sent by `Act::Flood`.
     flooded: AtomicUsize,
-    /// Blanks behind its reports and its health.
+    /// Number of blanks after load reports and health answers.
     padding: AtomicUsize,
     reports: AtomicUsize,
-    /// The models that it lists to routers; `None`: it has no such route.
+    /// The list of models for routers; with `None` the route does not exist.
     models: Mutex<Option<String>>,
-    /// What it tells routers of itself, as SGLang does; `None`: it has no such route.
+    /// The server info for routers, as SGLang has it; with `None` the route does not exist.
     info: Mutex<Option<String>>,
-    /// The part of requests that a brain computes, as it says; `None`: all.
+    /// The disaggregation mode that a Forebay server reports; `None` if it computes whole requests.
     mode: Mutex<Option<String>>,
-    /// Clients' requests that were acted on.
+    /// Clients' requests that the backend has handled.
     spans: Mutex<Vec<Span>>,
     queue: Mutex<Queue>,
     alive: AtomicUsize,
@@ -101,7 +102,7 @@ struct State {
     hung_up: Mutex<Option<Sender<()>>>,
 }
 
-/// A request of a client, what was done with it, and the time at which the backend was done.
+/// A client's request, how it was handled, and when the backend was done.
 #[derive(Debug, Clone)]
 pub(crate) struct Span {
     pub(crate) request: Message,
@@ -109,43 +110,43 @@ pub(crate) struct Span {
     pub(crate) end: Instant,
 }
 
-/// What a brain tells of its queue.
+/// The queue that a Forebay server reports.
 #[derive(Default)]
 struct Queue {
-    /// `None`: nothing.
+    /// Prompt tokens to compute; `None` if the server reports no load.
     ahead: Option<u64>,
-    /// Requests of others.
+    /// Number of requests from other routers.
     others: u32,
-    /// Tokens of dispatches that wait.
+    /// Tokens of waiting dispatches.
     waiting: BTreeMap<u64, u64>,
-    /// The last dispatch, and the last report.
+    /// Numbers of the last dispatch and of the last report.
     seen: u64,
     at: u64,
-    /// Nothing waits any more.
+    /// Whether the test has computed the queue.
     computed: bool,
 }
 
-/// Tokens of a brain's stream.
+/// Tokens of a Forebay server's stream.
 pub(crate) const TOKENS: u32 = 6;
 
-/// A backend. What the script does not say is answered as it should be.
+/// A backend. Without a scripted act it answers as it should.
 pub(crate) struct Fake {
     pub(crate) address: SocketAddr,
     state: Arc<State>,
 }
 
 impl Fake {
-    /// A server of others.
+    /// A server of another engine.
     pub(crate) fn other() -> Self {
         Self::start(State::default())
     }
 
-    /// A brain.
+    /// A Forebay server.
     pub(crate) fn brain() -> Self {
         Self::start(State { brain: true, ..State::default() })
     }
 
-    /// Brains with one script: whoever is asked does what is next.
+    /// Forebay servers with one script: each request takes the next act, at any of them.
     pub(crate) fn brains(count: usize) -> Vec<Self> {
         let script: Arc<Mutex<VecDeque<Act>>> = Arc::default();
         let brain = || State { brain: true, script: Arc::clone(&script), ..State::default() };
@@ -157,7 +158,7 @@ impl Fake {
         let address = listener.local_addr().unwrap();
         let state = Arc::new(state);
         state.healthy.store(true, Ordering::SeqCst);
-        // 0 says nothing.
+        // An epoch of 0 means that it is unknown.
         state.epoch.store(1, Ordering::SeqCst);
         let fake = Self { address, state };
         fake.listen(listener);
@@ -170,7 +171,7 @@ impl Fake {
             for socket in listener.incoming() {
                 let (state, socket) = (Arc::clone(&shared), socket.unwrap());
                 if state.dead.load(Ordering::SeqCst) {
-                    // From here on nobody listens, and whoever was connected hears of it.
+                    // From here on new connections are refused, and old ones are closed.
                     drop(listener);
                     return state.hang_up();
                 }
@@ -180,13 +181,13 @@ impl Fake {
         });
     }
 
-    /// The process ends: nobody listens, and all connections break.
+    /// Ends the process: the port is closed, and all connections break.
     pub(crate) fn die(&self) {
         self.state.die(self.address);
     }
 
-    /// Another process takes its place, with the socket that this one listened on: all connections
-    /// break, and there is no moment at which nobody listens.
+    /// Replaces the process, which keeps the listening socket: all connections break, but the port
+    /// is never closed.
     pub(crate) fn restart(&self) {
         self.state.epoch.fetch_add(1, Ordering::SeqCst);
         self.state.hang_up();
@@ -200,13 +201,13 @@ impl Fake {
         format!("http://{}", self.address)
     }
 
-    /// Adds to what is done with the next requests.
+    /// Appends acts for the next requests.
     pub(crate) fn will(&self, acts: impl IntoIterator<Item = Act>) -> &Self {
         self.state.script.lock().unwrap().extend(acts);
         self
     }
 
-    /// Has it do the next requests as it should.
+    /// Empties the script.
     pub(crate) fn forget(&self) {
         self.state.script.lock().unwrap().clear();
     }
@@ -220,22 +221,22 @@ impl Fake {
         self.state.connections.load(Ordering::SeqCst)
     }
 
-    /// Bytes of floods that it got rid of.
+    /// Number of bytes sent by `Act::Flood`.
     pub(crate) fn flooded(&self) -> usize {
         self.state.flooded.load(Ordering::SeqCst)
     }
 
-    /// Puts this many blanks behind its reports and its health.
+    /// Appends this many blanks to load reports and health answers.
     pub(crate) fn pad(&self, blanks: usize) {
         self.state.padding.store(blanks, Ordering::SeqCst);
     }
 
-    /// The number of times that it was asked for its load.
+    /// How often the router asked for the load.
     pub(crate) fn reports(&self) -> usize {
         self.state.reports.load(Ordering::SeqCst)
     }
 
-    /// Has it list models: names, and digests of adapters.
+    /// Sets the list of models: names, and digests of adapters.
     pub(crate) fn lists(&self, models: &[(&str, Option<&str>)]) {
         let card = |&(id, digest): &(&str, Option<&str>)| match digest {
             Some(digest) => serde_json::json!({"id": id, "digest": digest}),
@@ -246,55 +247,55 @@ impl Fake {
         *self.state.models.lock().unwrap() = Some(list.to_string());
     }
 
-    /// Has it list one model, which this engine owns.
+    /// Sets a list of one model, owned by this engine.
     pub(crate) fn is_of(&self, model: &str, engine: &str) {
         let card = serde_json::json!({"id": model, "owned_by": engine});
         let list = serde_json::json!({"object": "list", "data": [card]});
         *self.state.models.lock().unwrap() = Some(list.to_string());
     }
 
-    /// Has a brain say that it computes a part of requests.
+    /// Sets the disaggregation mode that a Forebay server reports.
     pub(crate) fn has_mode(&self, mode: &str) {
         *self.state.mode.lock().unwrap() = Some(mode.to_owned());
     }
 
-    /// Has it tell this of itself.
+    /// Sets the server info.
     pub(crate) fn tells(&self, info: &serde_json::Value) {
         *self.state.info.lock().unwrap() = Some(info.to_string());
     }
 
-    /// Clients' requests that it is done with.
+    /// Clients' requests that the backend is done with.
     pub(crate) fn spans(&self) -> Vec<Span> {
         self.state.spans.lock().unwrap().clone()
     }
 
-    /// The number of clients' requests that it is not done with.
+    /// Number of clients' requests that the backend is working on.
     pub(crate) fn alive(&self) -> usize {
         self.state.alive.load(Ordering::SeqCst)
     }
 
-    /// Has it report this many prompt tokens to compute, and requests of others.
+    /// Sets the reported prompt tokens to compute, and requests of other routers.
     pub(crate) fn has_queue(&self, ahead: u64, others: u32) {
         let mut queue = self.state.queue.lock().unwrap();
         (queue.ahead, queue.others) = (Some(ahead), others);
     }
 
-    /// Has it say that a dispatch waits, though it does not.
+    /// Reports a dispatch as waiting that does not wait.
     pub(crate) fn claims(&self, seq: u64, tokens: u64) {
         self.state.queue.lock().unwrap().waiting.insert(seq, tokens);
     }
 
-    /// The number of requests in its queue.
+    /// Number of requests in the queue.
     pub(crate) fn queued(&self) -> usize {
         self.state.queue.lock().unwrap().waiting.len()
     }
 
-    /// Has it answer all that waits in its queue.
+    /// Answers all requests in the queue.
     pub(crate) fn compute_queue(&self) {
         self.state.queue.lock().unwrap().computed = true;
     }
 
-    /// The most requests that it had at a time.
+    /// The most requests at the same time.
     pub(crate) fn most_alive(&self) -> usize {
         self.state.most_alive.load(Ordering::SeqCst)
     }
@@ -303,12 +304,12 @@ impl Fake {
         self.state.healthy.store(healthy, Ordering::SeqCst);
     }
 
-    /// From now on it answers nothing.
+    /// From now on the backend answers nothing.
     pub(crate) fn stop_listening(&self) {
         self.state.deaf.store(true, Ordering::SeqCst);
     }
 
-    /// Hears of it when a client of a request that hangs goes away.
+    /// A channel that reports when the client of a hanging request leaves.
     pub(crate) fn hung_up(&self) -> Receiver<()> {
         let (sender, receiver) = channel();
         *self.state.hung_up.lock().unwrap() = Some(sender);
@@ -319,7 +320,7 @@ impl Fake {
 impl State {
     fn die(&self, address: SocketAddr) {
         if !self.dead.swap(true, Ordering::SeqCst) {
-            // Wakes who listens.
+            // Wakes the listening thread.
             let _ = TcpStream::connect(address);
         }
     }
@@ -346,7 +347,7 @@ impl State {
         LoadReport { epoch, at, seen, own, requests, ahead, ..LoadReport::default() }
     }
 
-    /// The answer to the question about its load.
+    /// The body of a load report.
     fn load(&self) -> String {
         let mut load = serde_json::to_value(self.report()).unwrap();
         if let Some(mode) = &*self.mode.lock().unwrap() {
@@ -361,8 +362,8 @@ impl State {
         load.to_string()
     }
 
-    /// Waits until the other end has closed its connection, or the queue is computed, which is
-    /// true.
+    /// Waits until the other end closes its connection (false) or the test computes the queue
+    /// (true).
     fn queue(&self, reader: &mut BufReader<TcpStream>, seq: u64, tokens: u64) -> bool {
         self.queue.lock().unwrap().waiting.insert(seq, tokens);
         reader.get_ref().set_read_timeout(Some(Duration::from_millis(2))).unwrap();
@@ -407,7 +408,7 @@ impl State {
                         None => answer(&mut socket, 404, "{}", ""),
                     }
                 }
-                // Clients' requests have a number, and the router's own have none.
+                // Clients' requests have a dispatch number; the router's own have none.
                 "/v1/models" if is_of_router(&request) => match &*self.models.lock().unwrap() {
                     Some(list) => answer(&mut socket, 200, list, ""),
                     None => answer(&mut socket, 404, "{}", ""),
@@ -429,7 +430,7 @@ impl State {
                     });
                     let goes_on = self.act(act.clone(), &mut socket, &mut reader, &request);
                     if !goes_on {
-                        // What the other end hears of is over.
+                        // Clones of the socket would keep the connection open, so shut it down.
                         let _ = socket.shutdown(Shutdown::Both);
                     }
                     let end = Instant::now();
@@ -559,8 +560,8 @@ fn chunk(socket: &mut TcpStream, body: &[u8]) -> bool {
     body.is_empty() || socket.write_all(&framed).is_ok()
 }
 
-/// A brain's stream: token 3 * i at position i, whose text says so. Goes on where it is told to,
-/// and stops after `most` bytes of body, wherever that is.
+/// A Forebay server's stream: token 3 * i at position i, with this number as its text. Resumes
+/// where the request says, and stops after `most` bytes of body, also within an event.
 fn tokens(
     socket: &mut TcpStream,
     request: &Message,

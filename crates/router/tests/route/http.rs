@@ -1,19 +1,19 @@
-//! The little HTTP that the tests speak by hand, so that they see every byte.
+//! A minimal HTTP implementation, so that the tests control every byte.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-/// Nothing in a test takes this long.
+/// A limit that no step of a test reaches unless it fails.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A request or a response: the first line, headers in small letters, and the body.
+/// A request or a response: the first line, headers in lower case, and the body.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Message {
     pub(crate) first: String,
     pub(crate) headers: Vec<(String, String)>,
     pub(crate) body: Vec<u8>,
-    /// It ended as its headers say.
+    /// Whether the body ended as its headers say.
     pub(crate) whole: bool,
 }
 
@@ -38,7 +38,7 @@ impl Message {
         serde_json::from_slice(&self.body).unwrap_or_else(|_| panic!("{self:?}"))
     }
 
-    /// Events of a stream, less `[DONE]`, which has to be the last.
+    /// The events of a stream without the last, which has to be `[DONE]`.
     pub(crate) fn events(&self) -> Vec<serde_json::Value> {
         assert!(self.whole, "{self:?}");
         let mut events: Vec<&str> = self
@@ -91,7 +91,7 @@ pub(crate) fn read_body(reader: &mut impl BufRead, message: &mut Message) {
     }
 }
 
-/// Reads a chunk, empty at the end; `None` if the connection ended, or the body had.
+/// Reads a chunk, which is empty at the end; `None` if the connection or the body has ended.
 pub(crate) fn read_chunk(reader: &mut impl BufRead) -> Option<Vec<u8>> {
     let mut line = String::new();
     if reader.read_line(&mut line).ok()? == 0 {

@@ -1,4 +1,4 @@
-//! A router in front of backends that fail in every way.
+//! A router in front of backends that fail in many ways.
 
 #![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
@@ -59,7 +59,7 @@ impl Rig {
         Self { address, router: Some(Router::start(config, listener).unwrap()) }
     }
 
-    /// The values of a metric, of all backends together.
+    /// The sum of a metric over all backends.
     fn metric(&self, name: &str) -> f64 {
         let text = http::get(self.address, "/metrics");
         let lines = text.text().lines().filter(|line| line.starts_with(name));
@@ -79,7 +79,7 @@ impl Drop for Rig {
     }
 }
 
-/// Waits until something is so.
+/// Waits until the check is true; fails after `PATIENCE`.
 fn eventually(what: &str, mut check: impl FnMut() -> bool) {
     let start = Instant::now();
     while !check() {

@@ -1,4 +1,4 @@
-//! Backends with other models and adapters than the rest.
+//! Backends whose models and adapters differ.
 
 use crate::fake::Fake;
 use crate::http::{get, post};
@@ -18,7 +18,7 @@ fn a_request_goes_where_its_name_is_known() {
     one.lists(&[("base", None), ("tone", Some("1"))]);
     other.lists(&[("base", None), ("style", Some("2"))]);
     let rig = Rig::new(&[&one, &other]);
-    eventually("both are up", || get(rig.address, "/health").json()["backends"] == 2);
+    eventually("both backends are up", || get(rig.address, "/health").json()["backends"] == 2);
     assert_eq!(names(&rig), ["base", "tone", "style"]);
     for _ in 0..4 {
         for model in ["tone", "base:tone", "style"] {
@@ -33,16 +33,17 @@ fn a_request_goes_where_its_name_is_known() {
     };
     assert_eq!([of(&one, "tone"), of(&one, "style")], [8, 0]);
     assert_eq!([of(&other, "tone"), of(&other, "style")], [0, 8]);
-    // Whatever all have, or nobody lists, goes to all.
+    // Names that all backends list, or that none lists, go to all backends.
     for model in ["base", "nobody"] {
         let body = format!("{{\"model\": \"{model}\"}}");
         (0..4).for_each(|_| assert_eq!(post(rig.address, CHAT, &body).status(), 200));
         let body = format!("\"{model}\"}}");
         assert_eq!([of(&one, &body), of(&other, &body)], [2, 2], "{model}");
     }
-    // A backend that is gone is not made up for by one that lacks the name.
+    // When the only backend with an adapter is down, a backend without it does not take its
+    // requests.
     one.die();
-    eventually("one is down", || get(rig.address, "/health").json()["backends"] == 1);
+    eventually("the dead backend is down", || get(rig.address, "/health").json()["backends"] == 1);
     assert_eq!(post(rig.address, CHAT, "{\"model\": \"tone\"}").status(), 503);
     assert_eq!(names(&rig), ["base", "style"]);
 }
@@ -55,7 +56,7 @@ fn a_name_that_was_just_loaded_is_found_by_the_next_request() {
     let rig = Rig::with(&[&one, &other], |config| {
         config.health.interval = std::time::Duration::from_secs(3600);
     });
-    eventually("both are up", || get(rig.address, "/health").json()["backends"] == 2);
+    eventually("both backends are up", || get(rig.address, "/health").json()["backends"] == 2);
     other.lists(&[("base", None), ("tone", Some("1"))]);
     for _ in 0..4 {
         assert_eq!(post(rig.address, CHAT, "{\"model\": \"tone\"}").status(), 200);
@@ -71,7 +72,7 @@ fn one_name_with_two_contents_is_told() {
     let rig = Rig::new(&[&one, &other]);
     let warning = || get(rig.address, "/health").json()["warning"].as_str().map(str::to_owned);
     let told = format!("tone is another adapter at {} than at {}", other.url(), one.url());
-    eventually("it is told", || warning().as_deref() == Some(&told));
+    eventually("the warning is shown", || warning().as_deref() == Some(&told));
     other.lists(&[("base", None), ("tone", Some("1"))]);
-    eventually("it is over", || warning().is_none());
+    eventually("the warning is gone", || warning().is_none());
 }

@@ -1,4 +1,4 @@
-//! Queued requests that move to another brain.
+//! Queued requests that move to another server.
 
 use std::thread::{JoinHandle, sleep, spawn};
 use std::time::Duration;
@@ -10,13 +10,13 @@ use crate::{Rig, eventually};
 const CHAT: &str = "/v1/chat/completions";
 /// No headers.
 const NONE: &[&str] = &[];
-/// Prompt tokens that a long queue computes before it is empty, and those of a request.
+/// Prompt tokens of a long queue, and of one request.
 const LONG: u64 = 100_000;
 const SHORT: u64 = 1000;
-/// Many times of what the router takes to find that a queue has drifted.
+/// Many times the interval in which the router finds that a queue has changed.
 const LONG_ENOUGH: Duration = Duration::from_millis(400);
 
-/// Brains, of which the first has a long queue, and a router that sends requests to that one alone
+/// Forebay servers, the first with a long queue, and a router that sends all requests to the first
 /// until [`open`] is called.
 fn rig(count: usize, queue_moves: bool) -> (Vec<Fake>, Rig) {
     let brains: Vec<Fake> = (0..count).map(|_| Fake::brain()).collect();
@@ -24,7 +24,7 @@ fn rig(count: usize, queue_moves: bool) -> (Vec<Fake>, Rig) {
     let rig = Rig::with(&brains.iter().collect::<Vec<_>>(), |config| {
         config.queue_moves = queue_moves;
     });
-    eventually("all are known as brains", || {
+    eventually("all backends report as Forebay", || {
         let loads = get(rig.address, "/v1/loads").json();
         loads["loads"].as_array().unwrap().iter().all(|backend| backend["forebay"] == true)
     });
@@ -35,7 +35,9 @@ fn rig(count: usize, queue_moves: bool) -> (Vec<Fake>, Rig) {
 }
 
 fn await_up(rig: &Rig, count: usize) {
-    eventually("so many are up", || get(rig.address, "/health").json()["backends"] == count);
+    eventually("the expected backends are up", || {
+        get(rig.address, "/health").json()["backends"] == count
+    });
 }
 
 fn open(brains: &[Fake], rig: &Rig) {
@@ -52,17 +54,17 @@ fn moved(rig: &Rig) -> f64 {
     rig.metric("forebay_router_backend_moved_total")
 }
 
-/// A request that runs at a brain until the sender is dropped.
+/// A request that runs at a server until the sender is dropped.
 fn resident(brain: &Fake, rig: &Rig) -> (std::sync::mpsc::Sender<()>, JoinHandle<Message>) {
     let (gate, key) = Gate::new();
     brain.will([Act::Wait(gate)]);
     let before = brain.seen().len();
     let asked = asked(rig, NONE, "{}");
-    eventually("it is there", || brain.seen().len() == before + 1);
+    eventually("the backend has the request", || brain.seen().len() == before + 1);
     (key, asked)
 }
 
-/// Has a brain's queue get requests with these headers and bodies, one after the other.
+/// Sends requests with these headers and bodies one by one into a server's queue.
 fn queue(
     brain: &Fake,
     rig: &Rig,
@@ -72,7 +74,7 @@ fn queue(
     for (count, (headers, body)) in (1..).zip(requests) {
         brain.will([Act::Queue(SHORT)]);
         waiting.push(asked(rig, headers, body));
-        eventually("it waits", || brain.queued() == before + count);
+        eventually("the request waits", || brain.queued() == before + count);
     }
     waiting
 }
@@ -83,12 +85,12 @@ fn queued_requests_move_to_a_brain_that_computes_them_sooner() {
     let (key, resident) = resident(&brains[0], &rig);
     let waiting = queue(&brains[0], &rig, &[(NONE, "{}"); 3]);
     open(&brains, &rig);
-    // Each has one answer, and whole.
+    // Each request has one answer, and a complete one.
     for waiting in waiting {
         assert_eq!(waiting.join().unwrap().events().len(), TOKENS as usize);
     }
     assert_eq!((moved(&rig), brains[1].seen().len(), brains[0].seen().len()), (3.0, 3, 4));
-    eventually("they are dropped where they were", || brains[0].queued() == 0);
+    eventually("the first server has no moved requests", || brains[0].queued() == 0);
     drop(key);
     assert_eq!(resident.join().unwrap().status(), 200);
     assert_eq!(rig.metric("forebay_router_retries_total"), 0.0);
@@ -100,15 +102,15 @@ fn a_request_moves_twice_at_most() {
     let (brains, rig) = rig(3, true);
     brains[0].has_queue(LONG, 5);
     let mut waiting = queue(&brains[0], &rig, &[(NONE, "{}")]);
-    // It may come back to the first.
+    // The request may come back to the first server.
     brains.iter().for_each(|brain| {
         brain.will([Act::Queue(SHORT)]);
     });
     let mut at = 0;
     open(&brains, &rig);
     for moves in 1..=2 {
-        eventually("it has moved", || moved(&rig) == f64::from(moves));
-        eventually("it is at one of the others", || {
+        eventually("the request has moved", || moved(&rig) == f64::from(moves));
+        eventually("the request is at another server", || {
             brains.iter().map(Fake::queued).sum::<usize>() == 1 && brains[at].queued() == 0
         });
         at = brains.iter().position(|brain| brain.queued() == 1).unwrap();
@@ -139,9 +141,9 @@ fn who_is_pinned_or_has_said_something_stays() {
     );
     brains[0].will([Act::HangAfterTokens(150)]);
     let said = asked(&rig, NONE, "{}");
-    eventually("it is there", || brains[0].seen().len() == 4);
+    eventually("the backend has the request", || brains[0].seen().len() == 4);
     brains[0].claims(4, SHORT);
-    // One that may move shows when the others could have.
+    // This request may move. Once it has, the others could have moved too.
     waiting.extend(queue(&brains[0], &rig, &[(NONE, "{}")]));
     open(&brains, &rig);
     assert_eq!(waiting.pop().unwrap().join().unwrap().events().len(), TOKENS as usize);
@@ -150,7 +152,7 @@ fn who_is_pinned_or_has_said_something_stays() {
     brains[0].compute_queue();
     assert!(waiting.into_iter().all(|waiting| waiting.join().unwrap().status() == 200));
     brains[0].die();
-    // A brain that is gone is another matter: another one goes on.
+    // When its server dies, the stream that has begun continues at another one.
     assert_eq!(said.join().unwrap().events().len(), TOKENS as usize);
 }
 
@@ -164,7 +166,7 @@ fn a_request_moves_only_where_its_model_is() {
     brains[2].lists(&[("base", None), ("tone", Some("1"))]);
     let waiting = queue(&brains[0], &rig, &[(NONE, "{\"model\": \"tone\"}")]);
     open(&brains, &rig);
-    // The second would compute it first.
+    // The second server would compute it sooner, but lacks the model.
     for waiting in waiting {
         assert_eq!(waiting.join().unwrap().events().len(), TOKENS as usize);
     }

@@ -1,4 +1,4 @@
-//! Requests that are passed on, and tried again.
+//! Requests that are passed on, and retried.
 
 use std::time::Duration;
 
@@ -146,10 +146,10 @@ fn connections_are_used_again_and_closed_ones_are_not() {
     let before = backend.connections();
     assert_eq!((post(), post()), (200, 200));
     assert_eq!(backend.connections(), before);
-    // The backend closes it with the next request in its hands: to the client that never happened.
+    // The backend closes the connection when the next request arrives. The client does not notice.
     backend.will([Act::DieFirst]);
     assert_eq!(post(), 200);
-    assert_eq!(backend.connections(), before + 2, "one more, and one to ask whether it lives");
+    assert_eq!(backend.connections(), before + 2, "one new connection, and one for a health check");
     assert_eq!(rig.metric("forebay_router_retries_total"), 0.0);
 }
 
@@ -171,13 +171,13 @@ fn equal_requests_are_spread_evenly_and_more_than_their_share_on_nobody() {
     let address = rig.address;
     let clients: Vec<_> =
         (0..100).map(|_| std::thread::spawn(move || post(address, CHAT, "{}").status())).collect();
-    eventually("all are there", || {
+    eventually("the backends have all requests", || {
         backends.iter().map(|backend| backend.seen().len()).sum::<usize>() == 100
     });
     assert!(backends.iter().all(|backend| backend.seen().len() == 25));
     drop(keys);
     assert!(clients.into_iter().all(|client| client.join().unwrap() == 200));
-    // And so it stays when successors come as others end.
+    // The spread stays even when new requests come as others end.
     let clients: Vec<_> = (0..40)
         .map(|_| {
             std::thread::spawn(move || (0..10).all(|_| post(address, CHAT, "{}").status() == 200))
@@ -236,10 +236,10 @@ fn a_client_that_goes_away_ends_its_request_at_the_backend() {
     let rig = Rig::new(&[&backend]);
     let mut client = Client::connect(rig.address);
     client.send("POST", CHAT, &[], b"{}");
-    eventually("it is there", || backend.seen().len() == 1);
+    eventually("the backend has the request", || backend.seen().len() == 1);
     drop(client);
     hung_up.recv_timeout(crate::PATIENCE).unwrap();
-    eventually("the books are empty", || {
+    eventually("the load is back to zero", || {
         get(rig.address, "/v1/loads").json()["loads"][0]["own"] == 0
     });
 }
@@ -260,7 +260,7 @@ fn a_request_that_hangs_is_moved_when_its_backend_is_found_dead() {
     let address = rig.address;
     let asked: Vec<_> =
         (0..2).map(|_| std::thread::spawn(move || post(address, CHAT, "{}").status())).collect();
-    eventually("both are there", || one.seen().len() == 1 && two.seen().len() == 1);
+    eventually("both backends have a request", || one.seen().len() == 1 && two.seen().len() == 1);
     one.stop_listening();
     assert!(asked.into_iter().all(|asked| asked.join().unwrap() == 200));
     assert_eq!(two.seen().len(), 2);

@@ -1,4 +1,4 @@
-//! Streams, and what becomes of them when their backend dies.
+//! Streams, and what happens when their backend dies.
 
 use std::io::Write;
 use std::net::TcpListener;
@@ -13,7 +13,7 @@ use crate::{Rig, eventually};
 const CHAT: &str = "/v1/chat/completions";
 const WHOLE: usize = usize::MAX;
 
-/// The text of a brain's stream, all whose events have the name of the first.
+/// The text of a Forebay server's stream, whose events all have the first one's name.
 fn text(answer: &Message) -> String {
     let events = answer.events();
     assert!(events.iter().all(|event| event["name"] == "5;first"), "{answer:?}");
@@ -36,11 +36,11 @@ fn a_brains_stream_comes_without_its_comments() {
     assert_eq!((tag.seq, tag.floor), (1, 1));
 }
 
-/// Two brains with one script, both known as brains.
+/// Two Forebay servers with one script, both known to the router as such.
 fn pair() -> (Vec<Fake>, Rig) {
     let brains = Fake::brains(2);
     let rig = Rig::with(&[&brains[0], &brains[1]], |config| config.breaker.failures = 0);
-    eventually("both are known as brains", || {
+    eventually("both backends report as Forebay", || {
         let loads = get(rig.address, "/v1/loads").json();
         loads["loads"].as_array().unwrap().iter().all(|backend| backend["forebay"] == true)
     });
@@ -75,7 +75,7 @@ fn a_stream_outlives_several_deaths() {
         let answer = post(rig.address, CHAT, "{\"seed\":1}");
         assert_eq!(text(&answer), expected(TOKENS), "{cuts:?}");
     }
-    // Whoever goes on is told the same seed, and gets the client's body behind the tokens.
+    // A server that continues gets the same seed, and the client's body after the tokens.
     let resumed: Vec<Message> = brains.iter().flat_map(Fake::seen).collect();
     let resumed: Vec<&Message> =
         resumed.iter().filter(|seen| seen.header("x-forebay-resume").is_some()).collect();
@@ -92,8 +92,7 @@ fn a_stream_that_nobody_goes_on_with_ends_with_one_error() {
     assert_eq!(error["error"]["code"], "backend_failed");
     assert_eq!(tokens.len(), 1);
     let (brains, rig) = pair();
-    // One that answers, but with something else, is not what the client wants in the middle of a
-    // stream.
+    // A server that answers, but not with the rest of the stream, cannot continue it.
     brains[0].will([Act::Tokens(TOKENS, 150)]);
     brains[0].will(vec![Act::Answer(400, "{}".into()); 20]);
     let events = post(rig.address, CHAT, "{}").events();
@@ -165,7 +164,7 @@ fn a_slow_client_slows_its_backend_and_loses_nothing() {
                 while !left.is_empty() {
                     match socket.write(left) {
                         Ok(taken) => left = &left[taken..],
-                        // Nobody takes any more: what is under way is bounded.
+                        // The socket is full: the router holds a limited part of the stream.
                         Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                             if let Some(stuck) = stuck.take() {
                                 stuck.send(()).unwrap();
@@ -181,7 +180,7 @@ fn a_slow_client_slows_its_backend_and_loses_nothing() {
     });
     let rig = Rig::with(&[], |config| {
         config.sources.urls.push(address.to_string());
-        // It answers one connection after the other.
+        // The backend serves one connection at a time, so health checks are rare.
         config.health.interval = Duration::from_secs(60);
     });
     let mut client = Client::connect(rig.address);

@@ -1,4 +1,4 @@
-//! Where backends come from, how they go, and how the router itself goes.
+//! Adding and removing backends, and shutting down the router.
 
 use std::time::Duration;
 
@@ -33,7 +33,7 @@ fn a_backend_registers_and_goes() {
     let body = format!("{{\"url\":\"{}\"}}", backend.url());
     assert_eq!(register(&rig, "POST", &body).status(), 200);
     assert_eq!(urls(&rig), [backend.url()]);
-    eventually("it is up", || get(rig.address, "/health").status() == 200);
+    eventually("the backend is up", || get(rig.address, "/health").status() == 200);
     assert_eq!(post(rig.address, CHAT, "{}").status(), 200);
     assert_eq!(register(&rig, "DELETE", &body).json()["removed"], true);
     assert_eq!(register(&rig, "DELETE", &body).json()["removed"], false);
@@ -45,7 +45,7 @@ fn a_lease_that_is_not_renewed_ends() {
     let (rig, backend) = (registering(), Fake::other());
     let body = |ttl: &str| format!("{{\"url\":\"{}\",\"ttl\":{ttl}}}", backend.url());
     assert_eq!(register(&rig, "POST", &body("0.01")).status(), 200);
-    eventually("it is gone", || urls(&rig).is_empty());
+    eventually("the backend is removed", || urls(&rig).is_empty());
     assert_eq!(register(&rig, "POST", &body("1000")).status(), 200);
     assert_eq!(urls(&rig).len(), 1);
 }
@@ -71,12 +71,12 @@ fn a_file_is_followed() {
     std::fs::write(&file, format!("# first\n{}\n", one.url())).unwrap();
     let path = file.clone();
     let rig = Rig::with(&[], |config| config.sources.file = Some(path));
-    eventually("it was read", || urls(&rig) == [one.url()]);
+    eventually("the file was read", || urls(&rig) == [one.url()]);
     std::fs::write(&file, format!("{}\n{}\n", one.url(), two.url())).unwrap();
-    eventually("it was read again", || urls(&rig).len() == 2);
+    eventually("the file was read again", || urls(&rig).len() == 2);
     std::fs::write(&file, "nonsense://\n").unwrap();
     std::fs::write(&file, two.url()).unwrap();
-    eventually("it was read once more", || urls(&rig) == [two.url()]);
+    eventually("the file was read once more", || urls(&rig) == [two.url()]);
 }
 
 #[test]
@@ -84,8 +84,8 @@ fn a_name_is_resolved() {
     let backend = Fake::other();
     let name = format!("localhost:{}", backend.address.port());
     let rig = Rig::with(&[], |config| config.sources.dns = vec![name]);
-    eventually("it is there", || urls(&rig).contains(&backend.url()));
-    eventually("it is up", || get(rig.address, "/health").status() == 200);
+    eventually("the backend has the request", || urls(&rig).contains(&backend.url()));
+    eventually("the backend is up", || get(rig.address, "/health").status() == 200);
 }
 
 #[test]
@@ -97,10 +97,10 @@ fn a_backend_that_drains_keeps_what_it_has_and_gets_nothing_new() {
     let rig = Rig::new(&[&one, &two]);
     let address = rig.address;
     let asked = std::thread::spawn(move || post(address, CHAT, "{}").status());
-    eventually("it is there", || one.seen().len() + two.seen().len() == 1);
+    eventually("the backend has the request", || one.seen().len() + two.seen().len() == 1);
     let (busy, other) = if one.seen().is_empty() { (&two, &one) } else { (&one, &two) };
     busy.set_healthy(false);
-    eventually("it is out", || get(address, "/health").json()["backends"] == 1);
+    eventually("the backend is drained", || get(address, "/health").json()["backends"] == 1);
     drop(key);
     assert_eq!(asked.join().unwrap(), 200);
     (0..4).for_each(|_| assert_eq!(post(address, CHAT, "{}").status(), 200));
@@ -115,10 +115,10 @@ fn what_runs_may_finish_when_the_router_stops() {
     let mut rig = Rig::new(&[&backend]);
     let address = rig.address;
     let asked = std::thread::spawn(move || post(address, CHAT, "{}"));
-    eventually("it is there", || backend.seen().len() == 1);
+    eventually("the backend has the request", || backend.seen().len() == 1);
     let router = rig.router.take().unwrap();
     let stopping = std::thread::spawn(move || router.stop(std::future::pending()));
-    eventually("new ones are refused", || get(address, "/health").status() == 503);
+    eventually("the drain has begun", || get(address, "/health").status() == 503);
     assert_eq!(post(address, CHAT, "{}").json()["error"]["code"], "draining");
     drop(key);
     assert_eq!(asked.join().unwrap().status(), 200);
@@ -129,7 +129,7 @@ fn what_runs_may_finish_when_the_router_stops() {
 #[test]
 fn what_does_not_finish_in_time_is_ended_with_an_error() {
     let backend = Fake::other();
-    // The second half of it never comes.
+    // The second half of the stream never comes.
     let half = b"data: {\"name\":1}\n\n".to_vec();
     backend.will([Act::HangAfter(half)]);
     let mut rig = Rig::with(&[&backend], |config| config.drain_timeout = Duration::from_millis(1));

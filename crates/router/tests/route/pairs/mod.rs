@@ -1,4 +1,4 @@
-//! Pairs of servers that compute prompts and go on, which fail in every way.
+//! Pairs of prefill and decode servers that fail in many ways.
 
 mod ours;
 mod sglang;
@@ -18,16 +18,16 @@ use crate::http::{Client, get, post};
 use crate::{Rig, eventually};
 
 const CHAT: &str = "/v1/chat/completions";
-/// The longest time for which one server of a pair works on after the other has failed.
+/// The longest time that one server of a pair works on after the other has failed.
 const OUTLIVED: Duration = Duration::from_secs(1);
-/// A whole stream.
+/// A complete stream.
 const STREAM: &[u8] = b"data: {\"a\":1}\n\ndata: [DONE]\n\n";
 
 fn fine() -> Act {
     Act::Answer(200, "{\"ok\":true}".into())
 }
 
-/// Servers of SGLang: of the first kind, and of the second.
+/// SGLang servers: for prefill, and for decode.
 fn sglang(prefill: usize, decode: usize) -> (Vec<Fake>, Vec<Fake>) {
     let of = |mode: &str, count| -> Vec<Fake> {
         let servers = (0..count).map(|_| Fake::other());
@@ -37,7 +37,7 @@ fn sglang(prefill: usize, decode: usize) -> (Vec<Fake>, Vec<Fake>) {
     (of("prefill", prefill), of("decode", decode))
 }
 
-/// Servers of vLLM.
+/// vLLM servers.
 fn vllm(count: usize) -> Vec<Fake> {
     (0..count).map(|_| Fake::other()).inspect(|server| server.is_of("m", "vllm")).collect()
 }
@@ -58,7 +58,7 @@ fn rig_with((prefill, decode): (&[Fake], &[Fake]), change: impl FnOnce(&mut Rout
         change(config);
     });
     let all = prefill.len() + decode.len();
-    eventually("all are up", || get(rig.address, "/health").json()["backends"] == all);
+    eventually("all backends are up", || get(rig.address, "/health").json()["backends"] == all);
     rig
 }
 
@@ -66,7 +66,7 @@ fn rig(prefill: &[Fake], decode: &[Fake]) -> Rig {
     rig_with((prefill, decode), |_| {})
 }
 
-/// The sentence with which a router does not start.
+/// The error message of a router that refuses to start.
 fn refused(change: impl FnOnce(&mut PairConfig)) -> String {
     let mut pairs = PairConfig::default();
     change(&mut pairs);
@@ -76,11 +76,11 @@ fn refused(change: impl FnOnce(&mut PairConfig)) -> String {
     started.err().expect("no router starts").to_string()
 }
 
-/// The bodies that servers got, once they have so many. A prefill server may get its own when the
-/// answer has come.
+/// The bodies that servers received, once there are `count`. A prefill server may receive its
+/// request after the client has its answer.
 fn asked(fakes: &[Fake], count: usize) -> Vec<Value> {
     let all = || fakes.iter().flat_map(bodies).collect::<Vec<_>>();
-    eventually("all were asked", || all().len() == count);
+    eventually("all requests have arrived", || all().len() == count);
     all()
 }
 
@@ -130,7 +130,7 @@ fn a_fleet_of_two_engines_makes_pairs_of_one_each() {
     for _ in 0..8 {
         assert_eq!(post(rig.address, CHAT, "{\"n\":1}").status(), 200);
     }
-    // What vLLM cannot compute goes to the others.
+    // A request that vLLM pairs cannot compute goes to the SGLang pair.
     for _ in 0..4 {
         assert_eq!(post(rig.address, CHAT, "{\"n\":2}").status(), 200);
     }
@@ -164,7 +164,7 @@ fn a_prompt_goes_where_it_was_before_at_both_servers() {
     };
     asked(&prefill, 18);
     assert_eq!(prefill.iter().map(kinds).collect::<Vec<_>>(), [(6, 1); 3]);
-    assert!(decode.iter().all(|fake| bodies(fake).len() == 6), "in turn");
+    assert!(decode.iter().all(|fake| bodies(fake).len() == 6), "decode servers take turns");
 }
 
 #[test]
@@ -178,7 +178,11 @@ fn routes_and_models_are_those_of_pairs() {
         list["data"].as_array().unwrap().iter().map(|card| &card["id"]).collect();
     assert_eq!(names, ["m"]);
     assert_eq!(post(rig.address, "/tokenize", "{}").status(), 200);
-    assert_eq!((prefill[0].seen().len(), decode[0].seen().len()), (0, 1), "one alone");
+    assert_eq!(
+        (prefill[0].seen().len(), decode[0].seen().len()),
+        (0, 1),
+        "the decode server alone answers"
+    );
     let refused = post(rig.address, "/v1/embeddings", "{}");
     assert_eq!(refused.status(), 501);
     assert!(refused.text().contains("/v1/completions"), "{refused:?}");
@@ -187,10 +191,14 @@ fn routes_and_models_are_those_of_pairs() {
         assert_eq!((answer.status(), &answer.json()["error"]["param"]), (400, &json!(name)));
     }
     assert_eq!(post(rig.address, CHAT, "{\"a\" 1}").status(), 400);
-    assert_eq!((prefill[0].seen().len(), decode[0].seen().len()), (0, 1), "nobody was asked");
-    // One kind of servers is no pair.
+    assert_eq!(
+        (prefill[0].seen().len(), decode[0].seen().len()),
+        (0, 1),
+        "no server gets a malformed body"
+    );
+    // With decode servers only there is no pair.
     prefill[0].set_healthy(false);
-    eventually("it is down", || get(rig.address, "/health").status() == 503);
+    eventually("a backend is down", || get(rig.address, "/health").status() == 503);
     let answer = post(rig.address, CHAT, "{}");
     assert_eq!(answer.status(), 503);
     assert!(answer.text().contains("no prefill server"), "{answer:?}");
@@ -200,7 +208,7 @@ fn routes_and_models_are_those_of_pairs() {
 fn what_kills_prefill_servers_kills_two_and_is_given_up() {
     let (prefill, decode) = sglang(4, 2);
     let rig = rig(&prefill, &decode);
-    // Decode servers wait for keys and values that never come.
+    // Decode servers wait for a KV cache that never arrives.
     decode.iter().for_each(|fake| {
         fake.will(vec![Act::Hang; 8]);
     });
@@ -212,14 +220,14 @@ fn what_kills_prefill_servers_kills_two_and_is_given_up() {
     let code = answer.json()["error"]["code"].clone();
     assert_eq!((answer.status(), code), (502, json!("backend_died_twice")));
     assert_eq!(prefill.iter().filter(|fake| fake.is_dead()).count(), 2);
-    eventually("nothing is left", || decode.iter().all(|fake| fake.alive() == 0));
+    eventually("no server has requests left", || decode.iter().all(|fake| fake.alive() == 0));
 }
 
-/// Sends a request and goes away once both servers have it.
+/// Sends a request, and leaves once both servers have it.
 fn leave(rig: &Rig, prefill: &Fake, decode: Option<&Fake>) -> Instant {
     let mut client = Client::connect(rig.address);
     client.send("POST", CHAT, &[], b"{\"stream\":true}");
-    eventually("it is there", || {
+    eventually("the backend has the request", || {
         prefill.alive() == 1 && decode.is_none_or(|decode| decode.alive() == 1)
     });
     drop(client);

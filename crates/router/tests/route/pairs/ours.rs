@@ -1,4 +1,4 @@
-//! Pairs of servers of ours: the decode server asks the prefill server that the router names.
+//! Pairs of Forebay servers: the decode server asks the prefill server that the router names.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ fn brains(mode: &str, count: usize) -> Vec<Fake> {
     (0..count).map(|_| Fake::brain()).inspect(|brain| brain.has_mode(mode)).collect()
 }
 
-/// The prefill servers that a decode server's requests named; an empty text for none.
+/// The prefill servers that a decode server's requests named; an empty string for none.
 fn told(decode: &Fake) -> Vec<String> {
     let told = |message: &crate::http::Message| message.header(PREFILL).unwrap_or("").to_owned();
     decode.seen().iter().map(told).collect()
@@ -34,13 +34,13 @@ fn a_decode_server_gets_the_request_and_the_name_of_a_prefill_server() {
         let answer = ask(rig.address, "POST", path, &[&own], b"{\"n\":2}");
         assert_eq!((answer.status(), answer.header(PREFILL)), (200, None), "{path}");
     }
-    // Each in turn, and never the one that a client names.
+    // Each prefill server in turn, and never the one that a client names.
     let urls = [prefill[0].url(), prefill[1].url()];
     let told = told(&decode[0]);
     assert!(told.iter().all(|url| urls.contains(url)) && urls.iter().all(|url| told.contains(url)));
     assert!(prefill.iter().all(|server| bodies(server).is_empty()), "the decode server asks");
     assert_eq!(bodies(&decode[0])[0], serde_json::json!({"n": 2}), "the body is the client's");
-    // No model computes anything.
+    // This route needs no model, so it names no prefill server.
     assert_eq!(post(rig.address, "/tokenize", "{}").status(), 200);
     assert_eq!(told_last(&decode[0]), "");
     let loads = get(rig.address, "/v1/loads").json();
@@ -64,7 +64,7 @@ fn servers_with_another_mode_are_refused_in_one_line() {
     );
     let said = refused(|pairs| *pairs = named(&decode, &plain));
     assert!(said.contains("--disaggregation-mode decode") && said.lines().count() == 1, "{said}");
-    // One that says nothing of its load, because it has a key.
+    // A server with a key, which reports no load.
     let keyed = vec![Fake::other()];
     keyed[0].is_of("m", "forebay");
     let said = refused(|pairs| *pairs = named(&keyed, &decode));
@@ -91,7 +91,7 @@ fn a_prefill_server_that_fails_is_left_alone_and_the_decode_server_is_not() {
     assert_eq!(breakers, ["open", "closed"]);
     for client in [0, 1] {
         assert_eq!(ask(rig.address, "POST", CHAT, &[CLIENTS[client]], b"{}").status(), 200);
-        assert_eq!(told_last(&decode[0]), "", "it computes alone");
+        assert_eq!(told_last(&decode[0]), "", "no prefill server is named");
     }
 }
 
@@ -111,7 +111,7 @@ fn without_a_prefill_server_decode_servers_compute_all() {
     let (prefill, decode) = (brains("prefill", 1), brains("decode", 1));
     let rig = rig(&prefill, &decode);
     prefill[0].die();
-    eventually("it is down", || get(rig.address, "/health").json()["backends"] == 1);
+    eventually("a backend is down", || get(rig.address, "/health").json()["backends"] == 1);
     assert_eq!(get(rig.address, "/health").status(), 200);
     assert_eq!(post(rig.address, CHAT, "{}").status(), 200);
     assert_eq!(told_last(&decode[0]), "");

@@ -1,4 +1,4 @@
-//! SGLang's protocol: both servers get the request at once.
+//! SGLang's protocol: both servers get the request at the same time.
 
 use super::*;
 use crate::fake::Gate;
@@ -33,7 +33,7 @@ fn both_servers_meet_in_a_room_that_is_used_once() {
     assert_eq!(rig.metric("forebay_router_pairs_total"), 3.0);
 }
 
-/// Ways to fail before anything is answered.
+/// Ways to fail before any answer.
 fn failures() -> [Act; 5] {
     [
         Act::DieFirst,
@@ -44,7 +44,7 @@ fn failures() -> [Act; 5] {
     ]
 }
 
-/// The end of the one thing that these servers did of this kind.
+/// The time at which the only act of this kind ended.
 fn end(fakes: &[Fake], wanted: fn(&Act) -> bool) -> Instant {
     let spans: Vec<_> = fakes.iter().flat_map(Fake::spans).collect();
     let found: Vec<_> = spans.iter().filter(|span| wanted(&span.act)).collect();
@@ -63,7 +63,7 @@ fn whichever_server_fails_the_other_ends_and_another_pair_goes_on_in_a_new_room(
                 false => (&decode, &prefill),
             };
             let all = || prefill.iter().chain(&decode);
-            // Whichever are asked first: one fails once its partner hangs.
+            // Any server may be asked first. A failing one fails only when its partner hangs.
             let (gates, keys): (Vec<_>, Vec<_>) = (0..2).map(|_| Gate::new()).unzip();
             for (fake, gate) in failing.iter().zip(gates) {
                 fake.will([Act::Held(gate, Box::new(failure.clone()))]);
@@ -73,12 +73,12 @@ fn whichever_server_fails_the_other_ends_and_another_pair_goes_on_in_a_new_room(
             });
             let address = rig.address;
             let asked = std::thread::spawn(move || post(address, CHAT, "{}"));
-            eventually("a pair has it", || all().map(Fake::alive).sum::<usize>() == 2);
+            eventually("a pair has the request", || all().map(Fake::alive).sum::<usize>() == 2);
             all().for_each(Fake::forget);
             drop(keys);
             let status = asked.join().unwrap().status();
             assert_eq!(status, 200, "{failure:?}, prefill: {prefill_fails}");
-            eventually("nothing is left", || all().all(|fake| fake.alive() == 0));
+            eventually("no server has requests left", || all().all(|fake| fake.alive() == 0));
             let failed = end(failing, |act| matches!(act, Act::Held(..)));
             let hung = end(hanging, |act| matches!(act, Act::Hang));
             assert!(hung.saturating_duration_since(failed) < OUTLIVED, "{failure:?}");
@@ -90,8 +90,8 @@ fn whichever_server_fails_the_other_ends_and_another_pair_goes_on_in_a_new_room(
             if first[0] != second[0] {
                 second.reverse();
             }
-            assert_eq!(first, second, "both were told");
-            assert_ne!(first[0], first[1], "a room for each attempt");
+            assert_eq!(first, second, "both servers get the same rooms");
+            assert_ne!(first[0], first[1], "each attempt has a room of its own");
             let once = |fakes: &[Fake]| fakes.iter().all(|fake| bodies(fake).len() == 1);
             assert!(once(failing), "another pair was asked");
         }
@@ -109,7 +109,11 @@ fn a_prefill_server_that_refuses_the_request_is_heard_at_once() {
     assert_eq!(answer.status(), 400);
     assert!(answer.text().contains("too long") && answer.whole);
     gone.recv_timeout(OUTLIVED).unwrap();
-    assert_eq!((prefill[0].seen().len(), decode[0].seen().len()), (1, 1), "no retry");
+    assert_eq!(
+        (prefill[0].seen().len(), decode[0].seen().len()),
+        (1, 1),
+        "no server is asked again"
+    );
 }
 
 #[test]
@@ -120,7 +124,7 @@ fn a_client_that_leaves_ends_both() {
         prefill[0].will([Act::Hang]);
         decode[0].will([half]);
         let left = leave(&rig, &prefill[0], Some(&decode[0]));
-        eventually("both are over", || prefill[0].alive() + decode[0].alive() == 0);
+        eventually("both requests have ended", || prefill[0].alive() + decode[0].alive() == 0);
         let ends = [&prefill[0], &decode[0]].map(|fake| fake.spans().last().unwrap().end);
         assert!(ends.iter().all(|end| end.saturating_duration_since(left) < OUTLIVED));
     }
@@ -136,14 +140,14 @@ fn a_stream_whose_prefill_server_dies_ends_with_one_error() {
     client.send("POST", CHAT, &[], b"{\"stream\":true}");
     let mut answer = client.head();
     let first = read_chunk(&mut client.0).unwrap();
-    eventually("both have it", || prefill[0].alive() + decode[0].alive() == 2);
+    eventually("both servers have the request", || prefill[0].alive() + decode[0].alive() == 2);
     prefill[0].restart();
     read_body(&mut client.0, &mut answer);
     let rest = answer.events();
     assert_eq!((first, rest.len()), (b"data: {\"a\":1}\n\n".to_vec(), 1), "{rest:?}");
     assert_eq!(rest[0]["error"]["code"], "backend_failed");
     assert_eq!(answer.text().matches("[DONE]").count(), 1);
-    eventually("nothing is left", || decode[0].alive() == 0);
+    eventually("no server has requests left", || decode[0].alive() == 0);
 }
 
 #[test]
@@ -154,9 +158,9 @@ fn a_prefill_server_that_has_answered_is_out_of_it() {
     decode[0].will([Act::Wait(gate)]);
     let address = rig.address;
     let asked = std::thread::spawn(move || post(address, CHAT, "{}"));
-    eventually("it is computed", || prefill[0].spans().len() == 1);
+    eventually("the prefill has ended", || prefill[0].spans().len() == 1);
     prefill[0].die();
-    eventually("it is down", || get(rig.address, "/health").status() == 503);
+    eventually("a backend is down", || get(rig.address, "/health").status() == 503);
     drop(open);
     assert_eq!(asked.join().unwrap().status(), 200);
 }
@@ -170,11 +174,11 @@ fn a_prefill_server_that_hangs_ends_soon_after_the_answer() {
     decode[0].will([Act::Wait(gate)]);
     let address = rig.address;
     let asked = std::thread::spawn(move || post(address, CHAT, "{}"));
-    eventually("both have it", || prefill[0].alive() + decode[0].alive() == 2);
+    eventually("both servers have the request", || prefill[0].alive() + decode[0].alive() == 2);
     drop(open);
     assert_eq!(asked.join().unwrap().status(), 200);
     let answered = Instant::now();
-    eventually("it is over", || prefill[0].alive() == 0);
+    eventually("the prefill request has ended", || prefill[0].alive() == 0);
     let end = prefill[0].spans()[0].end;
     assert!(end.saturating_duration_since(answered) < OUTLIVED);
 }
@@ -183,7 +187,7 @@ fn a_prefill_server_that_hangs_ends_soon_after_the_answer() {
 fn a_stream_that_is_complete_is_complete_whatever_the_prefill_server_does() {
     let (prefill, decode) = sglang(1, 1);
     let rig = rig(&prefill, &decode);
-    // The whole, and one that is cut in its last event.
+    // The whole stream at once, and a stream in two pieces, cut within its last event.
     for pieces in [vec![STREAM.to_vec()], vec![STREAM[..20].to_vec(), STREAM[20..].to_vec()]] {
         prefill[0].will([Act::Hang]);
         decode[0].will([Act::HangAfter(pieces[0].clone())]);
@@ -191,7 +195,7 @@ fn a_stream_that_is_complete_is_complete_whatever_the_prefill_server_does() {
         client.send("POST", CHAT, &[], b"{\"stream\":true}");
         let mut answer = client.head();
         let first = read_chunk(&mut client.0).unwrap();
-        eventually("both have it", || prefill[0].alive() + decode[0].alive() == 2);
+        eventually("both servers have the request", || prefill[0].alive() + decode[0].alive() == 2);
         prefill[0].restart();
         read_body(&mut client.0, &mut answer);
         let rest = answer.text().to_owned();

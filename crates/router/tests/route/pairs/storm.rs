@@ -1,4 +1,4 @@
-//! Many requests at pairs of which each server fails at random.
+//! Many requests to pairs whose servers fail at random.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,7 +10,7 @@ use crate::http::Message;
 const THREADS: usize = 6;
 const REQUESTS: usize = 25;
 
-/// A generator of numbers (Marsaglia's xorshift), so that a seed tells what has happened.
+/// A random generator (Marsaglia's xorshift), so that a seed reproduces a run.
 struct Dice(u64);
 
 impl Dice {
@@ -22,7 +22,7 @@ impl Dice {
     }
 }
 
-/// What a server does with one request: half of them go well.
+/// A random act for one request; half of them succeed.
 fn act(dice: &mut Dice, well: Act) -> Act {
     match dice.below(14) {
         0 => Act::DieFirst,
@@ -36,8 +36,8 @@ fn act(dice: &mut Dice, well: Act) -> Act {
     }
 }
 
-/// Sends requests from several clients, some of which leave, and checks that each of the others
-/// has one end.
+/// Sends requests from several clients, some of which leave. Checks that each of the others gets
+/// one end.
 fn storm(rig: &Rig, seed: u64) {
     let workers: Vec<_> = (0..THREADS as u64)
         .map(|thread| {
@@ -67,9 +67,11 @@ fn check(answer: &Message) {
     assert_eq!(answer.text().matches("[DONE]").count(), 1, "{answer:?}");
 }
 
-/// The requests that servers have had, once they have none.
+/// The requests that servers have handled, once none is left.
 fn at_rest(prefill: &[Fake], decode: &[Fake]) -> [Vec<Span>; 2] {
-    eventually("nothing is left", || prefill.iter().chain(decode).all(|fake| fake.alive() == 0));
+    eventually("no server has requests left", || {
+        prefill.iter().chain(decode).all(|fake| fake.alive() == 0)
+    });
     [prefill, decode].map(|fakes| fakes.iter().flat_map(Fake::spans).collect())
 }
 
@@ -113,7 +115,7 @@ fn no_parameters_are_sent_twice() {
     let (mut dice, block) = (Dice(99), AtomicU32::new(0));
     for _ in 0..200 {
         prefill.iter().for_each(|fake| {
-            // One in six says what it has said before.
+            // One answer in six repeats an earlier name.
             let name = match dice.below(6) {
                 0 => block.load(Ordering::Relaxed) / 2,
                 _ => block.fetch_add(1, Ordering::Relaxed),

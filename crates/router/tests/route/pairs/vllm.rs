@@ -1,4 +1,4 @@
-//! vLLM's protocol: the decode server gets what the prefill server has answered.
+//! vLLM's protocol: the decode server gets the parameters that the prefill server answered with.
 
 use super::*;
 
@@ -13,7 +13,7 @@ fn params(block: u32) -> Value {
            "remote_engine_id": "e", "remote_request_id": format!("r{block}")})
 }
 
-/// The parameters that decode servers got, in any order.
+/// The parameters that decode servers received, in any order.
 fn got(decode: &[Fake]) -> Vec<Value> {
     decode.iter().flat_map(bodies).map(|body| body["kv_transfer_params"].clone()).collect()
 }
@@ -46,7 +46,7 @@ fn a_retry_repeats_the_first_leg() {
         let (prefill, decode) = (vllm(1), vllm(3));
         let rig = rig(&prefill, &decode);
         prefill[0].will((0..9).map(hands_on));
-        // Two of three fail, whichever comes first; the third has failed nobody.
+        // Two of three decode servers fail once. The first prefill result is used by none of them.
         decode[..2].iter().for_each(|fake| {
             fake.will([failure.clone()]);
         });
@@ -57,7 +57,7 @@ fn a_retry_repeats_the_first_leg() {
         let count = sent.len();
         sent.sort_unstable();
         sent.dedup();
-        assert_eq!((sent.len(), count), (5, 5), "each was sent once: {failure:?}");
+        assert_eq!((sent.len(), count), (5, 5), "parameters were sent twice: {failure:?}");
         assert_eq!(prefill[0].seen().len(), 5);
     }
 }
@@ -75,14 +75,15 @@ fn a_prefill_server_that_lies_is_not_believed() {
         let rig = rig_with((&prefill, &decode), |config| {
             config.pairs.prefill_policy = Some(Policy::RoundRobin);
         });
-        // They are in turn: one is honest at first, then both tell the same or nonsense.
+        // The prefill servers take turns: the first answer is right, later ones repeat it or are
+        // invalid.
         prefill.iter().for_each(|fake| {
             fake.will([hands_on(1)]);
         });
         let first = post(rig.address, CHAT, "{}");
         assert_eq!(first.status(), 200);
         let other = prefill.iter().find(|fake| fake.seen().is_empty()).unwrap();
-        // Its own script begins with what the other has handed on already.
+        // This server's first answer repeats the parameters of the other one.
         assert_eq!(post(rig.address, CHAT, "{}").status(), 200);
         assert!(!other.seen().is_empty());
         prefill.iter().for_each(|fake| {
@@ -95,7 +96,7 @@ fn a_prefill_server_that_lies_is_not_believed() {
         names.sort_unstable();
         let count = names.len();
         names.dedup();
-        assert_eq!(names.len(), count, "nothing was sent twice: {sent:?}");
+        assert_eq!(names.len(), count, "parameters were sent twice: {sent:?}");
         assert!(sent.iter().all(|params| params["do_remote_prefill"] == true), "{sent:?}");
     }
 }
@@ -119,7 +120,7 @@ fn what_the_prefill_server_refuses_is_not_asked_of_the_decode_server() {
     prefill[0].will([Act::Answer(400, "{\"error\":\"too long\"}".into())]);
     let answer = post(rig.address, CHAT, "{}");
     assert_eq!((answer.status(), answer.text()), (400, "{\"error\":\"too long\"}"));
-    // What has several answers would use the parameters several times.
+    // Requests with several answers would use the parameters several times.
     for (path, body, status) in [
         (CHAT, "{\"n\":2}", 400),
         ("/v1/completions", "{\"prompt\":[\"a\",\"b\"]}", 400),
@@ -136,7 +137,7 @@ fn a_client_that_leaves_ends_the_first_leg() {
     let rig = rig(&prefill, &decode);
     prefill[0].will([Act::Hang]);
     let left = leave(&rig, &prefill[0], None);
-    eventually("it is over", || prefill[0].alive() == 0);
+    eventually("the prefill request has ended", || prefill[0].alive() == 0);
     assert!(prefill[0].spans()[0].end.saturating_duration_since(left) < OUTLIVED);
     assert!(decode[0].seen().is_empty());
 }
