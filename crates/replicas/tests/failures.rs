@@ -1,4 +1,4 @@
-//! Replicas of which some never come up.
+//! Replicas, some of which never start.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
@@ -17,7 +17,7 @@ struct Rig {
     _threads: Vec<EngineThread>,
 }
 
-/// One replica a number of pages; `breaking` is done to each before it starts.
+/// One replica for each number of pages. `breaking` is called for each before it starts.
 fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
     let clock = SimClock::real();
     let (sender, outputs) = channel();
@@ -62,7 +62,7 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
         ReplicasConfig { load_balance_method: Method::RoundRobin, ..ReplicasConfig::default() };
     let (ended, exit) = channel();
     let on_exit = move || {
-        // The test may be over.
+        // The test may have ended.
         let _ = ended.send(());
     };
     let (replicas, threads) =
@@ -71,7 +71,7 @@ fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
 }
 
 impl Rig {
-    /// Waits for states: there is no event to wait for.
+    /// Polls until the states are as wanted, because no event reports them.
     fn settled(&self, wanted: impl Fn(&[Status]) -> bool) {
         let states =
             || self.replicas.reports().into_iter().map(|r| r.status).collect::<Vec<Status>>();
@@ -96,7 +96,10 @@ fn one_that_hangs_at_its_first_start_keeps_nobody_from_serving() {
     let rig = start(&[500, 500], |at, control| control.hang_starts(u32::from(at == 0)));
     rig.settled(|states| states[1] == Status::Ready);
     assert_eq!(rig.replicas.status(), Status::Ready);
-    assert!(matches!(rig.replicas.reports()[0].status, Status::Starting(_)), "and it is told");
+    assert!(
+        matches!(rig.replicas.reports()[0].status, Status::Starting(_)),
+        "the replica's status is reported"
+    );
     for id in 0..10 {
         rig.replicas.submit(request(id, vec![1; 5], 5)).expect("taken");
     }
@@ -110,25 +113,25 @@ fn the_process_is_told_to_end_when_the_last_one_has_failed_and_not_before() {
         rig.settled(|states| !states.iter().any(|status| matches!(status, Status::Starting(_))));
         for (at, control) in rig.controls.iter().enumerate() {
             if starts[at] == 0 {
-                assert_eq!(rig.replicas.status(), Status::Ready, "one is enough");
+                assert_eq!(rig.replicas.status(), Status::Ready, "one ready replica is enough");
                 assert!(rig.exit.try_recv().is_err());
                 control.fail_starts(1000);
                 control.kill();
                 rig.settled(|states| matches!(states[at], Status::Failed(_)));
             }
         }
-        rig.exit.recv_timeout(PATIENCE).expect("nobody is left");
+        rig.exit.recv_timeout(PATIENCE).expect("no replica is left");
         assert!(matches!(rig.replicas.status(), Status::Failed(_)));
     }
 }
 
-/// The first to be ready does not know how much room the others will have.
+/// The first replica to be ready cannot tell how many pages the others will have.
 #[test]
 fn a_request_goes_where_it_fits() {
     let rig = start(&[20, 100], |_, _| {});
     rig.settled(|states| states.iter().all(|status| *status == Status::Ready));
     for id in 0..20 {
-        rig.replicas.submit(request(id, vec![1; 150], 50)).expect("the second has room");
+        rig.replicas.submit(request(id, vec![1; 150], 50)).expect("the second replica has room");
     }
     assert!(rig.ends(20).iter().all(|(_, finish)| *finish == FinishReason::Length));
     let sent: Vec<u64> = rig.replicas.reports().iter().map(|r| r.load.dispatched).collect();
@@ -137,5 +140,8 @@ fn a_request_goes_where_it_fits() {
     rig.replicas.submit(request(20, vec![1; 150], 200)).expect("taken");
     rig.controls[1].kill();
     let (_, finish) = &rig.ends(1)[0];
-    assert!(matches!(finish, FinishReason::Error(_)), "nobody who is left can take it: {finish:?}");
+    assert!(
+        matches!(finish, FinishReason::Error(_)),
+        "no replica that is left has enough pages: {finish:?}"
+    );
 }

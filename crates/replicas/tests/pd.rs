@@ -1,5 +1,5 @@
-//! Prefill apart from decode, on simulated hands with host tiers, in real time: whoever dies, every
-//! request ends once, says what it would have said alone, and leaves nothing lent.
+//! Prefill apart from decode, on simulated workers with host tiers, in real time. Whichever worker
+//! dies, every request ends once, gives the tokens of a run alone, and leaves no page lent.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use forebay_sim::{
     CopyModel, DeviceModel, PageBytes, SimClock, SimConfig, SimControl, SimExecutor, Timing,
 };
 
-/// Twice the pages of all prompts of a test, of which all may be lent at a time.
+/// Twice the pages of all prompts of a test. At most half of them may be lent at a time.
 const HOST_PAGES: u32 = 6000;
 
 struct Rig {
@@ -35,8 +35,8 @@ impl Rig {
         Self::with(prefill, decode, local_tokens, host_pages, 2000, 0.02)
     }
 
-    /// The decode replicas have so many pages of the device. To copy a page at 1 GB/s takes a sixth
-    /// of the time that its tokens take to compute.
+    /// The decode replicas have this many device pages. At 1 GB/s a page is copied in a sixth of
+    /// the time that its tokens take to compute.
     fn with(
         prefill: u32,
         decode: u32,
@@ -98,7 +98,7 @@ impl Rig {
         rig
     }
 
-    /// Waits for states: there is no event to wait for.
+    /// Polls until the reports are as wanted, because no event reports them.
     fn until(&self, wanted: impl Fn(&[ReplicaReport]) -> bool) {
         let began = Instant::now();
         while !wanted(&self.replicas.reports()) {
@@ -127,7 +127,7 @@ impl Rig {
         }
     }
 
-    /// Every request said what it would have said alone, or was aborted on the way.
+    /// Checks that every request gave the tokens of a run alone, or was aborted before its end.
     fn assert_exact(&self) {
         for (id, (prompt, max_tokens)) in &self.prompts {
             let (story, whole) = (&self.stories[id], alone(prompt.clone(), *max_tokens));
@@ -140,7 +140,7 @@ impl Rig {
         }
     }
 
-    /// Waits for the ends of so many requests, and changes roles on the way, in turn.
+    /// Waits until this many requests have ended, and changes roles meanwhile, one by one.
     fn follow_with_roles(&mut self, mut count: usize, changes: &[(usize, Role)]) {
         let mut outputs = 0;
         while count > 0 {
@@ -153,7 +153,7 @@ impl Rig {
         }
     }
 
-    /// No page is lent or held, and no copy under way.
+    /// Checks that no page is lent or held, and no copy is under way.
     fn assert_idle(&self) {
         self.until(|all| {
             all.iter().all(|report| {
@@ -177,7 +177,7 @@ impl Rig {
     }
 }
 
-/// Prompts of which some begin alike.
+/// Prompts, some with a common beginning.
 fn prompt(id: u64) -> Vec<i32> {
     let length = 1 + (id as usize * 37) % 120;
     let common = (id % 3) as i32;
@@ -197,25 +197,28 @@ fn tokens_are_those_of_one_replica() {
         rig.assert_exact();
         rig.assert_idle();
         let single = (0..100).filter(|id| (id * 13) % 60 == 0).count() as u64;
-        assert_eq!(rig.handed(), 100 - single, "all but those of one token");
+        assert_eq!(rig.handed(), 100 - single, "all requests but those of one token are handed on");
         let reports = rig.replicas.reports();
         let (prefills, decodes) = reports.split_at(prefill as usize);
         let restored = |r: &ReplicaReport| r.stats.scheduler.host.blocks_restored;
-        assert!(decodes.iter().map(restored).sum::<u64>() > 100, "blocks were borrowed");
+        assert!(
+            decodes.iter().map(restored).sum::<u64>() > 100,
+            "the decode replicas borrow blocks"
+        );
         for report in prefills {
             let steps = report.stats.scheduler.generated_tokens;
-            assert!(steps <= 100, "{steps}: they generate one token of each");
+            assert!(steps <= 100, "{steps}: the prefill replicas generate one token of each");
         }
         for report in decodes {
             let stats = &report.stats;
             assert_eq!((stats.hand.replayed, stats.scheduler.recomputed_tokens), (0, 0));
             let computed = stats.scheduler.prompt_tokens;
-            assert!(computed < 4 * 100, "{computed}: at most what is on no full page");
+            assert!(computed < 4 * 100, "{computed}: at most the tokens that are on no full page");
         }
     }
 }
 
-/// Blocks that another server has computed come as those of one replica more.
+/// Blocks that another server has computed are borrowed as if from one more replica.
 #[test]
 fn a_loan_of_another_server_is_restored_and_comes_back() {
     let mut rig = Rig::start(1, 1, 30, HOST_PAGES);
@@ -229,10 +232,10 @@ fn a_loan_of_another_server_is_restored_and_comes_back() {
     asked.request.past.handed = true;
     rig.send(asked, prompt, 5);
     rig.follow(1);
-    has_come_back.recv_timeout(PATIENCE).expect("nobody reads the pages any more");
+    has_come_back.recv_timeout(PATIENCE).expect("the loan is given back");
     rig.assert_exact();
     rig.assert_idle();
-    // With what is lent, little is left to compute, so a decode replica serves it alone.
+    // With the lent blocks little is left to compute, so a decode replica serves the request alone.
     assert_eq!(rig.local(LocalReason::Short), 1);
     let stats = rig.replicas.reports()[1].stats;
     assert_eq!((stats.scheduler.host.blocks_restored, stats.scheduler.prompt_tokens), (24, 4));
@@ -253,7 +256,7 @@ fn what_is_nearly_cached_or_named_or_alone_stays() {
     rig.send(named, (200..300).collect(), 5);
     rig.follow(1);
     assert_eq!((rig.handed(), rig.local(LocalReason::Named)), (1, 1));
-    // The decode replica has the blocks of the second request by now.
+    // The decode replica has the blocks of the second request now.
     rig.submit(4, (100..200).collect(), 5);
     rig.follow(1);
     assert_eq!((rig.handed(), rig.local(LocalReason::Short)), (1, 2));
@@ -322,7 +325,7 @@ fn the_next_turn_borrows_back_what_decode_replicas_have() {
         for turn in 0..4 {
             rig.submit(turn, said.clone(), 42);
             rig.follow(1);
-            // All that is to be saved is.
+            // Wait until all saves have ended.
             rig.assert_idle();
             let cached = rig.stories[&turn].cached_tokens as usize;
             // The last token of the turn before was not computed.
@@ -337,7 +340,7 @@ fn the_next_turn_borrows_back_what_decode_replicas_have() {
             .iter()
             .map(|report| report.stats.scheduler.prompt_tokens)
             .sum();
-        // What is new of each turn, and what is on no full page of the one before.
+        // The new tokens of each turn, and those of the turn before that are on no full page.
         assert!((130..=100 + 3 * 14).contains(&computed), "{computed} were computed");
         assert_eq!(rig.handed(), 4);
     }
@@ -349,7 +352,7 @@ fn a_prefill_replica_borrows_from_another_one() {
     rig.submit(0, (0..200).collect(), 2);
     rig.follow(1);
     rig.assert_idle();
-    // The one with the blocks takes no request, so the other one does.
+    // The replica with the blocks takes no request, so the other one does.
     let has = usize::from(rig.replicas.reports()[0].stats.scheduler.prompt_tokens == 0);
     rig.replicas.drain_replica(has, true);
     rig.replicas.drain_replica(2, true);
@@ -411,7 +414,7 @@ fn roles_that_change_under_load_lose_nothing() {
 
 #[test]
 fn prompts_wait_while_decode_replicas_have_no_pages() {
-    // Pages of two requests at a time.
+    // Pages for two requests at a time.
     let mut rig = Rig::with(1, 1, 0, HOST_PAGES, 90, 1.0);
     for id in 0..60 {
         rig.submit(id, (0..100).map(|at| (id as i32 * 7 + at) % 1000).collect(), 60);
@@ -431,15 +434,15 @@ fn prompts_wait_while_decode_replicas_have_no_pages() {
     assert_eq!(rig.handed(), 60);
     // The pages of the replica, and the prompts that were admitted before.
     assert!(most <= 90 * 4 + 4 * 100, "{most} tokens waited");
-    assert!(!reports[0].holding, "nothing waits any more");
+    assert!(!reports[0].holding, "no request waits any more");
 }
 
-/// Kills the hands of `victims` in turn while requests run, each time after some tokens.
+/// Kills the workers of `victims` in turn while requests run, each time after some tokens.
 fn under_kills(victims: &[usize], kills: usize) {
     let mut rig = Rig::start(2, 2, 0, HOST_PAGES);
     let (mut next, mut ended, mut killed, mut outputs) = (0, 0, 0, 0);
-    // Who is killed twice while it tries the same suspect alone has to blame it, so all must have
-    // gone on since the last kill.
+    // A replica whose worker dies twice while it tries the same suspect alone has to blame it. So
+    // kill again only when all requests have gone on.
     let mut before: HashMap<u64, usize> = HashMap::new();
     while ended < next || killed < kills {
         while next < ended + 24 && killed < kills {
@@ -458,7 +461,7 @@ fn under_kills(victims: &[usize], kills: usize) {
             rig.controls[victim].kill();
             let dead = killed as u64 + 1;
             rig.until(|all| all.iter().map(|report| report.stats.hand.deaths).sum::<u64>() == dead);
-            // What the dead hand has said is on its way still, and is nobody's progress.
+            // The outputs of the dead worker may still arrive; they do not count as progress.
             while let Ok(said) = rig.outputs.try_recv() {
                 ended += tell(&mut rig.stories, said).len();
             }
@@ -501,11 +504,11 @@ fn a_prefill_hand_that_memory_ran_out_for_lends_no_more() {
         rig.assert_idle();
         rig.replicas.reports()[1].stats.scheduler.host.blocks_restored
     };
-    assert!(run(&mut rig, 0) > 0, "blocks are borrowed");
+    assert!(run(&mut rig, 0) > 0, "the decode replica borrows blocks");
     rig.controls[0].starve(1600);
     let borrowed = run(&mut rig, 20);
     assert_eq!(rig.replicas.reports()[0].stats.hand.memory_kills, 1);
     let handed = rig.handed();
-    assert_eq!(run(&mut rig, 40), borrowed, "what is in other memory than others have mapped");
+    assert_eq!(run(&mut rig, 40), borrowed, "blocks in remapped memory are not borrowed");
     assert_eq!(rig.handed(), handed + 20, "requests are handed on all the same");
 }

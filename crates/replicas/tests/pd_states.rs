@@ -1,5 +1,5 @@
-//! Prefill apart from decode with recurrent states, on simulated hands that refuse rows without the
-//! state before them: a state is lent with its blocks.
+//! Prefill apart from decode with recurrent states, on simulated workers that refuse rows without
+//! the state before them. A state is lent together with its blocks.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -67,7 +67,7 @@ fn prompt(id: u64) -> Vec<i32> {
     (0..length as i32).map(|at| (id as i32 * 7 + at) % 1000).collect()
 }
 
-/// Waits for states: there is no event to wait for.
+/// Polls until the reports are as wanted, because no event reports them.
 fn until(replicas: &Replicas, wanted: impl Fn(&ReplicaReport) -> bool) {
     let began = Instant::now();
     while !replicas.reports().iter().all(&wanted) {
@@ -76,7 +76,7 @@ fn until(replicas: &Replicas, wanted: impl Fn(&ReplicaReport) -> bool) {
     }
 }
 
-/// Serves the requests. Gives the reports of both replicas, once nothing is lent any more.
+/// Serves the requests. Returns the reports of both replicas, once nothing is lent any more.
 fn serve(host_state_pages: u32) -> Vec<ReplicaReport> {
     let (clock, (sender, outputs)) = (SimClock::real(), channel());
     let members = members(host_state_pages, &clock, &sender);
@@ -108,18 +108,18 @@ fn serve(host_state_pages: u32) -> Vec<ReplicaReport> {
 #[test]
 fn a_state_is_lent_with_its_blocks() {
     let reports = serve(2000);
-    // A replica may serve one alone whose turn comes when the other has no room.
+    // A replica may serve a request alone if the other one has no room at its turn.
     assert!(reports[0].stats.hand.handed >= REQUESTS - 3, "{:?}", reports[0].stats.hand);
     let decode = &reports[1].stats.scheduler;
     assert!(decode.states.restored > REQUESTS / 2, "{decode:?}");
     let computed = decode.prompt_tokens;
-    assert!(computed <= 4 * REQUESTS, "{computed}: at most what is on no full page");
+    assert!(computed <= 4 * REQUESTS, "{computed}: at most the tokens that are on no full page");
 }
 
 #[test]
 fn where_no_state_can_be_lent_prompts_are_computed() {
     let reports = serve(0);
-    // A replica may serve one alone whose turn comes when the other has no room.
+    // A replica may serve a request alone if the other one has no room at its turn.
     assert!(reports[0].stats.hand.handed >= REQUESTS - 3, "{:?}", reports[0].stats.hand);
     let decode = &reports[1].stats.scheduler;
     assert_eq!((decode.states.restored, decode.host.blocks_restored), (0, 0));

@@ -1,5 +1,5 @@
-//! Engines with simulated hands, in real time: whatever dies, every request ends once and says what
-//! it would have said alone.
+//! Engines with simulated workers, in real time. Whatever dies, every request ends once and gives
+//! the tokens of a run alone.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimExecutor, Tim
 const METHODS: [Method; 4] =
     [Method::RoundRobin, Method::ShortestQueue, Method::TotalTokens, Method::PrefixAware];
 
-/// Counts blocks that any replica has stored.
+/// Counts the blocks that the replicas store.
 #[derive(Clone, Default)]
 struct Stored(Arc<AtomicUsize>);
 
@@ -54,7 +54,7 @@ fn config() -> EngineConfig {
 }
 
 impl Rig {
-    /// Replicas whose queued requests stay: one that moves counts at both.
+    /// Replicas whose queued requests do not move, because a moved request counts at both.
     fn start(count: usize, method: Method) -> Self {
         let how = ReplicasConfig {
             load_balance_method: method,
@@ -100,7 +100,7 @@ impl Rig {
         self.replicas.reports().into_iter().map(|report| report.status).collect()
     }
 
-    /// Waits for states: there is no event to wait for.
+    /// Polls until the states are as wanted, because no event reports them.
     fn settled(&self, wanted: impl Fn(&[Status]) -> bool) {
         let began = Instant::now();
         while !wanted(&self.states()) {
@@ -117,13 +117,13 @@ impl Rig {
         }
     }
 
-    /// Takes the next outputs and gives the ids that have ended with them.
+    /// Waits for the next outputs; returns the ids that have ended with them.
     fn next(&mut self) -> Vec<u64> {
         let outputs = self.outputs.recv_timeout(PATIENCE).expect("outputs");
         self.take(outputs)
     }
 
-    /// Takes what has come so far.
+    /// Takes the outputs that are there already.
     fn catch_up(&mut self) -> Vec<u64> {
         let outputs = self.outputs.try_iter().flatten().collect();
         self.take(outputs)
@@ -145,7 +145,7 @@ impl Rig {
         assert_eq!(story.end, Some(FinishReason::Length), "request {id}");
     }
 
-    /// Nobody has anything to do, and the books say so.
+    /// Checks that no replica has requests, according to its reports.
     fn assert_idle(&self) {
         for report in self.replicas.reports() {
             let load = report.load;
@@ -158,7 +158,7 @@ impl Rig {
     }
 }
 
-/// Prompts of many lengths, some with a common beginning.
+/// Prompts of different lengths, some with a common beginning.
 fn prompt(id: u64) -> Vec<i32> {
     testing::prompt(id, 40)
 }
@@ -185,7 +185,10 @@ fn the_tokens_do_not_depend_on_the_replicas_or_the_policy() {
         rig.assert_idle();
         let dispatched = rig.dispatched().iter().sum::<u64>();
         if queue_moves {
-            assert!((100..=300).contains(&dispatched), "{dispatched}: each moves twice at most");
+            assert!(
+                (100..=300).contains(&dispatched),
+                "{dispatched}: each request moves twice at most"
+            );
             continue;
         }
         assert_eq!(dispatched, 100);
@@ -223,11 +226,11 @@ fn a_hundred_clients_of_four_replicas_are_never_more_than_25_at_one() {
 fn streams_survive_twenty_kills_and_the_hands_come_back() {
     for method in METHODS {
         let how = ReplicasConfig { load_balance_method: method, ..ReplicasConfig::default() };
-        // A hand that is killed before it has done anything counts as one that did not start.
+        // A worker that is killed before its first step counts as one that did not start.
         let mut rig = Rig::with(4, how, EngineConfig { hand_restarts: 1000, ..config() });
         let (mut next, mut ended, mut kills) = (0, 0, 0);
-        // Who is killed twice while it tries the same suspect alone has to blame it, so all must
-        // have gone on since the last kill.
+        // A replica whose worker dies twice while it tries the same suspect alone has to blame it.
+        // So kill again only when all requests have gone on.
         let mut before: HashMap<u64, usize> = HashMap::new();
         while next < 60 {
             rig.replicas.submit(request(next, prompt(next), 150)).expect("room");
@@ -244,7 +247,7 @@ fn streams_survive_twenty_kills_and_the_hands_come_back() {
                 rig.controls[kills % 4].kill();
                 kills += 1;
                 rig.wait_for(|stats| stats.hand.deaths == kills as u64);
-                // What the dead hand has said is on its way still, and is nobody's progress.
+                // The outputs of the dead worker may still arrive; they do not count as progress.
                 ended += rig.catch_up().len() as u64;
                 let tokens = |id: &u64| rig.stories.get(id).map_or(0, |story| story.tokens.len());
                 let over = |id: &u64| rig.stories.get(id).is_some_and(|s| s.end.is_some());
@@ -280,7 +283,7 @@ fn a_dead_replicas_requests_do_not_wait_for_it() {
         rig.replicas.submit(request(id, prompt(id), 5)).expect("room");
     }
     rig.follow(30);
-    assert_eq!(rig.dispatched()[1], before, "who has failed stays out");
+    assert_eq!(rig.dispatched()[1], before, "a failed replica gets no requests");
     for other in [0, 2] {
         rig.controls[other].fail_starts(1000);
         rig.controls[other].kill();
@@ -298,8 +301,8 @@ fn when_all_hands_are_gone_requests_wait_for_the_first_to_come_back() {
     for id in 0..30 {
         rig.replicas.submit(request(id, prompt(id), 300)).expect("room");
     }
-    // All die with their own requests in flight: who died alone with one of another's suspects
-    // would have to blame it.
+    // All replicas die with their own requests in flight. If one died alone with another's suspect,
+    // it would have to blame that request.
     while rig.replicas.reports().iter().any(|report| report.stats.scheduler.steps == 0) {
         std::thread::yield_now();
     }
@@ -357,7 +360,7 @@ fn aborts_find_requests_on_their_way() {
             assert!(open.remove(&id));
         }
     }
-    // Those that were quick may have ended by themselves.
+    // Quick requests may have ended by themselves.
     let fine = |end: &FinishReason| matches!(end, FinishReason::Abort | FinishReason::Length);
     assert!(rig.stories.values().all(|story| story.end.as_ref().is_some_and(fine)));
     rig.assert_idle();
@@ -380,7 +383,10 @@ fn clients_choose_a_replica_or_stay_at_one() {
     }
     rig.follow(20);
     let sent = rig.dispatched();
-    assert!(sent.iter().any(|&count| count % 12 == 20 % 12), "all went to one: {sent:?}");
+    assert!(
+        sent.iter().any(|&count| count % 12 == 20 % 12),
+        "all requests went to one replica: {sent:?}"
+    );
     assert!(rig.replicas.drain_replica(2, true));
     assert!(!rig.replicas.drain_replica(4, true));
     let before = rig.dispatched()[2];
@@ -388,7 +394,7 @@ fn clients_choose_a_replica_or_stay_at_one() {
         rig.replicas.submit(request(id, prompt(id), 3)).expect("room");
     }
     rig.follow(20);
-    assert_eq!(rig.dispatched()[2], before, "a drained one gets nothing");
+    assert_eq!(rig.dispatched()[2], before, "a drained replica gets no requests");
     rig.replicas.drain_replica(2, false);
     rig.replicas.submit(request(52, prompt(52), 3)).expect("room");
     rig.follow(1);
@@ -409,9 +415,17 @@ fn prompts_with_the_same_beginning_find_it() {
         rig.follow(4);
     }
     let stats = rig.replicas.stats();
-    assert_eq!(stats.scheduler.prefix_hits, 5 * 4 * 80, "each family is computed once: {stats:?}");
-    // 20 blocks of a family's beginning, and one that each turn's answer fills.
-    assert_eq!(rig.stored.0.load(Ordering::SeqCst), 4 * 20 + 6 * 4, "others hear of blocks too");
+    assert_eq!(
+        stats.scheduler.prefix_hits,
+        5 * 4 * 80,
+        "each common beginning is computed once: {stats:?}"
+    );
+    // The 20 blocks of each common beginning, and one block that each turn's answer fills.
+    assert_eq!(
+        rig.stored.0.load(Ordering::SeqCst),
+        4 * 20 + 6 * 4,
+        "the block observer misses blocks"
+    );
     assert!(rig.dispatched().iter().all(|&count| count == 6));
 }
 
@@ -432,7 +446,7 @@ fn requests_with_different_salts_share_nothing_at_any_replica() {
             rig.follow(1);
             rig.replicas.stats().scheduler.prefix_hits - before
         };
-        // None, one, another, and each again.
+        // No salt, one salt, another salt, and each again.
         assert_eq!([0, 7, 8, 0, 7, 8].map(&mut hits), [0, 0, 0, 76, 76, 76], "{count} replicas");
         let names = |salt| rig.replicas.block_names(salt, &(0..80).collect::<Vec<_>>());
         assert!(names(7).iter().all(|name| !names(8).contains(name) && !names(0).contains(name)));
@@ -448,8 +462,8 @@ fn polled_loads_are_not_looked_at_in_between() {
         ..ReplicasConfig::default()
     };
     let mut rig = Rig::with(3, polled, config());
-    // The only report said that nobody has anything to do, so everybody takes turns, however long
-    // the requests are.
+    // The only report showed idle replicas, so requests go to the replicas in turn, however long
+    // they are.
     for id in 0..30 {
         let long = if id % 3 == 0 { 300 } else { 1 };
         rig.replicas.submit(request(id, prompt(id), long)).expect("room");
@@ -477,7 +491,7 @@ fn the_queues_limit_holds_for_all_together() {
     rig.assert_idle();
 }
 
-/// Room in the arena that says when it is given back.
+/// Room in the arena that reports when it is given back.
 #[derive(Debug)]
 struct Room(Arc<AtomicUsize>);
 
@@ -514,7 +528,7 @@ fn what_lies_in_the_arena_moves_with_its_request_and_is_given_back_once() {
     }
     rig.wait_for(|stats| stats.scheduler.generated_tokens > 0);
     let before = back.load(Ordering::SeqCst);
-    assert!(before < 30, "those that go on still have it");
+    assert!(before < 30, "running requests still have their room");
     rig.controls[0].kill();
     rig.follow(30);
     assert!(rig.stories.values().all(|story| story.tokens.len() == 100));
