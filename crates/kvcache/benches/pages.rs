@@ -1,9 +1,9 @@
-//! What pages and blocks cost, at 64 to 4096 prompts of 4096 tokens whose blocks the pool holds.
-//! `cargo bench -p forebay-kvcache`.
+//! The cost of pages and blocks, with 64 to 4096 prompts of 4096 tokens whose blocks the pool
+//! holds. `cargo bench -p forebay-kvcache`.
 //!
-//! Every operation is O(1) a page whatever else the pool holds. What grows with the pool is the
-//! memory that the operations are spread over: from some size on each costs a miss of the
-//! processor's caches.
+//! Every operation is O(1) for each page, whatever else the pool holds. What grows with the pool is
+//! the memory that the operations touch: from some size on each one costs a miss of the processor's
+//! caches.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -15,7 +15,7 @@ const PROMPTS: [u32; 4] = [64, 256, 1024, 4096];
 const PAGE_SIZE: u32 = 16;
 const PROMPT_TOKENS: u32 = 4096;
 const BLOCKS: u32 = PROMPT_TOKENS / PAGE_SIZE;
-/// Coprime to every number of prompts, so that neighbours in time are no neighbours in memory.
+/// Coprime to every number of prompts, so that successive operations touch distant memory.
 const STRIDE: u32 = 37;
 
 fn main() {
@@ -37,15 +37,14 @@ fn block_names(prompt: &[i32]) -> Vec<BlockHash> {
     Namer::open().chain(0, prompt, PAGE_SIZE as usize)
 }
 
-/// A pool full of blocks that nobody uses, and their names by prompt. `spare` more pages hold
-/// nothing.
+/// A pool full of unused blocks, and their names by prompt. `spare` more pages are free.
 fn resident(prompts: u32, spare: u32) -> (PagePool, Vec<Vec<BlockHash>>) {
     let mut pool = PagePool::<forebay_kvcache::Hot>::new(prompts * BLOCKS + spare);
     let names: Vec<_> = (0..prompts).map(|number| block_names(&prompt(number))).collect();
     for prompt in &names {
         let mut leases = allocate(&mut pool, BLOCKS);
         for (lease, &name) in leases.iter().zip(prompt) {
-            assert!(pool.name(lease, name), "prompts have nothing in common");
+            assert!(pool.name(lease, name), "no two prompts share a block");
         }
         pool.release_all(&mut leases);
     }
@@ -59,7 +58,7 @@ fn allocate(pool: &mut PagePool, pages: u32) -> Vec<Lease> {
     leases
 }
 
-/// Names of a prompt's blocks. An element is a block.
+/// Computes the names of a prompt's blocks. An element is a block.
 fn names(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("names");
     let prompt = prompt(0);
@@ -68,7 +67,7 @@ fn names(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// An element is a page.
+/// Allocates, finds and evicts pages. An element is a page.
 fn pages(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("pages");
     group.throughput(Throughput::Elements(u64::from(BLOCKS)));
@@ -86,7 +85,7 @@ fn pages(criterion: &mut Criterion) {
                 number = (number + STRIDE) % prompts;
                 let found = names[number as usize].iter().map_while(|&name| pool.share(name));
                 let mut leases: Vec<_> = found.collect();
-                assert_eq!(leases.len(), BLOCKS as usize, "the whole prompt is there");
+                assert_eq!(leases.len(), BLOCKS as usize, "the whole prompt is cached");
                 pool.release_all(&mut leases);
             });
         });
@@ -94,11 +93,11 @@ fn pages(criterion: &mut Criterion) {
         group.bench_function(BenchmarkId::new("look up, absent", prompts), |bencher| {
             bencher.iter(|| {
                 let found = absent.iter().filter(|&&name| pool.share(name).is_some()).count();
-                assert_eq!(found, 0, "nobody asked for it before");
+                assert_eq!(found, 0, "the prompt is new");
             });
         });
-        // Every page taken is the oldest block's, and becomes the newest's: the pool stays full of
-        // named blocks.
+        // Every allocated page was the oldest block's and becomes the newest one's. So the pool
+        // stays full of named blocks.
         let mut held = allocate(&mut pool, BLOCKS);
         let namer = Namer::open();
         let mut parent = namer.root(1);
@@ -107,7 +106,7 @@ fn pages(criterion: &mut Criterion) {
                 let mut leases = allocate(&mut pool, BLOCKS);
                 for lease in &leases {
                     parent = namer.child(parent, &[0; PAGE_SIZE as usize]);
-                    assert!(pool.name(lease, parent), "the chain never comes back");
+                    assert!(pool.name(lease, parent), "the chain of names is new");
                 }
                 pool.release_all(&mut leases);
             });

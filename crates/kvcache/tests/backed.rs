@@ -1,5 +1,5 @@
-//! Backed tiers against memory that can be looked into: hot pages, host pages, and index pages that
-//! die with the device.
+//! Backed tiers, checked against the content of their memory: hot pages, host pages, and index
+//! pages that are lost with the device.
 
 use std::collections::{BTreeMap, HashSet};
 
@@ -14,14 +14,14 @@ const PAGE: u32 = 2;
 
 #[derive(Debug, Clone)]
 enum Op {
-    /// A request gets a page with its host page, computes it, and names it or not.
+    /// A request allocates a page with its host page, computes it, and names it or not.
     Compute(Option<usize>, bool),
-    /// It names what it has computed.
+    /// A request names a page that it has computed.
     Name(usize),
-    /// A request looks for a block, and has it brought back: all of it, or only its index keys.
+    /// A request finds a block and has it restored: all of it, or only its index keys.
     Find(usize, bool),
     Look(usize),
-    /// A request gives its hot page up and keeps the host's, if it can.
+    /// A request gives up its hot page and keeps the host page, if it can.
     Drop(usize),
     TakeOver(usize),
     Release(usize),
@@ -59,15 +59,15 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op, 1..200)
 }
 
-/// What a request has of a block.
+/// The pages of a block that a request holds.
 struct Held {
     hot: Option<Lease<Hot>>,
     host: Lease<Host>,
     content: Option<usize>,
-    /// Copies to wait for, before the content can be counted on.
+    /// Copies that have to end before the content is valid.
     pending: HashSet<u32>,
-    /// The rows that it has saved one by one, as long as it computes the block: a row is saved by
-    /// the plan that computes it, and so before the block has its name.
+    /// While the block is being computed: the rows that were saved one by one. The plan that
+    /// computes a row saves it, so before the block has its name.
     rows: Option<HashSet<u32>>,
 }
 
@@ -114,17 +114,20 @@ impl World {
             match (copy.direction, copy.hot) {
                 (Direction::Save, Some(hot)) => {
                     let content = self.hot[hot as usize][row];
-                    assert!(content.is_some(), "{copy:?} saves what nobody wrote");
+                    assert!(content.is_some(), "{copy:?} saves a page that was not written");
                     self.host[host][row] = content.filter(|_| fine);
                     self.saved_index[host] = self.index[host].filter(|_| fine);
                 }
                 (Direction::Restore, Some(hot)) => {
                     let content = self.host[host][row];
-                    assert!(content.is_some(), "{copy:?} restores what nobody saved");
+                    assert!(content.is_some(), "{copy:?} restores a page that was not saved");
                     self.hot[hot as usize][row] = content.filter(|_| fine);
                 }
                 (Direction::RestoreIndex, None) => {
-                    assert!(self.saved_index[host].is_some(), "{copy:?} restores no keys");
+                    assert!(
+                        self.saved_index[host].is_some(),
+                        "{copy:?} restores keys that were not saved"
+                    );
                     self.index[host] = self.saved_index[host].filter(|_| fine);
                 }
                 _ => panic!("{copy:?}"),
@@ -132,7 +135,7 @@ impl World {
         }
         assert!(self.tiers.ended(ticket, fine));
         if !fine {
-            // Who waited for it computes instead.
+            // Requests that waited for the failed copy compute instead.
             let (gone, kept) = self.held.drain(..).partition(|held| held.pending.contains(&ticket));
             self.held = kept;
             for held in Vec::from_iter::<Vec<Held>>(gone) {
@@ -179,7 +182,7 @@ impl World {
             Op::Compute(name, named) => {
                 let room = self.tiers.hot().available().min(self.tiers.host_available());
                 let pages = self.tiers.allocate_backed();
-                assert_eq!(pages.is_some(), room > 0, "allocation waits for nothing");
+                assert_eq!(pages.is_some(), room > 0, "allocation fails only without room");
                 let Some((hot, host)) = pages else { return };
                 self.hot[hot.page() as usize] = [name; PAGE as usize];
                 self.index[host.page() as usize] = name;

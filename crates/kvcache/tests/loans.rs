@@ -1,5 +1,5 @@
-//! Tiers that lend to each other, against memory that can be looked into: what a borrower reads is
-//! what the block's name says, and every loan comes back.
+//! Tiers that lend to each other, checked against the content of their memory. A borrower reads the
+//! content that the block's name stands for, and every loan is given back.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -20,19 +20,19 @@ enum Op {
     Release(usize, usize),
     SendSaves(usize),
     SendRestores(usize),
-    /// A copy ends: at which replica, which one, and whether it could be done.
+    /// A copy ends: at which replica, which copy, and whether it succeeded.
     Ended(usize, usize, bool),
     /// A replica lends the blocks from this one on.
     Lend(usize, usize),
-    /// A request at a replica borrows a block by a loan.
+    /// A request at a replica borrows a block of a loan.
     Borrow(usize, usize, usize),
     DropLoan(usize),
-    /// A lender hears of a loan that came back.
+    /// A lender takes back a returned loan.
     TakeBack(usize),
     Forget(usize, usize),
     Flush(usize),
     Died(usize),
-    /// The hand comes back with other memory.
+    /// The worker restarts with other memory.
     Resized(usize),
 }
 
@@ -60,17 +60,17 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
 /// A page of host memory: the replica, the number of its memory, and the page.
 type Place = (usize, usize, u32);
 
-/// A copy that the hand knows: its source's content when it began, and its page of host memory.
+/// A copy under way: the content of its source when it began, and its page of host memory.
 type Sent = (PageCopy, Option<usize>, Place);
 
 struct Replica {
     tiers: Tiers,
     hot: Vec<Option<usize>>,
-    /// The number of its host memory: it gets another one when it is resized.
+    /// The number of the host memory, which changes when the tier is resized.
     memory: usize,
     leases: Vec<(Lease<Hot>, usize, Option<u32>)>,
     sent: BTreeMap<u32, Sent>,
-    /// The memory that borrowing copies read.
+    /// The memory that borrowing copies read from.
     sources: BTreeMap<u32, Place>,
     ended: bool,
 }
@@ -116,7 +116,7 @@ impl World {
             Direction::Save => replica.hot[copy.hot.expect("a page") as usize],
             _ => self.host.get(&place).copied(),
         };
-        assert!(content.is_some(), "{copy:?} reads what nobody wrote");
+        assert!(content.is_some(), "{copy:?} reads a page that was not written");
         assert!(replica.sent.insert(copy.ticket, (copy, content, place)).is_none());
     }
 
@@ -129,7 +129,7 @@ impl World {
         let hot = &mut replica.hot[copy.hot.expect("a page") as usize];
         match copy.direction {
             Direction::Save => {
-                assert_eq!(*hot, content, "the source of {copy:?} was written to meanwhile");
+                assert_eq!(*hot, content, "the source of {copy:?} was overwritten meanwhile");
                 match content.filter(|_| fine) {
                     Some(content) => _ = self.host.insert(place, content),
                     None => _ = self.host.remove(&place),
@@ -137,7 +137,7 @@ impl World {
             }
             _ => {
                 let now = self.host.get(&place).copied();
-                assert_eq!(now, content, "the source of {copy:?} was written to meanwhile");
+                assert_eq!(now, content, "the source of {copy:?} was overwritten meanwhile");
                 *hot = if fine { content } else { None };
             }
         }
@@ -229,7 +229,7 @@ impl World {
     fn lend(&mut self, at: usize, first: usize) {
         let replica = &mut self.replicas[at];
         let Some((id, pages)) = replica.tiers.lend(&self.names[first..]) else { return };
-        assert!(!replica.ended, "its memory is not what others have mapped");
+        assert!(!replica.ended, "a replica lends memory that others have not mapped");
         for &(name, page) in &pages {
             let name = self.names.iter().position(|other| *other == name);
             assert_eq!(self.host.get(&(at, replica.memory, page)).copied(), name);
@@ -253,8 +253,12 @@ impl World {
             return;
         };
         self.borrowed += 1;
-        let page = loan.page(hash).expect("it is lent");
-        assert_eq!(self.host.get(&(lender, *memory, page)), Some(&name), "another's content");
+        let page = loan.page(hash).expect("the block is lent");
+        assert_eq!(
+            self.host.get(&(lender, *memory, page)),
+            Some(&name),
+            "the lent page has another content"
+        );
         replica.hot[lease.page() as usize] = None;
         replica.sources.insert(ticket, (lender, *memory, page));
         replica.leases.push((lease, name, Some(ticket)));
@@ -306,7 +310,7 @@ proptest! {
     }
 }
 
-/// Tiers with blocks that are saved.
+/// Tiers with blocks that are saved on the host.
 fn with_saved(count: i32, host: u32) -> (Tiers, Vec<BlockHash>) {
     let names = Namer::open().chain(0, &(0..count).collect::<Vec<i32>>(), 1);
     let mut tiers = Tiers::new(count.cast_unsigned(), host);
@@ -350,8 +354,8 @@ fn a_lent_page_keeps_its_content_when_its_block_is_flushed() {
     let (mut tiers, names) = with_saved(2, 4);
     let (id, lent) = tiers.lend(&names[..1]).expect("a loan");
     tiers.flush();
-    assert!(tiers.find(names[0]).is_none(), "its name is gone");
-    assert_eq!(tiers.host_counts().held, 1, "and its page is not given to others");
+    assert!(tiers.find(names[0]).is_none(), "the forgotten name is still found");
+    assert_eq!(tiers.host_counts().held, 1, "the lent page is still held");
     assert_eq!(lent.len(), 1);
     tiers.take_back(id);
     assert_eq!(tiers.host_counts().free, 4);
@@ -366,7 +370,9 @@ fn a_copy_holds_the_loan_until_it_has_ended_well_or_not() {
     let copy = tiers.next_restore().expect("a copy");
     assert_eq!((copy.lender, copy.host), (Some(4), loan.page(names[0]).expect("lent")));
     assert_eq!(Arc::strong_count(&loan), 2);
-    let Some(Found::Arriving(other, same)) = tiers.find(names[0]) else { panic!("on its way") };
+    let Some(Found::Arriving(other, same)) = tiers.find(names[0]) else {
+        panic!("the block is not arriving")
+    };
     assert_eq!(same, ticket);
     tiers.ended(ticket, false);
     assert_eq!(Arc::strong_count(&loan), 1, "the copy has ended");
@@ -376,14 +382,14 @@ fn a_copy_holds_the_loan_until_it_has_ended_well_or_not() {
     let (lease, ticket) = tiers.borrow(names[0], &loan).expect("a page");
     tiers.ended(ticket, true);
     tiers.release(lease);
-    let Some(Found::Hot(lease)) = tiers.find(names[0]) else { panic!("it came") };
+    let Some(Found::Hot(lease)) = tiers.find(names[0]) else { panic!("the block has not arrived") };
     tiers.release(lease);
-    let save = tiers.next_save(1).expect("what was borrowed is saved as what is computed");
-    assert!(tiers.lend(&names).is_none(), "not yet");
+    let save = tiers.next_save(1).expect("a borrowed block is saved like a computed one");
+    assert!(tiers.lend(&names).is_none(), "an unsaved block is not lent");
     tiers.ended(save.ticket, true);
     let (id, lent) = tiers.lend(&names).expect("a loan");
-    assert_eq!(lent.len(), 1, "and is lent on");
+    assert_eq!(lent.len(), 1, "a saved borrowed block is lent");
     assert!(tiers.take_back(id));
     lender.end_loans();
-    assert!(lender.lend(&names).is_none(), "its memory is another now");
+    assert!(lender.lend(&names).is_none(), "loans of the old memory are void");
 }

@@ -1,4 +1,4 @@
-//! The pool against a naive model: maps and vectors that are searched from end to end.
+//! The pool, compared with a naive model: maps and vectors that are searched linearly.
 
 use std::collections::HashSet;
 
@@ -36,14 +36,14 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op, 1..200)
 }
 
-/// What a page is, as the documentation says it.
+/// The state of pages, as the documentation describes it.
 #[derive(Debug, Default)]
 struct Model {
-    /// Leases and name of each page.
+    /// Number of leases, and the name, of each page.
     pages: Vec<(u32, Option<usize>)>,
-    /// Cached pages, the longest unused first.
+    /// Cached pages, the least recently used first.
     cached: Vec<u32>,
-    /// Names that another tier holds too; of those that a page holds here.
+    /// Of the names cached here, those that another tier has too.
     saved: HashSet<usize>,
 }
 
@@ -66,7 +66,7 @@ impl Model {
         }
     }
 
-    /// Returns the name that had to go.
+    /// Models an allocation; returns the name that was evicted.
     fn allocated(&mut self, page: Option<u32>) -> Option<usize> {
         let counts = self.counts();
         let Some(page) = page else {
@@ -79,7 +79,11 @@ impl Model {
         } else {
             let is_saved = |&page: &u32| self.saved.contains(&self.name_of(page));
             let at = self.cached.iter().position(is_saved).unwrap_or(0);
-            assert_eq!(page, self.cached.remove(at), "then the longest unused, saved ones first");
+            assert_eq!(
+                page,
+                self.cached.remove(at),
+                "then the least recently used, saved ones first"
+            );
         }
         self.pages[page as usize] = (1, None);
         name
@@ -96,7 +100,7 @@ fn check(ops: Vec<Op>) {
     let names: Vec<BlockHash> = (0..NAMES).map(name).collect();
     let mut pool = PagePool::<Hot>::new(PAGES);
     pool.note_changes();
-    // What somebody else knows of the pool, by its events alone.
+    // The names that an observer knows from events alone.
     let mut known = HashSet::new();
     let mut model =
         Model { pages: vec![(0, None); PAGES as usize], cached: vec![], saved: HashSet::new() };

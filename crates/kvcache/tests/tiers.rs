@@ -1,5 +1,5 @@
-//! The tiers against memory that can be looked into: every page has a content, copies move it, and
-//! whoever finds a block finds its content.
+//! The tiers, checked against the content of their memory: copies move contents, and a found block
+//! has the content that its name stands for.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -12,18 +12,18 @@ const NAMES: usize = 8;
 
 #[derive(Debug, Clone)]
 enum Op {
-    /// A request gets a page, computes it, and names it or not.
+    /// A request allocates a page, computes it, and names it or not.
     Compute(Option<usize>),
-    /// A request looks for a block, and has it restored.
+    /// A request finds a block and has it restored.
     Find(usize),
-    /// A request looks for a block, and changes its mind.
+    /// A request finds a block and does not use it.
     Look(usize),
     Release(usize),
     WantSaved(usize),
     SendRestores,
     SendSaves(u32),
     Sweep(u32),
-    /// A copy ends: which one, and whether it could be done.
+    /// A copy ends: which one, and whether it succeeded.
     Ended(usize, bool),
     Touch(usize),
     Forget(usize),
@@ -51,7 +51,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op, 1..200)
 }
 
-/// What lies in memory. `None`: nobody knows.
+/// Contents of pages; `None` if unknown.
 struct Memory {
     hot: Vec<Option<usize>>,
     host: Vec<Option<usize>>,
@@ -61,9 +61,9 @@ struct World {
     tiers: Tiers,
     names: Vec<BlockHash>,
     memory: Memory,
-    /// Leases of requests, with the content that they count on, once its copy has ended.
+    /// Leases of requests, with the expected content, and the copy to wait for.
     leases: Vec<(Lease<Hot>, Option<usize>, Option<u32>)>,
-    /// Copies that the hand knows, with what their sources held when they began.
+    /// Copies under way, with the content of their sources when they began.
     sent: BTreeMap<u32, (PageCopy, Option<usize>)>,
     /// Names that must not be found: forgotten or flushed, and not computed since.
     forgotten: HashSet<usize>,
@@ -91,7 +91,7 @@ impl World {
             Direction::Save => self.memory.hot[copy.hot.expect("a page") as usize],
             _ => self.memory.host[copy.host as usize],
         };
-        assert!(source.is_some(), "{copy:?} reads what nobody wrote");
+        assert!(source.is_some(), "{copy:?} reads a page that was not written");
         let targets = |other: &PageCopy| match copy.direction {
             Direction::Save => other.host == copy.host,
             _ => other.hot == copy.hot,
@@ -114,12 +114,12 @@ impl World {
             Direction::Save => (hot, host),
             _ => (host, hot),
         };
-        assert_eq!(*source, content, "the source of {copy:?} was written to meanwhile");
+        assert_eq!(*source, content, "the source of {copy:?} was overwritten meanwhile");
         *target = if fine { content } else { None };
         assert!(self.tiers.ended(ticket, fine));
-        assert!(!self.tiers.ended(ticket, fine), "it ends once");
+        assert!(!self.tiers.ended(ticket, fine), "a copy ended twice");
         if !fine {
-            // Who waited for it computes instead.
+            // Requests that waited for the failed copy compute instead.
             let (gone, kept) = self.leases.drain(..).partition(|lease| lease.2 == Some(ticket));
             self.leases = kept;
             for (lease, _, _) in Vec::from_iter::<Vec<_>>(gone) {
@@ -134,7 +134,7 @@ impl World {
             Op::Compute(name) => {
                 let available = self.tiers.hot().available();
                 let lease = self.tiers.allocate();
-                assert_eq!(lease.is_some(), available > 0, "allocation waits for nothing");
+                assert_eq!(lease.is_some(), available > 0, "allocation fails only without pages");
                 let Some(lease) = lease else { return };
                 self.memory.hot[lease.page() as usize] = name;
                 if let Some(name) = name {
@@ -269,7 +269,7 @@ proptest! {
             world.apply(op);
             world.check();
         }
-        // Everything that was started ends, and everything that is held comes back.
+        // All copies end, and all leases are released.
         for _ in 0..3 * NAMES {
             world.apply(&Op::SendRestores);
             while !world.sent.is_empty() {
@@ -322,16 +322,18 @@ fn two_requests_share_one_restore() {
     let (mut tiers, name) = one_block(1);
     saved(&mut tiers, name);
     tiers.hand_died(true);
-    let Some(Found::Host(host)) = tiers.find(name) else { panic!("it outlives the hand") };
+    let Some(Found::Host(host)) = tiers.find(name) else { panic!("the block outlives the worker") };
     let (first, ticket) = tiers.restore(name, host).expect("a page");
-    let Some(Found::Arriving(second, other)) = tiers.find(name) else { panic!("it is on its way") };
+    let Some(Found::Arriving(second, other)) = tiers.find(name) else {
+        panic!("the block is not arriving")
+    };
     assert_eq!((first.page(), ticket), (second.page(), other));
     assert_eq!(tiers.next_restore().map(|copy| copy.ticket), Some(ticket));
     assert_eq!(tiers.next_restore(), None);
     tiers.ended(ticket, true);
     tiers.release(first);
     tiers.release(second);
-    let Some(Found::Hot(lease)) = tiers.find(name) else { panic!("it has arrived") };
+    let Some(Found::Hot(lease)) = tiers.find(name) else { panic!("the block has not arrived") };
     tiers.release(lease);
 }
 
@@ -340,7 +342,7 @@ fn a_save_that_ends_after_a_flush_publishes_nothing() {
     let (mut tiers, name) = one_block(1);
     tiers.want_saved(name);
     let copy = tiers.next_save(1).expect("a save");
-    assert!(tiers.flush(), "what only a copy uses is forgotten");
+    assert!(tiers.flush(), "blocks that only a copy uses are forgotten");
     tiers.ended(copy.ticket, true);
     assert!(tiers.find(name).is_none());
     assert_eq!((tiers.host_counts().free, tiers.hot().counts().free), (1, 2));
@@ -359,8 +361,8 @@ fn a_host_tier_that_copies_fill_refuses_and_does_not_wait() {
     let copy = tiers.next_save(9).expect("a save");
     assert_eq!(tiers.next_save(9), None);
     assert_eq!(tiers.moves().refused, 1);
-    // Of two cached blocks the one that the host does not have goes, because the other's page is
-    // held by its save.
+    // Of two cached blocks, the one that the host lacks is evicted: the other one's page is held by
+    // its save.
     let lease = tiers.allocate().expect("a page");
     assert_eq!(tiers.moves().dropped_unsaved, 1);
     assert!(tiers.allocate().is_none() && tiers.expects_pages());
