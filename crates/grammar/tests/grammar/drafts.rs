@@ -1,4 +1,4 @@
-//! Masks of drafted tokens: those of the same tokens, and no trace of what did not come.
+//! Masks of drafted tokens: they equal those of accepted tokens, and drafts leave no trace.
 
 use std::sync::Arc;
 
@@ -10,11 +10,11 @@ use crate::support::{Bench, EOS, allowed, wanted};
 
 const MOST: usize = 8;
 
-/// The masks that a constraint makes for a row with drafts, as ids.
+/// The masks that a constraint makes for a row with drafts, as lists of ids.
 fn walked(constraint: &mut dyn Constraint, drafts: &[i32]) -> Vec<Vec<i32>> {
     let mut words = vec![vec![7_u32; 64]; 1 + drafts.len()];
     let mut masks: Vec<&mut [u32]> = words.iter_mut().map(|words| &mut words[..]).collect();
-    let made = constraint.walk(drafts, &mut masks).expect("something may come");
+    let made = constraint.walk(drafts, &mut masks).expect("the constraint allows a token");
     let ids = |(allowed, words): (&Allowed, &Vec<u32>)| {
         let has = |id: &i32| words[*id as usize / 32] >> (id % 32) & 1 == 1;
         (0..2048).filter(|id| *allowed == Allowed::Everything || has(id)).collect()
@@ -22,7 +22,7 @@ fn walked(constraint: &mut dyn Constraint, drafts: &[i32]) -> Vec<Vec<i32>> {
     made.iter().zip(&words).map(ids).collect()
 }
 
-/// An answer drawn by `seed`, and what might have come at each of its places.
+/// A random answer, and the ids that were allowed at each of its positions.
 fn drawn(constraint: &mut dyn Constraint, mut seed: u64, most: usize) -> (Vec<i32>, Vec<Vec<i32>>) {
     let (mut said, mut masks) = (Vec::new(), Vec::new());
     while said.len() < most {
@@ -34,7 +34,7 @@ fn drawn(constraint: &mut dyn Constraint, mut seed: u64, most: usize) -> (Vec<i3
         if token == EOS {
             break;
         }
-        constraint.accept(token).expect("it was allowed");
+        constraint.accept(token).expect("the mask allowed the token");
     }
     (said, masks)
 }
@@ -82,7 +82,7 @@ proptest! {
                     drafts[nth] = token;
                 }
                 if asks {
-                    let forced = rules.restrict(MOST, &mut drafts).expect("it goes on");
+                    let forced = rules.restrict(MOST, &mut drafts).expect("the constraint goes on");
                     prop_assert!(forced <= drafts.len() && drafts.len() <= MOST);
                     for (draft, mask) in drafts[..forced].iter().zip(&masks[at..]) {
                         prop_assert_eq!(std::slice::from_ref(draft), &mask[..], "form {}, behind {:?}", number, &said[..at]);
@@ -95,14 +95,14 @@ proptest! {
                         break;
                     }
                 }
-                // Only behind a draft that can't come is there none.
+                // A mask is missing only after a draft that is not allowed.
                 if let Some(draft) = drafts.get(made.len() - 1) {
                     let same = said[at..].iter().zip(&drafts).take_while(|(a, b)| a == b).count();
                     let mask = masks.get(at + made.len() - 1).filter(|_| same + 1 >= made.len());
                     prop_assert!(mask.is_none_or(|mask| !mask.contains(draft)), "{draft}");
                 }
                 if said[at] != EOS {
-                    rules.accept(said[at]).expect("it may come");
+                    rules.accept(said[at]).expect("the token is allowed");
                 }
             }
         }
@@ -120,21 +120,21 @@ fn what_is_certain_is_drafted_and_what_cannot_come_is_not() {
     let (mut forced, mut most) = (0, 0);
     for (at, &id) in ids.iter().enumerate() {
         let mut drafts = Vec::new();
-        let count = rules.restrict(MOST, &mut drafts).expect("it goes on");
+        let count = rules.restrict(MOST, &mut drafts).expect("the constraint goes on");
         assert_eq!(count, drafts.len());
         let equal = drafts.iter().zip(&ids[at..]).take_while(|(one, other)| one == other).count();
         (forced, most) = (forced + usize::from(equal > 0), most.max(equal));
-        // A digit is a part of no name.
+        // Behind the first tokens `{` is not allowed, so the second draft is wrong.
         let mut wrong = vec![id, bench.tokenizer.encode_as_text("{").expect("tokens")[0]];
-        let count = rules.restrict(MOST, &mut wrong).expect("it goes on");
+        let count = rules.restrict(MOST, &mut wrong).expect("the constraint goes on");
         assert!(at < 2 || count > 0 || wrong == [id], "{wrong:?}");
-        rules.accept(id).expect("it fits");
+        rules.accept(id).expect("the id is allowed");
     }
     assert!(forced >= 4 && most >= 2, "{forced} of {}, {most} at once", ids.len());
     let markers = Markers { open: [1].into(), close: [2, 3, 2].into() };
     let reasoning = Reasoning { markers, start: Start::Inside, budget: Some(0) };
     let mut thinks = bench.rules(WantedForm { reasoning: Some(reasoning), ..wanted(None) });
     let mut drafts = vec![9, 9];
-    assert_eq!(thinks.restrict(MOST, &mut drafts).expect("it goes on"), 3);
+    assert_eq!(thinks.restrict(MOST, &mut drafts).expect("the constraint goes on"), 3);
     assert_eq!(drafts, [2, 3, 2], "the budget is spent");
 }

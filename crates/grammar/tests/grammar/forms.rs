@@ -1,4 +1,4 @@
-//! What each form lets through, and what is said of bad ones.
+//! Which texts each form accepts, and the errors of bad forms.
 
 use crate::support::{Bench, EOS, allowed, may, wanted};
 use forebay_grammar::{Form, GrammarConfig, GrammarError, SCHEMA_BYTES, Source, Whitespace};
@@ -267,7 +267,8 @@ fn sources_have_limits() {
         }
         other => panic!("{other:?}"),
     }
-    // Small, and too much all the same: these explode when they are compiled, or with the masks.
+    // Small forms that are refused all the same: they explode when compiled, or when masks are
+    // made.
     for form in [
         Form::Regex("(a{0,1000}){0,1000}(b{0,1000}){0,1000}c|(.*x.{2000}){50}".into()),
         schema(

@@ -1,4 +1,4 @@
-//! What restricts an answer beside its form, and how these go together.
+//! Restrictions beside the form of an answer, and their combinations.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use serde_json::json;
 
 use crate::support::{Bench, EOS, allowed, may, reasons, wanted};
 
-/// The tokenizer of the tests has `<|im_start|>` and `<|im_end|>` here.
+/// The ids of `<|im_start|>` and `<|im_end|>` in the tests' tokenizer open and close the reasoning.
 const OPEN: i32 = 1;
 const CLOSE: i32 = 2;
 
@@ -34,7 +34,7 @@ fn thinking(start: Start, budget: Option<u32>) -> Reasoning {
 fn say(constraint: &mut dyn Constraint, ids: &[i32]) {
     for &id in ids {
         assert!(may(constraint, id), "{id}");
-        constraint.accept(id).expect("it may come");
+        constraint.accept(id).expect("the token is allowed");
     }
 }
 
@@ -107,7 +107,7 @@ fn the_clients_own_ends_may_come_where_the_form_is_complete() {
     assert!(!may(&mut *rules, 5));
     say(&mut *rules, &bench.tokenizer.encode_as_text("7").unwrap());
     assert!(may(&mut *rules, 5) && may(&mut *rules, EOS));
-    // Whoever ignores ends goes on with whatever comes.
+    // With `ignore_eos` the answer goes on after the end token.
     rules.accept(EOS).unwrap();
     assert_eq!(allowed(&mut *rules).len(), 2048);
     rules.accept(900).unwrap();
@@ -140,7 +140,7 @@ fn the_form_begins_behind_the_reasoning() {
     let seven = bench.tokenizer.encode_as_text("7").unwrap()[0];
     let source = Some(digits().into());
     let mut inside = bench.rules(reasons(source.clone(), thinking(Start::Inside, None)));
-    // It has to answer: it can't end in its reasoning.
+    // An answer is required, so the reasoning cannot end the text.
     assert_eq!(allowed(&mut *inside).len(), 2047);
     say(&mut *inside, &[900, 901, CLOSE]);
     assert!(!may(&mut *inside, 900) && may(&mut *inside, seven));
@@ -179,7 +179,7 @@ fn choices_go_their_own_ways_and_go_on_where_others_were() {
     let mut resumed = bench.rules(resumed);
     say(&mut *resumed, &left[1..]);
     assert_eq!(allowed(&mut *resumed), [EOS]);
-    // Whether tokens fit is seen when a mask is needed.
+    // Tokens are checked when the next mask is made.
     for said in [vec![900], vec![left[0], 900], vec![left[0], right[0]]] {
         let mut wrong = bench.rules(WantedForm { said, ..wanted(source.clone()) });
         let broken = wrong.mask(&mut [0; 64]).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Threads, the cache, and what happens when there is too much of it.
+//! The compile threads, the cache, and their limits.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, mpsc};
@@ -56,7 +56,7 @@ async fn those_who_ask_at_the_same_time_share_the_work() {
     assert_eq!((stats.compiled, stats.hits), (1, 2));
 }
 
-/// Threads that wait until they are told to begin.
+/// Compile threads that do not start before `hold` tells them to.
 fn held(hold: &Arc<Mutex<mpsc::Receiver<()>>>) -> ThreadStart {
     let hold = Arc::clone(hold);
     Arc::new(move |thread, mut work| {
@@ -97,7 +97,7 @@ async fn requests_that_come_before_the_trie_wait_and_the_queue_is_bounded() {
     for other in others {
         assert_eq!(other.await.unwrap(), Ok(()));
     }
-    // What nobody wants any more is not compiled.
+    // A request that was dropped is not compiled.
     assert_eq!(ask("d").await.unwrap(), Ok(()));
     assert_eq!(grammars.stats().compiled, 4);
 }
@@ -108,7 +108,7 @@ async fn a_known_source_does_not_wait_behind_a_new_one() {
     grammars.constraints(wanted(Some(source("[a-z]+")))).await.unwrap();
     let slow = grammars.constraints(wanted(Some(large())));
     let mut slow = std::pin::pin!(slow);
-    // It is begun, and the one thread that compiles has it.
+    // The only compile thread has begun with the large schema.
     assert!(futures_poll(slow.as_mut()).await.is_none());
     grammars.constraints(wanted(Some(source("[a-z]+")))).await.unwrap();
     let stats = grammars.stats();

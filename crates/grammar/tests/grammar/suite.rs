@@ -1,4 +1,4 @@
-//! The JSON Schema Test Suite: no crash, and nothing is an answer that is not valid.
+//! The JSON Schema Test Suite: nothing crashes, and every accepted instance is valid.
 
 use crate::support::{Bench, wanted};
 use forebay_grammar::{Form, GrammarConfig, GrammarError};
@@ -15,8 +15,8 @@ const DRAFTS: [(&str, &str); 2] = [
     ),
 ];
 
-/// What validators do not agree about either: whether an encoding is more than a remark, and
-/// whether a byte order mark is white space.
+/// Cases in which validators disagree too: whether an encoding is only an annotation, and whether a
+/// byte order mark is white space.
 fn excused(group: &Value, instance: &Value) -> bool {
     group["file"] == "optional/content" || instance == "\u{feff}"
 }

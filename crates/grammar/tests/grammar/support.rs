@@ -1,4 +1,4 @@
-//! What the tests of this crate share.
+//! Shared helpers of this crate's tests.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use forebay_grammar::{
 };
 use forebay_text::Tokenizer;
 
-/// End of sequence in the tokenizer of the tests, which is at the byte level.
+/// The end-of-sequence token in the tests' byte-level tokenizer.
 pub(crate) const EOS: i32 = 0;
 pub(crate) const VOCABULARY: u32 = 2048;
 
@@ -21,10 +21,10 @@ pub(crate) fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(Tokenizer::from_file(&file).expect("a tokenizer"))
 }
 
-/// A busy machine is no reason for giving a compile up.
+/// A generous time limit, so that a slow machine abandons no compile.
 pub(crate) const HOUR: Duration = Duration::from_secs(3600);
 
-/// The settings by default, for a machine of any speed.
+/// The default settings, with time limits that slow machines keep.
 pub(crate) fn config() -> GrammarConfig {
     GrammarConfig { grammar_timeout: HOUR, ..GrammarConfig::default() }
 }
@@ -72,14 +72,13 @@ impl Bench {
         self.constraints(wanted(Some(form.into()))).expect_err("a bad source")
     }
 
-    /// Whether a text is an answer, as tokens of the tokenizer's choice.
+    /// Whether the constraint accepts the text, as the tokenizer encodes it.
     pub(crate) fn fits(&self, mut constraint: Box<dyn Constraint>, text: &str) -> bool {
         let ids = self.tokenizer.encode_as_text(text).expect("tokens");
         ids.into_iter().all(|id| constraint.accept(id).is_ok()) && may(&mut *constraint, EOS)
     }
 
-    /// An answer drawn by `seed`, which ends as soon as it can; `None`: it did not within `most`
-    /// tokens.
+    /// A random answer that ends as soon as it can; `None` if it did not end within `most` tokens.
     pub(crate) fn draw(
         &self,
         constraint: &mut dyn Constraint,
@@ -98,7 +97,7 @@ impl Bench {
                 .wrapping_mul(6_364_136_223_846_793_005)
                 .wrapping_add(1_442_695_040_888_963_407);
             let id = ids[(state >> 33) as usize % ids.len()];
-            constraint.accept(id).expect("it was allowed");
+            constraint.accept(id).expect("the mask allowed the token");
             said.push(id);
         }
         None
@@ -114,11 +113,11 @@ pub(crate) fn reasons(source: Option<Source>, reasoning: Reasoning) -> WantedFor
     WantedForm { reasoning: Some(reasoning), ..wanted(source) }
 }
 
-/// The ids that may come next.
+/// The ids that the constraint allows next.
 pub(crate) fn allowed(constraint: &mut dyn Constraint) -> Vec<i32> {
     let mut words = vec![0; VOCABULARY.div_ceil(32) as usize];
     let all = 0..VOCABULARY.cast_signed();
-    match constraint.mask(&mut words).expect("something may come") {
+    match constraint.mask(&mut words).expect("the constraint allows a token") {
         Allowed::Everything => all.collect(),
         Allowed::Some => all.filter(|&id| words[id as usize / 32] >> (id % 32) & 1 == 1).collect(),
     }

@@ -1,4 +1,4 @@
-//! Forced calls of tools that are not strict, and errors about those that are.
+//! Forced calls of tools that are not strict, and errors about strict tools.
 
 use forebay_dialect::{Instead, Marks};
 use forebay_grammar::{CallForm, GrammarConfig, GrammarError};
@@ -13,7 +13,7 @@ fn tool(argument: &Value) -> Value {
     json!({"type": "object", "properties": {"x": argument}, "required": ["x"]})
 }
 
-/// The form of a call of the second of two tools.
+/// The call form that allows only the second of two tools.
 fn call(family: &Family, argument: &Value, strict: bool) -> CallForm {
     let tools = [("a".to_owned(), json!({"type": "object"})), ("b".to_owned(), tool(argument))];
     let mut form = form(family, &tools, Instead::Nothing, true, &Marks::default());
@@ -23,12 +23,12 @@ fn call(family: &Family, argument: &Value, strict: bool) -> CallForm {
     form
 }
 
-/// Objects within each other.
+/// Nested objects.
 fn nested(depth: usize) -> Value {
     (0..depth).fold(json!({"type": "string"}), |inner, _| tool(&inner))
 }
 
-/// Arguments that can't be enforced, with the keyword at fault and a part of the reason.
+/// Arguments that cannot be enforced, with the keyword at fault and a part of the error.
 fn unkept() -> Vec<(Value, &'static str, &'static str)> {
     let text = |key: &str, value: &str| json!({"type": "string", key: value});
     vec![
@@ -117,7 +117,7 @@ fn what_can_be_enforced_is_enforced_of_a_loose_tool_too() {
     assert!(!fits(&all, "99999999999999999999") && !fits(&unsigned, "-1") && !fits(&all, "0.5"));
     let array =
         json!({"type": "array", "items": {"type": "integer", "minimum": 3}, "uniqueItems": true});
-    assert!(fits(&array, "[3,3]") && !fits(&array, "[2]"), "the rest of it is kept");
+    assert!(fits(&array, "[3,3]") && !fits(&array, "[2]"), "the rest of the schema is enforced");
 }
 
 #[test]

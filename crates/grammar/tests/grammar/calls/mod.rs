@@ -1,4 +1,4 @@
-//! Calls of tools: what a grammar forces is what the family writes, and what its parser reads.
+//! Tool calls: a grammar forces what the family's template writes and the family's parser reads.
 
 mod loose;
 mod schemas;
@@ -62,7 +62,7 @@ fn calls(form: CallForm) -> Form {
 fn read(family: &Family, tools: &[(String, Value)], text: &str) -> (Answer, u32) {
     let dialect = dialect(family);
     let tools = Arc::new(Tools::new(tools.to_vec()));
-    // Reasoning is over, or there is none.
+    // The reasoning has ended, or there is none.
     let prompt = if family.prompt.contains("<think>") { "</think>" } else { family.prompt };
     let start = Start::of(dialect, prompt, false);
     let mut parser =
@@ -88,11 +88,11 @@ fn two_tools() -> Vec<(String, Value)> {
     vec![("get_weather".to_owned(), schema), ("ping".to_owned(), nothing)]
 }
 
-/// The calls as the family's template writes them, without what comes before.
+/// The calls as the family's template writes them, without the text before them.
 fn written(family: &Family, calls: Vec<(String, Value)>) -> String {
     let text = Answer { calls, ..Answer::default() }.written(family);
     let text = text.trim_start().trim_start_matches("</think>").trim_start();
-    // The name of a call is not for the model to make up.
+    // The model does not generate ids of calls.
     text.replace(", \"id\": \"abcdefghi\"", "")
 }
 
@@ -113,21 +113,30 @@ fn what_is_forced_is_what_the_template_writes() {
             assert!(fits(&tools, Instead::Text, true, &text), "{name}: {text}");
         }
         let two = written(family, vec![weather("a"), ping.clone()]);
-        assert!(!fits(&tools, Instead::Nothing, false, &two), "{name}: only one call");
-        assert!(!fits(&tools, Instead::Text, false, &two), "{name}: only one call");
+        assert!(!fits(&tools, Instead::Nothing, false, &two), "{name}: only one call is allowed");
+        assert!(!fits(&tools, Instead::Text, false, &two), "{name}: only one call is allowed");
         let other = written(family, vec![weather("a")]);
-        assert!(!fits(&tools[1..], Instead::Nothing, true, &other), "{name}: only that tool");
-        assert!(!fits(&tools[1..], Instead::Text, true, &other), "{name}: only that tool");
+        assert!(
+            !fits(&tools[1..], Instead::Nothing, true, &other),
+            "{name}: only the named tool is allowed"
+        );
+        assert!(
+            !fits(&tools[1..], Instead::Text, true, &other),
+            "{name}: only the named tool is allowed"
+        );
         let text = written(family, vec![ping]);
         assert!(fits(&tools[1..], Instead::Nothing, false, &text), "{name}: {text}");
-        assert!(!fits(&tools, Instead::Nothing, true, "Hello"), "{name}: no text");
+        assert!(!fits(&tools, Instead::Nothing, true, "Hello"), "{name}: text is not allowed");
         let wrong = json!({"text": "a", "count": "b"});
         let wrong = written(family, vec![("get_weather".to_owned(), wrong)]);
-        assert!(!fits(&tools, Instead::Nothing, true, &wrong), "{name}: the schema is kept");
-        assert!(!fits(&tools, Instead::Text, true, &wrong), "{name}: the schema is kept");
+        assert!(!fits(&tools, Instead::Nothing, true, &wrong), "{name}: the schema is enforced");
+        assert!(!fits(&tools, Instead::Text, true, &wrong), "{name}: the schema is enforced");
         if name != "openai" {
-            assert!(fits(&tools, Instead::Text, true, "Hello, <b>."), "{name}: any text");
-            assert!(fits(&tools, Instead::Text, true, ""), "{name}: no text");
+            assert!(
+                fits(&tools, Instead::Text, true, "Hello, <b>."),
+                "{name}: any text is allowed"
+            );
+            assert!(fits(&tools, Instead::Text, true, ""), "{name}: an empty text is allowed");
         }
         let said =
             Answer { content: "I look.".into(), calls: vec![weather("b")], ..Answer::default() };
@@ -156,7 +165,7 @@ fn text_that_would_be_read_as_another_value_is_none() {
     for (schema, value, fitting) in [
         (&either, "77", false),
         (&either, " 77\n", false),
-        // What begins as a number with bounds has to be one.
+        // A value that begins like a number with bounds has to be one.
         (&either, "7 apples", false),
         (&either, "5", true),
         (&either, "apples", true),
@@ -325,7 +334,7 @@ fn reasoning_whose_marks_are_no_tokens_is_a_part_of_the_grammar() {
     }
 }
 
-/// A tool that takes a text of this form.
+/// A tool whose argument is a text of this form.
 fn taking_text(family: &Family, text: Form, marks: &Marks) -> CallForm {
     let schema = json!({"type": "object", "properties": {"input": {"type": "string"}}});
     let tools = [("edit".to_owned(), schema)];

@@ -1,4 +1,4 @@
-//! Schemas of arguments at random, and which values they take.
+//! Random schemas of arguments, and which values they accept.
 
 use std::collections::BTreeMap;
 
@@ -37,7 +37,7 @@ pub(super) fn is_valid(root: &Value, schema: &Value, value: &Value) -> bool {
         ("maxLength", Value::String(text)) => {
             text.chars().count() as u64 <= says.as_u64().expect("a number")
         }
-        // The only one.
+        // The tests use only one pattern.
         ("pattern", Value::String(text)) => {
             assert_eq!(says, "^[a-c]+$");
             !text.is_empty() && text.chars().all(|c| ('a'..='c').contains(&c))
@@ -59,7 +59,7 @@ pub(super) fn is_valid(root: &Value, schema: &Value, value: &Value) -> bool {
     })
 }
 
-/// Schemas of values, all of whose strings are short: a walk at random hardly ends a long one.
+/// Schemas whose strings are all short: a random walk hardly ends a long one.
 fn schema() -> impl Strategy<Value = Value> {
     let text = json!({"type": "string", "maxLength": 5});
     let leaf = prop::sample::select(vec![

@@ -1,4 +1,4 @@
-//! Answers at random that the masks allow: each is read as calls that are valid.
+//! Random answers that the masks allow: each is parsed as valid calls.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::turns::{Answer, FAMILIES, Family};
 use super::{calls, form, read, weather, written};
 use crate::support::{Bench, EOS, allowed, may};
 
-/// The tokenizer of the tests, whose special tokens are a family's marks.
+/// The tests' tokenizer, with the family's marks as special tokens.
 fn marked(family: &Family) -> (Arc<Tokenizer>, Marks) {
     const PLACES: [&str; 8] = [
         "<repo_name>",
@@ -40,7 +40,7 @@ fn marked(family: &Family) -> (Arc<Tokenizer>, Marks) {
     (Arc::new(tokenizer), marks)
 }
 
-/// Walks through the masks by `seed` from what was `said`; `None`: there was no end.
+/// A random walk through the masks, which continues `said`; `None` if it did not end.
 fn walk(
     tokenizer: &Tokenizer,
     constraint: &mut dyn Constraint,
@@ -54,19 +54,19 @@ fn walk(
         assert!(!ids.is_empty());
         state =
             state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        // Where it may end or go on, it does either.
+        // Where the answer may end or go on, the walk chooses at random.
         if ids.contains(&EOS) && (ends || ids.len() == 1 || state >> 62 != 0) {
             return Some(tokenizer.decode(&said, false).expect("text"));
         }
         ids.retain(|&id| id != EOS);
         let id = ids[(state >> 33) as usize % ids.len()];
-        constraint.accept(id).expect("it was allowed");
+        constraint.accept(id).expect("the mask allowed the token");
         said.push(id);
     }
     None
 }
 
-/// Whether there may be a number in it that is JSON and no double, such as `2E937`.
+/// Whether the text may have a number that JSON allows and no double holds, such as `2E937`.
 fn is_out_of_range(text: &str) -> bool {
     let mut rest = text.split(['e', 'E']).skip(1).map(|rest| rest.trim_start_matches(['+', '-']));
     rest.any(|rest| rest.bytes().take_while(u8::is_ascii_digit).count() > 2)
@@ -89,7 +89,7 @@ impl Walks {
         Self { benches: FAMILIES.iter().map(bench).collect() }
     }
 
-    /// Draws an answer of each family, and has it read.
+    /// Draws an answer of each family, and parses it.
     fn check(
         &self,
         tools: &[(String, Value)],
@@ -114,7 +114,7 @@ impl Walks {
             let mut constraint = bench.rules(crate::support::wanted(Some(source)));
             let mut said = Vec::new();
             if instead == Instead::Text {
-                // A walk at random does not come upon the mark of a call.
+                // A random walk hardly finds the mark of a call, so the text begins with it.
                 let open = written(family, vec![("\u{0}".to_owned(), json!({}))]);
                 let open = open.split('\u{0}').next().unwrap_or_default();
                 let family_can = family.can(Answer {
@@ -126,7 +126,7 @@ impl Walks {
                 said = bench.tokenizer.encode(&open, false).expect("tokens");
                 for &id in &said {
                     prop_assert!(may(&mut *constraint, id), "{name}: {open:?} {lark}");
-                    constraint.accept(id).expect("it was allowed");
+                    constraint.accept(id).expect("the mask allowed the token");
                 }
             }
             let text = walk(&bench.tokenizer, &mut *constraint, said, seed, !parallel);
@@ -185,7 +185,7 @@ fn walks(special: bool) {
             Ok(())
         })
         .expect("valid calls");
-    // Most walks come to an end.
+    // Most walks end.
     assert!(ended.get() > 40 * FAMILIES.len() / 2, "{}", ended.get());
 }
 
