@@ -100,7 +100,7 @@ fn a_backend_that_drains_keeps_what_it_has_and_gets_nothing_new() {
     eventually("the backend has the request", || one.seen().len() + two.seen().len() == 1);
     let (busy, other) = if one.seen().is_empty() { (&two, &one) } else { (&one, &two) };
     busy.set_healthy(false);
-    eventually("the backend is drained", || get(address, "/health").json()["backends"] == 1);
+    eventually("the unhealthy backend is down", || get(address, "/health").json()["backends"] == 1);
     drop(key);
     assert_eq!(asked.join().unwrap(), 200);
     (0..4).for_each(|_| assert_eq!(post(address, CHAT, "{}").status(), 200));
