@@ -1,4 +1,4 @@
-//! The places of groups, and the deaths of their hands.
+//! Which outposts a group runs on, and deaths of its workers.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ fn a_group_waits_for_an_outpost_with_room_for_all_of_it() {
     executor.start();
     let waits = "waits for an outpost with free hands: 1/2";
     eventually(
-        "it says what is missing",
+        "the error says what is missing",
         || matches!(next(&mut executor), Signal::Progress(text) if text == waits),
     );
     let _large = Outpost::start(brain.settings(2));
@@ -26,7 +26,7 @@ fn a_group_waits_for_an_outpost_with_room_for_all_of_it() {
         }
     }
     assert_eq!(step(&mut executor, 1, &[7; 3]), [7]);
-    // A hand is free again once its group has ended.
+    // A worker is free again once its group has ended.
     executor.stop();
     assert_eq!(ready(&mut executor).page_count, 100);
 }
@@ -39,7 +39,7 @@ fn a_group_is_on_several_outposts_where_none_has_room_for_all_of_it() {
     executor.start();
     let waits = "waits for outposts with free hands: 1/3";
     eventually(
-        "it says what is missing",
+        "the error says what is missing",
         || matches!(next(&mut executor), Signal::Progress(text) if text == waits),
     );
     let _large = Outpost::start(brain.settings(2));
@@ -51,7 +51,7 @@ fn a_group_is_on_several_outposts_where_none_has_room_for_all_of_it() {
     };
     assert_eq!(ways("FAKE_COLLECTIVES=Network(\"eth7\")\0"), 3);
 
-    // One outpost's end is that of all ranks. They are started again when there is room.
+    // When one outpost ends, all ranks end. They are started again when there is room.
     small.end().expect("it works");
     let (reason, after) = death(&mut executor);
     assert!(reason.contains("outpost here"), "{reason}");

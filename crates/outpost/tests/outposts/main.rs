@@ -1,4 +1,4 @@
-//! A brain and its outposts over the loopback interface, with hands that compute nothing, and a
+//! A server and its outposts over the loopback interface, with workers that compute nothing, and a
 //! network between them that fails on demand.
 
 mod groups;
@@ -18,7 +18,7 @@ fn plans_and_results_go_over_the_network() {
     for number in 1..=50 {
         assert_eq!(step(&mut executor, number, &[number as i32; 3]), [number as i32]);
     }
-    // Longer than what goes through the arena where there is one.
+    // A plan that is too long for the socket alone: locally it would go through the arena.
     assert_eq!(step(&mut executor, 51, &[4; 100_000]), [4]);
     drop(executor);
     assert_eq!(outpost.end(), Ok(()));

@@ -1,4 +1,4 @@
-//! Payloads that are carried to the hands that read them.
+//! Payloads that are copied to the workers that read them.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,31 +13,31 @@ use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want, tell_group};
 use crate::network::{CUT, Network};
 use crate::rig::*;
 
-/// A payload of so many words, all the same.
+/// A payload of this many words, all equal.
 fn payload(brain: &Brain, word: i32, words: usize) -> Arc<dyn Payload> {
     let payload: Arc<dyn Payload> = brain.arena.reserve(4 * words).expect("room").into();
     payload.write(0, &word.to_le_bytes().repeat(words)).expect("inside");
     payload
 }
 
-/// Brings a payload to the hands of the only member; whether it came there.
+/// Carries a payload to the workers of the only member; returns whether it arrived.
 fn bring(executor: &mut HandExecutor, payload: &Arc<dyn Payload>) -> bool {
     bring_to(executor, 0, payload)
 }
 
-/// The same of a member.
+/// Carries a payload to the workers of a member; returns whether it arrived.
 fn bring_to(executor: &mut HandExecutor, member: usize, payload: &Arc<dyn Payload>) -> bool {
     let (sender, arrived) = channel();
-    // A test that ends does not wait.
+    // The receiver is gone if the test has ended.
     executor.carry(member, payload, Box::new(move || _ = sender.send(())));
     match arrived.recv_timeout(Duration::from_secs(60)) {
         Ok(()) => true,
         Err(RecvTimeoutError::Disconnected) => false,
-        Err(RecvTimeoutError::Timeout) => panic!("nobody was told"),
+        Err(RecvTimeoutError::Timeout) => panic!("no end of the copy was reported"),
     }
 }
 
-/// The word that every rank finds where the payload is.
+/// The word that every rank finds at the payload's offset.
 fn found(executor: &mut HandExecutor, step: u64, payload: &Arc<dyn Payload>) -> i32 {
     executor.submit(&[reading(step, payload)]);
     match next(executor) {
@@ -66,7 +66,7 @@ fn payloads_reach_every_rank_and_follow_the_group_to_another_outpost() {
     let first = payload(&brain, 77, 360_000);
     assert!(bring(&mut executor, &first));
     assert_eq!(found(&mut executor, 1, &first), 77);
-    // Its room is used again.
+    // The room of the first payload is used again.
     let offset = first.offset();
     drop(first);
     let second = payload(&brain, 78, 1000);
@@ -76,7 +76,7 @@ fn payloads_reach_every_rank_and_follow_the_group_to_another_outpost() {
     outpost.end().expect("it works");
     death(&mut executor);
     let late = payload(&brain, 79, 1000);
-    assert!(!bring(&mut executor, &late), "there is no group");
+    assert!(!bring(&mut executor, &late), "no group is running");
     let _other = Outpost::start(brain.settings(2));
     ready(&mut executor);
     for (step, word, payload) in [(1, 78, second), (2, 79, late)] {
@@ -107,11 +107,11 @@ fn a_step_group_s_payloads_reach_the_rank_that_reads_them_and_no_other() {
     };
     assert_eq!(words(&mut executor, 1, [&first, &second]), [77, 78]);
     let swapped = words(&mut executor, 2, [&second, &first]);
-    assert_eq!(swapped, [0, 0], "the mirrors are of two machines");
+    assert_eq!(swapped, [0, 0], "each machine has a mirror of its own");
     assert!(bring_to(&mut executor, 0, &second));
     assert_eq!(words(&mut executor, 3, [&second, &second]), [78, 78]);
     executor.stop();
-    assert!(!bring_to(&mut executor, 1, &first), "there is no group");
+    assert!(!bring_to(&mut executor, 1, &first), "no group is running");
 }
 
 #[test]
@@ -131,7 +131,7 @@ fn an_outpost_that_is_lost_while_bytes_are_on_their_way_tells_nobody_and_keeps_n
     network.state.store(CUT, Ordering::SeqCst);
     death(&mut executor);
     drop((payloads, sender));
-    // The duties of those that did not arrive are dropped.
-    assert!(arrived.iter().count() < 3, "it was cut too late");
+    // The callbacks of payloads that did not arrive are dropped uncalled.
+    assert!(arrived.iter().count() < 3, "the connection was cut too late");
     eventually("all room has come back", || brain.arena.used() == 0);
 }

@@ -1,4 +1,4 @@
-//! A brain, its outposts, and hands that compute nothing.
+//! A server, its outposts, and workers that compute nothing.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -20,9 +20,9 @@ use tokio::sync::oneshot;
 
 pub(crate) const MINUTE_US: u64 = 60_000_000;
 
-/// A brain that takes outposts.
+/// A server that accepts outposts.
 pub(crate) struct Brain {
-    /// All replicas share it.
+    /// The site that all replicas share.
     pub(crate) site: Arc<dyn Site>,
     pub(crate) arena: Arena,
     pub(crate) address: SocketAddr,
@@ -39,7 +39,7 @@ impl Brain {
         Self::of(None)
     }
 
-    /// One whose groups may be on several outposts if an interface is named.
+    /// A server; with an interface named, its groups may spread over several outposts.
     pub(crate) fn of(interface: Option<&str>) -> Self {
         let credentials = Credentials::make().expect("it works");
         let listener = TcpListener::bind("127.0.0.1:0").expect("it works");
@@ -63,7 +63,7 @@ impl Brain {
         HandExecutor::new(self.spec(behaviour, ranks)).expect("it works")
     }
 
-    /// A step group, each of whose ranks is a member.
+    /// A step group with a member for each rank.
     pub(crate) fn step_group(&self, behaviour: &str, ranks: usize) -> HandExecutor {
         let mut spec = self.spec(behaviour, ranks);
         spec.config.step_group = true;
@@ -88,7 +88,7 @@ impl Brain {
         WorkSettings { brain, token, name: "here".into(), hands }
     }
 
-    /// Settings with the certificate of this brain and the secret of another one.
+    /// Settings with this server's certificate and the secret of another server.
     pub(crate) fn mixed_up(&self, other: &Credentials) -> WorkSettings {
         let (right, wrong) = (self.token.to_string(), other.token().to_string());
         let mixed = format!("{}{}", &right[..right.len() - 64], &wrong[wrong.len() - 64..]);
@@ -96,7 +96,7 @@ impl Brain {
     }
 }
 
-/// An outpost on a thread of its own. Dropping it ends it as a signal would.
+/// An outpost on a thread of its own. Dropping it ends it like a signal.
 pub(crate) struct Outpost {
     pub(crate) stop: Option<oneshot::Sender<()>>,
     pub(crate) thread: Option<thread::JoinHandle<Result<(), OutpostEnd>>>,
@@ -133,11 +133,16 @@ impl Outpost {
         self.thread.take().expect("it works").join().expect("it works")
     }
 
-    /// Waits until it ends by itself.
+    /// Waits until the outpost ends by itself.
     pub(crate) fn ended(mut self) -> OutpostEnd {
-        let thread = self.thread.as_ref().expect("it is there");
+        let thread = self.thread.as_ref().expect("the thread was not joined");
         eventually("the outpost ends by itself", || thread.is_finished());
-        self.thread.take().expect("it works").join().expect("it works").expect_err("it goes on")
+        self.thread
+            .take()
+            .expect("it works")
+            .join()
+            .expect("it works")
+            .expect_err("the outpost ended with an error")
     }
 }
 
@@ -153,7 +158,7 @@ pub(crate) fn ready(executor: &mut HandExecutor) -> Ready {
     ready_at_last(executor)
 }
 
-/// The facts of a group that was started.
+/// Waits until the group has started; returns its facts.
 pub(crate) fn ready_at_last(executor: &mut HandExecutor) -> Ready {
     loop {
         match next(executor) {
@@ -164,7 +169,7 @@ pub(crate) fn ready_at_last(executor: &mut HandExecutor) -> Ready {
     }
 }
 
-/// The reason, and how long it took.
+/// Waits for the group's death; returns the reason and the time that it took.
 pub(crate) fn death(executor: &mut HandExecutor) -> (String, Duration) {
     let began = Instant::now();
     loop {
@@ -203,12 +208,12 @@ pub(crate) fn step(executor: &mut HandExecutor, step: u64, tokens: &[i32]) -> Ve
     }
 }
 
-/// Hands below this process that are alive.
+/// The number of live worker processes below this process that have `marker`.
 pub(crate) fn hands_of(marker: &str) -> usize {
     environments(marker).len()
 }
 
-/// The variables of those hands.
+/// The environments of those worker processes.
 pub(crate) fn environments(marker: &str) -> Vec<String> {
     let wanted = format!("FAKE_BEHAVIOUR={marker}\0");
     let processes = std::fs::read_dir("/proc").expect("it works").flatten();

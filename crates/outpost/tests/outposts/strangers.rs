@@ -1,4 +1,4 @@
-//! Connections that are not those of outposts.
+//! Connections that are not outposts.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -18,9 +18,9 @@ fn strangers_are_few_and_have_little_time() {
     for _ in 0..16 {
         strangers.push(TcpStream::connect(brain.address).unwrap());
     }
-    // One more is dropped at once, the others when their time is over.
+    // One connection more is dropped at once, the others when their time is over.
     let mut late = TcpStream::connect(brain.address).unwrap();
-    assert!(ended(&mut late), "the 17th has to come again");
+    assert!(ended(&mut late), "the 17th connection is dropped");
     assert!(began.elapsed() < Duration::from_secs(3));
     assert!(strangers.iter_mut().all(ended));
     let waited = began.elapsed();
@@ -47,9 +47,9 @@ fn strangers_at_one_address_leave_places_to_others() {
     let strangers: Vec<TcpStream> =
         (0..16).map(|_| connect_from("127.0.0.2", brain.address)).collect();
     let mut late = connect_from("127.0.0.2", brain.address);
-    assert!(ended(&mut late), "the 17th of an address has to come again");
+    assert!(ended(&mut late), "the 17th connection of an address is dropped");
     let other = Credentials::make().expect("it works");
-    // Its secret is read, and the places at the other address are all taken still.
+    // All places of the other address are still taken, but this outpost's secret is read.
     let refused = Outpost::start(brain.mixed_up(&other)).ended();
     assert!(matches!(&refused, OutpostEnd::Refused(..)), "{refused}");
     for stranger in &strangers {
@@ -100,14 +100,14 @@ fn groups_that_start_together_are_not_mixed_up() {
 fn strangers_stay_outside() {
     let brain = Brain::start();
     let other = Credentials::make().expect("it works");
-    // Another server's token, whole.
+    // The complete token of another server.
     let stranger = WorkSettings { token: other.token().clone(), ..brain.settings(1) };
     assert!(matches!(Outpost::start(stranger).ended(), OutpostEnd::Stranger(_)));
-    // The right certificate with another secret.
+    // The right certificate with another server's secret.
     let ended = Outpost::start(brain.mixed_up(&other)).ended();
     assert!(matches!(&ended, OutpostEnd::Refused(_, why) if why.contains("secret")), "{ended}");
 
-    // Bytes that are no TLS, and connections that say nothing, hold up nobody.
+    // Bytes that are not TLS, and connections that send nothing, block no other connection.
     let silent: Vec<_> =
         (0..8).map(|_| TcpStream::connect(brain.address).expect("it works")).collect();
     for seed in 0..200_u32 {
