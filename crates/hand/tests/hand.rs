@@ -26,7 +26,7 @@ fn spec(behaviour: &str) -> HandSpec {
     }
 }
 
-/// A group of ranks.
+/// The specification of a group of ranks.
 fn ranks(behaviour: &str, count: usize) -> HandSpec {
     HandSpec { ranks: vec![RankSpec::default(); count], ..spec(behaviour) }
 }
@@ -107,7 +107,7 @@ fn plans_go_out_two_deep_and_results_come_back_in_order() {
 fn long_prompts_travel_through_the_arena() {
     let mut executor = executor(spec("good"));
     ready(&mut executor);
-    // Many times the arena's size in all: its regions must come back.
+    // Many times the arena's size in all, so its regions have to be freed.
     for step in 1..=40 {
         executor.submit(&[plan(step, &[step as i32; 100_000])]);
         assert_eq!(result(&mut executor).tokens, [step as i32]);
@@ -123,10 +123,10 @@ fn what_requests_have_in_the_arena_outlives_the_hand() {
     let held = arena.reserve(1000).expect("room");
     held.write(0, &[7; 1000]).expect("memory");
     executor.submit(&[plan(1, &[5; 3000])]);
-    assert!(arena.reserve((1 << 20) - 4096).is_none(), "the plan's tokens are there too");
+    assert!(arena.reserve((1 << 20) - 4096).is_none(), "the plan's tokens are in the arena too");
     death(&mut executor);
-    assert!(arena.reserve(1 << 20).is_none(), "the request's bytes stay");
-    let rest = arena.reserve((1 << 20) - 1024).expect("the plan's bytes do not");
+    assert!(arena.reserve(1 << 20).is_none(), "the request's bytes stay in the arena");
+    let rest = arena.reserve((1 << 20) - 1024).expect("the plan's bytes are freed");
     drop((held, rest));
     assert!(arena.reserve(1 << 20).is_some());
 }
@@ -204,7 +204,11 @@ fn ranks_that_disagree_end_the_group() {
 fn ranks_meet_through_the_brain() {
     let mut group = executor(ranks("meet", 3));
     let facts = ready(&mut group);
-    assert_eq!((facts.weight_bytes, facts.kv_bytes, facts.page_count), (3, 6, 100), "of all three");
+    assert_eq!(
+        (facts.weight_bytes, facts.kv_bytes, facts.page_count),
+        (3, 6, 100),
+        "memory is the sum over three ranks"
+    );
     group.submit(&[plan(1, &[5; 3])]);
     assert_eq!(result(&mut group).step, 1);
 
@@ -227,7 +231,7 @@ fn ranks_meet_through_the_brain() {
 
 #[test]
 fn large_plans_are_written_once_for_all_ranks() {
-    // What a rank says is how many of its plans lay in the arena.
+    // With `tells`, each rank's token is the number of its plans that were in the arena.
     for (count, expected) in [(1, [0, 0, 0]), (3, [0, 1, 2])] {
         let spec = ranks("tells", count);
         let arena = spec.arena.clone();
@@ -237,12 +241,12 @@ fn large_plans_are_written_once_for_all_ranks() {
             group.submit(&[plan(step, &vec![5; tokens])]);
             let given = result(&mut group);
             assert_eq!((given.step, given.tokens[0]), (step, expected[step as usize - 1]));
-            assert_eq!(arena.used(), 0, "a step that all have answered keeps nothing");
+            assert_eq!(arena.used(), 0, "an answered step keeps nothing in the arena");
         }
     }
-    // Without room each gets its own.
+    // Without room in the arena, each rank gets its plan through its socket.
     let spec = ranks("tells", 2);
-    let taken = spec.arena.reserve(1 << 20).expect("all of it");
+    let taken = spec.arena.reserve(1 << 20).expect("the arena is empty");
     let mut group = executor(spec);
     ready(&mut group);
     group.submit(&[plan(1, &[5; 2040])]);
@@ -255,15 +259,15 @@ fn large_orders_about_adapters_come_whole_to_all_ranks() {
     let mut group = executor(ranks("is told", 2));
     ready(&mut group);
     group.submit(&[plan(1, &[5; 3])]);
-    // The arena has room for it only as long as a step is in flight, and it is of no step.
+    // The order belongs to no step, and the arena holds bytes only while a step is in flight.
     let manifest = serde_json::json!({ "files": ["x".repeat(100_000)] });
     group.adapter(0, &AdapterOrder::Know { id: 1, manifest });
     assert_eq!(result(&mut group).tokens, [0]);
     group.submit(&[plan(2, &[5; 3])]);
-    assert_eq!(result(&mut group).tokens, [10], "one order, and nothing in the arena");
+    assert_eq!(result(&mut group).tokens, [10], "one order came, and not through the arena");
 }
 
-/// A plan without rows that saves pages, by these tickets.
+/// A plan without rows that saves pages with these tickets.
 fn saves(step: u64, tickets: &[u32]) -> StepPlan {
     let mut plan = StepPlan::default();
     plan.begin(step);
@@ -286,16 +290,20 @@ fn a_copy_of_ranks_has_ended_when_all_have_ended_it() {
     assert_eq!((facts.host_page_count, facts.page_bytes), (50, 2), "halves of 1000 bytes");
     group.submit(&[saves(1, &[5, 7])]);
     let first = result(&mut group);
-    assert_eq!((first.copied, first.copy_timing), (Vec::new(), None), "rank 1 is late");
+    assert_eq!(
+        (first.copied, first.copy_timing),
+        (Vec::new(), None),
+        "rank 1 has not ended its copies"
+    );
     group.submit(&[saves(2, &[6])]);
     let second = result(&mut group);
     let ends = [CopyEnd { ticket: 5, error: COPY_OK }, CopyEnd { ticket: 7, error: COPY_FAILED }];
-    assert_eq!(second.copied, ends, "and fails at one");
+    assert_eq!(second.copied, ends, "rank 1 fails at one copy");
     assert_eq!(second.copy_timing, Some(CopyTiming { save_us: 20, restore_us: 0 }));
     group.submit(&[saves(3, &[])]);
     assert_eq!(result(&mut group).copied, [CopyEnd { ticket: 6, error: COPY_OK }]);
 
-    // The next hands find their own memory, and have ended nothing.
+    // The next workers have the same host memory, but no ended copies.
     group.submit(&[saves(4, &[5])]);
     assert!(result(&mut group).copied.is_empty());
     group.kill();
@@ -306,7 +314,7 @@ fn a_copy_of_ranks_has_ended_when_all_have_ended_it() {
     group.submit(&[saves(6, &[])]);
     assert_eq!(result(&mut group).copied.len(), 1);
 
-    // With fewer pages each gets other memory.
+    // With fewer pages, each worker gets new host memory.
     group.kill();
     group.limit_pages(80, 40);
     let facts = ready(&mut group);
@@ -317,7 +325,7 @@ fn a_copy_of_ranks_has_ended_when_all_have_ended_it() {
 fn the_ranks_of_a_step_group_end_copies_of_their_own() {
     let mut group = executor(tier(step_group("copies")));
     let facts = ready(&mut group);
-    assert_eq!((facts.host_page_count, facts.page_bytes), (100, 1), "a tier for each");
+    assert_eq!((facts.host_page_count, facts.page_bytes), (100, 1), "each member has its own tier");
     for (step, expected) in [(1, [vec![5], vec![], vec![]]), (2, [vec![5], vec![7], vec![]])] {
         let mut plans = vec![saves(step, &[5]), saves(step, &[7]), saves(step, &[])];
         tell_group(&mut plans);
@@ -345,14 +353,14 @@ fn a_rank_s_end_is_that_of_all() {
         assert!(found.contains(reason), "{found}");
         assert!(
             before.elapsed() < Duration::from_secs(5),
-            "from outside, not when a rank gives up"
+            "the executor must notice it, not a rank's own time limit"
         );
-        // It starts again as if nothing had been.
+        // The group starts again without a trace of the death.
         ready(&mut group);
         group.submit(&[plan(3, &[5; 3])]);
         assert_eq!(result(&mut group).step, 3);
     }
-    // Who hangs is found by whoever waits for the step.
+    // A rank that hangs is noticed by the time limit of the wait.
     let mut group = executor(ranks("is stopped", 2));
     ready(&mut group);
     group.submit(&[plan(2, &[5; 3])]);
@@ -360,7 +368,7 @@ fn a_rank_s_end_is_that_of_all() {
     group.stop();
 }
 
-/// A step of three ranks, of which the second has nothing to do and the third a long prompt.
+/// A step of three ranks: the second has nothing to do, the third has a long prompt.
 fn group_step(step: u64) -> Vec<StepPlan> {
     let mut idle = StepPlan::default();
     idle.begin(step);
@@ -383,14 +391,14 @@ fn the_ranks_of_a_step_group_get_plans_of_their_own() {
     group.submit(&group_step(1));
     for step in 1..4 {
         group.submit(&group_step(step + 1));
-        assert!(arena.used() > 0, "the long prompt is not in the plan");
+        assert!(arena.used() > 0, "the long prompt is in the arena");
         let Signal::Result(results) = next(&mut group) else { panic!("no result") };
         assert!(results.iter().all(|result| result.step == step));
         let tokens: Vec<&[i32]> = results.iter().map(|result| &result.tokens[..]).collect();
-        assert_eq!(tokens, [&[7][..], &[], &[9]], "of each rank what it was asked");
+        assert_eq!(tokens, [&[7][..], &[], &[9]], "each rank answers its own plan");
     }
     assert!(matches!(next(&mut group), Signal::Result(_)));
-    assert_eq!(arena.used(), 0, "a step that all have answered keeps nothing");
+    assert_eq!(arena.used(), 0, "an answered step keeps nothing in the arena");
     group.stop();
 }
 
@@ -435,7 +443,7 @@ fn the_whole_process_group_goes() {
     };
     assert!(alive());
     executor.stop();
-    // SIGKILL was sent; the kernel needs a moment to carry it out.
+    // The kernel needs a moment to carry out the SIGKILL.
     while alive() {
         std::thread::sleep(Duration::from_millis(1));
     }
@@ -453,7 +461,7 @@ fn a_killed_hand_is_not_asked() {
     assert!(!file.exists());
     ready(&mut executor);
     executor.stop();
-    std::fs::remove_file(&file).expect("a stopped hand is asked");
+    std::fs::remove_file(&file).expect("a stopped worker gets a stop message");
 }
 
 #[test]
