@@ -1,5 +1,5 @@
-//! Shares of clients in loads: random stories in virtual time. Each client has models of its own,
-//! so a load shows for whom it is. `FOREBAY_STORIES` sets their number.
+//! Fair shares of clients in model loads: random runs in virtual time. Each client has models of
+//! its own, so a load shows which client it is for. `FOREBAY_STORIES` sets the number of runs.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -17,11 +17,11 @@ enum Timer {
     Asks(usize),
     Loaded(usize),
     Left(usize),
-    /// The answer to a request for a model ends.
+    /// A running request for a model ends.
     Ends(usize),
 }
 
-/// Clients that ask again as soon as they have an answer, each with so many requests at a time.
+/// Clients that each keep a fixed number of requests: each answer is followed by a new request.
 struct Story {
     rng: StdRng,
     fleet: Fleet,
@@ -31,15 +31,15 @@ struct Story {
     /// The client of each model.
     clients: Vec<usize>,
     waiting: HashMap<Ticket, usize>,
-    /// For each client that waits: the loads that have begun meanwhile, by client.
+    /// For each waiting client: the loads that have begun meanwhile, by client.
     begun: Vec<Vec<usize>>,
-    /// The loads for each client.
+    /// The number of loads for each client.
     loads: Vec<usize>,
 }
 
 impl Story {
-    /// `models`: the number of models of each client. Each client has one request for each model at
-    /// a time. `room`: the number of models in memory at a time.
+    /// `models` is the number of models of each client, which has one request for each model at a
+    /// time. `room` is the number of models that fit in memory.
     fn new(seed: u64, models: &[usize], room: usize) -> Self {
         let clients: Vec<usize> =
             models.iter().enumerate().flat_map(|(client, &count)| vec![client; count]).collect();
@@ -68,7 +68,7 @@ impl Story {
         self.timers.insert((at, self.serial), timer);
     }
 
-    /// The clients with a waiting request whose model could be loaded.
+    /// The clients that wait for a model which could be loaded now.
     fn could_load(&self) -> Vec<bool> {
         let mut found = vec![false; self.loads.len()];
         for &model in self.waiting.values() {
@@ -96,10 +96,10 @@ impl Story {
                 }
                 FleetAction::Leave { model, .. } => self.after(100, Timer::Left(model)),
                 FleetAction::Admit { ticket } => {
-                    let model = self.waiting.remove(&ticket).expect("it waits");
+                    let model = self.waiting.remove(&ticket).expect("the request waits");
                     self.after(LONGEST_RUN, Timer::Ends(model));
                 }
-                FleetAction::Fail { .. } => panic!("nothing fails"),
+                FleetAction::Fail { .. } => panic!("a request failed"),
             }
         }
         for (client, waits) in self.could_load().into_iter().enumerate() {
@@ -120,12 +120,12 @@ impl Story {
         }
     }
 
-    /// Gives the loads for each client.
+    /// Runs to the end; returns the number of loads for each client.
     fn tell(mut self) -> Vec<usize> {
         while self.now < END {
             let timer = self.timers.first_key_value().map(|((at, _), _)| *at);
             let wake = self.fleet.next_wake(self.now);
-            self.now = timer.into_iter().chain(wake).min().expect("something happens");
+            self.now = timer.into_iter().chain(wake).min().expect("an event or a timer is due");
             if timer == Some(self.now)
                 && let Some((_, timer)) = self.timers.pop_first()
             {

@@ -1,6 +1,6 @@
-//! Random stories in virtual time: requests, loads, deaths, shrinking memory, wishes.
+//! Random runs in virtual time: requests, loads, deaths, shrinking memory, administrators' orders.
 //!
-//! `FOREBAY_STORIES` sets their number.
+//! `FOREBAY_STORIES` sets the number of runs.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -32,7 +32,7 @@ enum Fate {
     Over,
 }
 
-/// A caller that keeps its word, and counts.
+/// A caller that follows the rules of the fleet, and checks its decisions.
 struct Story {
     rng: StdRng,
     fleet: Fleet,
@@ -44,7 +44,7 @@ struct Story {
     fates: HashMap<Ticket, (usize, Fate)>,
     running: Vec<usize>,
     memory: u64,
-    /// Bytes of each model in memory, as the caller sees it.
+    /// Bytes of each model in memory, as the caller counts them.
     held: Vec<u64>,
     ready_since: Vec<Option<u64>>,
     pinned: Vec<bool>,
@@ -61,7 +61,7 @@ impl Story {
         let bytes: Vec<u64> = (0..models).map(|_| rng.random_range(1..=60)).collect();
         let memory = rng.random_range(60..=140);
         let models_max = rng.random_range(1..=4);
-        // A pinned model that leaves no room for others is refused at the start.
+        // A set of pinned models that leaves no room for others is refused at the start.
         let pinned: Vec<bool> = (0..models)
             .map(|model| model == 0 && models_max > 1 && memory >= 120 && rng.random_bool(0.3))
             .collect();
@@ -123,7 +123,7 @@ impl Story {
         for action in self.fleet.poll(self.now) {
             match action {
                 FleetAction::Load { model, bytes } => {
-                    assert_eq!(self.held[model], 0, "it is in memory already");
+                    assert_eq!(self.held[model], 0, "the model is in memory already");
                     self.held[model] = bytes;
                     let all: u64 = self.held.iter().sum();
                     assert!(all <= self.memory, "{all} bytes of {}", self.memory);
@@ -142,7 +142,10 @@ impl Story {
                 }
                 FleetAction::Admit { ticket } => {
                     let model = self.settle(ticket);
-                    assert!(self.ready_since[model].is_some(), "admitted to a model that is away");
+                    assert!(
+                        self.ready_since[model].is_some(),
+                        "a request is admitted to a model that is not loaded"
+                    );
                     self.run(model);
                 }
                 FleetAction::Fail { ticket } => drop(self.settle(ticket)),
@@ -178,7 +181,11 @@ impl Story {
             }
             Timer::GivesUp(ticket) => {
                 let waits = matches!(self.fates[&ticket].1, Fate::Waiting { .. });
-                assert_eq!(self.fleet.give_up(ticket), waits, "it waits here or nowhere");
+                assert_eq!(
+                    self.fleet.give_up(ticket),
+                    waits,
+                    "the caller and the fleet disagree on a waiting request"
+                );
                 if waits {
                     self.settle(ticket);
                 }
@@ -191,7 +198,10 @@ impl Story {
         let client = self.rng.random_range(0..self.clients);
         match self.fleet.enter(model, client, self.now) {
             Ok(FleetEntry::Running) => {
-                assert!(self.ready_since[model].is_some(), "it runs on a model that is away");
+                assert!(
+                    self.ready_since[model].is_some(),
+                    "a request runs on a model that is not loaded"
+                );
                 self.run(model);
             }
             Ok(FleetEntry::Waiting(ticket)) => {
@@ -225,7 +235,7 @@ impl Story {
         self.poll();
     }
 
-    /// Lets time pass up to `until`, with all that happens on the way.
+    /// Runs virtual time up to `until`, with all events on the way.
     fn advance(&mut self, until: u64) {
         loop {
             let timer = self.timers.first_key_value().map(|((at, _), _)| *at);
@@ -252,20 +262,20 @@ impl Story {
             if self.faulty && self.rng.random_bool(0.1) {
                 self.fault();
             } else {
-                // Some models are asked much more often than others.
+                // Some models are asked for much more often than others.
                 let model = self.rng.random_range(0..self.models);
                 let model = if self.rng.random_bool(0.5) { 0 } else { model };
                 self.request(model);
             }
         }
-        // Nothing is asked any more: all that wait are served in the end.
+        // No requests arrive any more, so all that wait are served in the end.
         let turn = 2 * STAY + LONGEST_LOAD + LONGEST_RUN + LONGEST_LEAVE + PAUSE;
         self.advance(self.now + 4 * turn * self.models as u64);
         let waits = |(_, fate): &(usize, Fate)| matches!(fate, Fate::Waiting { .. });
         assert!(!self.fates.values().any(waits), "a request waits for ever");
         assert!(self.running.iter().all(|&running| running == 0));
         if !self.faulty {
-            // The longest turn of every other model, before one's own, and of each client for each.
+            // At worst a request waits for the longest turn of every other model, for each client.
             let most = turn * (self.models as u64 * self.clients + 1);
             assert!(self.longest_wait <= most, "{} of {most} ms", self.longest_wait);
         }
@@ -288,7 +298,7 @@ fn every_request_ends_once_within_the_bounds() {
     }
 }
 
-/// Two models that do not fit together, asked in turns, as fast as they answer.
+/// Two models that do not fit together are asked for in turn, as fast as they answer.
 #[test]
 fn alternating_requests_do_not_thrash() {
     let config = FleetBounds { memory_bytes: 10, stay_ms: STAY, ..FleetBounds::default() };
@@ -317,11 +327,15 @@ fn alternating_requests_do_not_thrash() {
                 FleetAction::Admit { ticket } => {
                     events.push((now + 10, Timer::Ends(wanted[&ticket])));
                 }
-                FleetAction::Fail { .. } => panic!("nothing fails"),
+                FleetAction::Fail { .. } => panic!("a request failed"),
             }
         }
         let timer = events.iter().map(|(at, _)| *at).min();
-        now = timer.into_iter().chain(fleet.next_wake(now)).min().expect("something happens");
+        now = timer
+            .into_iter()
+            .chain(fleet.next_wake(now))
+            .min()
+            .expect("an event or a timer is due");
         let due: Vec<Timer> = events.extract_if(.., |(at, _)| *at <= now).map(|(_, t)| t).collect();
         for timer in due {
             match timer {
@@ -336,7 +350,7 @@ fn alternating_requests_do_not_thrash() {
             }
         }
     }
-    // A model stays for as long as its load took, so half of the time goes to answers.
+    // A model stays as long as its load took, so half of the time is spent on answers.
     assert!(loads as u64 * LOAD <= 55_000, "{loads} loads");
     assert!(loads >= 10 && answers > 1000, "{loads} loads, {answers} answers");
 }
@@ -354,17 +368,17 @@ fn the_least_recently_used_leaves_and_what_cannot_fit_is_refused_with_numbers() 
         assert!(matches!(fleet.enter(at, 0, at as u64), Ok(FleetEntry::Waiting(_))));
         assert_eq!(fleet.poll(at as u64).len(), 1);
         fleet.loaded(at, if at == 0 { 10 } else { 40 }, at as u64);
-        assert_eq!(fleet.poll(at as u64).len(), 1, "whoever waited is admitted");
+        assert_eq!(fleet.poll(at as u64).len(), 1, "the waiting request is admitted");
         fleet.finish(at, at as u64);
     }
-    // The first is used again, so the second is the one to leave.
+    // The first model is used again, so the second one has to leave.
     assert_eq!(fleet.enter(1, 0, 5), Ok(FleetEntry::Running));
     fleet.finish(1, 6);
     assert!(fleet.enter(3, 0, 7).is_ok());
     let level = SleepLevel::Asleep;
     assert_eq!(fleet.poll(7), [FleetAction::Leave { model: 2, level }]);
     assert_eq!((fleet.state(2), fleet.held(2)), (ModelState::Leaving, 40));
-    assert_eq!(fleet.poll(8), [], "its bytes are given back only once it is gone");
+    assert_eq!(fleet.poll(8), [], "a model's bytes are free only once it has left");
     fleet.emptied(2);
     assert_eq!(fleet.poll(9), [FleetAction::Load { model: 3, bytes: 40 }]);
     assert_eq!(fleet.state(2), ModelState::Asleep);
@@ -380,7 +394,7 @@ fn a_small_model_does_not_pass_the_one_that_waits_longer() {
     assert!(fleet.enter(0, 0, 0).is_ok());
     assert_eq!(fleet.poll(0).len(), 1);
     fleet.loaded(0, 6, 1);
-    // The second waits for the first, which runs a request; the third would fit beside that.
+    // The second model waits for the first, which runs a request; the third would fit beside that.
     assert!(fleet.enter(1, 0, 2).is_ok() && fleet.enter(2, 0, 3).is_ok());
     assert!(!fleet.poll(3).iter().any(|action| matches!(action, FleetAction::Load { .. })));
     fleet.finish(0, 4);
