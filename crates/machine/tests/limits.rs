@@ -1,4 +1,4 @@
-//! Machines as folders of files: versions, mounts, nested groups, namespaces, damage.
+//! Machines as folders of files: cgroup versions, mounts, nested groups, namespaces, damaged files.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +9,7 @@ use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
-/// A machine with 16 GiB, of which 12 are available, and two cores with two threads each.
+/// A machine with 16 GiB, 12 of them available, and two cores with two threads each.
 const BASE: [(&str, &str); 6] = [
     ("proc/meminfo", "MemTotal:       16777216 kB\nMemFree: 9 kB\nMemAvailable:   12582912 kB\n"),
     ("proc/thread-self/status", "Name:\tx\nCpus_allowed_list:\t0-3\n"),
@@ -20,7 +20,7 @@ const BASE: [(&str, &str); 6] = [
 ];
 const UNIFIED: &str =
     "proc/self/mountinfo|30 23 0:28 / /sys/fs/cgroup rw shared:9 - cgroup2 cgroup2 rw\n";
-/// The first version, with processors' controllers mounted together.
+/// Cgroups of version 1, with the CPU controllers mounted together.
 const FIRST: &str = "proc/self/mountinfo|31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw\n\
     32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n\
     35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n\
@@ -33,7 +33,7 @@ fn write(root: &Path, file: &str, content: impl AsRef<[u8]>) {
     fs::write(path, content).expect("a file");
 }
 
-/// The base with more files, each written as `path|content`.
+/// The base machine with more files, each given as `path|content`.
 fn machine(files: &[&str]) -> (TempDir, Machine) {
     let root = tempfile::tempdir().expect("a folder");
     for (file, content) in BASE {
@@ -51,7 +51,7 @@ fn memory(files: &[&str]) -> MachineMemory {
     machine(files).1.memory()
 }
 
-/// The limit, and what is available.
+/// The memory limit, and the available memory.
 fn limits(files: &[&str]) -> (Option<u64>, u64) {
     let MachineMemory { limit, available, .. } = memory(files);
     (limit, available.expect("known"))
@@ -86,7 +86,11 @@ fn the_tightest_of_a_unit_and_its_slices_counts() {
         "sys/fs/cgroup/system.slice/forebay.service/memory.max|max\n",
         "sys/fs/cgroup/system.slice/forebay.service/memory.current|104857600\n",
     ];
-    assert_eq!(limits(&files), (Some(GIB), 768 * MIB), "that of the slice, used by all in it");
+    assert_eq!(
+        limits(&files),
+        (Some(GIB), 768 * MIB),
+        "the slice's limit, less the use of all in it"
+    );
     let tight = "sys/fs/cgroup/system.slice/forebay.service/memory.max|314572800\n";
     let files = [&files[..4], &[tight, files[5]]].concat();
     assert_eq!(limits(&files), (Some(300 * MIB), 200 * MIB));
@@ -164,7 +168,7 @@ fn a_parent_without_hierarchy_does_not_pay() {
 
 #[test]
 fn hybrid_mounts_count_in_both_versions() {
-    // As systemd has it by default on older distributions: memory in the first version.
+    // Older distributions with systemd have the memory controller in version 1 by default.
     let files = [
         FIRST,
         "proc/self/cgroup|4:memory:/user.slice\n0::/user.slice/user-0.slice\n",
@@ -180,20 +184,21 @@ fn hybrid_mounts_count_in_both_versions() {
 fn containers_have_their_limits_at_the_top() {
     let limit = "sys/fs/cgroup/memory.max|1073741824\n";
     let half = "sys/fs/cgroup/cpu.max|50000 100000\n";
-    // With a namespace of its own; moved from outside of it; the host's path without a namespace.
+    // Paths of a group in its own namespace, of a group moved from outside, and of the host without
+    // a namespace.
     for group in ["0::/\n", "0::/../..\n", "0::/../other\n", "0::/docker/0123\n"] {
         let group = format!("proc/self/cgroup|{group}");
         let files = [UNIFIED, &group, limit, half];
         assert_eq!(limits(&files).0, Some(GIB), "{group}");
         assert_eq!(threads(&files), (Some(0.5), 1), "{group}");
     }
-    // The first version: the group's folder alone is mounted.
+    // Version 1 in a container: only the group's own folder is mounted.
     let files = [
         "proc/self/mountinfo|9 8 0:1 /docker/0123 /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n",
         "proc/self/cgroup|4:memory:/docker/0123/inner\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes|2147483648\n",
         "sys/fs/cgroup/memory/inner/memory.limit_in_bytes|1073741824\n",
-        // Nothing that is of this process.
+        // A group that this process is not in.
         "sys/fs/cgroup/memory/docker/0123/inner/memory.limit_in_bytes|1\n",
     ];
     assert_eq!(limits(&files).0, Some(GIB));
@@ -272,7 +277,11 @@ fn kills_are_those_of_the_own_group() {
     let group = "proc/self/cgroup|4:memory:/a\n0::/a\n";
     let second = "sys/fs/cgroup/a/memory.events|low 0\noom 4\noom_kill 3\n";
     let first = "sys/fs/cgroup/memory/a/memory.oom_control|oom_kill_disable 0\noom_kill 2\n";
-    assert_eq!(machine(&[vmstat]).1.memory_kills(), Some(7), "the machine's, without a group");
+    assert_eq!(
+        machine(&[vmstat]).1.memory_kills(),
+        Some(7),
+        "without a group, the machine's count is read"
+    );
     assert_eq!(machine(&[vmstat, group, UNIFIED, second]).1.memory_kills(), Some(3));
     assert_eq!(machine(&[vmstat, group, FIRST, first]).1.memory_kills(), Some(2));
 }
@@ -284,10 +293,13 @@ fn a_folder_with_nothing_is_a_machine_without_facts() {
     assert_eq!(machine.memory(), MachineMemory::default());
     assert_eq!(machine.memory_kills(), None);
     let processors = machine.processors();
-    assert!(processors.quota.is_none() && !processors.cores.is_empty(), "the system was asked");
+    assert!(
+        processors.quota.is_none() && !processors.cores.is_empty(),
+        "without files, the system is asked"
+    );
 }
 
-/// Every file that is read, with good content.
+/// All files that are read, with valid content.
 const WHOLE: [(&str, &str); 16] = [
     ("proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 12582912 kB\n"),
     ("proc/vmstat", "oom_kill 7\n"),
@@ -315,7 +327,7 @@ const WHOLE: [(&str, &str); 16] = [
     ("sys/fs/cgroup/unified/a/b/cpu.max", "150000 100000\n"),
 ];
 
-/// Damage of one file: what replaces so many bytes from a place on.
+/// Damage of one file: which file, where, how many bytes, and what replaces them.
 fn damage() -> impl Strategy<Value = (usize, usize, usize, Vec<u8>)> {
     let numbers =
         prop::sample::select(vec!["18446744073709551615", "-1", "/../..", " - ", "4294967295"]);
