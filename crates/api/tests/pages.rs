@@ -1,6 +1,6 @@
-//! The tables of docs/api.md and docs/trust.md that are made of the tables of parameters.
+//! The tables of docs/api.md and docs/trust.md that are generated from the tables of parameters.
 //!
-//! `RECORD=1` writes them anew.
+//! `RECORD=1` writes them again.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use forebay_api::{Field, ROUTES};
 /// The part of a page between two marks.
 struct Generated {
     page: &'static str,
-    /// The name in both marks.
+    /// The name in both markers.
     name: &'static str,
     text: String,
 }
@@ -81,7 +81,7 @@ fn shown(number: usize) -> String {
     text
 }
 
-/// A bound in words; `None`: the value has no size, or the model bounds it.
+/// A limit in words; `None` if the value has no size, or the model limits it.
 fn limit(bound: Bound) -> Option<String> {
     let entries = |most: usize| Some(format!("{} entries", shown(most)));
     match bound {
@@ -108,7 +108,7 @@ fn limit(bound: Bound) -> Option<String> {
     }
 }
 
-/// Adds the parameters with a limit, those in objects with the object's name.
+/// Adds the parameters that have a limit. Those in objects get the object's name as a prefix.
 fn add(found: &mut Vec<(String, BTreeSet<String>)>, path: &str, params: Params) {
     for Param { name, bound } in params.iter().flat_map(|group| group.iter()) {
         let name = format!("{path}{name}");

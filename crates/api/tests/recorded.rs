@@ -1,7 +1,7 @@
-//! What each API makes of each field, against recordings in `recorded/`.
+//! How each API handles each field, compared with the recordings in `recorded/`.
 //!
 //! The fields and values are listed here by hand, apart from the tables in `src`. `RECORD=1` writes
-//! the recordings anew; then `git diff` shows what changed for clients.
+//! the recordings again; then `git diff` shows what changed for clients.
 
 mod corpus;
 
@@ -30,7 +30,7 @@ const DEFAULTS: GenerationDefaults = GenerationDefaults {
     repetition_penalty: Some(1.1),
 };
 
-/// What becomes of a body.
+/// The result of a body.
 struct Outcome {
     /// The checked request, or the error.
     result: Result<String, ApiError>,
@@ -73,7 +73,7 @@ fn short(text: &str) -> String {
     format!("{}...{} {hash:016x}", &text[..end], text.len())
 }
 
-/// The beginning of what a body is called, in one line.
+/// The beginning of a body's label, in one line.
 fn beginning(label: &str) -> String {
     let line = short(label).replace('\n', "\\n");
     if line.chars().count() <= 60 {
@@ -323,7 +323,7 @@ fn detokenize() {
     });
 }
 
-/// The types of all requests, as `/openapi.json` has them.
+/// The schemas of all requests, as `/openapi.json` has them.
 #[test]
 fn types() {
     use utoipa::ToSchema;
@@ -355,7 +355,7 @@ fn types() {
     let found: serde_json::Map<String, Value> = all
         .into_iter()
         .map(|(name, schema)| {
-            // Where a description is wrapped does not matter.
+            // Line breaks in descriptions do not matter.
             let text = serde_json::to_string(&schema).expect("JSON").replace("\\n", " ");
             (name, serde_json::from_str(&text).expect("JSON"))
         })

@@ -1,4 +1,4 @@
-//! Fields of the APIs of conversations.
+//! Fields of the chat APIs.
 
 use serde_json::json;
 

@@ -1,4 +1,4 @@
-//! Fields of each API, with values that are fine or just beyond a limit.
+//! Fields of each API, with valid values and values just beyond a limit.
 
 mod chat;
 mod pooling;
@@ -12,13 +12,13 @@ pub(crate) use pooling::{classify, detokenize, embeddings, rerank, score, tokeni
 pub(crate) struct Fields {
     /// A body without optional fields.
     pub(crate) base: Value,
-    /// Paths with values.
+    /// Paths of fields, each with values.
     pub(crate) fields: Vec<(String, Vec<Value>)>,
     /// Bodies as text.
     pub(crate) bodies: Vec<String>,
 }
 
-/// Values that any field is tried with.
+/// Values that every field is tested with.
 pub(crate) fn faults() -> Vec<Value> {
     vec![
         json!(null),
@@ -70,7 +70,7 @@ fn within(prefix: &str, rows: Vec<Row>) -> Vec<Row> {
     rows.into_iter().map(|(path, values)| (format!("{prefix}.{path}"), values)).collect()
 }
 
-/// The numbers that every API names alike.
+/// Numeric fields that have the same name in every API.
 fn numbers() -> Vec<Row> {
     vec![
         row("n", json!([1, 2, 128, 129])),
@@ -116,7 +116,7 @@ fn own_numbers(rows: &[&str]) -> Vec<Row> {
     numbers().into_iter().filter(|(name, _)| rows.contains(&&**name)).collect()
 }
 
-/// The schema as a JSON object, as text, and texts around the limit.
+/// Schemas as JSON objects and as text, and texts near the size limit.
 fn forms() -> Value {
     json!([{"type": "object"}, "{\"type\": \"object\"}", text(1 << 20), text((1 << 20) + 1), text(1 << 16), text((1 << 16) + 1), "\u{1}x", "\u{e9}\n"])
 }

@@ -1,4 +1,4 @@
-//! Fields of the APIs that make vectors, scores and tokens of texts.
+//! Fields of the APIs for embeddings, scores and tokenization.
 
 use serde_json::json;
 
