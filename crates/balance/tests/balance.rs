@@ -1,4 +1,4 @@
-//! The ledger and the index against naive models, and what the policies promise whatever happens.
+//! The ledger and the index, compared with naive models, and guarantees of the policies.
 
 use std::collections::{HashMap, HashSet};
 
@@ -27,7 +27,7 @@ fn ops(targets: usize) -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op, 1..120)
 }
 
-/// A request as somebody who only keeps requests would see it.
+/// A request in the naive model of the ledger.
 #[derive(Debug, Clone, Copy)]
 struct Seen {
     target: usize,
@@ -108,7 +108,7 @@ proptest! {
         }
     }
 
-    /// Clients that send their next request when the last one ends, whichever ends first.
+    /// Clients that send their next request when the last one ends, in any order of ends.
     #[test]
     fn equal_requests_are_never_out_of_balance(
         targets in 1..6_usize, clients in 1..40_u64, ends in prop::collection::vec(any::<usize>(), 0..300),
@@ -226,11 +226,35 @@ fn a_cached_beginning_is_worth_some_imbalance_but_not_any() {
         let ask = Ask { tokens: 800, cached };
         Balancer::new(Method::PrefixAware).choose(loads, |_| true, &ask)
     };
-    assert_eq!(chosen(&[load(4, 0), load(2, 0)], &[0, 0]), Some(1), "nothing is cached");
+    assert_eq!(
+        chosen(&[load(4, 0), load(2, 0)], &[0, 0]),
+        Some(1),
+        "without cached tokens the shorter queue wins"
+    );
     assert_eq!(chosen(&[load(4, 0), load(2, 0)], &[790, 0]), Some(0));
-    assert_eq!(chosen(&[load(4, 0), load(2, 0)], &[790, 780]), Some(1), "both have it");
-    assert_eq!(chosen(&[load(19, 0), load(2, 0)], &[790, 0]), Some(1), "too many are there");
-    assert_eq!(chosen(&[load(4, 0), load(2, 0)], &[64, 0]), Some(1), "too little for two more");
-    assert_eq!(chosen(&[load(2, 700), load(2, 0)], &[640, 0]), Some(1), "prefill waits there");
-    assert_eq!(chosen(&[load(110, 0), load(64, 0)], &[790, 0]), Some(0), "in a crowd 46 are few");
+    assert_eq!(
+        chosen(&[load(4, 0), load(2, 0)], &[790, 780]),
+        Some(1),
+        "with equal caches the shorter queue wins"
+    );
+    assert_eq!(
+        chosen(&[load(19, 0), load(2, 0)], &[790, 0]),
+        Some(1),
+        "too many more requests outweigh the cache"
+    );
+    assert_eq!(
+        chosen(&[load(4, 0), load(2, 0)], &[64, 0]),
+        Some(1),
+        "a short prefix does not outweigh two requests"
+    );
+    assert_eq!(
+        chosen(&[load(2, 700), load(2, 0)], &[640, 0]),
+        Some(1),
+        "waiting prefill outweighs the cache"
+    );
+    assert_eq!(
+        chosen(&[load(110, 0), load(64, 0)], &[790, 0]),
+        Some(0),
+        "among many requests, 46 more weigh little"
+    );
 }
