@@ -1,4 +1,4 @@
-//! `forebay bench serve` against servers that behave as a script says.
+//! `forebay bench serve` against scripted servers.
 
 mod support;
 
@@ -97,7 +97,10 @@ fn events_may_be_cut_anywhere() {
         run(address, "--num-prompts 2 --random-output-len 2 --random-range-ratio 1");
     assert_eq!(error, None);
     assert_eq!(result["generated_texts"], json!(["éb", "éb"]));
-    assert_eq!(result["total_output_tokens"], 4, "what was asked for, as the server does not say");
+    assert_eq!(
+        result["total_output_tokens"], 4,
+        "the requested number, as the server reports none"
+    );
 }
 
 #[test]
@@ -214,7 +217,7 @@ fn embeddings_have_only_an_end() {
 
 #[test]
 fn an_open_loop_does_not_wait_for_answers() {
-    // No request is answered before all are there.
+    // No request is answered before all have arrived.
     let all = Barrier::new(16);
     let address = server(move |_, wire| {
         all.wait();
@@ -244,7 +247,7 @@ fn a_closed_loop_keeps_its_places_full_and_no_fuller() {
     assert_eq!(most.load(Ordering::SeqCst), 3);
     for (intended, sent) in list(&result, "intended_times").iter().zip(list(&result, "start_times"))
     {
-        assert!(number(intended) <= number(&sent), "sent before a place was free");
+        assert!(number(intended) <= number(&sent), "sent before a slot was free");
     }
 }
 
@@ -267,7 +270,7 @@ fn waiting_for_a_place_is_no_lateness_but_counts_from_the_intended_arrival() {
         assert!(number(intended) <= number(&sent));
     }
     assert!(number(&result["mean_ttft_intended_ms"]) >= number(&result["mean_ttft_ms"]));
-    // Any send is later than a threshold of nothing: the clock has gone on.
+    // With a threshold of zero, every request is late.
     let (result, _) = run(address, "--num-prompts 5 --request-rate 100 --late-threshold-ms 0");
     assert!(number(&result["late_sends"]) > 0.0);
     assert!(number(&result["max_lateness_ms"]) > 0.0);

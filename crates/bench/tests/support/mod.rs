@@ -1,4 +1,4 @@
-//! A server that says what a script tells it, and runs of the load generator against it.
+//! A scripted server, and runs of the load generator against it.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -10,7 +10,7 @@ use forebay_bench::{ServeArgs, TokenizerFinder, serve};
 use forebay_text::Tokenizer;
 use serde_json::{Value, json};
 
-/// A request as the server got it.
+/// A request as the server received it.
 #[derive(Debug, Clone)]
 pub(crate) struct Request {
     pub(crate) path: String,
@@ -18,16 +18,16 @@ pub(crate) struct Request {
     pub(crate) body: Value,
 }
 
-/// One connection's writing side.
+/// The writing side of a connection.
 pub(crate) struct Wire(TcpStream);
 
 impl Wire {
-    /// Bytes as they are; whether the client still reads them is of no interest.
+    /// Writes bytes unchanged, and ignores whether the client still reads.
     pub(crate) fn raw(&mut self, bytes: &[u8]) {
         let _ = self.0.write_all(bytes);
     }
 
-    /// A whole answer.
+    /// Writes a whole answer.
     pub(crate) fn answer(&mut self, status: &str, body: &str) {
         let length = body.len();
         self.raw(
@@ -36,30 +36,30 @@ impl Wire {
         );
     }
 
-    /// The head of a stream.
+    /// Writes the head of a stream.
     pub(crate) fn stream(&mut self) {
         self.raw(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n");
     }
 
-    /// A piece of a stream.
+    /// Writes a chunk of a stream.
     pub(crate) fn piece(&mut self, bytes: &[u8]) {
         self.raw(format!("{:x}\r\n", bytes.len()).as_bytes());
         self.raw(bytes);
         self.raw(b"\r\n");
     }
 
-    /// An event of a stream.
+    /// Writes an event of a stream.
     pub(crate) fn event(&mut self, data: &Value) {
         self.piece(format!("data: {data}\n\n").as_bytes());
     }
 
-    /// The usual end of a stream.
+    /// Writes the usual end of a stream.
     pub(crate) fn done(&mut self) {
         self.piece(b"data: [DONE]\n\n");
         self.raw(b"0\r\n\r\n");
     }
 
-    /// A stream of one token in each event and the usage at its end.
+    /// Writes a stream with one token in each event and the usage at its end.
     pub(crate) fn completion(&mut self, tokens: u64) {
         self.stream();
         for _ in 0..tokens {
@@ -72,8 +72,8 @@ impl Wire {
     }
 }
 
-/// Serves every connection on a thread of its own until the test's process ends; `script` answers
-/// all but /v1/models, and says whether the connection is kept.
+/// Serves every connection on a thread of its own until the process ends. `script` answers all
+/// requests except /v1/models, and returns whether to keep the connection.
 pub(crate) fn server(
     script: impl Fn(&Request, &mut Wire) -> bool + Send + Sync + 'static,
 ) -> SocketAddr {
@@ -147,8 +147,8 @@ struct Cli {
     args: ServeArgs,
 }
 
-/// Runs the load generator with the flags in `line`; gives its line of the result file, and whether
-/// it failed.
+/// Runs the load generator with the flags in `line`; returns its line of the result file, and its
+/// error.
 pub(crate) fn run(address: SocketAddr, line: &str) -> (Value, Option<String>) {
     let directory = tempfile::tempdir().expect("a directory");
     let file = directory.path().join("result.jsonl");
