@@ -1,4 +1,4 @@
-//! Answers as the families' chat templates write them, cut anywhere: what is read is what was
+//! Answers as the families' chat templates write them, cut anywhere: the parser reads what was
 //! written.
 
 mod turns;
@@ -32,7 +32,7 @@ fn tools() -> Arc<Tools> {
 fn reading(family: &Family, tools: Arc<Tools>) -> Reading {
     let evidence = Evidence { template: family.turn, has_token: &|_| false };
     let dialect = Dialect::new(&Choice::Auto, &Choice::Auto, evidence).expect("a dialect");
-    assert_eq!(dialect.calls_name(), Some(family.name), "found by itself");
+    assert_eq!(dialect.calls_name(), Some(family.name), "the family is detected");
     let start = Start::of(dialect, family.prompt, false);
     Reading { dialect, tools, start, ..Reading::default() }
 }
@@ -43,7 +43,7 @@ fn read(reading: Reading, text: &str, cuts: &[usize]) -> (Parts, u32) {
     let (mut parts, mut from) = (Parts::default(), 0);
     for &cut in cuts.iter().chain([&text.len()]) {
         if cut > from && text.is_char_boundary(cut) {
-            // Each delta has parts of its own.
+            // Each delta gets an empty `Parts`.
             let mut delta = Parts::default();
             parser.push(&text[from..cut], &mut delta);
             parts.append(&mut delta);
@@ -156,7 +156,7 @@ fn one_call_only_ends_after_it() {
     }
 }
 
-/// Text that looks like other things.
+/// Text that resembles marks, JSON and code.
 const WILD: &str = "[a-z<>{}()\\[\\]\"'`,;:\\\\\n\t é/|=-]{0,16}";
 
 /// Families whose marks are ordinary text.
@@ -226,7 +226,7 @@ proptest! {
         cuts in prop::collection::vec(0..2000_usize, 0..60),
         complete: bool,
     ) {
-        // Marks and junk in any order.
+        // Marks and random text in any order.
         let text: String = pieces.iter().zip(&junk).map(|(at, junk)| {
             let all = family.marks.len() + 1;
             family.marks.get(at.index(all)).map_or(junk.clone(), |mark| format!("{mark}{junk}"))

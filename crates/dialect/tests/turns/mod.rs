@@ -1,5 +1,5 @@
-//! How chat templates write an assistant's turn, family by family: the part of a template that
-//! shows earlier answers to the model, which is what it was trained to write itself.
+//! How chat templates write an assistant's turn, family by family. This part of a template shows
+//! earlier answers to the model, so the model was trained to write the same.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use forebay_dialect::{Part, Parts};
 use forebay_text::{ChatRender, ChatTemplate};
 use serde_json::{Value, json};
 
-/// What an answer says.
+/// The content of an answer.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Answer {
     pub(crate) reasoning: String,
@@ -32,7 +32,7 @@ impl Answer {
         template.render(&ChatRender::new(&json!([message]))).expect("text")
     }
 
-    /// What parts say together.
+    /// Combines the parts of an answer.
     pub(crate) fn read(parts: &Parts) -> Self {
         let mut answer = Self::default();
         let mut arguments = Vec::new();
@@ -58,18 +58,18 @@ impl Answer {
     }
 }
 
-/// A family.
+/// A model family.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Family {
-    /// vLLM's name of its calls.
+    /// vLLM's name of its tool-call parser.
     pub(crate) name: &'static str,
-    /// The turn, behind the prompt.
+    /// The template of the assistant's turn, after the prompt.
     pub(crate) turn: &'static str,
-    /// What the prompt ends with.
+    /// The end of the prompt.
     pub(crate) prompt: &'static str,
-    /// What must never be seen.
+    /// Marks that must never appear in an answer.
     pub(crate) marks: &'static [&'static str],
-    /// What its turns can have.
+    /// What a turn of this family can contain.
     has: Has,
 }
 
@@ -82,7 +82,7 @@ enum Has {
 }
 
 impl Family {
-    /// The answer without what the family does not write.
+    /// The answer without the parts that the family cannot write.
     pub(crate) fn can(&self, mut answer: Answer) -> Answer {
         if self.has != Has::All {
             answer.reasoning.clear();
