@@ -1,11 +1,11 @@
-//! Servers that lie: each lie is one line for the user, and nothing of it stays.
+//! Servers with wrong answers: each gives a one-line error, and no wrong file is kept.
 
 use std::fs;
 
 use super::server::{Answer, Asked, Server, sha256};
 use super::{SMALL, blobs, bytes, error};
 
-/// The error where `change` tells lies about the weights, and how often they were downloaded.
+/// The error when `change` falsifies the weights, and how often they were downloaded.
 fn told(change: impl Fn(&Asked, &mut Answer) + Send + Sync + 'static) -> (String, usize) {
     let weights = bytes(300_000);
     let files: [(&str, &[u8]); 3] = [SMALL[0], SMALL[1], ("model.safetensors", &weights)];
@@ -122,7 +122,7 @@ fn a_range_without_a_length() {
     assert!(text.contains("a file without a length"), "{text}");
 }
 
-/// A mirror that compresses or generates its answers does not tell their lengths.
+/// A mirror that compresses or generates its answers does not send their lengths.
 #[test]
 fn mirrors_without_lengths_are_read() {
     let weights = bytes(300_000);
@@ -165,7 +165,8 @@ fn a_connection_that_always_ends() {
     assert!(downloads < 10, "{downloads}");
 }
 
-/// Unlike lies, what came is kept.
+/// The error and downloads when connections are cut. Unlike wrong files, partial downloads are
+/// kept.
 fn told_of_cuts() -> (String, usize) {
     let files: [(&str, &[u8]); 3] = [SMALL[0], SMALL[1], ("model.safetensors", &[7; 1000])];
     let server = Server::changed(&files, |asked, answer, _| {
@@ -181,7 +182,7 @@ fn told_of_cuts() -> (String, usize) {
     (text, server.downloads("model.safetensors").len())
 }
 
-/// The error of a repository with files of such names.
+/// The error of a repository whose file list is `body`.
 fn listed(body: &'static str) -> String {
     let server = Server::changed(&[], move |asked, answer, _| {
         if asked.path.starts_with("/api") {

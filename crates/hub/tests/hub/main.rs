@@ -1,4 +1,4 @@
-//! Downloads from a stand-in for the hub: an honest one, one with accidents, and one that lies.
+//! Downloads from a simulated hub: a correct one, one with failures, and one with wrong answers.
 
 mod lies;
 mod server;
@@ -16,7 +16,7 @@ use server::{COMMIT, REPOSITORY, Server, sha256};
 
 const SMALL: [(&str, &[u8]); 2] = [("config.json", b"{}"), ("tokenizer.json", b"{\"model\": {}}")];
 
-/// Bytes in which no two places look alike.
+/// Pseudo-random bytes without repetition.
 fn bytes(count: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_u32;
     let next = || {
@@ -55,7 +55,7 @@ fn error(server: &Server, cache: &Path) -> String {
     find(server, cache).expect_err("an error").to_string()
 }
 
-/// The blobs in the cache, and what else lies beside them.
+/// The names of the blobs in the cache, and of other files beside them.
 fn blobs(cache: &Path) -> Vec<String> {
     let folder = cache.join("hub/models--org--name/blobs");
     let entries = fs::read_dir(folder).map(|entries| entries.flatten().collect::<Vec<_>>());
@@ -86,7 +86,7 @@ fn a_model_is_laid_out_as_the_hubs_own_library_does() {
     let link = fs::read_link(found.path.join("1_Pooling/config.json")).unwrap();
     let blob = sha256(b"{\"a\": 1}");
     assert_eq!(link, Path::new("../../../blobs").join(&blob));
-    // Two of the files are the same.
+    // Two of the files have the same content.
     let mut expected = vec![sha256(b"{}"), sha256(&weights), blob];
     expected.sort();
     assert_eq!(blobs(cache.path()), expected);
@@ -94,7 +94,7 @@ fn a_model_is_laid_out_as_the_hubs_own_library_does() {
     let before = server.asked().len();
     find(&server, cache.path()).unwrap();
     let asked = server.asked();
-    assert_eq!(asked.len(), before + 1, "the list, and nothing else");
+    assert_eq!(asked.len(), before + 1, "only the list is asked for");
     find_with(Settings { offline: true, ..settings(&server, cache.path()) }, REPOSITORY).unwrap();
     assert_eq!(server.asked().len(), asked.len());
 }
@@ -116,7 +116,7 @@ fn a_revision_is_named_in_one_piece() {
 fn a_cut_download_goes_on() {
     let weights = bytes(5 << 20);
     let files: [(&str, &[u8]); 3] = [SMALL[0], SMALL[1], ("model.safetensors", &weights)];
-    // Every connection is cut after a megabyte and a half.
+    // Every connection is cut after 1.5 MB.
     let server = Server::changed(&files, |asked, answer, _| {
         if asked.is_download() && asked.path.ends_with("model.safetensors") {
             answer.cut = Some(3 << 19);
@@ -217,7 +217,7 @@ fn a_file_that_changes_meanwhile_is_the_new_one() {
     assert_eq!(fs::read(found.path.join("model.safetensors")).unwrap(), new);
     let mut expected = vec![sha256(SMALL[0].1), sha256(SMALL[1].1), sha256(&new)];
     expected.sort();
-    assert_eq!(blobs(cache.path()), expected, "nothing of the old one is left");
+    assert_eq!(blobs(cache.path()), expected, "no part of the old file is left");
 }
 
 #[test]
@@ -280,7 +280,7 @@ fn offline_nothing_is_asked() {
 fn without_a_network_the_cache_is_used() {
     let server = Server::start(&[SMALL[0], SMALL[1], ("model.safetensors", b"w")]);
     let cache = tempfile::tempdir().expect("a folder");
-    // A port that was somebody's.
+    // A port that nothing listens on any more.
     let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let endpoint = format!("http://{gone}");
     let nowhere = || Settings { endpoint: endpoint.clone(), ..settings(&server, cache.path()) };
