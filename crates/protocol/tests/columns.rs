@@ -1,4 +1,4 @@
-//! What is made of the declarations of columns is what is committed.
+//! The files that are generated from the column declarations are up to date.
 
 #[path = "../examples/columns.rs"]
 #[allow(dead_code, reason = "the program's main function")]

@@ -1,4 +1,4 @@
-//! The frames of `tests/wire/`, which the Python side checks too: same bytes, same meaning.
+//! The frames in `tests/wire/`, which the Python side checks too: same bytes, same meaning.
 
 use std::path::{Path, PathBuf};
 
@@ -34,7 +34,7 @@ fn column(name: &str, values: &Value) -> Vec<i32> {
     values.as_array().expect("a list").iter().map(word).collect()
 }
 
-/// Ids of columns, as docs/protocol.md has them.
+/// Ids of columns, as in docs/protocol.md.
 fn id(kind: &str, column: &str) -> u32 {
     let names: &[&str] = match kind {
         "plan" => &[
@@ -142,7 +142,7 @@ fn both_languages_write_the_same_bytes() {
         assert_eq!(there.collect::<Vec<_>>(), described.collect::<Vec<_>>(), "{name}");
         let mut again = Vec::new();
         match got.header().kind {
-            // A brain writes masks and reads none.
+            // The scheduler side writes masks and never reads them.
             Kind::Masks => continue,
             Kind::PlanAt => {
                 let place = &columns["place"];
@@ -157,7 +157,7 @@ fn both_languages_write_the_same_bytes() {
     }
 }
 
-/// The plans of a step group: those of its ranks know the tokens of all.
+/// The plans of a step group carry the token counts of all ranks.
 #[test]
 fn a_group_s_plans_are_the_golden_ones() {
     let (folder, _) = fixtures();
@@ -174,7 +174,7 @@ fn a_group_s_plans_are_the_golden_ones() {
         plans[rank].encode(&mut got).expect("within the limit");
         assert_eq!(got, std::fs::read(folder.join(file)).expect("the file"));
     }
-    // It is gone with the next step, and a plan that is alone says nothing.
+    // The counts are cleared by the next step, and a plan without a group has none.
     plans[1].begin(78);
     assert!(plans[1].group().is_empty());
     tell_group(&mut plans[1..2]);
@@ -204,7 +204,7 @@ fn a_column_that_is_no_group_s_is_refused() {
     }
 }
 
-/// And for one with images.
+/// A plan with images, built through the scheduler's calls.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_plan_of_images() {
     let (folder, _) = fixtures();
@@ -230,7 +230,7 @@ fn the_scheduler_s_calls_write_the_golden_plan_of_images() {
     assert_eq!(plan.image_spans().nth(1), Some((0, span, &[][..])));
 }
 
-/// The same for a prompt that is pooled.
+/// A plan with a pooled prompt, built through the scheduler's calls.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_pooling_plan() {
     let (folder, _) = fixtures();
@@ -249,8 +249,8 @@ fn the_scheduler_s_calls_write_the_golden_pooling_plan() {
     assert_eq!(got, bytes);
 }
 
-/// The fixture is built once more through the calls that the scheduler makes, so that they can't
-/// drift from the bytes.
+/// A plan of decoding rows, built through the scheduler's calls, so that these cannot drift from
+/// the bytes.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_plan() {
     let (folder, _) = fixtures();
@@ -266,7 +266,7 @@ fn the_scheduler_s_calls_write_the_golden_plan() {
     assert_eq!(got, bytes);
 }
 
-/// The same for a slot that becomes sparse.
+/// A plan in which a slot becomes sparse, built through the scheduler's calls.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_sparse_plan() {
     let (folder, _) = fixtures();
@@ -295,7 +295,7 @@ fn the_scheduler_s_calls_write_the_golden_sparse_plan() {
     assert_eq!(read.copies().nth(1).map(|copy| (copy.hot, copy.span)), Some((None, None)));
 }
 
-/// The same for adapters.
+/// A plan with adapters, built through the scheduler's calls.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_places() {
     let (folder, _) = fixtures();
@@ -326,7 +326,7 @@ fn the_scheduler_s_calls_write_the_golden_places() {
     assert_eq!(AdapterOrder::Forget { id: 3 }.encode().as_ref(), Ok(&adapter));
 }
 
-/// The same for log-probabilities of prompts.
+/// A plan with log-probabilities of prompts, built through the scheduler's calls.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_wants_of_prompts() {
     let (folder, _) = fixtures();
@@ -350,7 +350,7 @@ fn the_scheduler_s_calls_write_the_golden_wants_of_prompts() {
     assert_eq!(read.prompt_logprobs().collect::<Vec<_>>(), wants);
 }
 
-/// The same for copies.
+/// Plans with copies, built through the scheduler's calls.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_copies() {
     let (folder, _) = fixtures();
@@ -405,7 +405,7 @@ fn the_scheduler_s_calls_write_the_golden_copies() {
     assert_eq!((plan.wait_us(), &got), (1000, &read("plan_wait.bin")));
 }
 
-/// The same for states: one row decodes and its state is saved, another begins behind a prefix.
+/// A plan with states: one row decodes and its state is saved, another starts from a saved state.
 #[test]
 fn the_engine_s_calls_write_the_golden_states() {
     let (folder, _) = fixtures();
@@ -429,7 +429,7 @@ fn the_engine_s_calls_write_the_golden_states() {
     assert_eq!(copies(&mut plan.state_saves()), [(0, 7), (6, 3)]);
 }
 
-/// The same for states that go to the host and come back.
+/// A plan with states that are copied to the host and back.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_copies_of_states() {
     let (folder, _) = fixtures();
@@ -453,9 +453,8 @@ fn the_scheduler_s_calls_write_the_golden_copies_of_states() {
     );
 }
 
-/// The same for masks: of a vocabulary of 70 tokens, one in the arena, one that allows everything,
-/// and two in the frame; then
-/// two rows that give no token.
+/// Masks of a vocabulary of 70 tokens: one in the arena, one that allows everything, and two in the
+/// frame; then two rows that give no token.
 #[test]
 fn the_engine_s_calls_write_the_golden_masks() {
     let (folder, _) = fixtures();
