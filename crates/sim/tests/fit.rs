@@ -11,7 +11,7 @@ use forebay_sim::{
     SimText, SparseModel, StateModel, StepLoad, Timing, fit, read_samples,
 };
 
-/// A file in the system's folder for such, gone with this.
+/// A temporary file that is removed when this is dropped.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -187,7 +187,7 @@ fn too_few_steps_are_refused() {
     assert!(fit(&[sample; 10]).is_ok());
 }
 
-/// The recorder changes nothing of what it passes on.
+/// The recorder passes everything on unchanged.
 #[test]
 fn a_recorder_passes_wakes_on() {
     let config = SimConfig {
