@@ -1,6 +1,6 @@
-//! What the text pool costs and gains: `cargo bench -p forebay-text --bench encode`.
+//! The times of the text pool: `cargo bench -p forebay-text --bench encode`.
 //!
-//! Texts are made of words that a seed picks, so that each is new; the tokenizer is that of
+//! Texts consist of random words, so that each is new. The tokenizer is that of
 //! `FOREBAY_BENCH_TOKENIZER` (a `tokenizer.json`), or the small one of the tests.
 
 use std::hint::black_box;
@@ -46,7 +46,7 @@ fn runtime() -> Runtime {
     Builder::new_multi_thread().worker_threads(THREADS).build().expect("a runtime")
 }
 
-/// A text of `bytes` bytes that no other seed gives.
+/// A text of `bytes` bytes that is different for each seed.
 fn text(bytes: usize, seed: u64) -> String {
     let words: Vec<&str> = WORDS.split_whitespace().collect();
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -76,7 +76,7 @@ fn conversation(turns: u64, seed: u64) -> String {
     (0..turns).map(turn).collect()
 }
 
-/// One request and nothing else: from the question to the answer.
+/// The time of a single request, from the question to the answer.
 fn lone(c: &mut Criterion) {
     let mut group = c.benchmark_group("lone");
     for (backend, tokenizer) in backends() {
@@ -93,7 +93,7 @@ fn lone(c: &mut Criterion) {
     group.finish();
 }
 
-/// Many requests at once, until the last one is answered.
+/// The time of many simultaneous requests, until the last one is answered.
 fn backlog(c: &mut Criterion) {
     let mut group = c.benchmark_group("backlog");
     group.sample_size(10).throughput(Throughput::Bytes((BACKLOG * SHORT_BYTES) as u64));
@@ -115,8 +115,8 @@ fn backlog(c: &mut Criterion) {
             });
         }
     }
-    // The alternative to a thread that encodes its batch by itself: one call a batch, spread by the
-    // library.
+    // The alternative to threads that each encode a batch: one call of the library a batch, which
+    // the library spreads over threads.
     let library = tokenizers::Tokenizer::from_file(file()).expect("a tokenizer");
     for batch in [32, BACKLOG] {
         group.bench_function(format!("hf/encode-batch-of-{batch}"), |b| {
@@ -131,7 +131,7 @@ fn backlog(c: &mut Criterion) {
     group.finish();
 }
 
-/// One long prompt, and a short one that comes right after it.
+/// The time of a short prompt that comes right after a long one.
 fn long(c: &mut Criterion) {
     let mut group = c.benchmark_group("long");
     group.sample_size(10).throughput(Throughput::Bytes(LONG_BYTES as u64));
@@ -170,8 +170,8 @@ async fn short_behind_long(pool: &Arc<TextPool>, text: &str) -> Duration {
     waited
 }
 
-/// The last turn of a conversation whose history was encoded before; and texts that are all new,
-/// which nothing is known of.
+/// The last turn of a conversation whose history was encoded before, and new texts of which no part
+/// was.
 fn turns(c: &mut Criterion) {
     let mut group = c.benchmark_group("turns");
     group.sample_size(20);

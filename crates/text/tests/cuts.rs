@@ -1,7 +1,8 @@
-//! Texts in parts, encoded one by one, looked up or not, against the whole text.
+//! Texts that are encoded in parts, with and without the cache of parts, give the same ids as the
+//! whole text.
 //!
-//! The tokenizers have the normalisers and pre-tokenizers of real families over a small vocabulary,
-//! whose merges reach over every kind of boundary that they are not stopped at.
+//! The tokenizers have the normalizers and pre-tokenizers of real families over a small vocabulary.
+//! Their merges reach over every kind of boundary where no rule stops them.
 
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
@@ -10,7 +11,7 @@ use forebay_text::{Backend, Encoder, Tokenizer};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// Those of Qwen 2 and 3, Llama 3, DeepSeek V3, GPT-OSS, SmolLM2 and GPT-2.
+/// The pre-tokenizers of Qwen 2 and 3, Llama 3, DeepSeek V3, GPT-OSS, SmolLM2 and GPT-2.
 const QWEN: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const LLAMA3: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 const DEEPSEEK: [&str; 3] = [
@@ -34,7 +35,7 @@ struct Case {
     cut: Cut,
 }
 
-/// Where texts are cut.
+/// Where a tokenizer's texts may be cut.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Cut {
     /// Before added tokens and between words.
@@ -58,7 +59,7 @@ fn sequence(mut steps: Vec<Value>, use_regex: bool) -> Value {
     json!({"type": "Sequence", "pretokenizers": steps})
 }
 
-/// A byte-level tokenizer with another normaliser and pre-tokenizer.
+/// A byte-level tokenizer with another normalizer and pre-tokenizer.
 fn byte_level(normaliser: Value, pre_tokenizer: Value) -> Value {
     let mut file = read("byte_level");
     file["normalizer"] = normaliser;
@@ -95,7 +96,7 @@ fn cases() -> Vec<Case> {
         ),
         ("no pattern", byte_level(Value::Null, sequence(Vec::new(), false)), Cut::BeforeTokens),
     ];
-    // Added tokens in the normalised text: those of the file are in no settled form.
+    // Added tokens that are matched in normalized text: the file's own are not in normal form.
     let mut composed = byte_level(nfc(), sequence(vec![split(QWEN)], false));
     for token in composed["added_tokens"].as_array_mut().expect("a list") {
         token["normalized"] = json!(true);
@@ -113,7 +114,7 @@ struct Loaded {
     tokenizer: Arc<Tokenizer>,
     plain: Encoder,
     cached: Encoder,
-    /// Room for a few parts only.
+    /// An encoder whose cache has room for only a few parts.
     small: Encoder,
 }
 
@@ -128,7 +129,7 @@ static LOADED: LazyLock<Vec<Loaded>> = LazyLock::new(|| {
     cases().into_iter().map(load).collect()
 });
 
-/// Pieces of text that boundaries are made of.
+/// Pieces of text with many kinds of boundaries.
 fn piece() -> impl Strategy<Value = String> {
     let nasty = prop::sample::select(vec![
         "the ",
@@ -198,7 +199,7 @@ fn piece() -> impl Strategy<Value = String> {
     prop_oneof![12 => nasty.prop_map(str::to_owned), 1 => any]
 }
 
-/// Something to be repeated, so that texts get long enough to be cut and still differ all over.
+/// Texts that repeat pieces, so that they are long enough to be cut and still vary.
 fn text() -> impl Strategy<Value = String> {
     (prop::collection::vec(piece(), 1..40), 1..6_usize, prop::collection::vec(piece(), 300..2500))
         .prop_map(|(run, times, pieces)| {
@@ -208,7 +209,7 @@ fn text() -> impl Strategy<Value = String> {
         })
 }
 
-/// What the library gives for the whole, and what each encoder gives.
+/// Checks that every encoder gives the ids of the library.
 fn check(loaded: &Loaded, text: &str, special: bool) -> Result<(), TestCaseError> {
     let Loaded { case, tokenizer, plain, cached, small } = loaded;
     let expected = tokenizer.encode(text, special).expect("ids");
@@ -247,8 +248,7 @@ proptest! {
                 chat += &format!("<|im_start|>{role}\n{}</s>\n", turn.concat());
                 check(loaded, &format!("{chat}<|im_start|>assistant\n"), special)?;
             }
-            // The client changed an earlier message: what follows it is the same text at another
-            // place.
+            // An earlier message changes: the text after it is the same at another offset.
             let edited = chat.replacen(&turns[edit % turns.len()].concat(), "edited", 1);
             check(loaded, &edited, special)?;
         }

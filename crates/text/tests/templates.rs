@@ -1,4 +1,5 @@
-//! Chat templates against transformers: `tests/text/make_template_cases.py` wrote what to expect.
+//! Chat templates, compared with transformers: `tests/text/make_template_cases.py` wrote the
+//! expected texts.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -1,5 +1,5 @@
-//! Tokenisation and streaming against Hugging Face: `tests/text/make_tokenizer_cases.py` wrote what
-//! the Python package gives, and the properties compare with the Rust crate it wraps.
+//! Tokenization and streaming, compared with Hugging Face. `tests/text/make_tokenizer_cases.py`
+//! recorded the Python package's results; property tests compare with the Rust crate that it wraps.
 
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
@@ -18,8 +18,8 @@ const NAMES: [&str; 7] = [
     "suffix_bpe",
 ];
 
-/// Tokenizers whose text is built token by token from bytes: streaming equals decoding for any ids
-/// at all.
+/// Tokenizers that build text from bytes token by token: for any ids, the streamed text equals the
+/// decoded text.
 const BYTE_LEVEL: [&str; 2] = ["tiny_llama", "byte_level"];
 
 struct Loaded {
@@ -106,7 +106,7 @@ fn arbitrary_ids_as_the_python_package_has_them() {
             for (skip, expected) in [(false, &case["kept"]), (true, &case["skipped"])] {
                 let expected = expected.as_str().expect("a text");
                 assert_eq!(ours.decode(&list, skip).as_deref(), Ok(expected), "{name} {list:?}");
-                // A byte-fallback run that is not UTF-8 may stream otherwise, see `Detokenizer`.
+                // A byte-fallback run that is not UTF-8 may stream differently; see `Detokenizer`.
                 if *name != "byte_fallback" || !expected.contains('\u{fffd}') {
                     assert_eq!(stream(ours, &list, skip), expected, "{name} {list:?} skip {skip}");
                 }
@@ -115,7 +115,7 @@ fn arbitrary_ids_as_the_python_package_has_them() {
     }
 }
 
-/// Any text at all, and text with what tokenizers treat in ways of their own.
+/// Any text, and text that tokenizers treat specially.
 fn text() -> impl Strategy<Value = String> {
     let special = prop::sample::select(vec![
         "<s>",
@@ -187,7 +187,7 @@ proptest! {
             let decoded = ours.decode(&ids, skip).expect("text");
             let streamed = stream(ours, &ids, skip);
             if *name == "byte_fallback" {
-                // Whatever a broken run of bytes becomes, the text around it stays.
+                // However an invalid run of bytes is shown, the text around it stays.
                 let good = |text: &str| text.chars().filter(char::is_ascii_alphabetic).count();
                 prop_assert!(good(&streamed) >= good(&decoded));
             } else {
@@ -201,7 +201,7 @@ fn named(name: &str) -> &'static Loaded {
     LOADED.iter().find(|loaded| loaded.name == name).expect("a name")
 }
 
-/// Every delta of a stream, with what `finish` gives last.
+/// Every delta of a stream, and the text that `finish` gives last.
 fn deltas(tokenizer: &Arc<Tokenizer>, tokens: &[&str]) -> Vec<String> {
     let mut detokenizer = Detokenizer::new(Arc::clone(tokenizer), false);
     let mut all = Vec::new();
