@@ -1,5 +1,4 @@
-//! Damaged files: whatever is in them, preparing ends, in bounded memory, with patches or a
-//! sentence.
+//! Damaged files: preparing any file ends, in bounded memory, with patches or an error.
 
 use std::time::{Duration, Instant};
 
@@ -9,12 +8,12 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::files::{FILES, crc32, prepare};
 
-/// Address space of the whole test. A file may take `16 * max_pixels` and some: an allocation
-/// beyond this would end the process.
+/// Address space of the whole test. A file may take a little more than `16 * max_pixels`; an
+/// allocation beyond this limit would end the process.
 const MEMORY: u64 = 2 << 30;
 const LIMITS: Limits = Limits { max_pixels: 4_000_000, max_ratio: 200 };
 
-/// Bytes that mean something in one of the formats: markers of JPEG, sizes, the ends of ranges.
+/// Bytes with a meaning in one of the formats: JPEG markers, sizes, ends of ranges.
 const TELLING: [u8; 16] =
     [0, 1, 2, 4, 8, 16, 0x11, 0x22, 0x7f, 0x80, 0xc0, 0xc2, 0xc4, 0xda, 0xdd, 0xff];
 
@@ -27,7 +26,7 @@ impl Damage {
     }
 
     fn place(&mut self, file: &[u8]) -> usize {
-        // Half of all damage is where headers and tables are.
+        // Half of the damage is in the headers and tables.
         let end = if self.below(2) == 0 { file.len() } else { file.len().min(300) };
         self.below(end)
     }
@@ -65,8 +64,8 @@ impl Damage {
     }
 }
 
-/// Gives the chunks of a PNG the checksums that they should have: else a decoder looks at nothing
-/// behind the first wrong one.
+/// Corrects the checksums of a PNG's chunks: else a decoder reads nothing after the first wrong
+/// one.
 fn mend(file: &mut [u8]) {
     let mut rest = match file.strip_prefix(b"\x89PNG\r\n\x1a\n") {
         Some(rest) => rest.len(),
@@ -85,7 +84,7 @@ fn mend(file: &mut [u8]) {
     }
 }
 
-/// `make test-fuzz-images` damages ten thousand of each format.
+/// `make test-fuzz-images` damages ten thousand files of each format.
 #[test]
 fn damaged_files_end_with_patches_or_a_sentence() {
     let count = std::env::var("FOREBAY_FUZZED_IMAGES").map_or(300, |count| count.parse().unwrap());
@@ -109,7 +108,7 @@ fn damaged_files_end_with_patches_or_a_sentence() {
             slowest = slowest.max(start.elapsed());
         }
         println!("{format}: {prepared} of {count} prepared, the slowest took {slowest:?}");
-        // Else nothing but headers was tried.
+        // Else only headers would have been tested.
         assert!(prepared > count / 100, "{format}: {prepared}");
         assert!(prepared < count);
     }

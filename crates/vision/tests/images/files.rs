@@ -3,8 +3,7 @@
 use forebay_vision::{Header, ImageError, Limits, Preparer, Processing};
 use image::{ExtendedColorType, ImageEncoder};
 
-/// Small files of every format and of the kinds of each that are decoded in ways of their own.
-/// Pillow wrote them.
+/// Small files of every format and variant that is decoded by code of its own, written by Pillow.
 pub(crate) const FILES: [(&str, &[&[u8]]); 5] = [
     (
         "png",
@@ -36,7 +35,7 @@ pub(crate) const FILES: [(&str, &[&[u8]]); 5] = [
     ("bmp", &[include_bytes!("data/palette.bmp")]),
 ];
 
-/// A PNG of so many pixels, all of one colour.
+/// A PNG of this size in a single color.
 pub(crate) fn png(width: u32, height: u32) -> Vec<u8> {
     let mut file = Vec::new();
     let pixels = vec![7; (width * height * 3) as usize];
@@ -46,7 +45,7 @@ pub(crate) fn png(width: u32, height: u32) -> Vec<u8> {
     file
 }
 
-/// Patches of a file as Qwen3-VL wants them.
+/// The patches of a file, as Qwen3-VL takes them.
 pub(crate) fn prepare(
     preparer: &mut Preparer,
     file: &[u8],

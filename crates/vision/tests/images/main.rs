@@ -1,4 +1,4 @@
-//! Whole files: good ones, bad ones of every kind that has a sentence of its own, and damaged ones.
+//! Whole image files: valid ones, invalid ones with each kind of error, and damaged ones.
 
 mod damaged;
 mod files;

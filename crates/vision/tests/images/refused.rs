@@ -1,4 +1,4 @@
-//! Bad files of the kinds that clients send, and what they are told.
+//! Invalid files that clients may send, and their errors.
 
 use forebay_vision::{Format, ImageError, Limits, Preparer};
 
@@ -8,7 +8,7 @@ fn refusal(file: &[u8]) -> ImageError {
     prepare(&mut Preparer::new(), file, &Limits::default()).expect_err("a refusal")
 }
 
-/// Writes a big-endian number into a file and mends the PNG's checksum of the header.
+/// Writes a size into a PNG's header, and corrects the header's checksum.
 fn with_png_size(file: &[u8], width: u32, height: u32) -> Vec<u8> {
     let mut file = file.to_vec();
     file[16..20].copy_from_slice(&width.to_be_bytes());
@@ -25,7 +25,7 @@ fn good_files_are_prepared() {
         for file in files {
             let patches = prepare(&mut preparer, file, &Limits::default()).expect(format);
             let first = patches[0];
-            assert!(patches.iter().any(|value| *value != first), "{format} is of one colour");
+            assert!(patches.iter().any(|value| *value != first), "{format} has a single color");
         }
     }
 }
@@ -85,10 +85,11 @@ fn a_header_that_promises_more_than_there_is() {
 
 #[test]
 fn a_header_that_promises_less_than_there_is() {
-    // More rows than the header says are left out by all decoders; what is there is seen.
+    // All decoders leave out rows beyond the header's height; the others are decoded.
     let small = with_png_size(&png(8, 8), 8, 4);
     assert_eq!(prepare(&mut Preparer::new(), &small, &Limits::default()).unwrap()[0], 7);
-    // A GIF's frame beyond its screen needs as much memory as the screen explains, or is refused.
+    // A GIF frame that is larger than its screen needs no more memory than the screen, or is
+    // refused.
     let (_, gifs) = FILES[3];
     let mut file = gifs[0].to_vec();
     let frame = file.windows(2).position(|pair| pair == [0x2c, 0]).unwrap();
@@ -111,7 +112,8 @@ fn a_wrong_checksum_is_damage() {
 fn half_a_file_is_damage() {
     for (format, files) in FILES {
         for file in files {
-            // The first frame of an animation may be all in the first half.
+            // The first frame of an animation may be complete in the first half, so keep only a
+            // third.
             let error = prepare(&mut Preparer::new(), &file[..file.len() / 3], &Limits::default());
             assert!(matches!(error, Err(ImageError::Damaged { .. })), "{format}: {error:?}");
         }
