@@ -369,7 +369,10 @@ mod tests {
         assert_eq!(error.to_string(), "`e`: element 7 of position 1 is not finite");
         let large = one(Stored::F32, &[1, 1], &f32::MAX.to_le_bytes());
         assert!(converted(&large, Dtype::Float32).is_ok());
-        assert!(converted(&large, Dtype::Bfloat16).is_err(), "it becomes infinite");
+        assert!(
+            converted(&large, Dtype::Bfloat16).is_err(),
+            "the value becomes infinite in bfloat16"
+        );
         let infinite = one(Stored::F16, &[1, 1], &f16::INFINITY.to_le_bytes());
         assert!(converted(&infinite, Dtype::Float32).is_err());
     }

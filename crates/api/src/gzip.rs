@@ -144,7 +144,7 @@ mod tests {
         for bad in [b"{\"a\": 1}".as_slice(), cut, &wrong] {
             assert!(matches!(inflate(bad, 64), Err(ApiError::BrokenBody { .. })), "{bad:?}");
         }
-        // Stored blocks of nothing.
+        // Empty stored blocks.
         let mut idle = whole[..10].to_vec();
         idle.extend([0, 0, 0, 0xff, 0xff].repeat(20_000));
         assert!(inflate(&idle, 4096).is_err());

@@ -212,7 +212,11 @@ mod tests {
     fn of_several_the_best_are_returned() {
         let best = validate(json!({"n": 2, "best_of": 5})).unwrap();
         assert_eq!((best.generation.n, best.n, best.logprobs), (5, 2, None));
-        assert_eq!(best.generation.sampling.logprobs, Some(0), "to compare them by");
+        assert_eq!(
+            best.generation.sampling.logprobs,
+            Some(0),
+            "`best_of` compares choices by log-probabilities"
+        );
         let same = validate(json!({"n": 2, "best_of": 2, "stream": true})).unwrap();
         assert_eq!((same.generation.n, same.generation.sampling.logprobs), (2, None));
         let none = validate(json!({"best_of": 0, "max_tokens": 0})).unwrap();
