@@ -51,7 +51,11 @@ mod tests {
     #[test]
     fn a_queue_twice_as_long_as_another_has_drifted() {
         let drift = |prefills: &[&[u64]]| drifted(ledger(prefills).loads(), |at| at != 3);
-        assert_eq!(drift(&[&[10, 10], &[9], &[50], &[]]), Some((0, 1)), "one alone cannot move");
+        assert_eq!(
+            drift(&[&[10, 10], &[9], &[50], &[]]),
+            Some((0, 1)),
+            "a single request cannot move"
+        );
         assert_eq!(drift(&[&[10, 10], &[10]]), None);
         assert_eq!(drift(&[&[10]]), None);
     }

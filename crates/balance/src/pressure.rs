@@ -74,10 +74,10 @@ mod tests {
     fn what_waits_is_compared_with_the_room_that_is_left() {
         let mut pressure = Pressure::new(3);
         let exceeds = |pressure: &Pressure| pressure.exceeds(|at| at > 0);
-        assert!(!exceeds(&pressure), "nothing waits");
+        assert!(!exceeds(&pressure), "no tokens wait");
         pressure.set_room(1, 100);
         pressure.handed(6, 1, 1000);
-        assert!(!exceeds(&pressure), "there may be room at the other one");
+        assert!(!exceeds(&pressure), "the other target may have room");
         pressure.set_room(2, 50);
         assert!(exceeds(&pressure));
         assert_eq!(pressure.gone(6), Some((1, 1000)));
@@ -86,14 +86,18 @@ mod tests {
         assert_eq!((pressure.ahead(1), exceeds(&pressure)), (150, false));
         pressure.handed(9, 2, 1);
         assert!(exceeds(&pressure));
-        // One of them has its pages: what waits no longer exceeds the room.
+        // Request 7 has its pages, so its tokens no longer wait.
         pressure.admitted(7);
-        assert!(exceeds(&pressure), "61 wait for 60");
+        assert!(exceeds(&pressure), "61 tokens wait for 60");
         pressure.set_room(1, 20);
         assert_eq!(pressure.gone(8), Some((1, 60)));
         assert!(!exceeds(&pressure));
         pressure.handed(9, 1, 30);
-        assert_eq!((pressure.ahead(1), pressure.ahead(2)), (30, 0), "it went elsewhere");
+        assert_eq!(
+            (pressure.ahead(1), pressure.ahead(2)),
+            (30, 0),
+            "request 9 moved to the other target"
+        );
         assert!(pressure.exceeds(|at| at == 1) && !pressure.exceeds(|_| false));
         pressure.admitted(9);
         pressure.admitted(9);

@@ -147,7 +147,11 @@ mod tests {
         let of = |cached: &[u64], open| narrowed(&ROLES, cached, open, true);
         let all = [true; 3];
         assert_eq!(of(&[], all), ([true, false, false], None));
-        assert_eq!(of(&[99, 89, 0], all), ([true, false, false], None), "11 are left to compute");
+        assert_eq!(
+            of(&[99, 89, 0], all),
+            ([true, false, false], None),
+            "11 tokens are left to compute"
+        );
         let short = Some(LocalReason::Short);
         assert_eq!(of(&[99, 89, 90], all), ([false, false, true], short));
         let without = Some(LocalReason::NoPrefill);
@@ -178,7 +182,7 @@ mod tests {
     fn whoever_has_most_lends_what_the_chosen_one_lacks() {
         let of = |cached: &[u64], at| lender(&Ask { tokens: 100, cached }, at);
         assert_eq!(of(&[], 0), None);
-        assert_eq!(of(&[40, 40, 30], 0), None, "nobody has more");
+        assert_eq!(of(&[40, 40, 30], 0), None, "no other target has more");
         assert_eq!(of(&[40, 80, 90], 0), Some(2));
         assert_eq!(of(&[0, 80, 80], 0), Some(1));
         assert_eq!(of(&[0, 80, 80], 2), None);
