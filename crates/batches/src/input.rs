@@ -154,13 +154,14 @@ mod tests {
                 (6, None, long)
             ]
         );
-        // The error of the second `a` was written before a kill, but not the answer of the first.
+        // The process was killed after the error of the second `a` was written, before the first
+        // one's answer.
         let mut names = BatchNames::default();
         names.add_answer(LineIdentity::Line(4));
         names.add_answer(LineIdentity::Line(5));
         names.add_answer(LineIdentity::Name("b"));
         assert_eq!(unanswered(&text, names), [named(1, "a", None), (6, None, long)]);
-        // The other way round.
+        // The process was killed after the answer was written, before the error.
         let mut names = BatchNames::default();
         names.add_answer(LineIdentity::Name("a"));
         let rest = [named(3, "b", None), second, (5, None, invalid), (6, None, long)];

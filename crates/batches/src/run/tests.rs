@@ -12,13 +12,13 @@ use super::*;
 use crate::objects::BatchObject;
 use crate::store::{BatchConfig, NewBatch};
 
-/// A model that answers with the body that it gets.
+/// A model that answers with the body of the request.
 #[derive(Default)]
 struct Echo {
     asked: Mutex<HashMap<String, usize>>,
     running: AtomicUsize,
     most: AtomicUsize,
-    /// Holds answers back as long as it is set.
+    /// While set, answers are held back.
     held: AtomicBool,
     freed: Notify,
     begun: Notify,
@@ -138,14 +138,14 @@ impl World {
         }
     }
 
-    /// The store as the next start finds it after a kill.
+    /// Opens the store again, as a start after a kill does.
     async fn restart(self) -> Self {
         let Self { store, owner, runner, folder, .. } = self;
         if let Some(runner) = runner {
             runner.abort();
             runner.await.ok();
         }
-        // Tasks that were told to end release the folder.
+        // The folder is locked until the stopped tasks have ended.
         let mut store = Some(store);
         let config = config(folder.path());
         let store = loop {
@@ -248,7 +248,7 @@ async fn a_killed_server_goes_on_where_it_was() {
         assert_eq!(batch.status, BatchStatus::Completed);
         assert_eq!(batch.request_counts, RequestCounts { total: 20, completed: 15, failed: 5 });
         assert_eq!(world.names(batch.output_file_id.as_ref()), good, "each has one answer");
-        assert_eq!(world.names(batch.error_file_id.as_ref()), bad, "and a refusal is one");
+        assert_eq!(world.names(batch.error_file_id.as_ref()), bad, "a refusal is an answer too");
         assert!(world.model.asked.lock().len() <= 20 - usize::try_from(kill_after).unwrap());
     }
 }
@@ -262,7 +262,7 @@ async fn a_cancelled_batch_keeps_its_answers_and_aborts_the_rest() {
         world.store.cancel(&world.owner, &waiting, 3).unwrap().status,
         BatchStatus::Cancelling
     );
-    // The older one has its turn first.
+    // The older batch has its turn first.
     let id = world.create(&world.owner, &text);
     world.model.held.store(true, Ordering::SeqCst);
     world.run(5);
@@ -331,6 +331,9 @@ async fn owners_are_computed_beside_each_other() {
     while !world.batch(&other, &short).status.is_over() {
         tokio::task::yield_now().await;
     }
-    assert!(!world.batch(&world.owner, &long).status.is_over(), "it waits for nobody's end");
+    assert!(
+        !world.batch(&world.owner, &long).status.is_over(),
+        "the long batch ended before the short one"
+    );
     world.ended(&long).await;
 }

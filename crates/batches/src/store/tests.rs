@@ -65,7 +65,7 @@ fn nobody_finds_what_another_key_has() {
     }
     assert_eq!(store.files(&one, 0), [file]);
     assert_eq!(store.batches(&one, 0), [batch]);
-    // The folder has no keys.
+    // The store keeps no keys.
     let text = format!("{one:?}");
     assert!(!text.contains("one"));
 }
@@ -78,7 +78,7 @@ fn bytes_are_bounded_for_a_file_a_key_and_all() {
     let first = send(&store, &one, 150).unwrap();
     assert!(matches!(send(&store, &one, 51), Err(StoreError::Full(_))));
     assert!(matches!(send(&store, &two, 101), Err(StoreError::Full(_))));
-    assert_eq!((store.bytes(), count(&folder)), (150, 2), "what was refused leaves nothing");
+    assert_eq!((store.bytes(), count(&folder)), (150, 2), "a refused upload leaves no file");
     store.delete_file(&one, &first.id, 0).unwrap();
     assert_eq!((store.bytes(), count(&folder)), (0, 0));
     send(&store, &two, 101).unwrap();
