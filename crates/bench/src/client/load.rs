@@ -64,9 +64,9 @@ mod tests {
         let mut load = Load::default();
         assert!(!load.look(start));
         load.reads = 100;
-        assert!(!load.look(start + WINDOW / 2), "the window is not over");
+        assert!(!load.look(start + WINDOW / 2), "the window has not ended");
         assert!(load.look(start + WINDOW), "100 in 10 ms");
-        assert!(load.look(start + WINDOW + WINDOW / 2), "busy until the next window is over");
+        assert!(load.look(start + WINDOW + WINDOW / 2), "busy until the next window ends");
         load.reads = 99;
         assert!(!load.look(start + 2 * WINDOW));
         load.reads = 150;

@@ -386,7 +386,7 @@ mod tests {
         assert_eq!(record.output_tokens, 3);
         assert_eq!(shape(&record), [(0, 2, 0), (1, 1, 0)]);
         let (record, _) = read(Dialect::Completions, &[r#"{"choices":[{"text":"ab"}]}"#, "[DONE]"]);
-        assert_eq!((record.input_tokens, record.output_tokens), (9, 5), "what was asked for");
+        assert_eq!((record.input_tokens, record.output_tokens), (9, 5), "the requested number");
     }
 
     #[test]

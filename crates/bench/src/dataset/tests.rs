@@ -12,7 +12,7 @@ use tempfile::NamedTempFile;
 use super::*;
 use crate::{Part, Prompt};
 
-/// Every kind of tokenizer; `tiny_llama` is the one with words.
+/// Tokenizers of every kind; `tiny_llama` is the one with words.
 pub(crate) const TOKENIZERS: [&str; 7] = [
     "tiny_llama",
     "byte_level",
@@ -78,7 +78,7 @@ fn count(text: &str) -> u32 {
     tokenizer("tiny_llama").encode(text, false).expect("tokens").len() as u32
 }
 
-/// A file for the time of a test.
+/// A file that lasts as long as a test.
 fn file(content: &str) -> NamedTempFile {
     let mut file = NamedTempFile::new().expect("a file");
     file.write_all(content.as_bytes()).expect("a file");

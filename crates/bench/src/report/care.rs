@@ -188,7 +188,7 @@ mod tests {
         assert_eq!(
             cautions(&[Run::new("a", good()), with("model", json!(null))]).len(),
             1,
-            "null is none"
+            "null counts as absent"
         );
     }
 }

@@ -2,7 +2,7 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// A result with everything a page can show, small.
+/// A small result with everything that a page can show.
 fn full() -> Value {
     json!({
         "label": "first", "forebay_version": "0.1.0", "model": "smollm2", "backend": "openai-chat",
@@ -27,7 +27,7 @@ fn a_full_run_has_every_section() {
     let all = ["care", "settings", "comparison", "distributions", "timelines", "cpu", "errors"];
     assert_eq!(sections(&page), all);
     assert!(page.contains("<title>A title</title>"));
-    assert!(!page.contains('×'), "one run has nothing to be compared with");
+    assert!(!page.contains('×'), "a single run is compared with none");
 }
 
 #[test]
@@ -69,7 +69,7 @@ fn every_run_has_its_column_and_its_ratio() {
 #[test]
 fn what_comes_from_files_is_text() {
     const EVIL: &str = "</title></style><script>alert('&\"')</script>";
-    // Replaces every string of the file, and every key of its maps, by the same hostile text.
+    // Replaces every string of the file, and every map key, with the same hostile text.
     fn poisoned(value: Value) -> Value {
         match value {
             Value::String(_) => json!(EVIL),
