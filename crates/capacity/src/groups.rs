@@ -191,7 +191,8 @@ mod tests {
             outcomes.iter().map(long).collect::<Vec<_>>(),
             [(Some(7), 65_537), (Some(8), 1)]
         );
-        // The second waits for 1000 of the long one, the third also for 200 of its own group.
+        // The second request waits for 1000 tokens of the long one, the third also for 200 of its
+        // own group.
         assert_eq!(outcomes[1].waited_for_tokens, [1000.0, 100.0]);
     }
 

@@ -154,7 +154,7 @@ mod tests {
 
     #[test]
     fn steps_beside_decode_stay_short_while_prompts_are_computed_elsewhere() {
-        // Eight streams, and a long prompt of one token now and then.
+        // Eight streams, and now and then a long prompt whose answer has one token.
         let streams = (0..8_u32).map(|at| arrival(0, 100, 900, &[at]));
         let prompts = (0..20_u32).map(|at| {
             let blocks: Vec<u32> = (0..4).map(|block| 100 + 4 * at + block).collect();
@@ -173,7 +173,7 @@ mod tests {
         assert_eq!(pd(&run).handed, 20);
         // At most half of the host tier is lent at a time.
         assert!(pd(&run).lent_tokens > 18 * 2000, "{}", pd(&run).lent_tokens);
-        // The copies of a prompt, and a step.
+        // The time of the prompt's copies, and one step.
         let second = |life: &Life| life.second_us - life.first_us;
         let handed = run.lives.iter().filter(|life| life.handed);
         assert!(handed.clone().count() == 20 && handed.clone().all(|life| second(life) > 12_500));
@@ -181,8 +181,8 @@ mod tests {
 
     #[test]
     fn prefill_replicas_borrow_what_others_have() {
-        // The same prompt again and again, and then twice at a time: the second of two prefill
-        // replicas borrows it.
+        // The same prompt again and again, then twice at the same time: the second of two prefill
+        // replicas borrows its blocks.
         let times = [0, 400_000, 400_000, 800_000, 800_000];
         let prompts = times.map(|at_us| arrival(at_us, 2000, 2, &[0, 1, 2, 3]));
         let traffic = Traffic { arrivals: prompts.into() };
@@ -190,12 +190,16 @@ mod tests {
         let run = run(&setup, &traffic, 3);
         check(&run, &traffic, 6400);
         assert_eq!(run.cached_tokens, 4 * 1984);
-        assert!(run.host_tokens >= 1984, "one replica has borrowed it: {}", run.host_tokens);
+        assert!(
+            run.host_tokens >= 1984,
+            "one replica has borrowed the prompt: {}",
+            run.host_tokens
+        );
     }
 
     #[test]
     fn prompts_wait_while_decode_replicas_are_full() {
-        // The pool of a replica has room for two of them.
+        // The pool of a replica has room for two of these prompts.
         let prompts = (0..30_u32).map(|at| {
             let blocks: Vec<u32> = (0..4).map(|block| 4 * at + block).collect();
             arrival(0, 2000, 400, &blocks)

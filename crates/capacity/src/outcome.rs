@@ -239,7 +239,7 @@ mod tests {
         let lives = [life(10, 50, 2), life(50, 10, 2), life(10, 10, 2), life(10, 99, 1)];
         let slos = [(SloMetric::Ttft, 20.0), (SloMetric::Tpot, 20.0)];
         let sum = outcome(&lives, &slos, Some(0.5));
-        assert!((sum.goodput - 0.5).abs() < 1e-9, "one token has no further one to be late");
+        assert!((sum.goodput - 0.5).abs() < 1e-9, "an answer of one token has no late token");
         assert!(sum.met);
         assert!(!outcome(&lives, &slos, Some(0.51)).met);
     }
@@ -250,7 +250,7 @@ mod tests {
         lives.push(Life::default());
         let sum = outcome(&lives, &[(SloMetric::E2el, 1e9)], None);
         assert_eq!((sum.completed, sum.refused), (9, 1));
-        assert!(sum.met, "the 90th percentile was served");
+        assert!(sum.met, "the target holds at the 90th percentile");
         assert_eq!((sum.ttft_ms.p90, sum.ttft_ms.p99), (Some(1.0), None));
         lives.push(Life::default());
         assert!(!outcome(&lives, &[(SloMetric::E2el, 1e9)], None).met);

@@ -79,7 +79,11 @@ mod tests {
                 assert!(tries <= 18, "{tries} for {peak} of {replicas}");
             }
         }
-        assert_eq!(best_split(8, |_| (1.0, 0.0)), 1, "of equals the one with the fewest");
+        assert_eq!(
+            best_split(8, |_| (1.0, 0.0)),
+            1,
+            "of equal splits, the one with the fewest prefill replicas"
+        );
         assert_eq!(best_split(8, |prefill| (f64::from(prefill / 4), -f64::from(prefill))), 4);
     }
 

@@ -63,13 +63,13 @@ fn two_requests_take_what_they_take_by_hand() {
     let arrivals = vec![arrival(0, 100, 3, &[0]), arrival(500, 60, 2, &[1])];
     let traffic = Traffic { arrivals };
     for (lookahead, expected) in [
-        // Serial: prefill of 100 until 2000; then one row and the other's prefill of 60, 61 tokens,
-        // until 3610; then a row each, 2 tokens, until 4630. The first request has its three
-        // tokens, the second its two.
+        // Serial: prefill of 100 tokens until 2000. Then one decode row and the other request's
+        // prefill of 60, in all 61 tokens, until 3610. Then two decode rows until 4630. The first
+        // request then has three tokens, the second two.
         (0, [(2000, 4630), (3610, 4630)]),
-        // The second step is planned before the second request arrives, so it has one row, until
-        // 3010. Then 61 tokens until 4620, with which the first request ends, and the second's last
-        // row until 5630.
+        // The second step is planned before the second request arrives: it has one row, and takes
+        // until 3010. A step of 61 tokens follows, and ends the first request at 4620. The second
+        // request's last row ends at 5630.
         (1, [(2000, 4620), (4620, 5630)]),
     ] {
         let setup = Setup { lookahead, ..setup(model) };
@@ -164,7 +164,7 @@ struct Shell {
 
 #[test]
 fn a_host_tier_gives_back_what_the_device_gave_up() {
-    // Two conversations of a hundred blocks each take turns on a device that holds one of them.
+    // Two conversations of a hundred blocks each take turns on a device that can hold only one.
     let blocks = |who: u32| (0..4).map(|at| who * 100 + at).collect::<Vec<u32>>();
     let turns = (0..8).map(|turn| arrival(u64::from(turn) * 3_000_000, 2048, 4, &blocks(turn % 2)));
     let traffic = Traffic { arrivals: turns.collect() };
@@ -184,17 +184,20 @@ fn a_host_tier_gives_back_what_the_device_gave_up() {
         run(&setup, &traffic, 1)
     };
     let without = run(&device, &traffic, 1);
-    assert!(without.cached_tokens < 6 * 30 * 16, "each pushes most of the other out");
+    assert!(without.cached_tokens < 6 * 30 * 16, "each conversation evicts most of the other");
     let with = cached(300, 10.0);
-    assert_eq!(with.cached_tokens, 6 * 127 * 16, "all but the first turns find everything");
+    assert_eq!(with.cached_tokens, 6 * 127 * 16, "all turns but the first find everything");
     assert_eq!(with.cached_tokens - with.host_tokens, without.cached_tokens);
     assert!(with.lives[7].first_us < without.lives[7].first_us);
     let slow = cached(300, 0.001);
-    assert!(slow.host_tokens < with.host_tokens, "what is slower than computing is declined");
-    assert!(cached(100, 10.0).host_tokens < with.host_tokens, "a small one keeps less");
+    assert!(
+        slow.host_tokens < with.host_tokens,
+        "restores that are slower than computing are declined"
+    );
+    assert!(cached(100, 10.0).host_tokens < with.host_tokens, "a small tier keeps less");
 }
 
-/// Long prompts and answers on a device that holds five of them, or a few pages of many.
+/// Long prompts and answers on a device that holds five of them, or a few pages each of many.
 fn sparse_setup() -> (Setup, Traffic) {
     let host = HostTier {
         pages: 2000,
@@ -219,7 +222,8 @@ fn sparse_requests_run_beside_many_others() {
     for run in [&without, &with] {
         assert!(run.lives.iter().all(|life| (life.ends, life.tokens) == (1, 288)));
     }
-    // 250 pages are five of 50, but begin at 33; and 35 of 4 for rows and 3 at the end.
+    // 250 pages are enough for five dense requests, which grow from 33 to 50 pages. They are enough
+    // for 35 sparse ones of 7 pages: 4 for hot rows, and 3 at the end.
     assert!(without.running_peak <= 7, "{}", without.running_peak);
     assert!(with.running_peak >= 3 * without.running_peak, "{}", with.running_peak);
     assert_eq!(with.preemptions, 0, "the formula says that they fit");
@@ -243,7 +247,7 @@ fn nothing_waits_for_pages_that_are_saved_behind_the_steps() {
     assert_eq!(arm(true, SaveOrder::Behind), 0.0);
     let (fence, inline) = (arm(true, SaveOrder::Fence), arm(true, SaveOrder::Inline));
     assert!(fence > 0.0 && inline >= fence, "{fence} {inline}");
-    assert!(arm(false, SaveOrder::Fence) < fence, "fewer copies, less to wait for");
+    assert!(arm(false, SaveOrder::Fence) < fence, "with fewer copies, rows wait less");
 }
 
 #[test]
@@ -255,7 +259,7 @@ fn what_is_larger_than_the_pool_is_refused() {
     assert_eq!(ends, [0, 1]);
 }
 
-/// A request in every 20 ms, in conversations that share their beginnings.
+/// One request every 20 ms, in conversations that share their beginnings.
 fn steady(requests: u32) -> Traffic {
     let arrivals = (0..requests).map(|i| {
         let (conversation, turn) = (i % 7, i / 7 % 5);
@@ -279,7 +283,7 @@ fn more_replicas_make_it_faster() {
         for pair in means.windows(2) {
             assert!(pair[1] < pair[0] * 1.05, "{router:?}: {means:?}");
         }
-        assert!(means[0] > 2.0 * means[3], "one alone is overloaded: {means:?}");
+        assert!(means[0] > 2.0 * means[3], "a single replica is overloaded: {means:?}");
     }
 }
 
@@ -341,7 +345,7 @@ fn ttft_ms(run: &Run, traffic: &Traffic, percent: usize, are: impl Fn(&Arrival) 
     all[(all.len() * percent).div_ceil(100) - 1] / 1000
 }
 
-/// Short prompts, 20 a second, and in the middle of them one of 100 000 tokens, on an H100 by its
+/// Short prompts, 20 a second, and among them one of 100 000 tokens, on an H100 modeled from its
 /// data sheet.
 #[test]
 fn short_prompts_wait_for_no_long_one() {
@@ -388,7 +392,7 @@ fn short_prompts_wait_for_no_long_one() {
 
 #[test]
 fn queued_requests_move_to_replicas_with_less_to_do() {
-    // By round robin one replica of four gets all long prompts.
+    // With round robin, one of four replicas gets all long prompts.
     let arrivals = (0..200_u32).map(|i| {
         let input = if i % 4 == 0 { 2000 } else { 100 };
         arrival(u64::from(i) * 2000, input, 4, &(i * 4..i * 4 + 4).collect::<Vec<u32>>())
@@ -405,7 +409,7 @@ fn queued_requests_move_to_replicas_with_less_to_do() {
     assert!(13 * moving <= 10 * staying, "{moving} ms, and {staying} without moves");
 }
 
-/// Tells the time of every output.
+/// A sink that adds the time to every output.
 struct TimedSink {
     clock: SimClock,
     outputs: Sender<(u64, Output)>,
@@ -414,14 +418,14 @@ struct TimedSink {
 impl OutputSink for TimedSink {
     fn deliver(&mut self, outputs: Vec<Output>) {
         for output in outputs {
-            // The test may be over.
+            // The test may have ended.
             let _ = self.outputs.send((self.clock.now_us(), output));
         }
     }
 }
 
-/// The first and the last token's time of each request in the real engine, request 0 planned before
-/// the others come.
+/// The times of each request's first and last token in the real engine. Request 0 is planned before
+/// the others arrive.
 fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
     let clock = SimClock::virtual_time();
     let (executor, control) = SimExecutor::new(SimConfig {
@@ -487,7 +491,8 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
 
 #[test]
 fn the_real_engine_takes_the_same_time_for_everything() {
-    // All but the first come while the first step computes, so it does not matter when exactly.
+    // All requests but the first arrive while the first step computes, so their exact times do not
+    // matter.
     let arrivals = (0..40_u32).map(|i| {
         let blocks: Vec<u32> = (0..=i % 3).map(|b| i % 4 * 3 + b).collect();
         arrival(u64::from(i.min(1)), i % 3 * 512 + 200 + i, 1 + i * 7 % 60, &blocks)
@@ -496,7 +501,7 @@ fn the_real_engine_takes_the_same_time_for_everything() {
     for lookahead in [0, 1] {
         for pages in [130, 400] {
             let model = DeviceModel { jitter_sigma: 0.2, ..MODEL };
-            // Planned ahead, the second step depends on which prompts wait.
+            // With lookahead, the second step depends on which prompts wait when it is planned.
             let step_shares = lookahead == 0;
             let setup = Setup { pages, lookahead, step_shares, ..setup(model) };
             let planned = run(&setup, &traffic, 1);
