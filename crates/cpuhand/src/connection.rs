@@ -91,7 +91,7 @@ mod tests {
         brain.write_all(&[&frame[..], &frame[..]].concat()).expect("written");
         assert!(incoming.socket().is_some());
         incoming.next().expect("a frame");
-        assert!(incoming.socket().is_none(), "the second came with the first");
+        assert!(incoming.socket().is_none(), "the second frame came with the first");
         incoming.next().expect("a frame");
         assert!(incoming.socket().is_some());
     }

@@ -326,11 +326,12 @@ mod tests {
     use crate::host::PageSizes;
 
     const PAGES: usize = 4;
-    /// Rows of slots before those of state pages.
+    /// Slots, whose states come before the state pages.
     const ROWS: usize = 2;
     const STATE: usize = 16;
 
-    /// Hot pages in two parts, state pages, a tier with as many of both, and both ends of a socket.
+    /// Hot pages in two parts, state pages, a tier with as many pages of both kinds, and both ends
+    /// of a socket.
     struct Hand {
         rooms: Vec<Room>,
         table: Room,
@@ -392,7 +393,7 @@ mod tests {
             &mut self.table[(ROWS + page) * STATE..][..STATE]
         }
 
-        /// The ends of so many copies, by ticket.
+        /// The next `count` ended copies: ticket and error.
         fn ended(&mut self, count: usize) -> Vec<(u32, i32)> {
             while self.ends.len() < count {
                 self.copier.wait(1000, self.socket.as_fd());
@@ -467,21 +468,21 @@ mod tests {
         for (mut hand, lender) in [(next, None), (borrower, Some(0))] {
             let restore = PageCopy { lender, ..copy(1, Direction::RestoreState, 3, 2) };
             hand.step(&[restore]);
-            // Nobody may load it before it has come.
+            // The page cannot be loaded before the copy has ended.
             let mut loads = plan(&[]);
             loads.load_state(0, 3);
             assert!(hand.states.read(&loads).is_err());
             assert_eq!(hand.ended(1), [(1, COPY_OK)]);
             assert_eq!(hand.state(3), [3; STATE]);
-            hand.states.read(&loads).expect("it is there");
+            hand.states.read(&loads).expect("the page has a state");
             let goes_on = |start| {
                 let mut rows = plan(&[]);
                 let want = forebay_protocol::Want::TOKEN;
                 rows.push_row(forebay_protocol::Row { slot: 0, start, length: 1, want });
                 rows
             };
-            assert!(hand.states.read(&goes_on(32)).is_err(), "it has seen 48");
-            hand.states.read(&goes_on(48)).expect("behind what it has seen");
+            assert!(hand.states.read(&goes_on(32)).is_err(), "the state covers 48 positions");
+            hand.states.read(&goes_on(48)).expect("the row starts after the state");
         }
     }
 
@@ -516,7 +517,8 @@ mod tests {
         hand.step(&[lent(2, 2, 1)]);
         assert_eq!(hand.ended(1), [(2, COPY_OK)]);
         assert_eq!(hand.page(0), lender.page(1));
-        // A page that the lender does not have, and a replica that lends nothing.
+        // A restore of a page that the lender does not have, and one from a replica that lends
+        // nothing.
         hand.step(&[lent(3, 4, 1), lent(4, 2, 0)]);
         assert_eq!(hand.ended(2), [(3, COPY_FAILED), (4, COPY_FAILED)]);
         assert!(hand.copier.restore(&plan(&[lent(5, 2, 2)])).is_err());
@@ -546,7 +548,7 @@ mod tests {
         let config = HandConfig { copy_gbps: Some(1e-12), ..HandConfig::default() };
         let mut hand = Hand::new(memory(), Vec::new(), &config);
         let forever = u32::MAX;
-        // Nothing is under way.
+        // With no copy under way the wait returns at once.
         hand.copier.wait(forever, hand.socket.as_fd());
         hand.step(&[copy(1, Direction::Save, 0, 0)]);
         rustix::io::write(&hand.brain, b"a plan").expect("written");

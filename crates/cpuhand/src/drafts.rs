@@ -116,7 +116,7 @@ mod tests {
         }
         let broken = Sampled { finite: false, ..fine(0) };
         let given = run.verify(&tables, |_, _, _| Some(broken.clone()));
-        assert_eq!(given, std::slice::from_ref(&broken), "nothing follows an error");
+        assert_eq!(given, std::slice::from_ref(&broken), "no token follows an error");
         let given =
             run.verify(&tables, |at, _, _| Some(if at == 0 { fine(7) } else { broken.clone() }));
         assert_eq!(given, [fine(7)], "the error is the next row's");
@@ -134,12 +134,12 @@ mod tests {
             Some(fine([7, 7, 2, 1][place]))
         });
         assert_eq!((given.len(), seen), (3, vec![0, 1, 2]));
-        assert!(!tables.slots[1].counts.contains_key(&7), "the slot has not got them yet");
+        assert!(!tables.slots[1].counts.contains_key(&7), "the slot has no drafted tokens yet");
         for (nth, sampled) in given.iter().enumerate() {
             tables.keep(1, 3 + nth, sampled.token);
         }
         assert_eq!(tables.slots[1].counts[&7].generated, 2);
-        assert!(!tables.slots[1].counts.contains_key(&9), "it was not accepted");
+        assert!(!tables.slots[1].counts.contains_key(&9), "token 9 was not accepted");
     }
 
     #[test]

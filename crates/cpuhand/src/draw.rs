@@ -223,7 +223,7 @@ mod tests {
 
     use super::*;
 
-    /// The same by sorting.
+    /// The reference: draws by sorting.
     fn slow(logits: &[f32], how: &Draw) -> usize {
         let most = largest(logits);
         let scaled: Vec<f32> = logits.iter().map(|&it| (it - most) / how.temperature).collect();

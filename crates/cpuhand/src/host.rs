@@ -407,7 +407,7 @@ mod tests {
         let fits = HandConfig { host_fits: true, ..asks };
         assert_eq!(count(&fits, Some(3500)), Ok([14, 5]));
         assert_eq!(count(&fits, Some(50_000)), Ok([20, 8]));
-        assert!(count(&fits, Some(100)).is_err(), "nothing fits");
+        assert!(count(&fits, Some(100)).is_err(), "no page fits");
     }
 
     #[test]
@@ -434,10 +434,13 @@ mod tests {
         let files = HostFiles { own: file(), lenders: vec![None, Some(lender), Some(file())] };
         let tier = HostTier::open(files, counts(1, 0), SIZES).expect("a tier");
         let mut part = [1; 5];
-        tier.of(1).expect("it lends").read(1, vec![&mut part[..]]).expect("its last page");
+        tier.of(1)
+            .expect("replica 1 lends its pages")
+            .read(1, vec![&mut part[..]])
+            .expect("the last page is readable");
         assert_eq!(part, [0; 5]);
         assert!(tier.of(1).is_ok_and(|pages| pages.sum(2).is_err()));
-        // A replica that lends nothing, one whose hand has not started, and one that does not
+        // A replica that lends nothing, one whose worker has not started, and one that does not
         // exist.
         assert!([0, 2, 3].into_iter().all(|lender| tier.of(lender).is_err()));
     }
@@ -458,10 +461,12 @@ mod tests {
         states.seal(1, 77).expect("written");
         states.note_seen(1, 4096).expect("written");
         assert!(states.write(2, &[&[0; 7]]).is_err() && states.seen(2).is_err());
-        // The next hand finds them, and so does a borrower.
+        // The next worker finds the states, and so does a borrower.
         let next = open(lender.try_clone().expect("a copy"), Vec::new(), counts(3, 2));
         let borrower = open(file(), vec![Some(lender), Some(file())], counts(1, 9));
-        for states in [next.own_states(), borrower.states_of(0).expect("it lends")] {
+        for states in
+            [next.own_states(), borrower.states_of(0).expect("replica 0 lends its states")]
+        {
             let mut state = [0; 7];
             states.read(1, vec![&mut state[..]]).expect("there");
             assert_eq!(state, [1, 2, 3, 4, 5, 6, 7]);
@@ -472,6 +477,6 @@ mod tests {
         borrower.of(0).expect("it lends").read(2, vec![&mut page[..]]).expect("there");
         assert_eq!(page, [9; 5]);
         assert!(borrower.of(0).is_ok_and(|pages| pages.sum(3).is_err()));
-        assert!(borrower.states_of(1).is_err(), "its hand has not begun");
+        assert!(borrower.states_of(1).is_err(), "the lender's worker has not started");
     }
 }

@@ -378,7 +378,7 @@ mod tests {
         for family in ALL {
             let mut config = config(family.architecture, &json!({}));
             if family.compiled {
-                // What has a tower is computed without it.
+                // Models with a tower are computed without it.
                 config.remove("vision_config");
             }
             let shape = Shape::from_config(&config).expect("a shape");
@@ -473,7 +473,7 @@ mod tests {
             let keeping: Vec<bool> = (0..3).map(|layer| parts.keeps_pages(layer)).collect();
             (keeping, parts.gate(), parts.gated())
         };
-        // Mamba 2, a dense part, attention.
+        // A Mamba 2 layer, a dense layer, and an attention layer.
         let single = shape("NemotronHForCausalLM", &json!({}));
         let expected = (vec![false, false, true], GateKind::SquaredRelu, false);
         assert_eq!(keeping(&single), expected);

@@ -204,10 +204,14 @@ mod tests {
         let mut stops = slot(SamplingParams { min_tokens: 3, ..greedy() });
         (stops.prompt_len, stops.spec.stop_ids) = (1, [1].into());
         assert_eq!((of(&stops, &logits, 3, None), of(&stops, &logits, 4, None)), (2, 1));
-        assert_eq!(of(&stops, &logits, 3, Some(&[0b1010])), 1, "a mask says itself when it ends");
+        assert_eq!(
+            of(&stops, &logits, 3, Some(&[0b1010])),
+            1,
+            "a mask decides itself which tokens end"
+        );
         let mut only = stops.clone();
         only.spec.sampling.allowed = Some([1].into());
-        assert_eq!(of(&only, &logits, 3, None), 1, "it may sample nothing else");
+        assert_eq!(of(&only, &logits, 3, None), 1, "only the allowed token is sampled");
         let some = slot(SamplingParams { allowed: Some([0, 3].into()), ..greedy() });
         assert_eq!(of(&some, &logits, 0, None), 0);
         assert_eq!(of(&plain, &logits, 0, Some(&[0b1100])), 2);

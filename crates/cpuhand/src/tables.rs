@@ -283,7 +283,7 @@ mod tests {
             assert!(tables.write(&plan, &Shared::none()).is_err());
         }
         let window = plan(|plan| plan.write_window(0, 1, 1));
-        assert!(tables.write(&window, &Shared::none()).is_err(), "there is no window part");
+        assert!(tables.write(&window, &Shared::none()).is_err(), "the slot has no window part");
         let mut tables = tables.with_window(5);
         tables.write(&window, &Shared::none()).expect("there is one");
         for (slot, index) in [(2, 0), (0, 2)] {
