@@ -1,4 +1,4 @@
-//! Outputs of models that no template shows.
+//! Outputs of models that deviate from all templates.
 
 use serde_json::json;
 
