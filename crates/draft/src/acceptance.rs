@@ -99,11 +99,14 @@ mod tests {
             acceptance.learn(own(40), 3, 2);
         }
         let (first, further) = acceptance.expected(own(2));
-        assert!(first < 0.02 && further > 0.7, "nothing was learned of the others: {further}");
+        assert!(
+            first < 0.02 && further > 0.7,
+            "a miss at the first token teaches nothing of later ones: {further}"
+        );
         let (first, further) = acceptance.expected(own(16));
         assert!(first > 0.99 && (0.45..0.55).contains(&further), "{first} {further}");
         assert_eq!(acceptance.expected(own(5)), (0.78, 0.80));
         let shared = DraftMatch { length: 2, source: DraftSource::Shared };
-        assert_eq!(acceptance.expected(shared), (0.52, 0.74), "texts of others are other texts");
+        assert_eq!(acceptance.expected(shared), (0.52, 0.74), "shared texts are learned apart");
     }
 }

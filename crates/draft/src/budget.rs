@@ -188,7 +188,8 @@ mod tests {
         DecodeStep { rows, drafts: 0, tokens: rows, us, waited_us: None }
     }
 
-    /// A device on which up to four positions cost nothing, and each further one as much as a row.
+    /// A device on which up to four positions are free, and each further one costs as much as a
+    /// row.
     fn stairs() -> DraftBudget {
         let mut budget = DraftBudget::default();
         for _ in 0..40 {
@@ -204,9 +205,17 @@ mod tests {
         let budget = stairs();
         let sure = DraftOffer { found: own(32), most: 8, ratio: 1.0, forced: 0 };
         let unsure = DraftOffer { found: own(2), most: 8, ratio: 0.5, forced: 0 };
-        assert_eq!(bought(&DraftBudget::default(), 1, &[sure], 8), [0], "nothing was measured");
-        assert_eq!(bought(&budget, 1, &[sure], 2), [2], "there is no more room");
-        assert_eq!(bought(&budget, 4, &[unsure; 4], 8), [0; 4], "the next stair is dear");
+        assert_eq!(
+            bought(&DraftBudget::default(), 1, &[sure], 8),
+            [0],
+            "without measurements no draft is bought"
+        );
+        assert_eq!(bought(&budget, 1, &[sure], 2), [2], "drafts stay within the room");
+        assert_eq!(
+            bought(&budget, 4, &[unsure; 4], 8),
+            [0; 4],
+            "the fifth position costs too much"
+        );
         let both = bought(&budget, 2, &[unsure, sure], 8);
         assert!(both[1] >= 2 && both[0] <= 1, "{both:?}: the surer ones come first");
         assert_eq!(bought(&budget, 32, &[unsure; 32], 64), [0; 32], "arithmetic bounds the step");
@@ -218,7 +227,7 @@ mod tests {
         let unsure = DraftOffer { found: own(2), most: 8, ratio: 0.5, forced: 0 };
         let begins = |forced| DraftOffer { forced, ..unsure };
         assert_eq!(bought(&budget, 2, &[unsure; 2], 8), [1, 1]);
-        assert_eq!(bought(&budget, 2, &[unsure, begins(2)], 8), [0, 2], "it goes first");
+        assert_eq!(bought(&budget, 2, &[unsure, begins(2)], 8), [0, 2], "forced drafts go first");
         assert_eq!(bought(&budget, 2, &[unsure, begins(1)], 8).iter().sum::<u32>(), 2);
     }
 
@@ -265,7 +274,11 @@ mod tests {
         }
         let certain = DraftOffer { forced: 3, ..sure };
         assert_eq!(bought(&budget, 1, &[sure], 8), [0]);
-        assert_eq!(bought(&budget, 1, &[certain], 8), [3], "they pay for a wait of nearly a step");
+        assert_eq!(
+            bought(&budget, 1, &[certain], 8),
+            [3],
+            "certain drafts are worth a wait of nearly a step"
+        );
         (0..8000).for_each(|_| budget.step_ended(plain(1, 1000)));
         budget.wait_us = 0.0;
         assert_eq!(bought(&budget, 1, &[sure], 8), [3], "a loss is forgotten in the end");

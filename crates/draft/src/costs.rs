@@ -155,7 +155,7 @@ mod tests {
             costs.learn(1, 1000);
         }
         let guess = costs.us(4).expect("learned");
-        assert!((guess / 1240.0 - 1.0).abs() < 0.01, "{guess}: as the shape has it");
+        assert!((guess / 1240.0 - 1.0).abs() < 0.01, "{guess}: as computed from the model's shape");
         for _ in 0..50 {
             costs.learn(4, 3000);
         }
@@ -176,7 +176,7 @@ mod tests {
         }
         let before = costs.us(72).expect("learned");
         costs.learn_prompt(127, 60_000);
-        assert_eq!(costs.us(72), Some(before), "a short one says little");
+        assert_eq!(costs.us(72), Some(before), "a short step changes little");
         for _ in 0..20 {
             costs.learn_prompt(512, 512 * 40);
         }
@@ -187,7 +187,7 @@ mod tests {
         for _ in 0..20 {
             costs.learn(72, 9000);
         }
-        assert!(costs.us(72).expect("learned") > 8000.0, "what was measured counts more");
+        assert!(costs.us(72).expect("learned") > 8000.0, "measured times count more");
     }
 
     #[test]
@@ -206,6 +206,6 @@ mod tests {
         for _ in 0..5000 {
             costs.learn(1, 1000);
         }
-        assert!(costs.us(2).expect("learned") < 1300.0, "it is worth another try");
+        assert!(costs.us(2).expect("learned") < 1300.0, "the measured cost allows another try");
     }
 }

@@ -283,7 +283,7 @@ mod tests {
     use super::*;
     use crate::SharedHistory;
 
-    /// The reference: a search over every place.
+    /// The reference: a search over every position.
     fn slow(all: &[i32], most: usize) -> Option<(usize, Vec<i32>)> {
         let end = all.len();
         let same = |place: usize| {
@@ -333,7 +333,7 @@ mod tests {
         [1, 2].into_iter().for_each(|token| other.push(token));
         let found = other.propose(3, &mut drafts);
         assert_eq!(found, Some(DraftMatch { length: 2, source: DraftSource::Own }));
-        assert_eq!(drafts, [1, 2, 1], "what repeats itself goes on so");
+        assert_eq!(drafts, [1, 2, 1], "a repetition continues");
     }
 
     #[test]
@@ -348,22 +348,26 @@ mod tests {
         (10..26).for_each(|token| first.push(token));
         let found = second.propose(3, &mut drafts);
         let expected = DraftMatch { length: 4, source: DraftSource::Shared };
-        assert_eq!((found, &drafts[..]), (Some(expected), &[10, 11, 12][..]), "while it grows");
+        assert_eq!(
+            (found, &drafts[..]),
+            (Some(expected), &[10, 11, 12][..]),
+            "found while the other text grows"
+        );
         for lookup in [&mut second, &mut other] {
             (10..20).for_each(|token| lookup.push(token));
         }
         let found = second.propose(8, &mut drafts).expect("14 tokens are equal");
-        assert_eq!((found.length, drafts.len()), (14, 6), "as far as the other text goes");
-        assert_eq!(other.propose(8, &mut drafts), None, "another salt");
+        assert_eq!((found.length, drafts.len()), (14, 6), "drafts end with the other text");
+        assert_eq!(other.propose(8, &mut drafts), None, "another salt shares no history");
         assert!(drafts.is_empty());
         first.push(77);
         drop(first);
         (20..26).for_each(|token| second.push(token));
         second.propose(8, &mut drafts).expect("the end was handed over");
         assert_eq!(drafts, [77]);
-        // A longer match of its own goes first.
+        // A longer match in the request's own text goes first.
         (10..20).for_each(|token| second.push(token));
-        let found = second.propose(2, &mut drafts).expect("it stands there twice");
+        let found = second.propose(2, &mut drafts).expect("the text has it twice");
         assert_eq!((found.source, &drafts[..]), (DraftSource::Own, &[20, 21][..]));
     }
 }

@@ -265,14 +265,22 @@ mod tests {
         let generated: Vec<i32> = (10..40).collect();
         one.hand_over(&[1, 2, 3, 4], &generated);
         assert_eq!(proposed(&two, &[14, 15, 16, 17]), Some((4, vec![18, 19, 20, 21])));
-        assert_eq!(proposed(&two, &[1, 2, 3, 4]), Some((4, vec![10, 11, 12, 13])), "its beginning");
-        assert_eq!(proposed(&two, &[15, 16, 17]), None, "too short");
-        assert_eq!(proposed(&two, &[36, 37, 38, 39]), None, "nothing is known behind its end");
-        assert_eq!(proposed(&other, &[14, 15, 16, 17]), None, "another salt");
-        assert_eq!(proposed(&one, &[14, 15, 16, 17]), None, "its own text has an index of its own");
+        assert_eq!(
+            proposed(&two, &[1, 2, 3, 4]),
+            Some((4, vec![10, 11, 12, 13])),
+            "the text's beginning matches"
+        );
+        assert_eq!(proposed(&two, &[15, 16, 17]), None, "the match is too short");
+        assert_eq!(proposed(&two, &[36, 37, 38, 39]), None, "nothing follows the text's end");
+        assert_eq!(proposed(&other, &[14, 15, 16, 17]), None, "another salt shares no history");
+        assert_eq!(
+            proposed(&one, &[14, 15, 16, 17]),
+            None,
+            "a text is not proposed to its own request"
+        );
         let long: Vec<i32> = (9..30).collect();
         assert_eq!(proposed(&two, &long), Some((20, vec![30, 31, 32, 33])));
-        // The end is known with the next tokens.
+        // The end of the text is indexed with the next tokens.
         let more = [&generated[..], &[90; 2]].concat();
         one.hand_over(&[1, 2, 3, 4], &more);
         assert_eq!(proposed(&two, &[36, 37, 38, 39]), Some((4, vec![90, 90])));
@@ -288,7 +296,7 @@ mod tests {
         for (number, text) in (0..3).zip(&mut texts) {
             text.hand_over(&[0; 8], &tokens(number));
         }
-        assert!(proposed(&asks, &tokens(0)[..4]).is_some(), "and so it was used");
+        assert!(proposed(&asks, &tokens(0)[..4]).is_some(), "the text is found, and so used");
         texts[3].hand_over(&[0; 8], &tokens(3));
         let there = |number| proposed(&asks, &tokens(number)[..4]).is_some();
         assert_eq!([0, 1, 2, 3].map(there), [true, false, true, true]);
@@ -298,7 +306,7 @@ mod tests {
         assert_eq!(proposed(&asks, &tokens(1)[8..16]), Some((8, vec![7; 4])));
         let whole: Vec<i32> = (0..200).collect();
         texts[2].hand_over(&[0; 8], &[&tokens(2)[..], &whole].concat());
-        assert!(history.bytes() <= bytes, "one that does not fit is not kept");
+        assert!(history.bytes() <= bytes, "a text that does not fit is not kept");
         assert_eq!(proposed(&asks, &whole[..8]), None);
     }
 
@@ -324,7 +332,7 @@ mod tests {
                     prop_assert!(others.any(|(_, (_, it))| it.windows(all.len()).any(|it| it == all)));
                 }
             }
-            // All places are of texts that are there.
+            // All index entries point into stored texts.
             let mut texts = history.texts.lock();
             while !texts.texts.is_empty() {
                 texts.remove_unused();
