@@ -233,8 +233,8 @@ mod tests {
         let expected = PooledRegistration { ids, prompt_tokens: vec![1], arrived, reply };
         pooled.expect(expected).unwrap();
         pooled.lane.send(Message::Panic).unwrap();
-        assert!(answer.await.is_err(), "whoever waits learns that there will be no answer");
-        let cause = guard.cause().expect("it is known by then");
+        assert!(answer.await.is_err(), "the waiting side gets an error");
+        let cause = guard.cause().expect("the cause is known");
         assert!(cause.starts_with("the thread pooled panicked"), "{cause}");
         // A full channel does not delay the engines.
         for _ in 0..10 {

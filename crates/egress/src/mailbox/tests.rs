@@ -1,4 +1,4 @@
-//! Tests with readers of any speed, and lines that open and shut.
+//! Readers of any speed, and lines that open and shut.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Wake as _;
@@ -124,8 +124,8 @@ fn what_nobody_reads_is_bounded_and_ends_in_an_error() {
             assert!(sent < 2000, "{wake:?} is not bounded");
         }
         assert!((900..=1000).contains(&most), "{wake:?}: {most}");
-        assert_eq!(receiver.inner.lock().pending.unread, 0, "what it held is freed");
-        // The first write after that ends too, and an end stays an end.
+        assert_eq!(receiver.inner.lock().pending.unread, 0, "its pending bytes are freed");
+        // The first write after that fails too, and an ended stream stays ended.
         assert_eq!(senders[0].send(&mut token(9), &mut Chunk::default()), Sent::Ended);
         drop(senders);
         let mut got = take(&mut receiver, &count).unwrap();
@@ -163,10 +163,10 @@ fn what_is_read_makes_room() {
         assert_eq!(senders[0].send(&mut token(id), &mut Chunk::default()), Sent::Taken);
     }
     let inner = Arc::clone(&senders[0].inner);
-    assert!(inner.lock().pending.is_empty(), "nothing is kept for nobody");
+    assert!(inner.lock().pending.is_empty(), "nothing is kept without a reader");
 }
 
-/// Writes the text, in brackets.
+/// A format that writes the text in brackets.
 struct Brackets;
 impl EventEncoder for Brackets {
     fn resumable(&self) -> bool {
@@ -200,7 +200,7 @@ async fn an_open_line_takes_deltas_past_the_reader() {
     receiver.lend(Outlet { encoder: Box::new(Brackets), line: Some(Arc::clone(&line)) });
     let count = Arc::new(Count::default());
     let wakes = || count.0.load(Ordering::Relaxed);
-    // The line has not been asked for yet.
+    // The body has not asked for the line yet.
     io.flush().await.unwrap();
     senders[0].send_delta(token(1));
     assert_eq!(take(&mut receiver, &count), Some(vec![(0, token(1))]));
