@@ -116,7 +116,7 @@ mod tests {
         assert!(waits.iter().all(|&wait| recovery.died(0, false) == given_up(wait)));
         recovery.ready(0);
         assert_eq!(recovery.died(SETTLED_US, false), Verdict::RestartAt(SETTLED_US));
-        assert_eq!(recovery.died(0, false), given_up(30), "it did work in between");
+        assert_eq!(recovery.died(0, false), given_up(30), "the worker has worked in between");
     }
 
     #[test]

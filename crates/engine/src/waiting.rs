@@ -161,10 +161,10 @@ mod tests {
     fn a_client_alone_may_fill_the_queue_and_others_still_get_in() {
         let waiting = WaitingPlaces::default();
         assert_eq!(fill(&waiting, 1, 64), 64);
-        assert_eq!(fill(&waiting, 2, 64), 4, "a few of each");
+        assert_eq!(fill(&waiting, 2, 64), 4, "a few requests of each client");
         assert_eq!(fill(&waiting, 3, 64), 4);
         let more: usize = (4..100).map(|client| fill(&waiting, client, 64)).sum();
-        assert_eq!(more, 8, "but not without limit: 80 in all");
+        assert_eq!(more, 8, "at most 80 requests in all");
         assert_eq!(fill(&waiting, 1, 64), 0);
     }
 
@@ -176,7 +176,7 @@ mod tests {
         assert_eq!(fill(&waiting, 3, 64), 31);
         waiting.left(place(2), 0);
         waiting.left(place(1), 0);
-        assert_eq!(fill(&waiting, 2, 64), 1, "the places that it gave back");
+        assert_eq!(fill(&waiting, 2, 64), 1, "only the places that the client gave back");
         assert_eq!(fill(&WaitingPlaces::default(), 1, 0), 0);
     }
 
@@ -191,7 +191,7 @@ mod tests {
         assert_eq!(waiting.enter(probe, 5, 0), Err(1));
         waiting.left(probe, 0);
         waiting.enter(probe, 5, 0).expect("room");
-        assert_eq!(fill(&waiting, 2, 5), 1, "they take nothing from the others");
+        assert_eq!(fill(&waiting, 2, 5), 1, "other clients keep their places");
     }
 
     #[test]
@@ -199,7 +199,7 @@ mod tests {
         let waiting = WaitingPlaces::default();
         let background = Place { background: true, ..place(1) };
         let entered = (0..).take_while(|_| waiting.enter(background, 64, 0).is_ok()).count();
-        assert_eq!(entered, 64, "it has a queue of its own");
+        assert_eq!(entered, 64, "the client has a queue of its own");
         assert_eq!(fill(&waiting, 1, 64), 64);
         waiting.left(background, 0);
         waiting.enter(background, 64, 0).expect("the place that was given back");
@@ -219,7 +219,7 @@ mod tests {
         }
         let now = start + 20 * SECOND;
         let thirty = waiting.retry_after(now);
-        assert!((28..=31).contains(&thirty), "30 are left, one a second: {thirty}");
+        assert!((28..=31).contains(&thirty), "30 requests are left, one a second: {thirty}");
         for _ in 0..25 {
             waiting.admitted(place(1), now);
         }
