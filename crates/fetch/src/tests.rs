@@ -21,7 +21,7 @@ use crate::{Config, FetchError, Fetcher};
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 const LIMIT: usize = 100_000;
 
-/// There is room for any file.
+/// Room for a file of any size.
 fn anything(_: usize) -> bool {
     true
 }
@@ -31,7 +31,7 @@ fn only_here(address: IpAddr) -> bool {
     address == HERE
 }
 
-/// Gives a name its answers one after another; the last is repeated.
+/// A name server that gives a name one answer after another; the last is repeated.
 #[derive(Default)]
 struct Names {
     answers: HashMap<&'static str, Vec<Vec<IpAddr>>>,
@@ -93,7 +93,7 @@ fn fetcher() -> Fetcher {
     fetcher_of(&config(), names())
 }
 
-/// Listens, and answers each connection's first request, given its head; gives the port.
+/// Listens, and answers the first request of each connection; returns the port.
 async fn serve<F, R>(answer: F) -> u16
 where
     F: Fn(TcpStream, String) -> R + Send + Sync + 'static,
@@ -122,7 +122,7 @@ async fn read_head(stream: &mut (impl AsyncRead + Unpin)) -> String {
 }
 
 async fn say(stream: &mut (impl AsyncWrite + Unpin), text: &str) {
-    // The client may have heard enough.
+    // The client may have closed the connection already.
     let _ = stream.write_all(text.as_bytes()).await;
 }
 
@@ -189,7 +189,7 @@ async fn without_a_list_the_ports_are_the_webs() {
         async |url: &str| fetcher_of(&open, names()).fetch(url, anything).await.unwrap_err();
     assert_eq!(refused("http://images.test:6379/").await, FetchError::Port(6379));
     assert_eq!(refused("https://images.test:22/").await, FetchError::Port(22));
-    // These are fetched, and only their addresses are wrong.
+    // These URLs are fetched, and only their addresses are refused.
     assert_eq!(refused("http://private.test/").await, FetchError::NotPublic("private.test".into()));
     assert_eq!(
         refused("https://private.test:80/").await,
@@ -244,7 +244,7 @@ async fn special_addresses_in_urls() {
     assert_eq!(error, FetchError::NotPublic("169.254.169.254".into()));
 }
 
-/// The machine's own name for itself comes from its hosts file.
+/// The machine's name of itself comes from its hosts file.
 #[tokio::test]
 async fn a_private_network_is_asked_where_that_is_allowed() {
     let port = saying("HTTP/1.1 200 OK\r\n\r\nfile").await;
@@ -522,7 +522,7 @@ async fn room_is_asked_for_as_a_file_grows() {
             let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {LIMIT}\r\n\r\n");
             say(&mut stream, &head).await;
             say(&mut stream, &"a".repeat(70_000)).await;
-            // It reads nothing more, and notices the end of the connection.
+            // The client reads nothing more, so wait for the end of the connection.
             while stream.read_u8().await.is_ok() {}
             sender.send(()).unwrap();
         }
@@ -535,7 +535,7 @@ async fn room_is_asked_for_as_a_file_grows() {
     };
     let refused = fetcher().fetch(&format!("http://images.test:{port}/"), room).await;
     assert_eq!(refused.unwrap_err(), FetchError::NoRoom);
-    assert_eq!(asked, [64 << 10, LIMIT], "twice as much, and no more than is declared");
+    assert_eq!(asked, [64 << 10, LIMIT], "room is doubled, up to the declared size");
     closed.recv().await.expect("the connection ends with the fetch");
 
     let place = tempfile::tempdir().unwrap();
