@@ -193,7 +193,7 @@ mod tests {
             let affinity = AffinityFlag::Auto.resolve(&processors, 2, 1).expect("fits");
             affinity.threads(&processors)
         };
-        assert_eq!(pinned(None), None, "each takes its cores");
+        assert_eq!(pinned(None), None, "each worker takes its cores");
         assert_eq!(pinned(Some(4.0)), None);
         assert_eq!((pinned(Some(2.0)), pinned(Some(0.5))), (Some(1), Some(1)));
         assert_eq!(Affinity::default().threads(&processors(Some(0.5))), None);

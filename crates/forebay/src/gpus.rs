@@ -147,7 +147,11 @@ mod tests {
         assert_eq!(each(None, TWO, 1).unwrap(), ["0"]);
         assert_eq!(each(Some("3, GPU-a1,5"), TWO, 2).unwrap(), ["3", "GPU-a1"]);
         assert_eq!(each(Some("3,-1,5"), TWO, 1).unwrap(), ["3"]);
-        assert_eq!(each(None, &[], 2).unwrap(), ["0", "1"], "the hand knows better");
+        assert_eq!(
+            each(None, &[], 2).unwrap(),
+            ["0", "1"],
+            "without device files the worker decides"
+        );
         let error = each(None, TWO, 3).unwrap_err().to_string();
         assert_eq!(error, "--dp-size 3: 2 GPUs are visible, and each replica needs one");
         assert!(each(Some("7"), TWO, 2).unwrap_err().to_string().contains(VISIBLE));

@@ -178,7 +178,7 @@ mod tests {
 
     use super::*;
 
-    /// A pipe that takes nothing until it is opened.
+    /// A pipe that accepts nothing until it is opened.
     #[derive(Clone, Default)]
     struct Pipe(Arc<End>);
 
@@ -218,9 +218,9 @@ mod tests {
         for number in 0..1000 {
             lines.push(format!("line {number:04}\n").as_bytes());
         }
-        // 10 of 10 bytes each fit.
+        // Ten lines of ten bytes each fit.
         assert_eq!(lines.dropped().load(Ordering::Relaxed), 990);
-        assert!(!lines.flush(Duration::ZERO), "nobody reads");
+        assert!(!lines.flush(Duration::ZERO), "the pipe is not read");
         lines.push_always(b"a panic\n");
         pipe.open();
         lines.finish();

@@ -489,14 +489,14 @@ mod tests {
         let cache = root.path().join("cache");
         let (made, temporary) = rebuilding_folder(&cache).expect("a folder");
         assert_eq!((made, temporary.is_none()), (cache, true));
-        // A file where the folder should be, which not even the superuser can write below.
+        // A file in place of the folder: not even root can write below it.
         let file = root.path().join("file");
         std::fs::write(&file, "").expect("a file");
         let (made, temporary) = rebuilding_folder(&file).expect("a folder");
         let temporary = temporary.expect("a temporary folder");
         assert_eq!(made, temporary.path());
         let mode = std::fs::metadata(&made).expect("a folder").permissions().mode();
-        assert_eq!(mode & 0o077, 0, "others can't put a tokenizer there");
+        assert_eq!(mode & 0o077, 0, "other users could put a tokenizer there");
         drop(temporary);
         assert!(!made.exists());
     }

@@ -230,7 +230,7 @@ mod tests {
         Asked { replicas: 2, ranks: 1, cuda: false, apart: false, program: "/bin/forebay".into() }
     }
 
-    /// An interpreter that is a shell script.
+    /// A shell script in place of the Python interpreter.
     fn interpreter(folder: &Path, script: &str) -> PathBuf {
         let file = folder.join("python");
         fs::write(&file, format!("#!/bin/sh\n{script}\n")).expect("a file");
@@ -255,7 +255,7 @@ mod tests {
              {shown}/told.new; mv {shown}/told.new {shown}/told; cat; touch {shown}/ended"
         );
         let python = interpreter(folder.path(), &script);
-        let placer = Placer::new(&python, asked()).expect("it has joined");
+        let placer = Placer::new(&python, asked()).expect("the placer has joined");
         assert_eq!(placer.address.to_string(), "10.1.2.3");
         let door = Door { join: "10.1.2.3:7".into(), token: "secret".into() };
         let placed = placer.open(door, &Guard::default()).expect("a thread");
@@ -265,7 +265,10 @@ mod tests {
         let (_, arguments) = told.rsplit_once('}').expect("JSON");
         assert!(arguments.contains("forebay.place.ray") && !arguments.contains("secret"), "{told}");
         drop(placed);
-        assert!(folder.path().join("ended").exists(), "it ends by itself, and is waited for");
+        assert!(
+            folder.path().join("ended").exists(),
+            "the script ends by itself, and is waited for"
+        );
     }
 
     #[test]

@@ -87,7 +87,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs a module of our package, with a current folder full of traps.
+    /// Runs a module of the package in a current folder full of traps.
     fn run(path: impl Fn(&str) -> String) -> Output {
         let folder = tempfile::tempdir().expect("a folder");
         let (traps, package) = (folder.path().join("traps"), folder.path().join("package"));
@@ -141,7 +141,7 @@ mod tests {
         let said = error.to_string();
         assert!(said.contains("has no numpy, torch: run `pip install 'forebay[torch]'`"), "{said}");
         fs::remove_file(&script).expect("the file");
-        assert!(check(&script).is_ok(), "it is asked once");
+        assert!(check(&script).is_ok(), "the interpreter is asked only once");
         assert!(ask(&script).unwrap_err().is::<std::io::Error>());
     }
 

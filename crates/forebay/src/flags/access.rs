@@ -184,8 +184,11 @@ mod tests {
             AccessFlags::shared_administration(&keys, &admin).is_some()
         };
         assert!(warned(&["a", "b"], &[]));
-        assert!(!warned(&["a", "b"], &["c"]), "they can't");
-        assert!(!warned(&["a"], &[]) && !warned(&[], &[]), "there is one client");
+        assert!(!warned(&["a", "b"], &["c"]), "a warning despite an admin key");
+        assert!(
+            !warned(&["a"], &[]) && !warned(&[], &[]),
+            "a warning although there is one client"
+        );
     }
 
     #[test]

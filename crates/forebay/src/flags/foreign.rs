@@ -394,7 +394,7 @@ mod tests {
             for foreign in table {
                 for name in foreign.names {
                     assert!(!own.contains(*name), "{name} is a flag of ours");
-                    assert!(seen.insert(*name), "{name} stands twice");
+                    assert!(seen.insert(*name), "{name} is listed twice");
                 }
                 if let Same(ours) = foreign.meaning {
                     assert!(own.contains(ours) && foreign.value, "{ours}");

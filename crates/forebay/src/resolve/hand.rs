@@ -227,7 +227,7 @@ mod tests {
         assert_eq!(
             of(Device::Cuda, &["--max-cudagraph-capture-size", "500"]).unwrap(),
             48,
-            "no step has more"
+            "no step has more rows"
         );
         assert_eq!(of(Device::Cuda, &["--enforce-eager"]).unwrap(), 0);
         assert_eq!(of(Device::Cuda, &["--disable-cuda-graph"]).unwrap(), 0);
@@ -239,11 +239,11 @@ mod tests {
         assert_eq!(
             of(Device::Deferred, &["--cuda-graph-max-bs", "7"]).unwrap(),
             7,
-            "where a test asks for them"
+            "graphs are used where a test asks for them"
         );
         for device in [Device::Cpu, Device::Sim] {
             assert_eq!(of(device, &[]).unwrap(), 0);
-            assert_eq!(of(device, &["--enforce-eager"]).unwrap(), 0, "as it is anyway");
+            assert_eq!(of(device, &["--enforce-eager"]).unwrap(), 0, "graphs are off in any case");
             for flags in [&["--cuda-graph-max-bs", "7"][..], &["--attention-backend", "torch"]] {
                 let error = of(device, flags).unwrap_err().to_string();
                 assert!(error.ends_with("are for --device cuda"), "{error}");

@@ -11,9 +11,9 @@ struct Line {
     flags: ServeFlags,
 }
 
-/// Keys of settings that no flag names alone.
+/// Settings that do not come from a single flag.
 const DERIVED: [&str; 18] = [
-    // The model and its hand.
+    // From the model and its worker.
     "chat",
     "family",
     "format",
@@ -23,7 +23,7 @@ const DERIVED: [&str; 18] = [
     "sampling_defaults",
     "simulated",
     "weight_type",
-    // Of several flags, or of the machine.
+    // From several flags, or from the machine.
     "gpus",
     "graph_rows",
     "host_fits",
@@ -35,7 +35,7 @@ const DERIVED: [&str; 18] = [
     "expert_parallel",
 ];
 
-/// Keys whose names in the step protocol differ from the flags', and the flags.
+/// Settings whose names in the step protocol differ from those of the flags.
 const OF_THE_WIRE: [(&str, &str); 8] = [
     ("copy_gbps", "debug-kv-copy-gbps"),
     ("host_bytes", "hicache-size"),
@@ -89,7 +89,7 @@ fn resolved(flags: &[&str], model: &Model) -> Resolved {
     Resolved::new(&flags, (model, None), ServerConfig::default()).expect("a configuration")
 }
 
-/// All flags that set something.
+/// Flags that change every setting.
 const ALL: [&str; 9] = [
     "--dp-size=2",
     "--enable-hierarchical-cache",
@@ -131,7 +131,7 @@ fn a_setting_of_several_parts_has_one_value() {
             assert!(held.iter().all(|&held| held == value), "{name}: {held:?}");
             several += usize::from(held.len() > 1);
         }
-        assert_eq!(several, 5, "page_size and the like, of the engine and of its hands");
+        assert_eq!(several, 5, "settings such as page_size that the engine and its workers share");
         assert_eq!(whole["kv_cache_dtype"], "auto");
         assert_eq!(whole["page_size"], 32);
         assert_eq!(whole["queue_timeout"], 2.5);
@@ -160,7 +160,7 @@ fn a_key_is_the_name_of_its_flag() {
         assert!(known, "{name}: no flag has this name");
     }
     for (name, _) in &renamed {
-        assert!(whole.contains_key(*name), "{name} is no key any more");
+        assert!(whole.contains_key(*name), "{name} is not a setting");
     }
     for name in DERIVED {
         assert!(whole.contains_key(name) && !flags.contains(&&*name.replace('_', "-")), "{name}");
@@ -172,7 +172,7 @@ fn a_key_is_the_name_of_its_flag() {
 #[test]
 fn without_flags_each_part_has_its_defaults() {
     let all = resolved(&[], &model(false));
-    // Of the machine: its processors.
+    // This setting depends on the machine's processors.
     let usual = EngineConfig { mask_threads: all.engine.mask_threads, ..EngineConfig::default() };
     assert_eq!(object(&all.engine), object(usual));
     assert_eq!(all.replicas, ReplicasConfig::default());

@@ -112,7 +112,7 @@ mod tests {
         assert!(overlays.has(one.path()) && !overlays.has(Path::new(SHARED_MEMORY)));
         let root = one.path().parent().expect("a parent").to_owned();
         let mode = fs::metadata(&root).expect("a folder").permissions().mode();
-        assert_eq!(mode & 0o077, 0, "nobody else reads weights there");
+        assert_eq!(mode & 0o077, 0, "other users could read weights there");
         let gone = one.path().to_owned();
         drop(one);
         assert!(!gone.exists() && other.path().exists());
@@ -131,6 +131,9 @@ mod tests {
         fs::create_dir(&unlocked).expect("a folder");
         clear(parent.path());
         assert!(used.path().exists() && !gone.exists());
-        assert!(unlocked.exists(), "its process is about to lock it");
+        assert!(
+            unlocked.exists(),
+            "an unlocked new folder is kept, as its process may be about to lock it"
+        );
     }
 }

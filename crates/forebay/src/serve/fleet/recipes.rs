@@ -277,7 +277,7 @@ mod tests {
         assert_eq!(sources, ["a", "org/coder:Q4_K_M", "b"]);
         let lengths: Vec<_> =
             recipes.iter().map(|recipe| recipe.flags.loading.context_length).collect();
-        assert_eq!(lengths, [Some(512), Some(1024), Some(512)], "its own go first");
+        assert_eq!(lengths, [Some(512), Some(1024), Some(512)], "the model's own flags go first");
         assert!(recipes.iter().all(|recipe| recipe.flags.loading.is_embedding));
         let limit = Duration::from_secs(7);
         assert!(recipes.iter().all(|recipe| recipe.flags.http.drain_timeout == limit));
