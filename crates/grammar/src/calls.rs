@@ -242,7 +242,7 @@ mod tests {
                     let schema = tool(&json!({"$ref": "#/$defs/a"}), &itself);
                     let (written, spent) = write(family, &schema);
                     assert!(spent <= 20 << 20, "{family} {key} {types}: {spent}");
-                    // It may be refused, but then only a little text was written.
+                    // The schema may be refused, but then only a little text was written.
                     let bytes = written.map_or(0, |lark| lark.len());
                     assert!(bytes < 100_000, "{family} {key} {types}: {bytes} bytes");
                 }
@@ -295,7 +295,7 @@ mod tests {
         let cases = [
             // Each alternative excludes none of the others.
             json!({"oneOf": vec![json!(false); 30_000]}),
-            // Each pattern is one more of each text.
+            // Each pattern adds an alternative to the text.
             json!({
                 "enum": (0..4000).map(|at| format!("{at}{}", "x".repeat(20))).collect::<Vec<_>>(),
                 "allOf": vec![json!({"pattern": "y".repeat(9000)}); 40],

@@ -59,8 +59,8 @@ mod tests {
     fn the_one_that_grows_most_has_to_end_and_gives_everything_back() {
         let all = Growth::new(100);
         let (mut small, mut large) = (all.matcher(), all.matcher());
-        assert!(small.note(10) && large.note(90), "there is room");
-        assert!(small.note(50), "it has its share");
+        assert!(small.note(10) && large.note(90), "both fit");
+        assert!(small.note(50), "the smaller matcher is within its share");
         assert!(!large.note(91));
         drop(large);
         assert!(small.note(100));

@@ -163,7 +163,11 @@ mod tests {
         assert_eq!(markers.start(&[1, 2]), Start::Open);
         assert_eq!(markers.start(&[1, 90]), Start::Inside);
         assert_eq!(markers.start(&[1, 90, 5, 7, 7, 8, 3]), Start::Answer);
-        assert_eq!(markers.start(&[90, 7, 7, 8, 1, 2, 3, 4, 5]), Start::Open, "of an earlier turn");
+        assert_eq!(
+            markers.start(&[90, 7, 7, 8, 1, 2, 3, 4, 5]),
+            Start::Open,
+            "a marker of an earlier turn does not count"
+        );
         assert_eq!(markers.start(&[90, 7, 7, 8, 1, 90, 2]), Start::Inside);
     }
 
@@ -211,12 +215,12 @@ mod tests {
             thinking.accept(token, false);
         }
         thinking.accept(90, false);
-        assert_eq!(thinking.phase(), Phase::Forced(7), "it is spent");
+        assert_eq!(thinking.phase(), Phase::Forced(7), "the budget is spent");
         let long = Markers { open: [90, 91].into(), close: [7].into() };
         let mut long = Thinking::new(long, Start::Open, Some(0), true);
         for token in [90, 5, 90, 90] {
             long.accept(token, false);
-            assert_eq!(long.phase(), Phase::Free, "it opens nothing");
+            assert_eq!(long.phase(), Phase::Free, "the marker opens no reasoning");
         }
         long.accept(91, false);
         assert_eq!(long.phase(), Phase::Forced(7));

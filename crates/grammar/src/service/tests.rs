@@ -1,4 +1,4 @@
-//! Tests of compilations that take too long, with a hook that blocks them and with given times.
+//! Compiles that take too long, with a hook that blocks them and with controlled times.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,12 +16,12 @@ use crate::source::{Form, Source};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// Holds compiles of sources that begin with `held`.
+/// Blocks compiles of sources that begin with `held`.
 #[derive(Default)]
 struct Gate {
     open: Mutex<bool>,
     changed: Condvar,
-    /// The sources that were begun.
+    /// The sources whose compile has begun.
     begun: Mutex<Vec<String>>,
 }
 
@@ -50,7 +50,7 @@ impl Gate {
 struct Service {
     grammars: Grammars,
     gate: Arc<Gate>,
-    /// Threads that were started.
+    /// The number of threads that were started.
     started: Arc<AtomicUsize>,
 }
 
@@ -65,7 +65,7 @@ impl Service {
             count.fetch_add(1, Ordering::Relaxed);
             thread.spawn(work)
         });
-        // Nothing is late by the clock.
+        // Time limits that the real clock never reaches.
         let config =
             GrammarConfig { grammar_timeout: HOUR, patience: HOUR, ..GrammarConfig::default() };
         let hook = Arc::new(move |source: &Source| hook.pass(source));
@@ -111,14 +111,18 @@ async fn a_compile_that_takes_too_long_is_given_up_and_others_go_on() {
     let error = service.given_up(1, "held").await;
     assert!(matches!(&error, GrammarError::Invalid { .. }), "{error}");
     assert!(error.to_string().contains("3600 s"), "{error}");
-    // Another thread has taken its place, for this client and the other one.
+    // Another thread has replaced the blocked one, for this client and the other one.
     assert_eq!(service.asked(2, "[a-z]+").await, Ok(()));
     assert_eq!(service.asked(1, "[0-9]+").await, Ok(()));
-    // It is not begun again.
+    // The abandoned source is not compiled again.
     assert_eq!(service.asked(2, "held").await, Err(error));
     let stats = service.grammars.stats();
     assert_eq!((stats.abandoned, stats.running_on, stats.compiled), (1, 1, 2));
-    assert_eq!(service.started.load(Ordering::Relaxed), 4, "free, watch, and two that compile");
+    assert_eq!(
+        service.started.load(Ordering::Relaxed),
+        4,
+        "two service threads, and two that compile"
+    );
     // The thread ends with its compilation, and the result is dropped.
     service.gate.release();
     service.until(|service| service.grammars.stats().running_on == 0).await;
@@ -136,17 +140,17 @@ async fn compiles_that_were_given_up_are_few_and_one_client_has_half_of_them() {
     }
     let overdue = Err(GrammarError::Overdue { compiles: GIVEN_UP / 2 });
     assert_eq!(service.asked(1, "more").await, overdue);
-    assert_eq!(service.asked(2, "others").await, Ok(()), "others are not concerned");
+    assert_eq!(service.asked(2, "others").await, Ok(()), "other clients are not affected");
     for own in 0..GIVEN_UP / 2 {
         service.given_up(2, &format!("held by the second {own}")).await;
     }
     let stuck = GrammarError::Stuck { compiles: GIVEN_UP };
     assert_eq!(service.grammars.stuck(), Some(stuck.clone()));
     assert_eq!(service.asked(3, "new").await, Err(stuck));
-    assert_eq!(service.asked(3, "known").await, Ok(()), "what is compiled is there");
+    assert_eq!(service.asked(3, "known").await, Ok(()), "compiled grammars are still served");
     let most = 2 + GIVEN_UP;
-    assert_eq!(service.started.load(Ordering::Relaxed), most, "no thread is started for more");
-    // One that comes back is enough.
+    assert_eq!(service.started.load(Ordering::Relaxed), most, "no further thread is started");
+    // One compile that ends is enough.
     service.gate.release();
     service.until(|service| service.grammars.stuck().is_none()).await;
     for (client, pattern) in [(1, "more"), (2, "again"), (3, "new")] {
