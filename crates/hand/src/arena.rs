@@ -229,10 +229,10 @@ mod tests {
             at += count;
         }
         assert_eq!((at, read(&mirror, &region, 1000)), (1000, bytes));
-        assert!(mirror.mirror(4000, &[1; 97]).is_err(), "it would end behind the arena");
+        assert!(mirror.mirror(4000, &[1; 97]).is_err(), "the bytes would end beyond the arena");
         assert!(mirror.mirror(u32::MAX, &[1]).is_err());
         assert_eq!(region.read(5000, &mut piece).expect("nothing"), 0);
-        assert_eq!(mirror.used(), 0, "its own list of free parts means nothing");
+        assert_eq!(mirror.used(), 0, "a mirror allocates nothing");
     }
 
     #[test]
@@ -258,7 +258,7 @@ mod tests {
                 });
             }
         });
-        assert!(arena.take(BYTES as usize).is_some(), "all of it has come back");
+        assert!(arena.take(BYTES as usize).is_some(), "the whole arena is free again");
     }
 
     #[test]
@@ -266,7 +266,7 @@ mod tests {
         let arena = Arena::new(4096).expect("arena");
         let (sender, freed) = mpsc::channel();
         arena.on_freed(Box::new(move || {
-            // Once enough room was freed, nobody listens any more.
+            // Once enough room is free, the receiver is gone.
             let _ = sender.send(());
         }));
         let held: Vec<Region> = (0..4).map(|_| arena.take(1024).expect("room")).collect();
@@ -280,6 +280,6 @@ mod tests {
             }
         });
         held.into_iter().for_each(drop);
-        assert_eq!(waiting.join().expect("it got its room"), 0);
+        assert_eq!(waiting.join().expect("the waiting thread got its room"), 0);
     }
 }

@@ -205,6 +205,6 @@ mod tests {
         }
         assert_eq!(got, bytes);
         assert!(writer.is_empty());
-        assert!(writer.waiting.capacity() <= KEPT_BYTES, "what was large once is given back");
+        assert!(writer.waiting.capacity() <= KEPT_BYTES, "a large buffer is freed");
     }
 }

@@ -183,6 +183,6 @@ mod tests {
         let mut read = [1; 20];
         memory.read(80, &mut read).expect("all there");
         assert_eq!(read, [[0; 10], [7; 10]].concat()[..]);
-        assert!(memory.read(81, &mut read).is_err(), "it ends before");
+        assert!(memory.read(81, &mut read).is_err(), "the read goes beyond the end");
     }
 }

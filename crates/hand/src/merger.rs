@@ -188,7 +188,7 @@ mod tests {
 
     use super::*;
 
-    /// The part of a rank's result about copies and places with these tickets and errors.
+    /// The part of a rank's result that reports copies and places, with these tickets and errors.
     fn ended(
         copied: &[(u32, i32)],
         placed: &[(u32, i32)],
@@ -225,7 +225,7 @@ mod tests {
         );
         let told =
             [CopyEnd { ticket: 2, error: COPY_OK }, CopyEnd { ticket: 3, error: COPY_FAILED }];
-        assert_eq!(second.copied, told, "a failure on one rank is that of all");
+        assert_eq!(second.copied, told, "a copy that fails on one rank fails");
         // Rank 0 spent 40 us on saves, and rank 1 spent 9 us on restores.
         assert_eq!(second.copy_timing, Some(CopyTiming { save_us: 40, restore_us: 9 }));
         let third =
@@ -234,7 +234,7 @@ mod tests {
         assert_eq!(
             third.copy_timing,
             Some(CopyTiming { save_us: 10, restore_us: 0 }),
-            "of the longest"
+            "the times of the longest rank"
         );
         let twice = vec![ended(&[(7, 0)], &[], (1, 1)), ended(&[], &[], (0, 0))];
         merge(&mut merger, twice.clone());

@@ -289,8 +289,11 @@ mod tests {
     fn a_kill_explains_the_end_of_one_hand() {
         let explained = AtomicU64::new(0);
         assert!(!explains(&explained, 2, 2));
-        assert!(explains(&explained, 2, 4) && explains(&explained, 2, 4), "two at a time");
-        assert!(!explains(&explained, 2, 4), "a third ended for another reason");
+        assert!(
+            explains(&explained, 2, 4) && explains(&explained, 2, 4),
+            "two deaths at a time are explained"
+        );
+        assert!(!explains(&explained, 2, 4), "a third process died for another reason");
         assert!(!explains(&explained, 4, 4) && explains(&explained, 4, 5));
         assert!(explains(&explained, 9, 10), "other processes were killed in between");
     }

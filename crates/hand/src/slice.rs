@@ -49,7 +49,7 @@ mod tests {
     #[test]
     fn everybody_may_ask_and_only_for_threads_that_are_there() {
         take_short_turns(gettid()).unwrap();
-        // Numbers of threads do not go so far.
+        // No process has this id.
         let nobody = Pid::from_raw(i32::MAX).unwrap();
         assert_eq!(take_short_turns(nobody).unwrap_err().raw_os_error(), Some(libc::ESRCH));
     }

@@ -100,7 +100,7 @@ mod tests {
                 space.give(range);
             }
             prop_assert_eq!(&space.free, &BTreeMap::from([(0, total)]));
-            prop_assert!(space.take(total).is_some(), "all of it can be had at once");
+            prop_assert!(space.take(total).is_some(), "the whole space can be taken at once");
         }
     }
 }

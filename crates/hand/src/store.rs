@@ -239,7 +239,7 @@ mod tests {
                 (STANDARD.encode_to_string(expected), STANDARD.encode_to_string(value));
             group.ask(0, StoreOp::CompareSet { key: key("a"), expected, value })[0].1.clone()
         };
-        assert_eq!(swap("other", "x"), encoded("other"), "nothing is there");
+        assert_eq!(swap("other", "x"), encoded("other"), "the key has no value");
         assert_eq!(swap("", "x"), encoded("x"));
         assert_eq!(swap("y", "z"), encoded("x"));
         assert_eq!(swap("x", "z"), encoded("z"));
