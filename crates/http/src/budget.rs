@@ -271,7 +271,7 @@ mod tests {
         assert_eq!(refused, Refusal::Full { all: 700, own: 700, more: 1, limit: 700 });
         first.set(100).unwrap();
         assert_eq!(budget.used(), 400);
-        assert!(first.set(401).is_err(), "and what it had stays");
+        assert!(first.set(401).is_err(), "the charge stays as it was");
         assert_eq!(budget.used(), 400);
         first.shrink(50);
         first.shrink(60);
@@ -288,7 +288,7 @@ mod tests {
         assert_eq!(refused, Refusal::TooLarge { bytes: 701, limit: 700 });
     }
 
-    /// Charges of a MiB, until one is refused.
+    /// Charges of one MiB each, until one is refused.
     fn fill(budget: &ByteBudget, client: ClientId) -> Vec<Charge> {
         std::iter::from_fn(|| budget.charge(client, MIB).ok()).collect()
     }
@@ -297,18 +297,18 @@ mod tests {
     async fn one_client_has_half_while_another_asks() {
         let budget = ByteBudget::new(64 * MIB);
         let mut first = fill(&budget, A);
-        assert_eq!(first.len(), 56, "alone it has all but the reserve");
-        assert!(budget.charge(B, MIB).is_err(), "there is no room for this");
+        assert_eq!(first.len(), 56, "a client alone has all but the reserve");
+        assert!(budget.charge(B, MIB).is_err(), "the other client finds no room");
         first.truncate(20);
         first.extend(fill(&budget, A));
-        assert_eq!(first.len(), 28, "another one has asked lately, and was refused");
+        assert_eq!(first.len(), 28, "half, as another client was refused lately");
         let second = fill(&budget, B);
         assert_eq!(second.len(), 28);
         tokio::time::advance(ASKING).await;
-        assert!(budget.charge(A, MIB).is_err(), "the other one holds its half");
+        assert!(budget.charge(A, MIB).is_err(), "the other client holds its half");
         drop(second);
         first.extend(fill(&budget, A));
-        assert_eq!(first.len(), 56, "and now nobody else asks");
+        assert_eq!(first.len(), 56, "no other client asks now");
     }
 
     #[tokio::test(start_paused = true)]
@@ -320,10 +320,16 @@ mod tests {
         for client in 2..30 {
             let own: Vec<_> =
                 (0..4).map(|_| budget.charge(ClientId(client), small).unwrap()).collect();
-            assert!(budget.charge(ClientId(client), small).is_err(), "that is little no more");
+            assert!(
+                budget.charge(ClientId(client), small).is_err(),
+                "the client no longer holds little"
+            );
             held.push(own);
         }
-        assert!(budget.charge(A, small).is_err(), "the reserve is not for the one with the rest");
+        assert!(
+            budget.charge(A, small).is_err(),
+            "the reserve is not for the client with the rest"
+        );
     }
 
     #[test]

@@ -213,10 +213,10 @@ mod tests {
         assert_eq!(of(Some(0), ip("198.51.100.1")), of(Some(0), ip("198.51.100.2")));
         assert_ne!(of(Some(0), ip("198.51.100.1")), of(Some(1), ip("198.51.100.1")));
         assert_ne!(of(None, ip("198.51.100.1")), of(None, ip("198.51.100.2")));
-        // All addresses of a /64 are one household's.
+        // All addresses of a /64 belong to one household.
         assert_eq!(of(None, ip("2001:db8:0:1::1")), of(None, ip("2001:db8:0:1:ffff::2")));
         assert_ne!(of(None, ip("2001:db8:0:1::1")), of(None, ip("2001:db8:0:2::1")));
-        // The numbers tell nothing: another process has others.
+        // The ids carry no meaning: another process has other ids.
         let others = Clients::new(TrustedProxies::default());
         let same = ip("198.51.100.1");
         assert_ne!(of(None, same), others.id(KeyId(None), same, &HeaderMap::new()));

@@ -142,7 +142,7 @@ mod tests {
         let cause = Some("the thread worker panicked: number 7".to_owned());
         assert_eq!(hear.recv().unwrap(), cause);
         guard.spawn("other", || panic!("later")).unwrap().join().unwrap();
-        assert_eq!(guard.cause(), cause, "the first is the cause");
+        assert_eq!(guard.cause(), cause, "the first panic is the cause");
     }
 
     #[tokio::test]

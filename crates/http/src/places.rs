@@ -157,7 +157,7 @@ mod tests {
         let places = Places::new(3);
         let seats: Vec<Seat> = (0..3).map(|_| places.take().unwrap()).collect();
         seats[0].begin();
-        // The first is busy, so the second is the longest idle.
+        // The first connection is busy, so the second has been idle longest.
         let fourth = places.take().unwrap();
         assert!(!goes(&seats[0]) && goes(&seats[1]) && !goes(&seats[2]));
         // An answer that is not fully written is not cut off.
@@ -167,7 +167,8 @@ mod tests {
         seats[0].flushed();
         let sixth = places.take().unwrap();
         assert!(goes(&fourth) && !goes(&seats[0]));
-        // The first became idle again after the fifth, so it is not the older one.
+        // The first connection became idle again after the fifth, so the fifth has been idle
+        // longer.
         drop((places.take().unwrap(), sixth));
         assert!(goes(&fifth) && !goes(&seats[0]));
     }

@@ -129,19 +129,19 @@ mod tests {
             assert!(poll(&mut io, b"9").is_pending());
             advance(NEARLY).await;
             assert!(poll(&mut io, b"9").is_pending());
-            // One byte is enough.
+            // Reading one byte is enough.
             client.read_u8().await.unwrap();
             assert!(matches!(poll(&mut io, b"9"), Poll::Ready(Ok(1))));
         }
-        // Nothing waits: time does not count.
+        // Time does not count while no bytes wait.
         advance(10 * LIMIT).await;
         assert!(poll(&mut io, b"9").is_pending());
         advance(LIMIT).await;
-        let Poll::Ready(Err(error)) = poll(&mut io, b"9") else { panic!("it goes on waiting") };
+        let Poll::Ready(Err(error)) = poll(&mut io, b"9") else { panic!("the write still waits") };
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }
 
-    /// The rest of a chunk, which is taken from it bit by bit.
+    /// The unwritten rest of a chunk, which is written in small parts.
     struct Rest(usize);
 
     impl Transport for Rest {
@@ -182,7 +182,7 @@ mod tests {
     async fn what_is_ahead_of_a_write_counts_too() {
         let mut io = StallLimit::new(Rest(100), LIMIT);
         for _ in 0..5 {
-            assert!(poll(&mut io, b"x").is_pending(), "a byte has gone out");
+            assert!(poll(&mut io, b"x").is_pending(), "a byte was written");
             advance(NEARLY).await;
             assert!(poll(&mut io, b"").is_pending());
         }
