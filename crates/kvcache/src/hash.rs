@@ -237,7 +237,7 @@ mod tests {
         let name = of(&tokens);
         for at in 0..tokens.len() {
             tokens[at] ^= 1 << 20;
-            assert_ne!(of(&tokens), name, "token {at} counts");
+            assert_ne!(of(&tokens), name, "token {at} is part of the name");
             tokens[at] ^= 1 << 20;
         }
         assert_eq!(of(&tokens), name);
@@ -251,7 +251,7 @@ mod tests {
         for at in 0..secret.len() {
             secret[at] ^= 1;
             let other = of(&secret);
-            assert!(other.0 != root && other.1 != id, "byte {at} counts");
+            assert!(other.0 != root && other.1 != id, "byte {at} is part of the names");
             secret[at] ^= 1;
         }
         assert_eq!(format!("{:?}", Namer::new(&secret)), "Namer(secret)");

@@ -137,13 +137,13 @@ mod tests {
         let again = pool.find(A, 2).expect("there");
         assert!(again.pages().eq(a.pages()));
         let b = published(&mut pool, B, 2);
-        assert!(pool.allocate(1).is_none(), "all are held");
+        assert!(pool.allocate(1).is_none(), "all pages are held");
         pool.release(b);
         pool.release(a);
         assert!(pool.allocate(3).is_none(), "A is still leased once");
         pool.release(again);
         let c = pool.allocate(1).expect("room");
-        assert!(pool.find(B, 2).is_none(), "it was the longest unused, and is of no use in part");
+        assert!(pool.find(B, 2).is_none(), "B was least recently used, and is evicted whole");
         assert_eq!(pool.counts(), Counts { free: 1, cached: 2, held: 1 });
         let a = pool.find(A, 2).expect("there");
         pool.release(a);

@@ -173,7 +173,7 @@ mod tests {
         assert!(pool.forget(names[4]));
         assert_eq!((pool.longest(&names), pool.longest(&names[..4])), (4, 4));
         assert!(pool.forget(names[2]));
-        assert_eq!(pool.longest(&names), 2, "the first two are a whole prefix");
+        assert_eq!(pool.longest(&names), 2, "the first two blocks are a whole prefix");
         assert!(pool.forget(names[0]));
         assert_eq!(pool.longest(&names), 0);
         assert_eq!(pool.longest(&[]), 0);
@@ -190,7 +190,7 @@ mod tests {
         assert_eq!(pool.counts(), Counts { free: 0, cached: 1, held: 2 });
         assert_eq!(pool.longest(&names), 3);
         assert!(pool.allocate().map(|lease| pool.release_kept(lease)).is_some());
-        assert_eq!(pool.longest(&names), 3, "the first one has given way, and is not read");
+        assert_eq!(pool.longest(&names), 3, "the first block was evicted, and is not read");
         assert_eq!(pool.longest(&names[..1]), 0);
         tail.into_iter().for_each(|lease| pool.release_kept(lease));
         assert!(pool.flush());
@@ -206,12 +206,12 @@ mod tests {
             pool.name(lease, name);
         }
         let last = leases.pop().expect("three");
-        // The end is the oldest.
+        // The end's block is the least recently used.
         pool.release_kept(last);
         leases.into_iter().for_each(|lease| pool.release_passed(lease));
         assert_eq!((pool.spare(), pool.available()), (2, 3));
         let taken: Vec<_> = (0..2).map(|_| pool.allocate().expect("a page")).collect();
-        assert_eq!(pool.longest(&names), 3, "its last block is there");
+        assert_eq!(pool.longest(&names), 3, "the last block is still cached");
         assert_eq!(pool.longest(&names[..2]), 0);
         taken.into_iter().for_each(|lease| pool.release_kept(lease));
     }
