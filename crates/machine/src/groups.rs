@@ -223,7 +223,7 @@ mod tests {
         };
         let whole = mount(Version::Two, "/", "/cg");
         assert_eq!(of(&whole, "/a/b"), ["/base/cg/a/b", "/base/cg/a", "/base/cg/"]);
-        assert_eq!(of(&whole, "/../../x"), ["/base/cg/"], "of another namespace");
+        assert_eq!(of(&whole, "/../../x"), ["/base/cg/"], "a path of another namespace");
         let part = mount(Version::Two, "/docker/1", "/cg");
         assert_eq!(of(&part, "/docker/1/c"), ["/base/cg/c", "/base/cg/"]);
         assert_eq!(of(&part, "/"), ["/base/cg/"]);

@@ -145,6 +145,6 @@ mod tests {
         }
         assert_eq!(with(None).threads_on(&[1, 5, 6]), 2);
         assert_eq!(with(Some(0.1)).threads_on(&[1, 5, 6]), 1);
-        assert_eq!(with(None).threads_on(&[99]), 1, "at least one");
+        assert_eq!(with(None).threads_on(&[99]), 1, "at least one thread");
     }
 }
