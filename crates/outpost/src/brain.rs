@@ -543,7 +543,7 @@ mod tests {
             other[at] ^= 1;
             admit(&other, &secret).expect_err("refused")
         };
-        assert_eq!(with(0), "it is no outpost");
+        assert_eq!(with(0), "the other end is not an outpost");
         for version in [4, 6] {
             assert!(with(version).contains("they are of different releases"), "{version}");
         }

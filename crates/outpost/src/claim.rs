@@ -115,7 +115,7 @@ mod tests {
                     let mut of: Vec<usize> = shares.iter().map(|&(at, _)| at).collect();
                     of.sort_unstable();
                     of.dedup();
-                    prop_assert_eq!(of.len(), shares.len(), "each outpost once");
+                    prop_assert_eq!(of.len(), shares.len(), "each outpost is listed once");
                     let fewest = free.iter().any(|&free| free >= count);
                     prop_assert_eq!(fewest, shares.len() == 1);
                 }

@@ -196,7 +196,7 @@ mod tests {
             assert_eq!(read::<ToOutpost>(&mut stream).await.unwrap(), ToOutpost::Ping);
             let second = read::<ToOutpost>(&mut stream).await.unwrap();
             assert_eq!(second, ToOutpost::Spawn(order));
-            assert!(read::<ToOutpost>(&mut stream).await.is_err(), "nothing is left");
+            assert!(read::<ToOutpost>(&mut stream).await.is_err(), "no message is left");
         });
     }
 

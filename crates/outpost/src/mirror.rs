@@ -310,14 +310,14 @@ mod tests {
             Some(payload)
         }
 
-        /// The bytes that the outpost has for a payload.
+        /// The bytes of a payload at the outpost.
         fn far(&self, payload: &Arc<dyn Payload>, length: usize) -> Vec<u8> {
             self.far.look(payload.offset(), length).unwrap()
         }
 
         fn carry(&self, payload: &Arc<dyn Payload>) -> oneshot::Receiver<()> {
             let (sender, arrived) = oneshot::channel();
-            // The test may have given up waiting.
+            // The test may no longer wait.
             self.mirror.carry(payload, Box::new(move || _ = sender.send(())));
             arrived
         }
@@ -336,9 +336,9 @@ mod tests {
             }
             assert!(pair.far(&payload, bytes.len()) == bytes);
             let sent = pair.mirror.state.lock().bytes.sent;
-            // Another request for it comes late: a replay after the hand's death.
+            // Another request for the payload comes late, for a replay after the worker's death.
             pair.carry(&payload).await.unwrap();
-            assert_eq!(pair.mirror.state.lock().bytes.sent, sent, "nothing was sent again");
+            assert_eq!(pair.mirror.state.lock().bytes.sent, sent, "the payload was sent again");
             assert_eq!(sent, bytes.len() as u64);
         });
     }
@@ -350,7 +350,7 @@ mod tests {
             let payload = pair.payload(&[7; 40_000]).unwrap();
             let arrived = pair.carry(&payload);
             drop(payload);
-            assert!(pair.near.used() >= 40_000, "its bytes are still to be sent");
+            assert!(pair.near.used() >= 40_000, "the payload's bytes are still to be sent");
             arrived.await.unwrap();
             while pair.near.used() > 0 {
                 tokio::task::yield_now().await;
@@ -370,7 +370,7 @@ mod tests {
                 assert!(arrived.await.is_err());
             }
             pair.mirror.closed().await;
-            assert!(pair.carry(&payloads[0]).await.is_err(), "it never comes back");
+            assert!(pair.carry(&payloads[0]).await.is_err(), "a broken mirror stays broken");
             drop(payloads);
             assert_eq!(pair.near.used(), 0);
         });
@@ -388,7 +388,7 @@ mod tests {
     enum Op {
         Carry(usize),
         Drop(usize),
-        /// Others have a turn.
+        /// Lets other tasks run.
         Yield(usize),
     }
 
@@ -429,7 +429,7 @@ mod tests {
                     }
                     for (number, bytes, payload) in &held {
                         if there.lock().contains(number) {
-                            assert_eq!(&pair.far(payload, bytes.len()), bytes, "of {number}");
+                            assert_eq!(&pair.far(payload, bytes.len()), bytes, "payload {number}");
                         }
                     }
                 }
