@@ -385,6 +385,6 @@ mod tests {
         assert!(out.capacity() <= KEPT_BYTES);
         let kept = out.as_ptr();
         encode(Kind::Plan, 3, &[&large[..1000]], &mut out).expect("within the limit");
-        assert_eq!(out.as_ptr(), kept, "what is kept is enough for steps of any usual size");
+        assert_eq!(out.as_ptr(), kept, "the kept buffer is enough for usual steps");
     }
 }

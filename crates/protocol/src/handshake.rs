@@ -430,7 +430,7 @@ mod tests {
         let config = HandConfig { max_total_tokens: Some(5), ..HandConfig::default() };
         let bytes = config.encode().expect("short");
         assert_eq!(HandConfig::decode(&frame(&bytes)), Ok(config));
-        assert!(Hello::decode(&frame(&bytes)).is_err(), "another kind");
+        assert!(Hello::decode(&frame(&bytes)).is_err(), "a frame of another kind is no hello");
         let set = StoreOp::Set { key: "k".into(), value: "eA==".into() };
         for op in [set, StoreOp::Count] {
             let request = StoreRequest { id: 3, op };

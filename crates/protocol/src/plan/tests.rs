@@ -1,4 +1,4 @@
-//! Plans that are written, and read again.
+//! Plans that are written and read again.
 
 use crate::columns::KEPT;
 use crate::frame::{Frame, FrameError, HEADER_BYTES, Header, Kind, encode_columns};
@@ -137,7 +137,7 @@ fn drafts_come_back_by_row() {
     refused(&|plan| plan.row_tokens.clear());
     refused(&|plan| plan.row_tokens = vec![1, 2, 3, 1]);
     refused(&|plan| plan.row_tokens = vec![1, 2, 3]);
-    // The hand expects them by itself.
+    // Without draft tokens in the plan, the worker makes the drafts itself.
     plan.draft_tokens.clear();
     assert_eq!(written(&plan, &mut Vec::new()).map(|plan| plan.drafts().count()), Ok(4));
 }
@@ -177,20 +177,32 @@ fn what_is_not_known_is_refused() {
     assert_eq!(refused(&|plan| plan.prompt_logprobs.clone_from(&twice)), disagree);
     assert_eq!(refused(&|plan| plan.row_tokens = vec![1, 1]), disagree);
     assert_eq!(refused(&|plan| plan.row_tokens = vec![0]), disagree);
-    assert_eq!(refused(&|plan| plan.embeds = values(&[[2, 64]])), disagree, "no new slot");
+    assert_eq!(
+        refused(&|plan| plan.embeds = values(&[[2, 64]])),
+        disagree,
+        "embeddings of a slot that is not new"
+    );
     assert_eq!(
         refused(&|plan| plan.segments = values(&[[1, 4], [0, 4]])),
         disagree,
-        "another order"
+        "slots in another order"
     );
-    assert_eq!(refused(&|plan| plan.embeds = values(&[[1, -64]])), disagree, "before the arena");
-    assert_eq!(refused(&|plan| plan.allowed_counts = values(&[[1, 4]])), disagree, "no ids");
+    assert_eq!(
+        refused(&|plan| plan.embeds = values(&[[1, -64]])),
+        disagree,
+        "an offset before the arena"
+    );
+    assert_eq!(
+        refused(&|plan| plan.allowed_counts = values(&[[1, 4]])),
+        disagree,
+        "counts without ids"
+    );
     assert_eq!(
         refused(&|plan| plan.allowed_counts = values(&[[1, 0]])),
         disagree,
-        "nothing allowed"
+        "an empty list of allowed ids"
     );
-    assert_eq!(refused(&|plan| plan.allowed_ids = vec![4]), disagree, "nobody's ids");
+    assert_eq!(refused(&|plan| plan.allowed_ids = vec![4]), disagree, "ids without a slot");
     let states = |copies: &[[i32; 2]]| bytemuck::cast_slice(copies).to_vec();
     assert_eq!(refused(&|plan| plan.state_loads = states(&[[0, 4], [1, 4]])), None);
     assert_eq!(refused(&|plan| plan.state_saves = states(&[[0, 4], [0, 5]])), None);
@@ -198,22 +210,34 @@ fn what_is_not_known_is_refused() {
         assert_eq!(refused(&|plan| plan.state_loads = states(&wrong)), disagree, "{wrong:?}");
     }
     let twice = states(&[[0, 4], [1, 4]]);
-    assert_eq!(refused(&|plan| plan.state_saves.clone_from(&twice)), disagree, "a page twice");
+    assert_eq!(
+        refused(&|plan| plan.state_saves.clone_from(&twice)),
+        disagree,
+        "a page that is saved to twice"
+    );
     let copy = |copy: [i32; 4]| bytemuck::cast_slice(&copy).to_vec();
-    assert_eq!(refused(&|plan| plan.copies = copy([1, 5, 3, 4])), disagree, "no direction");
+    assert_eq!(refused(&|plan| plan.copies = copy([1, 5, 3, 4])), disagree, "an unknown direction");
     for direction in [3, 4] {
         let state = copy([1, direction, 3, 4]);
-        assert_eq!(refused(&|plan| plan.copies.clone_from(&state)), None, "of a state");
+        assert_eq!(refused(&|plan| plan.copies.clone_from(&state)), None, "a copy of a state");
     }
     assert_eq!(
         refused(&|plan| plan.copies = copy([1, 2, 3, 4])),
         disagree,
-        "index keys and a page"
+        "index keys with a hot page"
     );
-    assert_eq!(refused(&|plan| plan.copies = copy([1, 0, -3, 4])), disagree, "no page");
-    assert_eq!(refused(&|plan| plan.copies = copy([1, 4, -1, 4])), disagree, "no state page");
+    assert_eq!(
+        refused(&|plan| plan.copies = copy([1, 0, -3, 4])),
+        disagree,
+        "a copy without a page"
+    );
+    assert_eq!(
+        refused(&|plan| plan.copies = copy([1, 4, -1, 4])),
+        disagree,
+        "a copy without a state page"
+    );
     let wait = Some(FrameError::Malformed("wait_us beside rows or out of range"));
-    assert_eq!(refused(&|plan| plan.wait_us = Some(5)), wait, "it has rows");
+    assert_eq!(refused(&|plan| plan.wait_us = Some(5)), wait, "a plan with rows cannot wait");
     let waits = |us: u32| {
         refused(&move |plan| {
             plan.rows.clear();
@@ -258,5 +282,5 @@ fn columns_that_grew_for_one_step_shrink_again() {
     plan.begin(2);
     assert!(plan.tokens.capacity() >= 8 * KEPT, "the next step may be as large");
     plan.begin(3);
-    assert!(plan.tokens.capacity() <= KEPT, "it was not");
+    assert!(plan.tokens.capacity() <= KEPT, "the last step was small");
 }
