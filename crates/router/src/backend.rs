@@ -449,7 +449,7 @@ mod tests {
         assert!(!backend.checked(Check::Silent, &config));
         assert!(!backend.checked(Check::Fine, &config));
         assert!(backend.checked(Check::Fine, &config));
-        assert!(!backend.checked(Check::Refuses, &config), "at once");
+        assert!(!backend.checked(Check::Refuses, &config), "one refusal is enough");
     }
 
     #[tokio::test]
@@ -502,7 +502,7 @@ mod tests {
         assert_eq!(backend.deaths(), 1);
         backend.checked(Check::Absent, &HealthConfig::default());
         backend.report(report(3));
-        assert_eq!(backend.deaths(), 2, "the same death, heard of twice");
+        assert_eq!(backend.deaths(), 2, "a death that is noticed twice counts once");
     }
 
     const SECOND: Duration = Duration::from_secs(1);
@@ -514,17 +514,21 @@ mod tests {
         let tried = Arc::clone(&backend).begin(1, Some(Trial::Output(SECOND)));
         assert!(backend.is_trying());
         backend.checked(Check::Absent, &config);
-        assert_eq!(backend.role(resident.seq, 0), Role::Bystander, "whoever asks first");
+        assert_eq!(backend.role(resident.seq, 0), Role::Bystander, "a resident is a bystander");
         drop(resident);
         assert_eq!(backend.role(tried.seq, 0), Role::OnTrial);
         let seq = tried.seq;
         drop(tried);
         assert!(!backend.is_trying());
-        assert_eq!(backend.role(seq, 0), Role::OnTrial, "it was at the time");
+        assert_eq!(backend.role(seq, 0), Role::OnTrial, "the request was on trial at that death");
         backend.checked(Check::Fine, &config);
         let next = Arc::clone(&backend).begin(1, None);
         backend.checked(Check::Absent, &config);
-        assert_eq!(backend.role(next.seq, next.life), Role::Present, "at another death");
+        assert_eq!(
+            backend.role(next.seq, next.life),
+            Role::Present,
+            "the request was only present at a later death"
+        );
     }
 
     #[tokio::test]

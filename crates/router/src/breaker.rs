@@ -226,7 +226,7 @@ mod tests {
         (0..3).for_each(|_| breaker.fail(start, ROUTER));
         let later = start + 10 * SECOND;
         breaker.pass(later);
-        assert!(!breaker.allows(later), "one is under way");
+        assert!(!breaker.allows(later), "one probe is under way");
         breaker.answer();
         assert_eq!(breaker.name(), "trying");
         breaker.pass(later);

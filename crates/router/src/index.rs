@@ -206,7 +206,7 @@ mod tests {
         assert_eq!((stored(&[]).share(&parts, 7, 1), stored(&[]).share(&parts, 8, 1)), (1.0, 0.0));
         index.learn(&texts, 1, &[20, 40, 60, 80]);
         let parts = index.parts(&texts);
-        // Now only blocks count.
+        // From here on, only reported blocks count.
         assert_eq!(stored(&[]).share(&parts, 7, 1), 0.0);
         assert_eq!(stored(&[20, 40]).share(&parts, 8, 1), 0.5);
         assert_eq!(stored(&[20, 40, 60, 80]).share(&parts, 8, 1), 1.0);
@@ -236,7 +236,11 @@ mod tests {
         let parts = index.parts(&texts);
         assert_eq!(stored(&[20, 40]).share(&parts, 1, 100), 1.0);
         assert_eq!(stored(&[60]).share(&parts, 2, 200), 0.5);
-        assert_eq!(stored(&[20, 40]).share(&parts, 2, 200), 0.0, "names of another");
+        assert_eq!(
+            stored(&[20, 40]).share(&parts, 2, 200),
+            0.0,
+            "names of another namespace do not match"
+        );
         for names in 0..MAX_NAMERS as u64 {
             index.learn(&texts, names, &[20, 40]);
         }

@@ -229,7 +229,7 @@ mod tests {
         assert_eq!(error, ApiError::BodyTooLarge { limit: LIMITS.json, flag: "--max-json-bytes" });
         drop(body);
         assert_eq!(LARGE.iter().map(|field| field.len()).max(), Some(LONGEST));
-        // Wherever the field lies.
+        // The field may lie anywhere in the body.
         let places = [0, FIRST_PIECE - 7, 3 * FIRST_PIECE - 1, LIMITS.json - LONGEST];
         for (field, at) in LARGE.iter().flat_map(|field| places.map(|at| (field, at))) {
             let mut with = large.clone();

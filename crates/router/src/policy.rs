@@ -203,8 +203,8 @@ mod tests {
             chooser(Policy::CacheAware).choose(&candidates, None).unwrap()
         };
         assert_eq!(with(&[50, 0, 0], &[0.5, 0.1, 0.0]), 0);
-        assert_eq!(with(&[50, 9, 20], &[0.2, 0.1, 0.0]), 1, "too little to count");
-        assert_eq!(with(&[90, 9, 20], &[0.9, 0.1, 0.0]), 1, "too much to do");
+        assert_eq!(with(&[50, 9, 20], &[0.2, 0.1, 0.0]), 1, "shares that are too small");
+        assert_eq!(with(&[90, 9, 20], &[0.9, 0.1, 0.0]), 1, "too much load");
         assert_eq!(with(&[50, 40, 0], &[0.9, 0.9, 0.0]), 1, "equal caches");
         assert_eq!(with(&[900, 850, 840], &[0.9, 0.1, 0.0]), 0, "not by the factor");
     }

@@ -198,7 +198,7 @@ mod tests {
         };
         assert!(lease("a", "a:1", ttl) && lease("b", "b:1", 3 * ttl));
         assert!(!lease("c", "c:1", ttl), "there is room for two");
-        assert!(lease("a", "a:1", ttl), "which may be renewed");
+        assert!(lease("a", "a:1", ttl), "a lease may be renewed");
         registry.expire(start + ttl / 2);
         assert_eq!(names(&registry).len(), 2);
         registry.expire(start + 2 * ttl);

@@ -396,7 +396,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever members a body has and in whatever order, the others stay as they are.
+        /// The other members of a body stay unchanged, in any number and order.
         #[test]
         fn members_that_are_not_meant_stay(
             names in prop::collection::vec("[a-c]|stream|max_tokens|stream_options|n", 0..8),

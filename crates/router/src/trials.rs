@@ -151,7 +151,7 @@ mod tests {
         woken.as_mut().enable()
     }
 
-    /// The order in which one backend tries these.
+    /// The order in which one backend tries these requests.
     fn order(tickets: Vec<Ticket>) -> Vec<usize> {
         let mut left: Vec<(usize, Ticket)> = tickets.into_iter().enumerate().collect();
         let mut order = Vec::new();
@@ -194,10 +194,10 @@ mod tests {
         assert_eq!(second.turns(&[ONE, TWO], vec![]), [ONE]);
         trials.is_free(ONE);
         assert_eq!([is_woken(&first), is_woken(&second), is_woken(&third)], [false, true, false]);
-        // A backend that it does not use goes to the next suspect.
+        // A backend that the first suspect does not use goes to the next suspect.
         second.used([TWO].into_iter());
         assert_eq!([is_woken(&first), is_woken(&third)], [true, false]);
-        // It leaves with what it was woken for.
+        // The suspect leaves with the backend that woke it.
         trials.is_free(TWO);
         drop(first);
         assert!(is_woken(&third));
