@@ -146,12 +146,12 @@ mod tests {
             assert!(before.iter().all(|&token| expects.compare(token).is_none()));
             let found = expects.found.unwrap();
             assert_eq!(expects.compare(*last), Some((found, 3, expected)), "{came:?}");
-            assert_eq!(expects.compare(*last), None, "none is under way");
+            assert_eq!(expects.compare(*last), None, "no comparison is under way");
         }
         let mut expects = expecting(&[1, 2, 3]);
         expects.forced = 1;
         expects.begin_comparison();
-        assert_eq!(expects.compare(9), None, "what is certain is not compared");
+        assert_eq!(expects.compare(9), None, "forced tokens are not compared");
     }
 
     #[test]
@@ -170,7 +170,7 @@ mod tests {
         assert_eq!(rests, [0, 1, 2, 4, 8, 16, 32, 64, 64, 64]);
         expects.row_ended(0);
         expects.forced = 2;
-        assert_eq!(expects.offered(8), 2, "what is certain is no miss");
+        assert_eq!(expects.offered(8), 2, "forced tokens are no miss");
         expects.row_ended(1);
         assert_eq!(expects.offered(8), 3);
     }

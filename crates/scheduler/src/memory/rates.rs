@@ -58,7 +58,7 @@ mod tests {
         let mut rates = RestoreRates::default();
         assert!(rates.restores(1000, 1));
         rates.restored(10, 1000);
-        assert!(rates.restores(1000, 1), "what a token takes is not known");
+        assert!(rates.restores(1000, 1), "the time of a token is unknown");
         rates.computed(100, 50, 100);
         assert!(rates.restores(1000, 1), "half of it was decode");
         rates.computed(100, 0, 1000);
@@ -66,7 +66,7 @@ mod tests {
         for _ in 0..100 {
             rates.restored(10, 10);
         }
-        assert!(rates.restores(1, 10), "it has become fast");
+        assert!(rates.restores(1, 10), "copies have become fast");
         for _ in 0..100 {
             rates.restored(1, 1000);
         }
@@ -75,6 +75,6 @@ mod tests {
             rates.declined();
             declined += 1;
         }
-        assert!((10..100).contains(&declined), "it is tried again after a while");
+        assert!((10..100).contains(&declined), "a restore is tried again after a while");
     }
 }

@@ -121,7 +121,7 @@ mod tests {
             let (slowed, rows) = run(percent, row_us, 10_000);
             let most = 1.0 + f64::from(percent) / 100.0;
             assert!(slowed < most + 0.005, "{percent} %, {row_us} us a row: {slowed}");
-            assert!(slowed > most - 0.01, "it is used: {slowed}");
+            assert!(slowed > most - 0.01, "the share is used: {slowed}");
             assert!(rows > 0);
         }
     }
@@ -153,7 +153,7 @@ mod tests {
         account.learn(step(1, 4), false, 5000);
         assert!(account.left_us < -3000.0, "{}", account.left_us);
         account.learn(step(0, 4), false, 4000);
-        assert!(!account.is_spent(), "nobody is left to whom it is owed");
+        assert!(!account.is_spent(), "no stream is left to protect");
     }
 
     #[test]

@@ -135,14 +135,14 @@ mod tests {
     use crate::slab::{Handle, Slab};
     use crate::turns::fair::{REMEMBERED, UNITS};
 
-    /// The same algorithm, done naively: it searches everything each time, and forgets no client
-    /// while any request of the rank waits.
+    /// The reference: a naive version of the algorithm, which searches everything each time. It
+    /// forgets no client while any request of the rank waits.
     #[derive(Default)]
     struct Naive {
         returning: Vec<Ticket>,
         waiting: Vec<Ticket>,
         now: HashMap<i64, u64>,
-        /// By rank and client.
+        /// Start of the next request, by rank and client.
         start: HashMap<(i64, u64), u64>,
     }
 
@@ -178,9 +178,9 @@ mod tests {
             if fresh && admitted {
                 let of_rank = self.waiting.iter().filter(|t| t.key.rank == rank);
                 let clients: std::collections::HashSet<u64> = of_rank.map(|t| t.client).collect();
-                let start = self.start.get_mut(&(rank, ticket.client)).expect("it waits");
+                let start = self.start.get_mut(&(rank, ticket.client)).expect("the client waits");
                 let cost = (ticket.cost * UNITS).max(1);
-                let now = self.now.get_mut(&rank).expect("somebody waits");
+                let now = self.now.get_mut(&rank).expect("the rank has waiting requests");
                 *now = (*now).max(*start) + cost.div_ceil(clients.len() as u64 + 1);
                 *start += cost;
             }
@@ -281,7 +281,7 @@ mod tests {
             let handles = handles(81);
             let [fined, other] = [ticket(handles[80], 80, 0, cost), ticket(handles[0], 0, 1, cost)];
             queue.charge(&fined, 1000);
-            prop_assert_eq!(queue.first().map(|t| t.client), None, "nobody waits, and nobody owes");
+            prop_assert_eq!(queue.first().map(|t| t.client), None, "no client waits or owes");
             queue.insert(other, false);
             for (at, &handle) in (1..40).zip(&handles[1..]) {
                 queue.insert(ticket(handle, at, 1, cost), false);
@@ -303,7 +303,7 @@ mod tests {
             prop_assert!((charged..=charged + 1).contains(&before), "{} of {}", before, charged);
         }
 
-        /// Exactly by arrival, whatever requests cost.
+        /// Without shares, requests go in the order of arrival, whatever they cost.
         #[test]
         fn one_client_s_requests_go_by_arrival(
             costs in prop::collection::vec(0..5000_u64, 1..60), fair in any::<bool>(),
@@ -335,8 +335,11 @@ mod tests {
             queue.admitted(&first);
             admitted.push(first.key.arrival);
         }
-        let second = admitted.iter().position(|&arrival| arrival == 1).expect("it had its turn");
-        assert!(second < 100, "after {second} others");
+        let second = admitted
+            .iter()
+            .position(|&arrival| arrival == 1)
+            .expect("the second request had its turn");
+        assert!(second < 100, "admitted after {second} others");
     }
 
     #[test]
