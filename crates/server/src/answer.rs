@@ -175,12 +175,12 @@ mod tests {
         let value = json!({"text": "a".repeat(5000)});
         let written = AnswerWriter::new(1 << 20, &of_request).value(&value).unwrap();
         drop(of_request);
-        assert_eq!(budget.used(), value.to_string().len(), "the request is gone");
+        assert_eq!(budget.used(), value.to_string().len(), "only the answer is charged");
         let body = written.into_body().collect().await.unwrap().to_bytes();
         assert_eq!(body, value.to_string());
         let rest = body.slice(4000..);
         drop(body);
-        assert!(budget.used() > 5000, "a part of it waits");
+        assert!(budget.used() > 5000, "a part of the answer waits");
         drop(rest);
         assert_eq!(budget.used(), 0);
     }

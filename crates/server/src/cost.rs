@@ -99,7 +99,7 @@ mod tests {
         charge.at_least(unread(1000)).unwrap();
         let before = budget.used();
         charge.at_least(unread(10)).unwrap();
-        assert_eq!(budget.used(), before, "it only grows while it is read");
+        assert_eq!(budget.used(), before, "the charge only grows while the body is read");
         assert!(before >= 4000);
         charge.set(read(1000, 0, 0)).unwrap();
         assert!(budget.used() < before);

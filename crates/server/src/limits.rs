@@ -310,30 +310,30 @@ mod tests {
         slow.send_data(vec![1; LARGE_BODY].into()).await.unwrap();
         let mut slow_one = Box::pin(collect(upload(Body::new(body)), limit, TIME, &turns, &charge));
         assert!(!is_ready(&mut slow_one));
-        assert_eq!(turns.free(), 0, "it has its turn");
+        assert_eq!(turns.free(), 0, "the body has its turn");
 
         let large = |times| upload(vec![2; times * LARGE_BODY]);
         let mut quick = Box::pin(collect(large(2), limit, TIME, &turns, &charge));
         let mut small = Box::pin(collect(upload(vec![3; 10]), limit, TIME, &turns, &charge));
-        assert!(is_ready(&mut small), "small ones need no turn");
+        assert!(is_ready(&mut small), "small bodies need no turn");
         assert!(!is_ready(&mut quick));
         tokio::time::advance(2 * PATIENCE).await;
         assert!(!is_ready(&mut slow_one));
         let (pieces, turn) = quick.await.unwrap();
         assert_eq!((pieces.len(), turn.is_some()), (2 * LARGE_BODY, true));
 
-        // From now on it waits in the queue for slow bodies, whatever the others do.
+        // From now on this body waits in the queue for slow bodies, whatever the others do.
         slow.send_data(vec![1; 5].into()).await.unwrap();
         drop(slow);
         let (pieces, slow_turn) = slow_one.await.unwrap();
         assert_eq!((pieces.len(), slow_turn.is_some()), (LARGE_BODY + 5, true));
-        assert_eq!(turns.free(), 0, "the quick one is being parsed");
+        assert_eq!(turns.free(), 0, "the quick body is being parsed");
         drop(turn);
         assert_eq!(turns.free(), 1);
     }
 
-    /// Sends forty bodies, a byte a millisecond each. Returns how many turns passed before a large
-    /// body of another client was read.
+    /// Sends forty bodies, one byte a millisecond each. Returns how many turns passed before a
+    /// large body of another client was read.
     async fn turns_before(clients: u64) -> u64 {
         let turns = Arc::new(Turns::new(1));
         let mut trickles = JoinSet::new();
@@ -352,7 +352,7 @@ mod tests {
                 collect(upload, limit, Duration::MAX, &turns, &free()).await.ok();
             });
         }
-        // Long enough for all of them to have had a turn.
+        // Long enough for each of them to have had a turn.
         tokio::time::sleep(Duration::from_secs(5)).await;
         assert!(turns.given() > 40);
         let before = turns.given();
@@ -360,7 +360,7 @@ mod tests {
         let charge = free();
         let read = collect(body, at_most(1 << 30), TIME, &turns, &charge);
         let read = timeout(TIME, read).await;
-        assert_eq!(read.expect("it gets its turn").unwrap().0.len(), 32 * LARGE_BODY);
+        assert_eq!(read.expect("the body gets its turn").unwrap().0.len(), 32 * LARGE_BODY);
         turns.given() - before
     }
 
@@ -380,7 +380,7 @@ mod tests {
         assert!(!greedy.iter_mut().any(is_ready));
         let mut other = Box::pin(turns.take(ClientId(2), Pace::Steady));
         assert!(!is_ready(&mut other));
-        // One that leaves the line is passed over.
+        // A request that leaves the line is skipped.
         let mut gone = Box::pin(turns.take(ClientId(3), Pace::Steady));
         assert!(!is_ready(&mut gone));
         drop(gone);

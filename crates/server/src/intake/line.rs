@@ -154,7 +154,7 @@ mod tests {
     fn taken<F: Future<Output = Permit>>(mut future: Pin<Box<F>>) -> Permit {
         match poll(&mut future) {
             Poll::Ready(permit) => permit,
-            Poll::Pending => panic!("it still waits"),
+            Poll::Pending => panic!("the turn still waits"),
         }
     }
 
@@ -165,7 +165,7 @@ mod tests {
         let first = taken(Box::pin(line.take(greedy)));
         let _second = taken(Box::pin(line.take(greedy)));
         let mut third = Box::pin(line.take(greedy));
-        assert!(poll(&mut third).is_pending(), "two are free, and not for it");
+        assert!(poll(&mut third).is_pending(), "two places are free, but for another client");
         let mut others: Vec<_> = (0..3).map(|_| Box::pin(line.take(other))).collect();
         let mut last = others.pop().unwrap();
         let permits: Vec<_> = others.into_iter().map(taken).collect();
@@ -186,18 +186,18 @@ mod tests {
         let mut stays = Box::pin(line.take(ClientId(3)));
         assert!(poll(&mut gone).is_pending() && poll(&mut stays).is_pending());
         drop(gone);
-        assert_eq!(line.waiting(), 1, "nothing is kept for it");
+        assert_eq!(line.waiting(), 1, "nothing is kept for the dropped turn");
         drop(first);
         drop(taken(stays));
         let mut unread = Box::pin(line.take(ClientId(4)));
         let holder = match poll(&mut unread) {
             Poll::Ready(permit) => permit,
-            Poll::Pending => panic!("it was given back"),
+            Poll::Pending => panic!("the place was given back"),
         };
         let mut given_but_unread = Box::pin(line.take(ClientId(5)));
         assert!(poll(&mut given_but_unread).is_pending());
         drop(holder);
         drop(given_but_unread);
-        assert_eq!(line.free(), 1, "what nobody took is free again");
+        assert_eq!(line.free(), 1, "an untaken place is free again");
     }
 }

@@ -99,7 +99,7 @@ pub(super) mod tests {
     const ONE: ClientId = ClientId(1);
     const OTHER: ClientId = ClientId(2);
 
-    /// A number of bytes, wherever they are.
+    /// A counter that stands for a number of bytes.
     #[derive(Clone, Default)]
     struct Bytes {
         free: Arc<AtomicUsize>,
@@ -186,12 +186,12 @@ pub(super) mod tests {
         let mut small = Box::pin(room.take(ONE, 30, "p"));
         let mut last = Box::pin(room.take(ONE, 20, "p"));
         assert!(poll(large.as_mut()).is_pending());
-        assert!(poll(small.as_mut()).is_pending(), "it would fit, but it is not its turn");
+        assert!(poll(small.as_mut()).is_pending(), "a small payload fits, but waits for its turn");
         assert!(poll(last.as_mut()).is_pending());
         assert_eq!((room.in_line(), room.used()), (3, 60));
         drop(large);
         let small = got(small.as_mut());
-        assert!(poll(last.as_mut()).is_pending(), "10 are left");
+        assert!(poll(last.as_mut()).is_pending(), "10 bytes are left");
         drop(first);
         let last = got(last.as_mut());
         assert_eq!(room.in_line(), 0);
@@ -205,7 +205,10 @@ pub(super) mod tests {
         let all = got(pin!(room.take(ONE, 100, "p")));
         let mut many: Vec<_> = (0..8).map(|_| Box::pin(room.take(ONE, 100, "p"))).collect();
         assert!(many.iter_mut().all(|one| poll(one.as_mut()).is_pending()));
-        assert!(matches!(poll(pin!(room.take(ONE, 1, "p"))), Poll::Ready(Err(_))), "it is full");
+        assert!(
+            matches!(poll(pin!(room.take(ONE, 1, "p"))), Poll::Ready(Err(_))),
+            "the client's queue is full"
+        );
         let mut other = Box::pin(room.take(OTHER, 100, "p"));
         assert!(poll(other.as_mut()).is_pending(), "but not for another client");
         drop(all);

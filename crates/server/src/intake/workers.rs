@@ -297,15 +297,16 @@ mod tests {
         let contained = workers.begin::<()>(client, NO_COST, || panic!("on this input")).await;
         assert!(matches!(contained, Err(ApiError::Internal { .. })));
         assert_eq!(guard.cause(), None, "one request's panic is its own");
-        let Lanes::Threads(lane) = &workers.lanes else { panic!("it has threads") };
+        let Lanes::Threads(lane) = &workers.lanes else { panic!("the workers have threads") };
         lane.push(None, NO_COST, Box::new(|| panic!("not on an input")));
         let late = workers.begin(client, NO_COST, || Ok(())).await;
         assert_eq!(late, Err(ApiError::Draining));
-        let cause = guard.cause().expect("it is known by then");
+        let cause = guard.cause().expect("the cause is known");
         assert!(cause.starts_with("the thread intake-0 panicked"), "{cause}");
     }
 
-    /// A job that blocks its thread until the sender is used, and the order in which work was done.
+    /// A job that blocks its thread until the sender is used, and the order in which later work was
+    /// done.
     struct Held {
         workers: Arc<Workers>,
         release: mpsc::Sender<()>,
@@ -319,14 +320,16 @@ mod tests {
             let mode = IntakeMode::Threads(1);
             let workers = Workers::start(mode, "held", queue, usize::MAX, &guard).unwrap();
             let (release, held) = mpsc::channel();
-            let Lanes::Threads(lane) = &workers.lanes else { panic!("it has threads") };
+            let Lanes::Threads(lane) = &workers.lanes else { panic!("the workers have threads") };
             lane.push(None, NO_COST, Box::new(move || held.recv().unwrap()));
             let (note, done) = mpsc::channel();
             Self { workers: Arc::new(workers), release, done, note }
         }
 
         fn push(&self, client: u64, time: u64, name: &'static str) {
-            let Lanes::Threads(lane) = &self.workers.lanes else { panic!("it has threads") };
+            let Lanes::Threads(lane) = &self.workers.lanes else {
+                panic!("the workers have threads")
+            };
             let note = self.note.clone();
             let work = Box::new(move || note.send(name).unwrap());
             lane.push(Some(ClientId(client)), Cost { time, memory: 0 }, work);
@@ -345,7 +348,7 @@ mod tests {
         held.release.send(()).unwrap();
         let order: Vec<_> = held.done.iter().take(34).collect();
         let last = order.iter().rposition(|&name| name == "small").unwrap();
-        assert!(last <= 11, "one large one and ten small ones: {order:?}");
+        assert!(last <= 11, "after one large and ten small jobs: {order:?}");
     }
 
     #[tokio::test]
@@ -378,7 +381,7 @@ mod tests {
         let guard = Guard::default();
         let mode = IntakeMode::Threads(2);
         let workers = Workers::start(mode, "image", 100, 1000, &guard).unwrap();
-        let Lanes::Threads(lane) = &workers.lanes else { panic!("it has threads") };
+        let Lanes::Threads(lane) = &workers.lanes else { panic!("the workers have threads") };
         let running = Arc::new(Mutex::new((0, 0)));
         let (note, done) = mpsc::channel();
         for at in 0..200_u64 {
@@ -395,7 +398,7 @@ mod tests {
             });
             lane.push(Some(ClientId(at % 5)), Cost { time: 1, memory }, work);
         }
-        assert_eq!(done.iter().take(200).count(), 200, "and nothing waits for ever");
+        assert_eq!(done.iter().take(200).count(), 200, "a job waits for ever");
         let most = running.lock().1;
         assert!(most <= 1000, "{most} bytes at a time");
     }

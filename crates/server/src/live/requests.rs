@@ -214,7 +214,10 @@ mod tests {
         else {
             panic!("{changed:?}")
         };
-        assert!(told.known.is_empty() && told.unseen.is_empty(), "nothing is kept of the dead");
+        assert!(
+            told.known.is_empty() && told.unseen.is_empty(),
+            "nothing is kept of ended requests"
+        );
     }
 
     #[test]

@@ -114,7 +114,7 @@ mod tests {
         assert!(loan.state(names[1]).is_some() && loan.state(names[0]).is_none());
         let copy = Arc::clone(&loan);
         drop(loan);
-        assert_eq!(room.free(), [2, 0], "a copy reads them");
+        assert_eq!(room.free(), [2, 0], "a copy reads the pages");
         drop(copy);
         assert_eq!(room.free(), [4, 1]);
         drop(room.reserve([4, 1]).expect("room"));

@@ -169,7 +169,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// Memory of this process.
+    /// A tier in the memory of this process.
     #[derive(Debug, Default)]
     pub(crate) struct Heap(Mutex<Vec<u8>>);
 
@@ -201,7 +201,7 @@ pub(crate) mod tests {
     fn pages_and_states_are_where_hands_have_them() {
         let sizes = PageSizes { page: 5, state: 7 };
         let memory: Arc<dyn TierMemory> = Arc::new(Heap::default());
-        assert!(TierPages::open(Arc::clone(&memory), sizes).is_err(), "no hand has begun");
+        assert!(TierPages::open(Arc::clone(&memory), sizes).is_err(), "no worker has started");
         let pages = TierPages::create(Arc::clone(&memory), sizes, [3, 2]).expect("memory");
         pages.write((PageKind::Block, 2), 0, &[1, 2, 3]).expect("there");
         pages.write((PageKind::Block, 2), 3, &[4, 5, 6, 7, 8, 9]).expect("there");

@@ -262,7 +262,7 @@ mod tests {
     }
 
     proptest! {
-        /// However an answer is cut into pieces, its pages are where they belong.
+        /// However an answer is cut into pieces, its pages arrive at the right places.
         #[test]
         fn an_answer_comes_in_pieces_of_any_length(
             cuts in prop::collection::vec(1_usize..40, 1..60)

@@ -223,7 +223,7 @@ mod tests {
             let queued = book.queued(1, most, waiting);
             queued.iter().map(|queued| (queued.seq, queued.tokens)).collect::<Vec<_>>()
         };
-        // The fourth has submitted nothing yet.
+        // The fourth router has submitted nothing yet.
         assert_eq!(found(8, all), [(3, 30), (2, 41), (1, 10)]);
         assert_eq!(found(2, all), [(3, 30), (2, 41)]);
         assert_eq!(found(8, |id| (id != 21).then_some(id)), [(3, 30), (1, 10)]);

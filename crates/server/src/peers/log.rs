@@ -171,7 +171,7 @@ mod tests {
         bytes.chunks(8).map(|part| u64::from_le_bytes(part.try_into().unwrap())).collect()
     }
 
-    /// A router that follows.
+    /// A router that follows the block log.
     #[derive(Default)]
     struct Follower {
         after: u64,
@@ -249,7 +249,7 @@ mod tests {
         assert_eq!((answer[1], answer.len()), (1, KEPT + 12));
         follower.read(&log);
         assert_eq!(follower.blocks.len(), KEPT + 10);
-        // The next number of another brain means nothing to this one.
+        // A number of another server's log means nothing to this one.
         assert_eq!(numbers(&log.log.lock().since(7))[1], 1);
     }
 }

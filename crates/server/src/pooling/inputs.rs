@@ -130,7 +130,7 @@ mod tests {
         assert_eq!(cut_to(&[101, 1, 2, 3, 102], &frame, 4, 0), [101, 1, 2, 102]);
         assert_eq!(cut_to(&[101, 1, 2, 3, 102], &frame, 5, 0), [101, 1, 2, 3, 102]);
         assert_eq!(cut_to(&[101, 1, 102], &frame, 1, 0), [102]);
-        assert_eq!(cut_to(&[1, 2, 3], &[], 2, 0), [1, 2], "ids of the client's own");
+        assert_eq!(cut_to(&[1, 2, 3], &[], 2, 0), [1, 2], "ids from the client");
     }
 
     #[test]
@@ -140,7 +140,7 @@ mod tests {
         assert_eq!(
             cut_to(&pair, &frame, 2, 4),
             [101, 1, 2, 102, 102],
-            "still too long, and refused"
+            "a text that is still too long is refused"
         );
     }
 }

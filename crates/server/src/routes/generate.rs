@@ -390,7 +390,8 @@ mod tests {
             [(4096, 21, 0), (4096, 0, 8000), (100_000, 0, 0), (1, 1, 0), (100, 21, 8000)]
         {
             let (all, last, _) = events(tokens, candidates, told);
-            // The first event, the small ones, and the larger ones, of which a part is new.
+            // The first event, the events that are repeated freely, and the larger ones, of which
+            // only a part is new.
             let most = (FREELY_REPEATED + 1) * tokens.min(16_000) / 2 + (REPEATS + 3) * last;
             assert!(all <= most, "{tokens} {candidates} {told}: {all} bytes for {last}");
             let quadratic = last.saturating_mul(tokens) / 2;

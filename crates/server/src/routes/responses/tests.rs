@@ -30,7 +30,7 @@ fn answer() -> Answer {
     )
 }
 
-/// The events of a stream that another brain continues from delta number `moved` on.
+/// The events of a stream that another server continues from delta number `moved` on.
 fn streamed(all: Vec<Delta>, moved: usize) -> Vec<Value> {
     let (mut answer_, tally) = (answer(), Tally::new([(1, 1)].into_iter()));
     let (mut out, mut before) = (Vec::new(), Delta::default());
@@ -68,7 +68,7 @@ proptest! {
             events.iter().map(|event| event["sequence_number"].as_u64().expect("a number")).collect();
         prop_assert!(numbers.is_sorted_by(|a, b| a < b), "{:?}", numbers);
 
-        // The pieces that a client receives add up to the same items.
+        // The deltas that a client receives add up to the same items.
         let mut items: Vec<Value> = Vec::new();
         let mut texts: Vec<String> = Vec::new();
         for event in &events {
@@ -87,7 +87,7 @@ proptest! {
         for (item, text) in items.iter().zip(&texts) {
             let own = ["arguments", "input"].iter().find_map(|name| item[name].as_str());
             let own = own.or_else(|| item["content"][0]["text"].as_str()).expect("a text");
-            // Input that turns out not to be a custom tool's text could not be recognised earlier.
+            // Input that turns out not to be a custom tool's text cannot be recognized earlier.
             let is_custom = item["type"] == "custom_tool_call";
             prop_assert!(own == text || is_custom && own.ends_with(text.as_str()), "{own:?} {text:?}");
         }
