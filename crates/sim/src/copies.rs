@@ -190,7 +190,7 @@ mod tests {
         assert_eq!(engines.next_end(), Some(270));
         engines.report(u64::MAX, &mut result);
         assert_eq!(result.copied[2..], [ended(1, COPY_FAILED)]);
-        assert_eq!(engines.next_end(), None, "the other one never ends");
+        assert_eq!(engines.next_end(), None, "the other copy never ends");
     }
 
     #[test]
@@ -210,14 +210,14 @@ mod tests {
         second.start(copy(0, Direction::Restore), 0, CopyFault::None);
         third.start(copy(0, Direction::Restore), 0, CopyFault::None);
         let ends = [&first, &second, &third].map(CopyEngines::next_end);
-        assert_eq!(ends, [Some(100), Some(100), Some(150)], "two fit beside each other");
+        assert_eq!(ends, [Some(100), Some(100), Some(150)], "two copies run at the same time");
         third.start(copy(1, Direction::Save), 1000, CopyFault::None);
         let mut result = StepResult::default();
         third.report(u64::MAX, &mut result);
         let took = CopyTiming { save_us: 100, restore_us: 150 };
-        assert_eq!(result.copy_timing, Some(took), "it was idle meanwhile");
+        assert_eq!(result.copy_timing, Some(took), "the engine was idle in between");
         let mut alone = CopyEngines::new(model, bytes);
         alone.start(copy(0, Direction::Save), 0, CopyFault::None);
-        assert_eq!(alone.next_end(), Some(100), "another bus");
+        assert_eq!(alone.next_end(), Some(100), "copies on another bus do not delay");
     }
 }

@@ -201,7 +201,7 @@ mod tests {
         }
     }
 
-    /// Executes a plan behind its writes.
+    /// Applies a plan's table writes and executes it.
     fn written(
         device: &mut Device,
         plan: &StepPlan,
@@ -212,7 +212,7 @@ mod tests {
         device.execute(plan, text, masks)
     }
 
-    /// The tokens of a slot after these, one a step.
+    /// The next `count` tokens of a slot after these, one a step.
     fn said(text: &SimText, tokens: &[i32], spec: &SlotSpec, count: u32) -> Vec<i32> {
         let mut device = Device::default();
         let mut said = Vec::new();

@@ -140,11 +140,11 @@ mod tests {
         let mut take = |plan: StepPlan| states.advance(&plan, 2).is_ok();
         assert!(take(plan(true, 0, None, Some(1))));
         assert!(take(plan(false, 4, None, None)));
-        assert!(!take(plan(true, 4, None, None)), "no load");
+        assert!(!take(plan(true, 4, None, None)), "the row lacks a load");
         assert!(take(plan(true, 4, Some(1), None)));
-        assert!(!take(plan(true, 8, Some(1), None)), "of other positions");
-        assert!(!take(plan(true, 4, Some(0), None)), "nothing is there");
-        assert!(!take(plan(true, 0, None, Some(2))), "no such page");
+        assert!(!take(plan(true, 8, Some(1), None)), "the state covers other positions");
+        assert!(!take(plan(true, 4, Some(0), None)), "the page is empty");
+        assert!(!take(plan(true, 0, None, Some(2))), "the page does not exist");
     }
 
     #[test]
@@ -164,7 +164,10 @@ mod tests {
         copy(&mut back, Direction::RestoreState, 0, 7, None);
         assert!(states.advance(&back, 2).is_ok());
         assert!(states.advance(&plan(true, 4, Some(0), None), 2).is_ok());
-        assert!(states.advance(&plan(true, 8, Some(0), None), 2).is_err(), "of other positions");
+        assert!(
+            states.advance(&plan(true, 8, Some(0), None), 2).is_err(),
+            "the state covers other positions"
+        );
         copy(&mut back, Direction::RestoreState, 1, 8, None);
         assert!(states.advance(&back, 2).is_err(), "the host has no such state");
         let mut lent = StepPlan::default();
