@@ -141,7 +141,7 @@ proptest! {
 
 #[test]
 fn what_is_composed_is_at_least_a_quarter() {
-    // One composes letters, and one has longer forms of characters.
+    // One tokenizer composes letters, and one has longer forms of characters.
     let composes = of("composes");
     let ranges = [0xc0..0x400, 0x1e00..0x2000, 0x2100..0x2130, 0xac00..0xac40, 0x2_f800..0x2_f810];
     for c in ranges.into_iter().flatten().filter_map(char::from_u32) {

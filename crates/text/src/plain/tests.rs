@@ -147,7 +147,7 @@ fn spelled_tokens_are_found_where_clients_wrote() {
         spelled.into_iter().map(|place| (place.start, place.end)).collect::<Vec<_>>()
     };
     assert!(places(&[]).is_empty());
-    assert_eq!(places(&[(12, 14)]), [(13, 23)], "some of it is enough");
+    assert_eq!(places(&[(12, 14)]), [(13, 23)], "an overlap is enough");
     assert_eq!(places(&[(13, 23)]), [(13, 23)]);
     assert_eq!(places(&[(0, 1), (22, 24)]), [(0, 12), (13, 23), (23, 33)]);
 }

@@ -1,4 +1,4 @@
-//! Long texts: in pieces, cancelled, and refused.
+//! Long texts that are encoded in pieces, cancelled, or refused.
 
 use super::*;
 
@@ -134,7 +134,7 @@ fn long_pieces_are_not_for_the_threads_that_others_wait_for() {
         let job = Job { tokens: input.tokens(), input, terms: Terms::default(), reply, keep: None };
         (cut(job, &tools), answer)
     };
-    // Two pieces from cuts, one that can't be cut, then two more from cuts.
+    // Two pieces from cuts, one that cannot be cut, then two more from cuts.
     let text = prose(20_000, 1) + " a " + &uncut(70_000) + " a " + &prose(16_000, 2);
     let (long, mut answer) = start(text.clone());
     let (other, _other_answer) = start(prose(20_000, 3));

@@ -1,4 +1,4 @@
-//! Tests of the pool with real threads, which are blocked by templates where a test needs that.
+//! Tests of the pool with real threads. Some tests block them in a template.
 
 mod long;
 mod special;
@@ -19,7 +19,7 @@ const TOKENIZER: &[u8] = include_bytes!("../../../tests/data/tiny-llama-tokenize
 /// Rendering this blocks the thread until the test releases it.
 const STOP: &str = "{% if stop %}{{ strftime_now('%Y') }}{% endif %}";
 
-/// Lets a test stop a pool's thread.
+/// Lets a test block a pool's thread, and release it.
 struct Stops {
     started: Receiver<()>,
     go_on: Sender<()>,
@@ -34,13 +34,13 @@ fn stoppable(config: &TextConfig) -> (TextPool, Stops) {
     stoppable_by(STOP, config)
 }
 
-/// The same for a template that contains [`STOP`].
+/// A pool whose template contains [`STOP`].
 fn stoppable_by(template: &str, config: &TextConfig) -> (TextPool, Stops) {
     let (start, started) = crossbeam_channel::unbounded();
     let (go_on, gone_on) = crossbeam_channel::unbounded::<()>();
     let clock = move || {
         start.send(()).expect("the test listens");
-        // An error is a test that has ended.
+        // The channel is closed if the test has ended.
         let _ = gone_on.recv();
         Zoned::now()
     };
@@ -97,7 +97,7 @@ fn poll_once<F: Future + ?Sized>(future: Pin<&mut F>) -> Poll<F::Output> {
 
 type Pending<'a, T> = Pin<Box<dyn Future<Output = Result<T, TextError>> + 'a>>;
 
-/// Starts an input that is long.
+/// Starts an input that is encoded in pieces.
 fn cut(job: Job, tools: &Tools) -> Arc<work::Long> {
     match job.start(tools) {
         StartedInput::Long(long) => long,
@@ -112,7 +112,7 @@ fn submit(pool: &TextPool, input: TextInput) -> Pending<'_, Encoded> {
     pending
 }
 
-/// Stops a thread of the pool.
+/// Blocks a thread of the pool.
 fn occupy<'a>(pool: &'a TextPool, stops: &Stops) -> Pending<'a, Encoded> {
     let busy = submit(pool, chat());
     stops.started.recv().expect("a thread renders it");
@@ -198,7 +198,7 @@ fn what_waits_is_taken_together_up_to_a_number_of_tokens() {
             let plain = pool.tokenizer().encode(text, false);
             assert_eq!(block_on(waiting).map(|encoded| encoded.ids), plain);
         }
-        // One more for the chat.
+        // One batch more for the chat.
         assert_eq!(pool.stats().batches, batches + 1, "{count} inputs of {bytes} bytes");
     }
 }
@@ -209,7 +209,7 @@ fn several_threads_share_what_waits() {
     let busy = [occupy(&pool, &stops), occupy(&pool, &stops)];
     let waiting: Vec<_> = (0..10).map(|_| submit(&pool, sentence())).collect();
     stops.go_on.send(()).expect("a thread waits");
-    // Only one thread is left, and it takes half of the queue each time.
+    // Only one thread is free, and it takes half of the queue each time.
     for waiting in waiting {
         assert!(block_on(waiting).is_ok());
     }
@@ -230,7 +230,7 @@ fn a_short_input_overtakes_a_long_one_that_came_before() {
     drop(stops);
     assert!(block_on(busy).is_ok());
     assert!(block_on(short).is_ok());
-    // Two megabytes take the only thread many times as long as all answers so far.
+    // Two megabytes take the only thread many times as long as all other inputs so far.
     assert!(poll_once(waiting_long.as_mut()).is_pending());
     let plain = pool.tokenizer().encode(&long, false);
     assert_eq!(block_on(waiting_long).map(|encoded| encoded.ids), plain);
@@ -350,7 +350,7 @@ fn the_end_of_a_pool_does_not_wait_for_a_template() {
     pool.patience = Duration::ZERO;
     drop(occupy(&pool, &stops));
     drop(pool);
-    // The thread is where it was.
+    // The thread is still in the template.
     assert!(stops.started.is_empty());
     drop(stops);
 }

@@ -51,7 +51,7 @@ fn special_tokens_in_content_are_text() {
         for contents in
             [vec!["hello"], vec![injected], vec!["a", injected, "b"], vec![&long, injected]]
         {
-            // The second time, some of it may be cached, with and without the tokens.
+            // The second time, parts may be cached, with and without special tokens.
             for _ in 0..2 {
                 let encoded = block_on(guarded.encode(said(&contents))).expect("ids");
                 assert_eq!(encoded.ids, as_text(guarded.tokenizer(), &contents), "{contents:?}");
