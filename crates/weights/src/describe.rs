@@ -478,10 +478,10 @@ mod tests {
         let path = folder.path().join("gguf/key/tokenizer.json");
         let value = json!({"model": {"vocab": {"a": 0}}});
         let failed = write_synced(&path, &value, |_| Err(io::Error::other("no room")));
-        assert!(failed.is_err() && !path.exists(), "a name of what is not on the disk");
+        assert!(failed.is_err() && !path.exists(), "a failed write leaves no file");
         let mut synced = 0;
         let written = write_synced(&path, &value, |file| {
-            assert!(!path.exists(), "it has its name already");
+            assert!(!path.exists(), "the file already has its final name");
             synced = file.metadata()?.len();
             file.sync_all()
         });

@@ -133,6 +133,6 @@ mod tests {
             assert!(read_json(wrong.as_bytes()).is_err(), "{wrong}");
         }
         let error = read_json(b"{\"a\": NaN,\n \"b\" 1}").expect_err("no colon");
-        assert_eq!(error.line(), 2, "the place is that of what is wrong");
+        assert_eq!(error.line(), 2, "the position is that of the fault");
     }
 }

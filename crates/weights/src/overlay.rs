@@ -288,7 +288,7 @@ mod tests {
         ServedCheckpoint { folder, files, is_overlay, tied: true }
     }
 
-    /// The numbers that count in a folder.
+    /// The values of all tensors that are served from a folder.
     fn numbers(folder: &Path) -> BTreeMap<String, Vec<f32>> {
         let files = files(folder);
         let tensors = served(folder, &files, true).tensors().expect("a checkpoint");
@@ -330,7 +330,7 @@ mod tests {
         assert_eq!(numbers(second.path()), expected);
         let third = overlay(second.path(), true, &[("a", &[8.0, 8.0]), ("c", &[1.0])]);
         drop(second);
-        assert!(!third.path().join(KEPT).exists(), "nothing of it is left");
+        assert!(!third.path().join(KEPT).exists(), "nothing of the overlay is left");
         let expected: BTreeMap<String, Vec<f32>> = found([&[8.0, 8.0], &[3.0], &[1.0]]);
         assert_eq!(numbers(third.path()), expected);
         assert_eq!(numbers(base.path())["a"], [1.0, 2.0]);

@@ -356,7 +356,7 @@ mod tests {
             assert_eq!(told, [&json!("score"), &json!(1), &json!(function)]);
         }
         cross.insert("sbert_ce_default_activation_function".into(), json!("torch.nn.Softmax"));
-        assert!(pooling(&cross, None, false).is_err(), "of one score");
+        assert!(pooling(&cross, None, false).is_err(), "softmax of a single score");
         let last = repository(&json!({"pooling_mode_lasttoken": true}), &[]);
         assert!(pooling(&config("BertModel"), Some(last.path()), false).is_err());
     }

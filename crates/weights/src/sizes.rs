@@ -96,7 +96,7 @@ mod tests {
 
     use super::*;
 
-    /// Values that no size has.
+    /// Values that are not valid as sizes.
     fn senseless() -> Vec<Value> {
         let huge = serde_json::from_str(&"9".repeat(300)).expect("a number");
         let long = Value::String("x".repeat(10_000));

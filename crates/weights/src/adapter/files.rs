@@ -175,6 +175,6 @@ mod tests {
         assert!(folder.open(Path::new("inner")).is_err(), "a folder is no file");
         let fifo = root.join("pipe");
         rustix::fs::mknodat(CWD, &fifo, rustix::fs::FileType::Fifo, Mode::RUSR, 0).expect("made");
-        assert!(folder.open(Path::new("pipe")).is_err(), "and it does not block");
+        assert!(folder.open(Path::new("pipe")).is_err(), "opening a pipe fails and does not block");
     }
 }

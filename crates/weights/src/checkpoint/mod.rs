@@ -549,7 +549,7 @@ mod tests {
         index(&json!({"model.x": "b.safetensors", "model.y": "a.safetensors"}));
         assert_eq!((number(&open(), "model.x"), number(&open(), "model.y")), (4.0, 2.0));
         assert!(!open().shapes().contains_key("stale"));
-        // It is of other files.
+        // This index names files that do not exist.
         index(&json!({"model.x": "gone.safetensors"}));
         assert_eq!((number(&open(), "model.x"), open().shapes().len()), (1.0, 3));
         index(&json!({"pooler.dense.weight": "b.safetensors", "model.x": "a.safetensors"}));

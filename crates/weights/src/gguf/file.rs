@@ -491,7 +491,7 @@ pub(crate) mod tests {
         let two = files.tensor("two").expect("a tensor");
         let mut bytes = [0; 16];
         two.read(0, &mut bytes).expect("inside");
-        assert_eq!(bytes[..4], 8_f32.to_le_bytes(), "behind the first, which fills 32 bytes");
+        assert_eq!(bytes[..4], 8_f32.to_le_bytes(), "the second tensor starts after 32 bytes");
     }
 
     #[test]
@@ -501,7 +501,7 @@ pub(crate) mod tests {
         let error = read_all(&bytes).expect_err("big-endian").to_string();
         assert!(error.contains("is big-endian"), "{error}");
         bytes[4..8].reverse();
-        // The number of fields.
+        // Damage the number of fields.
         bytes[16..24].copy_from_slice(&(1_u64 << 60).to_le_bytes());
         let error = read_all(&bytes).expect_err("damaged").to_string();
         assert!(error.contains("entries"), "{error}");
@@ -519,7 +519,7 @@ pub(crate) mod tests {
                 bytes[at] = value;
             }
             bytes.truncate(cut.min(bytes.len()));
-            // Whatever the input, nothing panics, and what could be opened can be read.
+            // No input causes a panic, and every file that opens can be read.
             if let Err(error) = read_all(&bytes) {
                 prop_assert!(!error.to_string().contains("can't be read"), "{}", error);
             }

@@ -413,7 +413,7 @@ mod tests {
         bytes[last] ^= 1;
         fs::write(&path, &bytes).expect("written");
         assert_eq!(read(folder.path(), "key"), None);
-        assert!(!path.exists(), "its header is whole, so nobody would replace it");
+        assert!(!path.exists(), "a file with a complete header would never be replaced");
     }
 
     #[test]
@@ -481,7 +481,7 @@ mod tests {
         let digest = || content_digest(&["three", "two"].map(place), &facts).expect("a digest");
         let elsewhere = digest();
         fs::write(place("two"), b"small").expect("written");
-        assert_ne!(key(["three", "two"], &facts), old, "the time");
+        assert_ne!(key(["three", "two"], &facts), old, "the modification time changes the key");
         assert_eq!(digest(), elsewhere, "another machine has other times");
         put("two", b"smull");
         assert_ne!(digest(), elsewhere);

@@ -210,7 +210,7 @@ fn windows_are_of_the_layers_that_have_them() {
         "layer_types": ["full_attention", "sliding_attention", "full_attention"]});
     assert_eq!(windows(kinds), [None, Some(16), None]);
     let shape = of(&[mistral, json!({"sliding_window": 128})]).expect("a model");
-    assert_eq!(attention(&shape).window, None, "no prompt is longer");
+    assert_eq!(attention(&shape).window, None, "no prompt is longer than the window");
 }
 
 #[test]
@@ -537,7 +537,7 @@ fn a_shape_is_itself_after_its_way_to_a_hand() {
         of(&[json!({"quantization_config": {"quant_method": "gptq", "bits": 4}})]),
         qwen(json!({})),
         glm(json!({"partial_rotary_factor": 0.5})),
-        // Heads of 16, whose scale has few digits.
+        // Heads of 16, because their scale has few digits.
         deepseek(
             "GlmMoeDsaForCausalLM",
             json!({"index_topk": 8, "index_head_dim": 16, "qk_nope_head_dim": 8}),

@@ -18,7 +18,7 @@ fn states_of_recurrent_layers_are_counted() {
     assert_eq!(shape.check_served(), Ok(()));
     let attends = |layer: usize| matches!(shape.mixer(layer), Mixer::Attention(it) if it.gate);
     assert_eq!((0..8).filter(|&layer| attends(layer)).collect::<Vec<_>>(), [3, 7]);
-    assert_eq!(shape.ropes[0].dim, 64, "a quarter of a head");
+    assert_eq!(shape.ropes[0].dim, 64, "a quarter of a head rotates");
     assert_eq!(shape.state_bytes(2), 30 * (32 * 128 * 128 * 4 + 3 * 8192 * 2));
     let granite = json!({"architectures": ["GraniteMoeHybridForCausalLM"], "num_local_experts": 0,
         "shared_intermediate_size": 96, "layer_types": ["mamba", "attention", "mamba"],
@@ -131,7 +131,7 @@ fn gemma_has_its_windows_ropes_and_scales() {
     let Mixer::Attention(attention) = shape.mixer(0) else { panic!("heads") };
     assert_eq!((attention.scale, attention.cap), (Some(20.0_f64.powf(-0.5)), None));
     assert_eq!((shape.scales.embeddings, shape.norm), (8.0, Norm::RmsBesideOne));
-    assert!(!shape.tied, "a null is no");
+    assert!(!shape.tied, "null counts as false");
     let FeedShape::Dense(feed) = shape.feed(0) else { panic!("a dense part") };
     assert_eq!(feed.activation, Activation::GeluTanh);
     // A window longer than any prompt counts as none, but its layers keep their rotary embedding.

@@ -1,4 +1,4 @@
-//! What families read, and what rules take.
+//! How families are read from configs, and which tensors their rules take.
 
 mod configs;
 mod kinds;

@@ -11,7 +11,8 @@ use crate::families::{
 };
 use crate::tensor::TorchNumber;
 
-/// A Qwen3-MoE of two layers with three experts, four heads of 2 elements and two of keys.
+/// A Qwen3-MoE model of two layers with three experts, four query heads of 2 elements, and two key
+/// heads.
 fn shape() -> Shape {
     let config = json!({"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 7, "hidden_size": 4,
         "intermediate_size": 6, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -73,7 +74,7 @@ fn a_familys_rules_are_in_front() {
     assert_eq!(found, ["model.layers.0.input_layernorm.weight"]);
     let found = names(&prefix, "model.language_model.layers.0.mlp.up_proj.weight", &[2, 4]);
     assert_eq!(found, ["model.layers.0.mlp.up_proj.weight"], "no further rule");
-    assert_eq!(weights(&prefix, "model.visual", &[4]), Ok(None), "`**` is one part at least");
+    assert_eq!(weights(&prefix, "model.visual", &[4]), Ok(None), "`**` matches at least one part");
     let mixtral = Rule::renamed("x.#.experts.@.w1.*", "y.#.@.gate.*");
     assert_eq!(names(&[mixtral], "x.1.experts.12.w1.weight", &[2, 4]), ["y.1.12.gate.weight"]);
     assert_eq!(weights(&[mixtral], "x.1.experts.w.w1.weight", &[2, 4]), Ok(None));
@@ -104,9 +105,9 @@ fn stacks_have_a_matrix_of_each_expert() {
     }
 }
 
-/// The numbers that a rule takes from a stored tensor of 0, 1, 2, ...
+/// The values that a rule takes from a stored tensor of 0, 1, 2, ...
 fn taken(take: Take, stored: &[usize]) -> Result<Vec<Vec<f32>>, String> {
-    // A tensor has one family's rules, and a family has to be a constant.
+    // A tensor has the rules of one family, and a family has to be a constant.
     let rules = Box::leak(Box::new([Rule::new("x.#.*", "y.#.@.*", take)]));
     let family = Box::leak(Box::new(Family { rules, ..copy(ALL[4]) }));
     let shape = Shape { family, ..shape() };
@@ -180,14 +181,15 @@ fn each_kind_of_part_is_read() {
     // Two blocks of two rows, of five each.
     let blocks = Take::ALL.blocks(|_| Some(RowBlocks { first: 1, width: 2, step: 5, count: 2 }));
     assert_eq!(taken(blocks, &[10, 2]), all([rows(1, 2, 2), rows(6, 2, 2)].concat()));
-    // Channels of a convolution that do not mix.
+    // A depthwise convolution's channels.
     let channels = Take::ALL.blocks(|_| Some(RowBlocks { first: 1, width: 2, step: 2, count: 1 }));
     assert_eq!(taken(channels, &[4, 1, 3]), all(rows(1, 2, 3)));
     let decays = Take::ALL.flat().times(-1.0).plus(-1.0).log();
     assert!(taken(decays, &[2, 1]).expect("numbers")[0][0].is_nan(), "ln(-1)");
     assert_eq!(taken(Take::ALL.plus(1.0).log(), &[1]), all(vec![0.0]));
     assert_eq!(taken(Take::ALL.only(|_, _| false), &[3]), Ok(Vec::new()));
-    // gpt-oss has experts' gates and ups in the odd and even columns of a transposed stack.
+    // gpt-oss stores the gate and up projections of experts in the even and odd columns of a
+    // transposed stack.
     let gates = taken(Take::EACH_EXPERT.transposed().every(0, 2), &[3, 2, 4]);
     let of = |expert: f32| [0.0, 4.0, 2.0, 6.0].map(|it| 8.0 * expert + it).to_vec();
     assert_eq!(gates, Ok(vec![of(0.0), of(1.0), of(2.0)]));

@@ -21,7 +21,7 @@ fn qwen(sections: &[usize; 3]) -> Value {
             "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "num_position_embeddings": 16}})
 }
 
-/// A config of Gemma 3, with changes to its tower's.
+/// A config of Gemma 3, with changes to its tower's config.
 fn gemma(changes: &Value) -> Value {
     let mut config = json!({"architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 16,
         "text_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "head_dim": 16},
@@ -59,16 +59,16 @@ fn a_model_without_its_tower_is_its_text() {
         found.expect("it fits").expect("a rule").into_iter().map(|it| it.name).collect::<Vec<_>>()
     };
     assert_eq!(of(&found), ["visual.blocks.0.norm1.weight"]);
-    // Whatever sections and tower a config has.
+    // The text part is the same with any tower.
     let mut config = qwen(&[4, 2, 1]);
     config["vision_config"]["depth"] = json!(0);
     assert!(shape(&config).is_err());
     let text = ModelShape::of_text(config.as_object().expect("an object"), false);
     let text = text.expect("a model").decoder().cloned().expect("a decoder");
-    assert!(of(&text).is_empty(), "no weight of the text");
+    assert!(of(&text).is_empty(), "the text part lists no weight of the tower");
     assert!(text.tower.is_none() && text.ropes[0].sections.is_none());
     assert_eq!(text, Shape { tower: None, ropes: text.ropes.clone(), ..found });
-    // A text-only repository may have kept the name of one with a tower.
+    // A text-only repository may keep the architecture name of the model with a tower.
     config["vision_config"] = Value::Null;
     assert_eq!(shape(&config), Ok(text));
 }
