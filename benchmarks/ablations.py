@@ -77,12 +77,12 @@ class Switch:
 
     @property
     def title(self) -> str:
-        """The title of its rows."""
+        """The title of the switch's rows."""
         return f"{self.name}: {self.workload.name}"
 
     @property
     def servers(self) -> list[Forebay]:
-        """On, and off."""
+        """The servers with the switch on and off."""
         return [
             self.kind(state, "forebay-chat", flags=flags, prefix_cache=True, profile=self.profile)
             for state, flags in (("on", self.on), ("off", self.off))
@@ -146,7 +146,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("On/off ratios of Forebay's switches.", rounds=3)
     names = list(dict.fromkeys(switch.name for switch in SWITCHES))
     flags.add_argument("--only", choices=names, nargs="+", default=names, metavar="SWITCH", help=", ".join(names))

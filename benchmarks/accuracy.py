@@ -47,7 +47,7 @@ BASE = "bfloat16"
 
 @dataclass(frozen=True)
 class Way:
-    """A way of computing the model."""
+    """A combination of data type and quantization with which the model is computed."""
 
     name: str
     dtype: str
@@ -63,34 +63,34 @@ WAYS = (
 
 
 class Hand(Protocol):
-    """The operations that one way of computing must provide."""
+    """The operations that every `Way` must provide."""
 
     def put(self, slot: int, tokens: Sequence[int]) -> None:
         """Writes a slot's first tokens."""
 
     def greedy(self, rows: Sequence[ROW]) -> list[int]:
-        """The next tokens of rows."""
+        """The next token of each row, greedily."""
 
     def step_ms(self, rows: Sequence[ROW]) -> float:
-        """Milliseconds of a step of these rows."""
+        """Milliseconds of a step with these rows."""
 
     def losses(self, slot: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Negative log-likelihoods [length - 1]."""
+        """Negative log-likelihoods [length - 1] of each token after those before it."""
 
 
 def hand(way: Way, description: dict[str, Any], threads: int) -> RustHand:
-    """The model computed one way, with room for a window in each slot and a long prompt in one more."""
+    """A worker that computes the model this way. Each slot has room for a window, and one more for a long prompt."""
     settings: dict[str, Any] = {"dtype": way.dtype, "quantization": way.quantization}
     return RustHand(description, slots=SLOTS + 1, context=PROMPT, threads=threads, **settings)
 
 
 def read(path: Path) -> list[dict[str, str]]:
-    """Questions with their answers."""
+    """Reads questions with their answers."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def as_text(questions: Sequence[dict[str, str]]) -> str:
-    """Questions and answers, one after the other."""
+    """All questions and answers as one text."""
     return "".join(f"Question: {one['question']}\nAnswer: {one['answer']}\n\n" for one in questions)
 
 
@@ -113,7 +113,7 @@ def answers(model: Hand, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def agreed(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
+    """The number of tokens before the first one that differs."""
     return next((at for at, pair in enumerate(zip(ours, theirs, strict=True)) if pair[0] != pair[1]), len(ours))
 
 
@@ -126,7 +126,7 @@ def cases() -> dict[str, list[ROW]]:
 def accuracy(
     results: records.Results, models: dict[str, RustHand], questions: Sequence[dict[str, str]], tokenizer: Tokenizer
 ) -> None:
-    """Perplexities and answers of every way, into the results."""
+    """Adds perplexities and answers of every way to the results."""
     text = as_text(questions)
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)][:SLOTS]
@@ -136,7 +136,7 @@ def accuracy(
     found = {name: losses(model, windows) for name, model in models.items()}
     given = {name: answers(model, prompts) for name, model in models.items()}
     for name, loss in found.items():
-        # Windows are independent: the error of the difference is that of the windows' means.
+        # Windows are independent, so the error is that of the mean of their differences.
         difference = (loss - found[BASE]).mean(axis=1)
         same = [agreed(one, other) for one, other in zip(given[name], given[BASE], strict=True)]
         values = {
@@ -153,7 +153,7 @@ def accuracy(
 
 
 def fill(model: Hand, vocabulary: int = 4096) -> None:
-    """Writes tokens into every slot and computes them: reads of memory that was never written come from caches."""
+    """Writes tokens into every slot and computes them: else timed steps would read untouched memory from caches."""
     random = np.random.default_rng(1)
     for slot in range(SLOTS):
         model.put(slot, random.integers(0, vocabulary, CONTEXT + 1).tolist())
@@ -162,7 +162,7 @@ def fill(model: Hand, vocabulary: int = 4096) -> None:
 
 
 def speed(results: records.Results, models: dict[str, RustHand]) -> None:
-    """Measures steps of every way in turn, for the results."""
+    """Measures steps of every way in turn, and adds them to the results."""
     for model in models.values():
         fill(model)
     for case, rows in cases().items():
@@ -182,7 +182,7 @@ _ACCURACY_KEYS = ("perplexity", "loss_over_base", "loss_error", "answers", "answ
 
 @table_of("accuracy")
 def table(found: Results) -> str:
-    """The cost of each way of computing in accuracy, and then its steps; ratios are of bfloat16's time to its own."""
+    """Accuracy and times of steps of each way; ratios are of bfloat16's time to the way's own."""
     parts = []
     if ways := found.servers("accuracy"):
         rows = []
@@ -206,7 +206,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--text", type=Path, default=EXCERPT, help="GSM8K's test.jsonl")
     flags.add_argument("--rounds", type=int, default=7, help="of the steps")
@@ -233,7 +233,7 @@ def main() -> None:
     }
     path = chosen.output or records.path_of("accuracy")
     if chosen.only and path.is_file():
-        # Results of another commit or machine would not belong into this table.
+        # Results of another commit or machine do not belong in this table.
         before = records.read(path)
         if before.machine == results.machine:
             results.runs = [run for run in before.runs if (run.workload == "accuracy") == (chosen.only == "speed")]

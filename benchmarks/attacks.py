@@ -36,21 +36,21 @@ OURS, THEIRS = "innocent", "hostile"
 """Keys of the watching and of the attacking client."""
 ATTACKED, UNDISTURBED = "attacked", "undisturbed"
 TOKENS = 3000
-"""Of the watched stream: 15 seconds of steps."""
+"""Tokens of the watched stream: 15 seconds of steps."""
 QUIET_SECONDS = 4.0
-"""The time that is watched without an attack."""
+"""Seconds of watching without an attack."""
 LEAST_SECONDS = 4.0
-"""The least time of watching during an attack."""
+"""The shortest time of watching during an attack, in seconds."""
 CHAT_EVERY_SECONDS = 0.25
 HEALTH_EVERY_SECONDS = 0.05
 PATIENCE_SECONDS = 120.0
 GOAL = 3.0
-"""The largest permitted ratio of a gap during an attack to one without."""
+"""The largest permitted ratio of a gap during an attack to one without an attack."""
 
 
 @dataclass
 class Watched:
-    """The observations of the watching client, in milliseconds."""
+    """What the watching client saw, in milliseconds."""
 
     gaps: list[float]
     chats: list[float]
@@ -59,7 +59,7 @@ class Watched:
 
 
 def _json(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> int:
-    """The status of a request of the watching client; 0: no answer."""
+    """The status of a request of the watching client; 0 without an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
     head = {"Content-Type": "application/json", "Authorization": f"Bearer {OURS}"}
     try:
@@ -80,7 +80,7 @@ def _chat(stream: bool, tokens: int) -> dict[str, Any]:
 
 
 def _stream(port: int, gaps: list[float], over: threading.Event, found: Watched) -> None:
-    """Notes the gaps between the events of streams, one stream after the other, until it is over."""
+    """Records the gaps between the events of streams, one stream after the other, until `over` is set."""
     head = {"Content-Type": "application/json", "Authorization": f"Bearer {OURS}"}
     while not over.is_set():
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
@@ -98,7 +98,7 @@ def _stream(port: int, gaps: list[float], over: threading.Event, found: Watched)
                     if last is not None:
                         gaps.append(1e3 * (now - last))
                     last = now
-            # A gap that has not ended when the time is over counts too.
+            # A gap that is still open at the end counts too.
             if last is not None and over.is_set():
                 gaps.append(1e3 * (time.monotonic() - last))
         except (OSError, http.client.HTTPException):
@@ -109,7 +109,7 @@ def _stream(port: int, gaps: list[float], over: threading.Event, found: Watched)
 
 
 def _ask(every: float, times: list[float], over: threading.Event, found: Watched, *request: Any) -> None:
-    """Sends a request at this interval, and records the milliseconds of each."""
+    """Sends a request at this interval, and records its milliseconds."""
     while not over.wait(every):
         began = time.monotonic()
         if _json(*request) != 200:
@@ -118,7 +118,7 @@ def _ask(every: float, times: list[float], over: threading.Event, found: Watched
 
 
 def _watch(port: int, pipe: Connection) -> None:
-    """The watching process: it watches from the first message until the second, and then sends its results."""
+    """The watching process: watches from the first message to the second, and then sends its results."""
     found, over = Watched([], [], []), threading.Event()
     work = [
         threading.Thread(target=_stream, args=(port, found.gaps, over, found)),
@@ -141,14 +141,14 @@ def _watch(port: int, pipe: Connection) -> None:
 
 
 def server(attack: Attack) -> tuple[Forebay, Setting]:
-    """The server that is attacked: default flags but for two keys and the simulated device."""
+    """The attacked server: default flags, two keys, and the simulated device."""
     flags = ("--api-key", OURS, "--api-key", THEIRS, *attack.flags)
     setting = Setting(model=attack.model, streams=256, context=attack.context)
     return Forebay("attacked", "forebay-chat", flags=flags, profile=STEPS_OF_5_MS), setting
 
 
 def resident_mib(pid: int) -> float:
-    """MiB of the largest resident size so far, of the process `pid` and those below it."""
+    """The largest resident size so far, in MiB, of the process `pid` and its descendants."""
     total = 0
     for stat in below(pid, processes()):
         try:
@@ -160,7 +160,7 @@ def resident_mib(pid: int) -> float:
 
 
 def once(attack: Attack, attacked: bool) -> dict[str, Any]:
-    """One measurement. Raises ServerError."""
+    """Runs one measurement. Raises ServerError."""
     target, setting = server(attack)
     port = free_port()
     log = LOGS / "attacked.log"
@@ -199,7 +199,7 @@ def once(attack: Attack, attacked: bool) -> dict[str, Any]:
 
 @table_of("attacks")
 def table(found: Results) -> str:
-    """The watched client beside each attack, and the ratios to the same without one."""
+    """Latencies of the watching client during each attack, and their ratios to those without one."""
     head = ["attack", "answered", "largest gap ms", "by undisturbed", "largest /health ms", "by undisturbed"]
     head += ["slowest chat ms", "by undisturbed", "failures of others", "memory MiB", "undisturbed"]
     rows = []
@@ -217,7 +217,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("What a hostile client does to others.", rounds=5)
     flags.add_argument("--only", default="", help="attacks whose name has this text")
     chosen = flags.parse_args()

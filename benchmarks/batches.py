@@ -35,14 +35,14 @@ SETTING = Setting(model="smollm2", streams=2 * STREAMS, context=1024)
 
 
 def call(url: str, data: bytes | None = None, kind: str = "application/json") -> Any:
-    """The JSON that a request is answered with."""
+    """The JSON answer to a request."""
     request = urllib.request.Request(url, data, {"Content-Type": kind} if data else {})
     with urllib.request.urlopen(request, timeout=60) as response:
         return json.load(response)
 
 
 def begin_batch(url: str) -> str:
-    """Sends a file of requests and begins its batch. Returns the id."""
+    """Uploads a file of requests and starts its batch. Returns the batch's id."""
     body = {"model": SERVED_NAME, "max_tokens": LINE_TOKENS, "temperature": 0, "ignore_eos": True}
     lines = [
         json.dumps(
@@ -74,7 +74,7 @@ def generated(url: str) -> float:
 
 
 def measure(url: str) -> dict[str, float]:
-    """Tokens a second of all streams, their largest and median gap, and tokens a second of all other requests."""
+    """Tokens a second of all streams, their largest and median gap, and tokens a second of other requests."""
     before = generated(url)
     began = time.perf_counter()
     with ThreadPoolExecutor(STREAMS) as pool:
@@ -107,7 +107,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     chosen = compare.parser("Streams beside a batch.", rounds=5).parse_args()
     models.build(force=False)
     found = records.new("batches", chosen.rounds)

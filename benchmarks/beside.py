@@ -8,11 +8,11 @@ from benchmarks.cells import markdown, number, spread
 from benchmarks.records import Results, median_of
 
 _PROCESSES = 4
-"""As many processes as a cell shows."""
+"""The number of processes that a cell shows."""
 
 
 def processes(found: Results, workload: str, server: str) -> str:
-    """The CPU time by process: the largest first."""
+    """The CPU time of each process, the largest first."""
     rows = [
         run.values["processes_us_per_token"] for run in found.runs if (run.workload, run.server) == (workload, server)
     ]

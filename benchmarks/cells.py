@@ -28,7 +28,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def number(value: float | None) -> str:
-    """The number with at least three digits, and no more than are significant; a dash if it was not measured."""
+    """The number with its significant digits, but at least three; a dash if it was not measured."""
     if value is None:
         return "-"
     if abs(value) >= 100:
@@ -37,7 +37,7 @@ def number(value: float | None) -> str:
 
 
 def spread(ratio: Ratio | None) -> str:
-    """A ratio, with its minimum and maximum if they differ from it."""
+    """A ratio, and its minimum and maximum if they differ from it."""
     if ratio is None:
         return "-"
     middle, least, most = (f"{value:.2f}" for value in (ratio.median, ratio.least, ratio.most))

@@ -45,18 +45,18 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 
 @dataclass(frozen=True)
 class Bar:
-    """A server's rate beside Forebay's."""
+    """A server's rate relative to Forebay's."""
 
     name: str
     share: float
-    """Of Forebay's rate."""
+    """The rate as a share of Forebay's."""
     rate: float
     """Output tokens a second."""
     ours: bool
 
 
 def bars(found: Results, workload: str) -> list[Bar]:
-    """Forebay first, then the peers that were measured."""
+    """Forebay's bar first, then those of the measured peers."""
     rate = {name: found.median(workload, name, "output_throughput") for name in (FOREBAY_CPU.name, *PEERS)}
     ours = rate[FOREBAY_CPU.name]
     assert ours, f"{workload} has no row of Forebay"
@@ -70,7 +70,7 @@ def bars(found: Results, workload: str) -> list[Bar]:
 
 
 def group(title: str, rows: list[Bar], top: int) -> Iterator[str]:
-    """A workload's bars, from `top` on downwards."""
+    """Draws a workload's bars, from `top` downwards."""
     yield f'<text class="title" x="0" y="{top}">{escape(title)}</text>'
     room = WIDTH - LABEL - 150
     for at, bar in enumerate(rows):
@@ -84,7 +84,7 @@ def group(title: str, rows: list[Bar], top: int) -> Iterator[str]:
 
 
 def draw(results: dict[str, Results]) -> str:
-    """The whole picture."""
+    """Draws the whole picture."""
     lines: list[str] = []
     top = HEAD
     for benchmark, workload, title in GROUPS:
@@ -99,7 +99,7 @@ def draw(results: dict[str, Results]) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = argparse.ArgumentParser(description="Draw the chart of docs/performance.md.")
     flags.add_argument("--check", action="store_true", help="change nothing; exit 1 if something would change")
     check: bool = flags.parse_args().check

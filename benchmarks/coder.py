@@ -19,12 +19,12 @@ PARTS = 6
 
 
 def missing() -> str | None:
-    """The reason why the model can't be created here; None if it can."""
+    """The reason why the model cannot be created here; None if it can."""
     return None if original().is_file() or len(parts()) == PARTS else "make bench-setup PEERS=coder installs it"
 
 
 def original() -> Path:
-    """The file as its authors quantised it."""
+    """The file as its authors quantized it."""
     return models.MODELS / f"{NAME}.original.gguf"
 
 
@@ -48,7 +48,7 @@ def build() -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     if reason := missing():
         raise SystemExit(reason)
     build()

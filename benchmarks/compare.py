@@ -21,7 +21,7 @@ T = TypeVar("T", bound=Target)
 
 
 def parser(description: str, *, rounds: int) -> argparse.ArgumentParser:
-    """The common flags of all benchmarks. From here on, SIGTERM ends the run like an error: its servers end first."""
+    """The common flags of all benchmarks. It also makes SIGTERM raise an error, so that servers end first."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     flags = argparse.ArgumentParser(description=description)
     flags.add_argument("--rounds", type=int, default=rounds, help="measurements of each thing [%(default)s]")
@@ -44,7 +44,7 @@ def add_servers(flags: argparse.ArgumentParser, default: Sequence[str]) -> None:
 
 
 class _Narrow(argparse.Action):
-    """Removes peers from the servers chosen so far."""
+    """A flag that removes peers from the servers chosen so far."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -53,7 +53,7 @@ class _Narrow(argparse.Action):
 
 
 def words(text: str) -> list[str]:
-    """Names separated by commas or spaces; every one must be a server's."""
+    """Names separated by commas or spaces; each must be the name of a server."""
     names = text.replace(",", " ").split()
     unknown = [name for name in names if name not in BY_KEY]
     if unknown:
@@ -62,7 +62,7 @@ def words(text: str) -> list[str]:
 
 
 def peers(text: str) -> list[str]:
-    """The same for peers: servers, and other packages that `make bench-setup` installs."""
+    """Like `words`, for peers: servers, and other packages that `make bench-setup` installs."""
     names = text.replace(",", " ").split()
     known = {path.stem for path in (ROOT / "benchmarks/requirements").glob("*.in")}
     if unknown := [name for name in names if name not in known]:
@@ -78,7 +78,7 @@ def numbers(text: str) -> list[int]:
 
 
 def say(text: str) -> None:
-    """Progress: to standard error, so that the table alone is on standard output."""
+    """Prints progress to standard error, so that standard output has the table only."""
     print(text, file=sys.stderr, flush=True)
 
 
@@ -94,7 +94,7 @@ def compare(name: str, workloads: Sequence[Workload], keys: Sequence[str], round
 def compare_together(
     name: str, workloads: Sequence[Workload], keys: Sequence[str], rounds: int, output: Path | None
 ) -> Results:
-    """The same, but a server is started once a round and runs all workloads, for servers that take minutes to start.
+    """Like `compare`, but starts a server once a round for all workloads: some servers take minutes to start.
 
     Results are written after each server, so that a later failure does not lose hours of measurements.
     """
@@ -109,7 +109,7 @@ def compare_together(
 
 
 def largest(settings: Sequence[Setting]) -> Setting:
-    """The setting for a server that must run all of these. They differ only in sizes."""
+    """The setting of a server that has to run all of these settings. They differ only in sizes."""
     return replace(
         settings[0],
         streams=max(setting.streams for setting in settings),
@@ -119,7 +119,7 @@ def largest(settings: Sequence[Setting]) -> Setting:
 
 
 def _begin(name: str, keys: Sequence[str], rounds: int) -> tuple[Results, list[Server]]:
-    """Results with the data known beforehand, and the installed servers."""
+    """Empty results with the data that is known beforehand, and the installed servers."""
     servers, skipped = chosen(keys)
     for server, reason in skipped.items():
         say(f"{server} is left out: {reason}")
@@ -145,7 +145,7 @@ def _measure_all(found: Results, server: Server, setting: Setting, workloads: Se
 
 
 def leave_out(found: Results, where: str, error: ServerError) -> None:
-    """Records that values are missing, and why: a peer that can't handle a load must not end the whole run."""
+    """Records which values are missing and why: a peer that cannot handle a load must not end the whole run."""
     found.skipped[where] = str(error).splitlines()[0]
     say(f"  {where} is left out: {error}")
 
@@ -171,7 +171,7 @@ def measure_in_turn(
     rounds: int,
     once: Callable[[T, Workload], dict[str, Any]],
 ) -> None:
-    """Adds `rounds` measurements of each server to `found`: A B, A B."""
+    """Adds `rounds` measurements of each server to `found`, in turn: A B, A B."""
     by_name = {server.name: server for server in servers}
     for number, server in records.in_turn(rounds, list(by_name)):
         _add(found, workload, server, number, partial(once, by_name[server], workload))

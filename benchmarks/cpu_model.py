@@ -31,21 +31,21 @@ REQUESTS = {1: 6, 8: 24}
 
 
 def generation(concurrency: int, model: str = "smollm2") -> Workload:
-    """256 in, 128 out."""
+    """A workload of 256 tokens in and 128 out."""
     setting = Setting(model=model, streams=concurrency, step_tokens=1024)
     requests = REQUESTS.get(concurrency, concurrency)
     return Workload(f"256/128, {concurrency} at a time", setting, 256 - TEMPLATE[model], 128, requests, warmup=2)
 
 
 def prefill(concurrency: int, model: str = "smollm2") -> Workload:
-    """1024 in, 1 out."""
+    """A workload of 1024 tokens in and 1 out."""
     setting = Setting(model=model, streams=concurrency, context=1280, step_tokens=1024)
     name = f"prefill 1024/1, {concurrency} at a time"
     return Workload(name, setting, 1024 - TEMPLATE[model], 1, requests=8 + 2 * concurrency, warmup=2)
 
 
 def results_name(model: str, cpuinfo: str) -> str:
-    """The name of a model's results on the processor with this Linux description."""
+    """The name of a model's results on a processor, given its description in Linux."""
     return RESULTS[model] + (TILES if "amx_tile" in cpuinfo.split() else "")
 
 
@@ -65,7 +65,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("A real model on the CPU.", rounds=3)
     compare.add_servers(flags, SERVERS)
     flags.add_argument("--model", choices=TEMPLATE, default="smollm2", help="default: %(default)s")

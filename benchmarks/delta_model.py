@@ -21,7 +21,7 @@ from benchmarks.gpt_oss_model import blocks
 NAME = "qwen3.5-shape"
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 24, 1024, 3584, 8, 2, 256
 CYCLE, ROTATED = 4, 64
-"""One layer of this many has attention, and rotates this many elements of a head."""
+"""One of this many layers has attention, whose RoPE rotates this many elements of a head."""
 STATE_HEADS, STATE_DIM, TAPS = 16, 128, 4
 CONTEXT = 8192
 SEED = 0
@@ -51,7 +51,7 @@ def _write(target: Path) -> None:
     writer.add_key_length(HEAD_DIM)
     writer.add_value_length(HEAD_DIM)
     writer.add_rope_dimension_count(ROTATED)
-    # Text has one position in all three numbers.
+    # For text, all three position numbers of a token are the same.
     writer.add_rope_dimension_sections([11, 11, 10, 0])
     writer.add_rope_freq_base(10_000_000.0)
     writer.add_layer_norm_rms_eps(1e-6)
@@ -89,10 +89,10 @@ def _write(target: Path) -> None:
             numbers(f"{at}.ssm_conv1d.weight", 3 * inner, TAPS, size=0.5)
             numbers(f"{at}.ssm_dt.bias", STATE_HEADS)
             numbers(f"{at}.ssm_norm.weight", STATE_DIM, mean=1.0)
-            # Decays of a step between 0.5 and 1.
+            # State decays by a factor between 0.5 and 1 a step.
             writer.add_tensor(f"{at}.ssm_a", -random.uniform(0.01, 1.0, STATE_HEADS).astype(np.float32))
         else:
-            # Queries, and for each head a gate after its query.
+            # Each head has its query, followed by its gate.
             matrix(f"{at}.attn_q", 2 * HEADS * HEAD_DIM, HIDDEN)
             matrix(f"{at}.attn_k", KV_HEADS * HEAD_DIM, HIDDEN)
             matrix(f"{at}.attn_v", KV_HEADS * HEAD_DIM, HIDDEN)

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def program() -> Path:
-    """The program that describes models, which cargo leaves beside the binary."""
+    """The program that describes models; cargo puts it beside the binary."""
     folder = ROOT / os.environ.get("CARGO_TARGET_DIR", "target")
     binaries = [Path(os.environ.get("FOREBAY_TEST_BINARY", folder / "fast/forebay")), folder / "release/forebay"]
     found = [binary.with_name("examples") / "describe" for binary in binaries]
@@ -45,7 +45,7 @@ def program() -> Path:
 
 
 def described(path: Path, cache: Path, *, embedding: bool = False, text_alone: bool = False) -> dict[str, Any]:
-    """The model in a directory or a GGUF file, with the places of its weights. Raises ModelError."""
+    """The description of a model directory or GGUF file, with the offsets of its weights. Raises ModelError."""
     flags = {"--embedding": embedding, "--text-alone": text_alone}
     command = [str(program()), str(path), str(cache), *(flag for flag, given in flags.items() if given)]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
@@ -56,7 +56,7 @@ def described(path: Path, cache: Path, *, embedding: bool = False, text_alone: b
 
 
 def refused(path: Path, cache: Path, memory: int | None = None) -> str:
-    """The one-line reason why a model can't be described; "": it can. `memory` is a limit in bytes."""
+    """The one-line reason why a model cannot be described; "" if it can. `memory` is a limit in bytes."""
 
     def limit() -> None:
         if memory is not None:
@@ -74,13 +74,13 @@ def _error(text: str) -> str:
 
 
 def shape_of(config: Mapping[str, Any], *, headless: bool = False) -> dict[str, Any]:
-    """The shape of the model of a `config.json`. Raises ModelError, UnsupportedModelError if no hand serves it."""
+    """The shape of a model's `config.json`. Raises ModelError, or UnsupportedModelError if no worker serves it."""
     shape: dict[str, Any] = _asked({"config": config, "headless": headless})["shape"]
     return shape
 
 
 def model_config(config: Mapping[str, Any], *, headless: bool = False) -> ModelConfig:
-    """The configuration of a decoder, as the hand in Python reads it. Raises the errors of `shape_of`."""
+    """The configuration of a decoder as the Python worker reads it. Raises the errors of `shape_of`."""
     found = config_of(shape_of(config, headless=headless))
     assert not isinstance(found, EncoderConfig)
     return found
@@ -89,9 +89,9 @@ def model_config(config: Mapping[str, Any], *, headless: bool = False) -> ModelC
 def handshake_model(
     config: Mapping[str, Any], files: Sequence[str | Path] = (), form: str = "safetensors", **more: Any
 ) -> dict[str, Any]:
-    """The handshake's `model` for a `config.json` and files with weights. `more` are further fields of it.
+    """The handshake's `model` for a `config.json` and weight files; `more` are further fields of it.
 
-    Without `images` it is the text of a model with a tower.
+    Without `images`, a model with a tower is described as a text model.
     """
     named, pooling = [str(path) for path in files], more.get("pooling")
     text_alone = more.get("images") is None
@@ -108,7 +108,7 @@ def handshake_model(
 
 
 def resolved(questions: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The answers of `describe --configs`, which are errors or shapes."""
+    """The answers of `describe --configs`: a shape or an error for each config."""
     asked = "".join(json.dumps(question) + "\n" for question in questions)
     return [json.loads(line) for line in _ask(asked).splitlines()]
 
@@ -139,7 +139,7 @@ def gguf_metadata(path: Path) -> dict[str, Any]:
 
 
 def tokenizer_json(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """The `tokenizer.json` for a GGUF file with this tokenizer metadata. Raises ModelError."""
+    """The `tokenizer.json` for the tokenizer in this GGUF metadata. Raises ModelError."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokenizer.gguf"
         writer = GGUFWriter(path, "llama")

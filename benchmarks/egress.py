@@ -21,7 +21,7 @@ ANSWER = 128
 
 
 def workload(streams: int) -> Workload:
-    """Enough tokens for seconds."""
+    """A workload with enough tokens for some seconds."""
     setting = Setting(model="tiny", streams=streams, context=512)
     return Workload(str(streams), setting, 10, ANSWER, requests=max(2048, 2 * streams))
 
@@ -46,7 +46,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("CPU time of a streamed chunk, by who writes it.", rounds=3)
     flags.add_argument("--streams", type=compare.numbers, default=STREAMS, metavar="N,N")
     chosen = flags.parse_args()

@@ -49,7 +49,7 @@ CLOSE = 0.98
 
 @dataclass(frozen=True)
 class Way:
-    """A way to compute."""
+    """A way to compute embeddings."""
 
     name: str
     dtype: str = "float32"
@@ -57,7 +57,7 @@ class Way:
     onnx: bool = False
 
     def missing(self) -> str | None:
-        """The reason why it can't be measured here; None: it can."""
+        """The reason why this way cannot be measured here; None if it can."""
         return onnx_model.missing() if self.onnx else FOREBAY_CPU.missing()
 
     @property
@@ -76,17 +76,17 @@ WAYS = (
 
 
 def texts_of(name: str) -> list[str]:
-    """Texts whose lengths are spread evenly between a workload's bounds. They are always the same."""
+    """Texts whose lengths are spread evenly between a workload's limits; the same in every run."""
     least, most = LENGTHS[name]
     chance = random.Random(SEED)
     vocabulary = Tokenizer.from_file(str(models.tokenizer_file(models.EMBEDDER))).get_vocab(with_added_tokens=False)
     words = sorted(word for word in vocabulary if word.isascii() and word.isalpha() and len(word) > 1)
-    # A word is a token, and there are two special tokens around them.
+    # Each word is one token, and two special tokens surround them.
     return [" ".join(chance.choices(words, k=chance.randint(least, most) - 2)) for _ in range(TEXTS)]
 
 
 class Client:
-    """Keeps requests of `A_REQUEST` inputs in flight, on a connection each."""
+    """A client that keeps requests of `A_REQUEST` inputs in flight, one a connection."""
 
     def __init__(self, url: str, texts: Sequence[str]) -> None:
         self._address = url.removeprefix("http://")
@@ -136,7 +136,7 @@ def vectors(connection: http.client.HTTPConnection, texts: Sequence[str]) -> lis
 
 
 def peer(way: Way, texts: Sequence[str], *more: str) -> str:
-    """Runs ONNX Runtime on texts; returns what it printed. Raises ServerError."""
+    """Runs ONNX Runtime on texts; returns its output. Raises ServerError."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(list(texts), file)
         file.flush()
@@ -152,21 +152,21 @@ def peer(way: Way, texts: Sequence[str], *more: str) -> str:
 
 
 def peer_vectors(way: Way, texts: Sequence[str]) -> Any:
-    """float32 [texts, size] of ONNX Runtime."""
+    """The vectors of ONNX Runtime, float32 [texts, size]."""
     with tempfile.NamedTemporaryFile(suffix=".npy") as file:
         peer(way, texts, "--vectors", file.name)
         return np.load(file.name)
 
 
 def measure_peer(found: Results, way: Way, number: int) -> None:
-    """Adds a measurement of each workload."""
+    """Adds a measurement of each workload with ONNX Runtime."""
     for name in LENGTHS:
         values = json.loads(peer(way, texts_of(name)))
         add(found, name, way, number, {key: values[key] for key in ("inputs_per_second", "batch")})
 
 
 def measure_server(found: Results, way: Way, number: int, expected: Any) -> None:
-    """The same, of Forebay; `expected` are vectors of the last workload's first texts; None: nobody else has any."""
+    """Like `measure_peer`, for Forebay. `expected` has vectors to compare with, if ONNX Runtime made any."""
     setting = replace(SETTING, dtype=way.dtype)
     flags = ("--quantization", "w8a8_int8") if way.int8 else ()
     with start(replace(FOREBAY_CPU, flags=flags), setting) as running:
@@ -179,7 +179,7 @@ def measure_server(found: Results, way: Way, number: int, expected: Any) -> None
 
 
 def check(way: Way, running: Running, expected: Any) -> None:
-    """Raises ServerError unless the vectors are those of the same model."""
+    """Raises ServerError unless the vectors are close to those of the same model."""
     texts = texts_of(list(LENGTHS)[-1])[: len(expected)]
     found = np.stack(vectors(http.client.HTTPConnection(running.url.removeprefix("http://")), texts))
     least = float((found * expected).sum(1).min())
@@ -195,7 +195,7 @@ def add(found: Results, workload: str, way: Way, number: int, values: dict[str, 
 
 @table_of("embedding_rate")
 def table(found: Results) -> str:
-    """Inputs a second by the length of texts; the ratios are of the first row of each workload to the others."""
+    """Inputs a second by the length of texts; ratios compare each workload's first row with the others."""
     head = ["texts", "computed by", "inputs/s", "forebay / this", "inputs a batch"]
     rows = []
     for workload in found.workloads():
@@ -209,7 +209,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     chosen = compare.parser("Embeddings a second at saturation.", rounds=3).parse_args()
     models.build_embedder(force=False)
     found = records.new("embedding_rate", chosen.rounds)

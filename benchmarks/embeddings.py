@@ -26,10 +26,10 @@ from benchmarks.servers import chosen as choose
 SERVERS = ["forebay-sim", "forebay-sim-inline", "forebay", "vllm"]
 RATES = [1, 2, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32]
 SIM_RATES = [100, 300, 600, 800, 1000, 1200, 1400, 1600, 2000]
-"""Rates for the simulated device: far more than a processor's arithmetic allows."""
+"""Rates for the simulated device, far beyond those of real arithmetic."""
 INPUT = 500
 SECONDS = 10
-"""The seconds for which each rate is kept up."""
+"""Seconds for which each rate lasts."""
 TOO_SLOW_MS = 1000.0
 SETTING = Setting(model=models.EMBEDDER, streams=256, context=512, step_tokens=2048, dtype="float32", pooling=True)
 
@@ -98,7 +98,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Embeddings at rising rates.", rounds=1)
     compare.add_servers(flags, SERVERS)
     flags.add_argument("--rates", type=compare.numbers, metavar="N,N", help="requests a second, of every server")

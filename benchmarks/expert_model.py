@@ -38,7 +38,7 @@ def path() -> Path:
 
 
 def blocks(random: np.random.Generator, *shape: int) -> Bytes:
-    """A random matrix, or several, as Q4_0; outputs are about as large as inputs."""
+    """A random matrix, or several, in Q4_0; outputs are about as large as inputs."""
     made = random.integers(0, 256, (*shape[:-1], shape[-1] // _SHARED, _BLOCK), np.uint8)
     scale = np.array([1 / (_DEVIATION * np.sqrt(shape[-1]))], np.float16)
     made[..., :2] = scale.view(np.uint8)
@@ -51,7 +51,7 @@ def build() -> Path:
 
 
 def made_once(target: Path, name: str, write: Callable[[Path], None]) -> Path:
-    """Creates a file with `write` if it is missing, and SmolLM2's tokenizer for a model of that name."""
+    """Creates a file with `write` if it is missing, and SmolLM2's tokenizer for the model `name`."""
     tokenizer = models.tokenizer_file(name)
     if not tokenizer.is_file():
         tokenizer.parent.mkdir(parents=True, exist_ok=True)
@@ -60,10 +60,10 @@ def made_once(target: Path, name: str, write: Callable[[Path], None]) -> Path:
 
 
 def once(target: Path, write: Callable[[Path], None]) -> Path:
-    """Makes a file by `write` if it is missing."""
+    """Creates a file with `write` if it is missing."""
     if not target.is_file():
         target.parent.mkdir(parents=True, exist_ok=True)
-        # A file of this name is whole.
+        # The final name is given to complete files only.
         made = target.with_suffix(".made")
         write(made)
         made.rename(target)

@@ -27,13 +27,13 @@ ANSWER = 64
 
 
 def with_file(command: list[str], other: str) -> list[str]:
-    """A server's command, with the file instead of another model."""
+    """A server's command with this file as its model."""
     return [str(expert_model.path()) if word == other else word for word in command]
 
 
 @dataclass(frozen=True)
 class OurExperts(Forebay):
-    """Forebay with the file."""
+    """Forebay with the GGUF file."""
 
     def command(self, setting: Setting, port: int) -> list[str]:
         return with_file(super().command(setting, port), str(models.directory(setting.model)))
@@ -41,7 +41,7 @@ class OurExperts(Forebay):
 
 @dataclass(frozen=True)
 class TheirExperts(Llama):
-    """llama.cpp's server with the same file."""
+    """llama.cpp's server with the same GGUF file."""
 
     def command(self, setting: Setting, port: int) -> list[str]:
         return with_file(super().command(setting, port), str(models.gguf_file(setting.model)))
@@ -77,7 +77,7 @@ def workloads(concurrency: Sequence[int]) -> list[Workload]:
 
 
 def measure(found: Results, server: Server, listed: Sequence[Workload], number: int) -> None:
-    """One round of a server."""
+    """Measures one round of a server."""
     if reason := server.missing():
         found.skipped[server.name] = reason
         return
@@ -93,7 +93,7 @@ def measure(found: Results, server: Server, listed: Sequence[Workload], number: 
 
 @table_of("experts")
 def table(found: Results) -> str:
-    """A row for each workload: tokens a second of every server, and the ratios of the first server to the others."""
+    """A row for each workload: tokens a second of every server, and the ratios of the first one to the others."""
     servers = list(dict.fromkeys(run.server for run in found.runs))
     first = servers[0]
     head = ["workload", *(f"{server}, tokens/s" for server in servers)]
@@ -108,7 +108,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("A mixture of experts on the CPU.", rounds=2)
     flags.add_argument("--servers", default=" ".join(SERVERS), help="default: %(default)s")
     flags.add_argument("--concurrency", type=compare.numbers, default=list(CONCURRENCY), metavar="N,N")

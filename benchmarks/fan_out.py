@@ -41,7 +41,7 @@ def once() -> dict[int, dict[str, float]]:
 
 @table_of("fan_out")
 def table(found: Results) -> str:
-    """Microseconds of the engine's thread a step, by ranks."""
+    """Microseconds of the engine thread a step, by the number of ranks."""
     head = ["ranks", "plan to all us", "results of all us", "us a further rank"]
     keys = ("submit_us", "collect_us", "more_us_a_rank")
     rows = [
@@ -53,7 +53,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     chosen = compare.parser("Time how plans go to ranks.", rounds=5).parse_args()
     found = records.new("fan_out", chosen.rounds)
     for round_ in range(1, chosen.rounds + 1):

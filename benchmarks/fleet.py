@@ -48,7 +48,7 @@ class Fleet:
 
     name: str
     names: tuple[str, ...]
-    """The models that it lists."""
+    """The models that the server lists."""
 
     def command(self, port: int) -> list[str]:
         """The program and its arguments."""
@@ -67,7 +67,7 @@ class Fleet:
         ]
 
     def rest(self, port: int, model: str) -> None:
-        """Has a model leave the memory, in the way that makes its return quickest. Returns once it has left."""
+        """Unloads a model in the way that makes its return quickest. Returns once it has left."""
         if self.name == "forebay":
             ask(port, "POST", f"/sleep?level=1&model={model}", {})
             return
@@ -80,7 +80,7 @@ class Fleet:
 
 
 def state(port: int, model: str) -> str:
-    """The state of a model in the list of llama-server."""
+    """The state of a model in llama-server's list."""
     listed = ask(port, "GET", "/models", None)["data"]
     return str(next(one["status"]["value"] for one in listed if one["id"] == model))
 
@@ -125,7 +125,7 @@ def first_token(port: int, model: str) -> float:
 
 
 def resident_gb(pid: int) -> float:
-    """The sum of PSS of a process and of all below it, in GB."""
+    """The sum of PSS of a process and its descendants, in GB."""
     total = 0
     for stat in below(pid, processes()):
         lines = Path(f"/proc/{stat.pid}/smaps_rollup").read_text(encoding="utf-8").splitlines()
@@ -134,7 +134,7 @@ def resident_gb(pid: int) -> float:
 
 
 def largest_gap(port: int, *, load: bool) -> float:
-    """The largest gap in milliseconds between tokens of eight streams while a request names the other model."""
+    """The largest gap in milliseconds between tokens of eight streams, while a request loads the other model."""
     times: list[list[float]] = [[] for _ in range(STREAMS)]
     threads = [threading.Thread(target=stream, args=(port, SMALL, TOKENS, found)) for found in times]
     for thread in threads:
@@ -150,7 +150,7 @@ def largest_gap(port: int, *, load: bool) -> float:
 
 
 def once(fleet: Fleet) -> dict[str, Any]:
-    """One measurement, in fresh processes. Raises ServerError."""
+    """Runs one measurement in fresh processes. Raises ServerError."""
     port = free_port()
     log = LOGS / f"fleet-{fleet.name}.log"
     with Running.ready(fleet.command(port), {}, port, log, PATIENCE_SECONDS) as running:
@@ -170,7 +170,7 @@ def once(fleet: Fleet) -> dict[str, Any]:
 
 
 def prepare() -> None:
-    """Makes the list of models, and the folder of GGUF files for llama-server."""
+    """Writes the list of models, and the folder of GGUF files for llama-server."""
     models.build(force=False)
     coder.build()
     models.build_embedder(force=False)
@@ -190,7 +190,7 @@ def prepare() -> None:
 
 @table_of("fleet")
 def table(found: Results) -> str:
-    """Seconds to a first token of a model that slept, memory, and gaps of streams beside a load."""
+    """Seconds to the first token of a sleeping model, memory, and gaps of streams beside a load."""
     head = ["server", f"wake {SMALL}, s", f"wake {LARGE}, s", "models", "memory, GB"]
     head += ["largest gap, ms", "beside a load, ms", "ratio"]
     rows = []
@@ -206,7 +206,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     chosen = compare.parser("Several models behind one address.", rounds=5).parse_args()
     if reason := coder.missing():
         raise SystemExit(reason)

@@ -54,7 +54,7 @@ def _write(target: Path) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     if reason := missing():
         raise SystemExit(reason)
     print(build())

@@ -24,9 +24,9 @@ EXPERTS, PER_TOKEN, INNER = 32, 4, 1024
 CONTEXT, WINDOW = 8192, 128
 SEED = 0
 _SHARED, _BIAS = 32, 127
-"""Weights of a block, and the exponent of 1."""
+"""Weights of a block, and the exponent's bias."""
 _DEVIATIONS = {GGMLQuantizationType.MXFP4: 2.93, GGMLQuantizationType.Q8_0: 73.9}
-"""Of codes that are equally likely."""
+"""Standard deviations of random codes."""
 
 
 def path() -> Path:

@@ -273,7 +273,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     asked = compare.parser("Where the microseconds of a hand's host side go.", rounds=5).parse_args()
     found = records.new("hand_host", asked.rounds)
     with absent_gpu() as device:

@@ -36,7 +36,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Host ceiling: streamed chat on a nearly free model.", rounds=3)
     compare.add_servers(flags, SERVERS)
     flags.add_argument("--streams", type=compare.numbers, default=STREAMS, metavar="N,N")

@@ -186,7 +186,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     asked = compare.parser("What the host tier gives and costs.", rounds=5).parse_args()
     found = records.new("host_tier", asked.rounds)
     models.build(force=False)

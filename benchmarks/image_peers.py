@@ -235,7 +235,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Images at once, beside vLLM on the same model.", rounds=3)
     compare.add_servers(flags, ["forebay", "vllm"])
     chosen = flags.parse_args()

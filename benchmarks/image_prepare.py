@@ -125,7 +125,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     chosen = compare.parser("Compare how fast images are prepared.", rounds=9).parse_args()
     # The last core, since interrupts go to the first. Child processes inherit it.
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})

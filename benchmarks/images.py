@@ -245,7 +245,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Gaps between the tokens of streams while images come in.", rounds=3)
     chosen = flags.parse_args()
     found = records.new("images", chosen.rounds)

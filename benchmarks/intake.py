@@ -264,7 +264,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Gaps between the tokens of streams while large requests come in.", rounds=3)
     chosen = flags.parse_args()
     found = records.new("intake", chosen.rounds)

@@ -117,7 +117,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Keys and values of 8 bits beside bfloat16.", rounds=5)
     flags.add_argument("--models", default=f"smollm2 {coder.NAME}", help="default: %(default)s")
     flags.add_argument("--text", type=Path, default=accuracy.EXCERPT, help="GSM8K's test.jsonl, for perplexities")

@@ -110,7 +110,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("GGUF files with layers of several kinds, beside llama.cpp.", rounds=3)
     flags.add_argument("--files", default=" ".join(FILES), help="default: %(default)s")
     flags.add_argument("--concurrency", type=compare.numbers, default=list(CONCURRENCY), metavar="N,N")

@@ -114,7 +114,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     asked = compare.parser("LLM.generate beside the load generator.", rounds=3).parse_args()
     models.build(force=False)
     found = records.new("llm", asked.rounds)

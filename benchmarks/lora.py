@@ -123,7 +123,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags: Any = compare.parser("Adapters beside the base.", rounds=3)
     chosen = flags.parse_args()
     models.build(force=False)

@@ -65,7 +65,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     chosen = compare.parser("Time masks.", rounds=5).parse_args()
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     masks.build()

@@ -158,7 +158,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("What forms of answers cost.", rounds=3)
     chosen = flags.parse_args()
     found = records.new("masks", chosen.rounds)

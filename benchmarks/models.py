@@ -292,7 +292,7 @@ def default_model() -> Path:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description="Make the models of the benchmarks in benchmarks/.models.")
     parser.add_argument("--force", action="store_true", help="make them again even if they are there")
     made = build(force=parser.parse_args().force)

@@ -77,7 +77,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     chosen = compare.parser(
         "Gaps between the tokens of streams beside large requests, with the hand here and behind an outpost.", rounds=3
     ).parse_args()

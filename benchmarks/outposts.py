@@ -51,7 +51,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     chosen = compare.parser("Time round trips to a hand here and behind an outpost.", rounds=5).parse_args()
     found = records.new("outposts", chosen.rounds)
     for round_ in range(1, chosen.rounds + 1):

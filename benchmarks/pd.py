@@ -124,7 +124,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Streams beside long prompts, with prefill apart from decode and without.", rounds=3)
     flags.add_argument("--only", choices=list(STATES), nargs="+", default=list(STATES), help="servers to measure")
     chosen = flags.parse_args()

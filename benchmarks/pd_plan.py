@@ -106,7 +106,7 @@ ALL = (
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = argparse.ArgumentParser(description="The best split of replicas for a recorded traffic, in virtual time.")
     flags.add_argument("--trace", type=Path, required=True, help="a traffic in Mooncake's format")
     flags.add_argument("--replicas", type=int, nargs="+", choices=list(SPEEDS), default=list(SPEEDS))

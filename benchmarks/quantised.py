@@ -193,7 +193,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("GGUF files in their own bits, beside llama.cpp.", rounds=3)
     flags.add_argument("--model", choices=list(RESULTS), default="smollm2", help="default: %(default)s")
     flags.add_argument("--formats", default=" ".join(FORMATS), help="default: %(default)s")

@@ -200,7 +200,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("How each policy spreads requests over four replicas.", rounds=3)
     keys = [scenario.key for scenario in SCENARIOS]
     flags.add_argument("--only", choices=keys, nargs="+", default=keys, metavar="SCENARIO", help=", ".join(keys))

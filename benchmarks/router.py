@@ -361,7 +361,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Routers in front of simulated backends.", rounds=3)
     keys = [key_of(scene) for scene in SCENES]
     flags.add_argument("--scenes", default=",".join(keys), help="of %(default)s")

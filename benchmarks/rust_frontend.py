@@ -44,7 +44,7 @@ def unpack(wheel: Path, target: Path) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = argparse.ArgumentParser(description="Take vLLM's Rust front end out of the vllm wheel.")
     flags.add_argument("requirements", type=Path)
     flags.add_argument("target", type=Path)

@@ -187,7 +187,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Answers with and without drafts from earlier text.", rounds=3)
     flags.add_argument("--model", default=models.NAMES[1] if coder.missing() else coder.NAME, help="[%(default)s]")
     flags.add_argument(

@@ -141,7 +141,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("From the command to the first token.", rounds=3)
     compare.add_servers(flags, SERVERS)
     asked = flags.parse_args()

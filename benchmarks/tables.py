@@ -76,7 +76,7 @@ def committed(folder: Path) -> dict[str, str]:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = argparse.ArgumentParser(description="Put the committed results into docs/performance.")
     flags.add_argument("--check", action="store_true", help="change nothing; exit 1 if something would change")
     check: bool = flags.parse_args().check

@@ -180,7 +180,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Function calls that are valid and right, by what is asked of them.", rounds=1)
     flags.add_argument("--show", action="store_true", help="print every answer that is not right")
     chosen = flags.parse_args()

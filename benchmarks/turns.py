@@ -198,7 +198,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = argparse.ArgumentParser(description="Short prompts beside long ones, in virtual time.")
     flags.add_argument("--mooncake", type=Path, help="Mooncake's conversation trace, for its throughput")
     flags.add_argument("--output", type=Path, help="the file of the results")

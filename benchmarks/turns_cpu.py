@@ -87,7 +87,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Short prompts beside long ones on the CPU.", rounds=2)
     flags.add_argument("--requests", type=int, default=WORKLOAD.requests, help="the first so many of the trace")
     flags.add_argument("--only", choices=list(STATES), nargs="+", default=list(STATES), help="states to measure")

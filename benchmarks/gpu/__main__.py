@@ -42,7 +42,7 @@ SHARES = {"ceilings": 15, "operators": 45, "steps": 130, "server": 150}
 
 @dataclass(frozen=True)
 class Asked:
-    """The flags, and the time of the end."""
+    """The flags, and the deadline."""
 
     device: str
     shapes: list[str]
@@ -50,28 +50,28 @@ class Asked:
     profiles: Path | None
 
     def late(self) -> bool:
-        """True if nothing more is begun."""
+        """True if no further measurement may begin."""
         return time.monotonic() > self.deadline
 
     @property
     def torch_device(self) -> torch.device:
-        """The place of tensors."""
+        """The device of tensors."""
         return torch.device("cuda" if self.device == "cuda" else "cpu")
 
     @property
     def tiny(self) -> bool:
-        """True for what only tests ask for."""
+        """True for the small sizes of tests."""
         return self.shapes == ["tiny"]
 
 
 def of_ceilings(asked: Asked, found: Results) -> None:
-    """The card's limits, and the host's latency to it."""
+    """Measures the card's limits, and the host's latency to it."""
     for name, values in ceilings.measure(asked.torch_device, 1 / 64 if asked.tiny else 1).items():
         found.runs.append(Run(f"ceilings: {name}", "device", 1, values))
 
 
 def of_operators(asked: Asked, found: Results) -> None:
-    """Operators, shape by shape."""
+    """Measures operators, shape by shape."""
     small = operators.Sizes(((1, 20), (4, 20)), (3, 20, 60), ((0, 16), (20, 8)), (1, 4), (1, 4))
     for shape in asked.shapes:
         sizes = small if shape == "tiny" else operators.Sizes()
@@ -82,7 +82,7 @@ def of_operators(asked: Asked, found: Results) -> None:
 
 
 def of_steps(asked: Asked, found: Results) -> None:
-    """A hand alone."""
+    """Measures a worker alone."""
     for shape in asked.shapes:
         cases = steps.cases_of(shape)
         if asked.late():
@@ -96,7 +96,7 @@ def of_steps(asked: Asked, found: Results) -> None:
 
 
 def of_server(asked: Asked, found: Results) -> None:
-    """A server under load, with made-up weights too."""
+    """Measures a server under load, with dummy weights too."""
     binary = server.binary()
     if binary is None:
         found.skipped["server"] = "there is no binary: make gpu-pack packs one"
@@ -111,7 +111,7 @@ def of_server(asked: Asked, found: Results) -> None:
                 for name, values in server.measure(place, shape, asked.late, asked.profiles):
                     found.runs.append(Run(f"server: {name}", shape, 1, values))
             except (ServerError, OSError, subprocess.SubprocessError) as error:
-                # What was measured before it stays.
+                # The measurements so far are kept.
                 found.skipped[f"rest of the server of {shape}"] = str(error)[-2000:]
 
 
@@ -131,7 +131,7 @@ def release(asked: Asked) -> None:
 
 
 def go_on(options: argparse.Namespace, parts: Sequence[str], seconds: float, found: Results) -> NoReturn:
-    """Measures the other parts in a process in place of this one, which gives back what it has on the device."""
+    """Replaces this process by one that measures the other parts, and so frees all memory on the device."""
     file, onto = tempfile.mkstemp(prefix="forebay-gpu-", suffix=".json")
     os.close(file)
     records.save(found, Path(onto))
@@ -146,14 +146,14 @@ def go_on(options: argparse.Namespace, parts: Sequence[str], seconds: float, fou
 
 
 def earlier(file: Path) -> Results:
-    """The results of the process before, whose file goes."""
+    """Reads and removes the results of the previous process."""
     found = records.from_json(file.read_text())
     file.unlink()
     return found
 
 
 def commit() -> str:
-    """The commit that is measured: git's, or that of the package on a host without git."""
+    """The measured commit: from git, or from the package on a host without git."""
     if "FOREBAY_COMMIT" in os.environ:
         return os.environ["FOREBAY_COMMIT"]
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
@@ -164,7 +164,7 @@ def commit() -> str:
 
 
 def new(name: str, benchmark: str = "gpu") -> Results:
-    """Results of a device, with nothing in them yet."""
+    """Empty results of a device."""
     packages = {"torch": version("torch"), "triton": _triton(), "forebay": forebay(), "commit": commit(), "gpu": name}
     machine = records.machine(Path("/proc/cpuinfo").read_text(), Path("/proc/meminfo").read_text(), packages)
     today = datetime.now(timezone.utc).strftime("%Y-%m-%d")
@@ -172,7 +172,7 @@ def new(name: str, benchmark: str = "gpu") -> Results:
 
 
 def forebay() -> str:
-    """The server's version; empty: there is no server."""
+    """The server's version; empty without a server."""
     binary = server.binary()
     if binary is None:
         return ""
@@ -188,7 +188,7 @@ def _triton() -> str:
 
 
 def device_name(device: str) -> str:
-    """A device's name. Raises `DeviceError` if there is no such device here."""
+    """A device's name. Raises `DeviceError` if it does not exist here."""
     return open_device(device, None).name if device == "cuda" else device
 
 
@@ -212,7 +212,7 @@ def main() -> int:
     share = options.seconds / sum(SHARES[part] for part in options.parts)
     asked = Asked(options.device, options.shapes, begun, options.profiles)
     for number, part in enumerate(options.parts):
-        # What a part does not use is left to the next.
+        # Time that a part does not use is left to the next one.
         asked, dead = replace(asked, deadline=asked.deadline + share * SHARES[part]), False
         try:
             PARTS[part](asked, found)

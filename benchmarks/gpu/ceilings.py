@@ -9,7 +9,7 @@ import torch
 from benchmarks.gpu.clock import captured, host_seconds, seconds
 
 SIDE = 8192
-"""Of the square matrices of the product."""
+"""The side of the product's square matrices."""
 COPY = "copy on the device"
 PRODUCT = "product of {side} x {side} in bfloat16"
 COPIED = 2 << 30
@@ -30,13 +30,13 @@ def measure(device: torch.device, scale: float = 1.0) -> dict[str, dict[str, Any
 
 
 def _copy(device: torch.device, size: int) -> float:
-    """Bytes read and written by a copy on the device, 10^9 a second."""
+    """The bytes that a copy on the device reads and writes, in 10^9 a second."""
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     return 2 * size / seconds(lambda: target.copy_(source), device) / 1e9
 
 
 def _product(device: torch.device, side: int) -> float:
-    # With zeros it would be faster than with real data, since fewer bits switch.
+    # Random data: zeros would be faster, because fewer bits switch.
     left, right = (torch.randn(side, side, device=device).bfloat16() for _ in range(2))
     out = torch.empty_like(left)
     return 2 * side**3 / seconds(lambda: torch.mm(left, right, out=out), device) / 1e12
@@ -53,7 +53,7 @@ def _crossing(device: torch.device, size: int) -> dict[str, dict[str, Any]]:
 
 
 def _host(device: torch.device) -> dict[str, Any]:
-    """The host's time for a kernel and for a graph of one kernel. On a GPU also for an event and a small copy in."""
+    """The host's time to launch a kernel, and a graph of one kernel. On a GPU also an event and a small copy in."""
     x = torch.zeros(64, device=device)
     graph = captured(lambda: x.add_(1), device)
     found: dict[str, Any] = {

@@ -13,15 +13,15 @@ import torch
 
 Work = Callable[[], object]
 CACHE = 256 << 20
-"""More bytes than a card's caches hold."""
+"""More bytes than the caches of any card hold."""
 MOST_COPIES = 32
 
 
 def captured(work: Work, device: torch.device) -> Work:
-    """Work as a graph, without the host's launch time; on other devices than GPUs the work itself."""
+    """Work as a graph, without the host's launch time. On devices without graphs, the work itself."""
     if device.type != "cuda":
         return work
-    # Outside of the capture, since libraries initialise themselves and kernels are compiled.
+    # Run once before the capture, so that libraries are initialized and kernels compiled.
     work()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -31,7 +31,7 @@ def captured(work: Work, device: torch.device) -> Work:
 
 
 def seconds(work: Work, device: torch.device, repeats: int = 10, warm: int = 2) -> float:
-    """Seconds of one call, the median of `repeats`."""
+    """Seconds of one call: the median of `repeats`."""
     for _ in range(warm):
         work()
     if device.type != "cuda":
@@ -47,7 +47,7 @@ def seconds(work: Work, device: torch.device, repeats: int = 10, warm: int = 2) 
 
 
 def host_seconds(work: Work, device: torch.device, repeats: int = 100) -> float:
-    """Seconds that the host takes to launch work, the median of `repeats`; the device has done it before the next."""
+    """Seconds that the host takes to launch work: the median of `repeats`. The device is idle before each."""
     times = []
     for _ in range(repeats):
         times.append(_by_the_host(work))
@@ -64,7 +64,7 @@ def _by_the_host(work: Work) -> float:
 
 @dataclass(frozen=True)
 class Operator:
-    """An operator to measure: `run` number i uses the i-th copy of its inputs."""
+    """An operator to measure: run number i uses the i-th copy of its inputs."""
 
     name: str
     run: Callable[[int], object]
@@ -74,7 +74,7 @@ class Operator:
     flops: float = 0.0
 
     def seconds(self, device: torch.device) -> float:
-        """Seconds of one run, with inputs that no cache holds."""
+        """Seconds of one run, whose inputs are in no cache."""
 
         def all_copies() -> None:
             for number in range(self.copies):
@@ -84,5 +84,5 @@ class Operator:
 
 
 def copies_of(bytes_: float) -> int:
-    """Copies of inputs, so that one is out of the caches when it is used again."""
+    """The number of copies of inputs, so that each copy has left the caches when it is used again."""
     return max(1, min(MOST_COPIES, math.ceil(CACHE / max(bytes_, 1))))

@@ -32,7 +32,7 @@ class Matrix:
 
     @classmethod
     def make(cls, rows: int, inputs: int, kind: str, device: torch.device) -> Matrix:
-        """Random codes."""
+        """Makes a matrix of random codes."""
         group, block, fold = KINDS[kind]
         group = group or inputs
         groups = -(-inputs // group)
@@ -53,9 +53,9 @@ class Matrix:
 def products(
     ops: Kernels, device: torch.device, rows: int, inputs: int, tokens: int
 ) -> Iterator[tuple[str, Callable[[], Operator]]]:
-    """The kinds, and the product of one matrix in each, as a hand computes it there."""
+    """Products of a matrix in each kind, as a worker computes it on this device."""
     for kind in KINDS:
-        # On a CPU these operators are for tests of models, and are not fast enough for every number of tokens.
+        # On a CPU these operators are for tests, and too slow for large numbers of tokens.
         if device.type == "cuda" or kind != "8-bit floats by row":
             yield kind, partial(_product, ops, device, rows, inputs, tokens, kind)
 
@@ -77,7 +77,7 @@ def _product(ops: Kernels, device: torch.device, rows: int, inputs: int, tokens:
 
 
 def experts(ops: Kernels, config: dict[str, Any], device: torch.device, tokens: int) -> Operator | None:
-    """A layer's experts in bfloat16, with tokens that are evenly spread; None: the model has none."""
+    """A layer's experts in bfloat16, with evenly spread tokens; None if the model has none."""
     if "num_experts" not in config:
         return None
     count, each = config["num_experts"], config["num_experts_per_tok"]

@@ -14,7 +14,7 @@ from benchmarks.records import Results
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A limit of a card: where the results have it, and an H200's value."""
+    """A limit of a card: its place in the results, and the H200's value."""
 
     case: tuple[str, str, str]
     h200: float
@@ -38,17 +38,17 @@ class Goal:
     others: str = ""
     more: bool = False
     scale: float = 1.0
-    """From the results' unit to this."""
+    """The factor from the unit of the results to `unit`."""
     bound: Ceiling | None = None
     """The limit of the card to which the time of this case is proportional."""
 
     def measured(self, found: Results) -> float | None:
-        """The median of the results; None: it was not measured."""
+        """The median of the results; None if the case was not measured."""
         value = found.median(*self.case)
         return None if value is None else value * self.scale
 
     def slower(self, found: Results) -> float:
-        """What the measured card is slower by than an H200; 1 where that does not matter, or was not measured."""
+        """How many times slower the card is than an H200; 1 where that does not matter or was not measured."""
         if self.bound is None:
             return 1.0
         value = found.median(*self.bound.case)

@@ -44,7 +44,7 @@ def tokenizer(size: int) -> Tokenizer:
 
 
 def _merges() -> itertools.chain[tuple[str, str]]:
-    """Pairs of a beginning and its next letter, short ones first, without an end in practice."""
+    """Pairs of a prefix and its next letter, short ones first; practically endless."""
     lengths = (itertools.product((SPACE + LETTERS), *[LETTERS] * (length - 1)) for length in itertools.count(1))
     beginnings = itertools.chain.from_iterable(lengths)
     return itertools.chain.from_iterable(

@@ -36,7 +36,7 @@ class Heads:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Heads:
-        """Of a model's `config.json`."""
+        """The sizes in a model's `config.json`."""
         return cls(
             config["hidden_size"],
             config["intermediate_size"],
@@ -48,14 +48,14 @@ class Heads:
 
 @dataclass(frozen=True)
 class Sizes:
-    """The measured cases of a shape. Tests have fewer."""
+    """The cases to measure for a shape; tests have fewer."""
 
     decodes: tuple[tuple[int, int], ...] = ((1, 512), (1, 4096), (1, 32768), (64, 512), (64, 4096), (256, 1536))
-    """Rows, and positions of each."""
+    """The number of rows, and the positions of each."""
     among: tuple[int, int, int] = (63, 512, 32768)
-    """Short rows, positions of each, and those of one long row among them."""
+    """The number of short rows, the positions of each, and those of one long row among them."""
     chunks: tuple[tuple[int, int], ...] = ((0, 2048), (4096, 512), (30720, 2048))
-    """Positions before, and tokens."""
+    """Positions before the chunk, and tokens in it."""
     tokens: tuple[int, ...] = (1, 64, 2048)
     rows: tuple[int, ...] = (1, 64, 256)
 
@@ -63,7 +63,7 @@ class Sizes:
 def measure(
     config: dict[str, Any], device: torch.device, sizes: Sizes, late: Callable[[], bool]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and microseconds of operators, one by one, with GB/s and TFLOP/s. Stops once `late()` is true."""
+    """Measures operators one by one: names, microseconds, GB/s and TFLOP/s. Stops once `late()` is true."""
     heads = Heads.of(config)
     for make in _operators(heads, config, device, sizes):
         if late():
@@ -81,7 +81,7 @@ def measure(
 def _operators(
     heads: Heads, config: dict[str, Any], device: torch.device, sizes: Sizes
 ) -> Iterator[Callable[[], Operator | None]]:
-    """Makers of operators: each holds its memory only while it is measured."""
+    """Functions that make the operators: each operator holds memory only while it is measured."""
     ops, vocabulary = kernels(), config["vocab_size"]
     cases = [[(positions - 1, 1)] * rows for rows, positions in sizes.decodes]
     short, each, long = sizes.among
@@ -115,7 +115,7 @@ def matrices(heads: Heads) -> list[tuple[str, int, int]]:
 
 @dataclass(frozen=True)
 class Paged:
-    """Rows (start, length) on pages in random order, in more copies than the caches hold."""
+    """Rows (start, length) on pages in random order, with more copies than the caches hold."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -166,7 +166,7 @@ def _case(rows: list[tuple[int, int]]) -> str:
 
 
 def attention(ops: Kernels, heads: Heads, device: torch.device, rows: list[tuple[int, int]]) -> Operator:
-    """Our attention."""
+    """Forebay's attention."""
     paged, scale = Paged.make(heads, device, rows), heads.dim**-0.5
     return Operator(
         f"attention, {_case(rows)}",
@@ -178,7 +178,7 @@ def attention(ops: Kernels, heads: Heads, device: torch.device, rows: list[tuple
 
 
 def flash(heads: Heads, device: torch.device, rows: list[tuple[int, int]]) -> Operator | None:
-    """FlashAttention 3 on the same pages; None: it is not installed."""
+    """FlashAttention 3 on the same pages; None if it is not installed."""
     if device.type != "cuda" or why_not_fa3(device, torch.bfloat16):
         return None
     paged, backend = Paged.make(heads, device, rows), FlashAttention()
@@ -248,9 +248,9 @@ def _greedy(ops: Kernels, vocabulary: int, device: torch.device, rows: int) -> O
 
 
 def _draw(ops: Kernels, vocabulary: int, device: torch.device, rows: int) -> Operator:
-    """All rows with a temperature, `top_k` and `top_p`."""
+    """Sampling for rows that all have a temperature, `top_k` and `top_p`."""
     copies = copies_of(4.0 * rows * vocabulary)
-    # Like a model's: some tokens are far likelier than others.
+    # Like a model's logits, where some tokens are far likelier than others.
     logits = 4 * torch.randn(copies, rows, vocabulary, device=device)
     tokens = torch.zeros(rows, dtype=torch.int64, device=device)
     wishes = Wishes(

@@ -56,16 +56,16 @@ class Peer(ABC):
 
     @abstractmethod
     def missing(self, place: Place) -> str | None:
-        """The reason why it can't be measured here; None: it can."""
+        """The reason why this peer cannot be measured here; None if it can."""
 
     @abstractmethod
     def measure(self, place: Place, folder: Path, loads: Sequence[Load]) -> dict[str, dict[str, Any]]:
-        """Values of each load. Raises `ServerError`, `OSError` or `SubprocessError`."""
+        """Measures each load. Raises `ServerError`, `OSError` or `SubprocessError`."""
 
 
 @dataclass(frozen=True)
 class Served(Peer):
-    """A server."""
+    """A peer that is a server."""
 
     vllm: bool = False
 
@@ -125,7 +125,7 @@ PEERS: tuple[Peer, ...] = (
 
 
 def compare(found: Results, place: Place, shape: str, deadline: float) -> None:
-    """Every peer in turn, round by round, while there is time."""
+    """Measures every peer in turn, round by round, while there is time."""
     folder = made_up.write(place.folder / shape, SHAPES[shape])
     for peer in PEERS:
         reason = peer.missing(place)
@@ -151,7 +151,7 @@ def compare(found: Results, place: Place, shape: str, deadline: float) -> None:
 
 @table_of("gpu_peers")
 def table(found: Results) -> str:
-    """Tokens a second by load, and Forebay's by each peer's of the same round."""
+    """Tokens a second by load, and the ratio of Forebay's to each peer's in the same round."""
     rows = []
     for workload in found.workloads():
         for name in found.servers(workload):

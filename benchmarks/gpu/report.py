@@ -56,7 +56,7 @@ def rows_of(runs: Sequence[tuple[str, Run]], keys: Sequence[str]) -> list[list[s
 
 
 def of_ceilings(found: Results) -> str:
-    """Limits."""
+    """The table of the card's limits."""
     keys = {
         "gbps": "GB/s",
         "tflops": "TFLOP/s",
@@ -70,7 +70,7 @@ def of_ceilings(found: Results) -> str:
 
 
 def of_steps(found: Results) -> str:
-    """Steps by shape."""
+    """The table of steps, by shape."""
     keys = {
         "step_p50": "us",
         "tokens_a_second": "tokens/s",
@@ -96,7 +96,7 @@ def of_steps(found: Results) -> str:
 
 
 def of_server(found: Results) -> str:
-    """Loads by shape, and what the hand wrote down."""
+    """The table of loads by shape, and of the worker's recordings."""
     keys = {
         "request_throughput": "req/s",
         "output_throughput": "tokens/s",
@@ -125,7 +125,7 @@ def told(values: dict[str, Any]) -> str:
 
 
 def of_operators(found: Results) -> str:
-    """Operators by shape, with the share of a copy's bandwidth."""
+    """The table of operators by shape, with the share of a copy's bandwidth."""
     copy = found.median(f"ceilings: {COPY}", "device", "gbps")
     tables = []
     for shape, runs in by_shape(runs_of(found, "operators")).items():
@@ -139,7 +139,7 @@ def of_operators(found: Results) -> str:
 
 
 def by_shape(runs: Sequence[tuple[str, Run]]) -> dict[str, list[tuple[str, Run]]]:
-    """In the order they were measured."""
+    """The workloads by shape, in the order of measurement."""
     found: dict[str, list[tuple[str, Run]]] = {}
     for case, run in runs:
         found.setdefault(run.server, []).append((case, run))

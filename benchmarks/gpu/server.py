@@ -36,7 +36,7 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Load:
-    """Requests of `prompt` tokens and `answer` more, `streams` of them at a time."""
+    """Requests of `prompt` tokens with answers of `answer` tokens, `streams` at a time."""
 
     streams: int
     requests: int
@@ -45,7 +45,7 @@ class Load:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name in tables."""
         lengths = f"{self.prompt}/{self.answer}"
         if self.streams >= self.requests:
             return f"all {self.requests} at once, {lengths}"
@@ -62,7 +62,7 @@ LOADS: dict[str, tuple[Load, ...]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a server."""
+    """Where a server runs."""
 
     binary: Path
     device: str
@@ -72,12 +72,12 @@ class Place:
     """The device's name, for profiles."""
 
     def flags(self) -> list[str]:
-        """The flags of this device."""
+        """The server's flags for this device."""
         return ["--device", self.device, *(["--max-total-tokens", "16384"] if self.device != "cuda" else [])]
 
 
 def binary() -> Path | None:
-    """The server to measure; None: there is none. `scripts/gpu.py` names the binary that it unpacked."""
+    """The server to measure; None if there is none. `scripts/gpu.py` names the binary that it unpacked."""
     found = Path(os.environ.get("FOREBAY_TEST_BINARY", Path(__file__).resolve().parents[2] / ".venv/bin/forebay"))
     return found if found.is_file() else None
 
@@ -85,7 +85,7 @@ def binary() -> Path | None:
 def measure(
     place: Place, shape: str, late: Callable[[], bool], profiles: Path | None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Values of every load of a shape, one by one, and of the recording. Stops once `late()` is true.
+    """Measures every load of a shape one by one, and its recording. Stops once `late()` is true.
 
     `profiles` gets the profile for `forebay sim`. Raises `ServerError`, `OSError` or `SubprocessError`.
     """
@@ -108,7 +108,7 @@ def measure(
 
 
 def serve(place: Place, folder: Path, loads: Sequence[Load], flags: Sequence[str]) -> list[str]:
-    """The command of a server that has room for these loads."""
+    """The command of a server with room for these loads."""
     rows = min(512, max(load.streams for load in loads))
     context = max(load.prompt + load.answer for load in loads) + 64
     return [
@@ -116,14 +116,14 @@ def serve(place: Place, folder: Path, loads: Sequence[Load], flags: Sequence[str
         *("--port", str(free_port()), "--python", sys.executable, "--dtype", "bfloat16", *place.flags()),
         *("--context-length", str(context), "--max-running-requests", str(rows), "--max-queued-requests", "4096"),
         *("--disable-radix-cache", "--log-level", "warn", "--log-interval", "0"),
-        # Whatever ends the benchmark, no server keeps the memory of the GPU.
+        # The server ends with the benchmark in any case, and frees the GPU's memory.
         *("--parent", str(os.getpid())),
         *flags,
     ]
 
 
 def ask(place: Place, backend: str, folder: Path, load: Load, running: Running) -> dict[str, Any]:
-    """Sends a load to a running server, with the load generator of `forebay`."""
+    """Runs a load against a running server, with Forebay's load generator."""
     output = place.folder / "run.jsonl"
     output.unlink(missing_ok=True)
     command = [
@@ -139,7 +139,7 @@ def ask(place: Place, backend: str, folder: Path, load: Load, running: Running) 
 
 
 def gaps(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """Percent of the time of decode steps that is before them, by rows; None: there were no such steps."""
+    """The time before decode steps as a percentage of theirs, by rows; None without such steps."""
 
     def percent(least: int, most: int) -> float | None:
         steps = [

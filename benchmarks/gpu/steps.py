@@ -42,7 +42,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name in tables."""
         return f"prefill {self.length}" if self.length > 1 else f"decode {self.rows} x {self.start}"
 
 
@@ -55,13 +55,13 @@ TINY_CASES = (Case(1, 20, 1, 4), Case(4, 20, 1, 4), Case(1, 0, 16, 2))
 
 
 def cases_of(shape: str) -> Sequence[Case]:
-    """The steps of a shape."""
+    """The steps to measure for a shape."""
     return TINY_CASES if shape == "tiny" else CASES
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Microseconds, except for shares and other units in names."""
+    """Values in microseconds, except for shares and names with other units."""
 
     case: str
     tokens_a_second: float
@@ -71,15 +71,15 @@ class Measured:
     gap_p50: float
     gap_p99: float
     gap_percent: float
-    """The share of gaps between two steps."""
+    """The share of the time that gaps between two steps take."""
     kernels_us: float | None
-    """The time of a step in which kernels run; None: no profiler for this device."""
+    """Microseconds of a step in which kernels run; None without a profiler for this device."""
     idle_percent: float | None
     """The share of a step in which no kernel runs."""
 
 
 def runner_of(shape: str, device: str, cases: Sequence[Case]) -> ModelRunner:
-    """A hand with room for every case, if the device has it. Weights are made up."""
+    """A worker with room for every case that the device can hold. Its weights are made up."""
     longest = max(case.start + case.length + case.steps + PROFILED + WARM for case in cases)
     rows = max(case.rows for case in cases)
     model = handshake_model(SHAPES[shape])
@@ -98,7 +98,7 @@ def runner_of(shape: str, device: str, cases: Sequence[Case]) -> ModelRunner:
 
 
 def plans(runner: ModelRunner, case: Case) -> Iterator[Plan]:
-    """Endless plans: the first one writes the slots, and each continues where the previous one ended."""
+    """Endless plans: the first one writes the slots, and each one continues where the previous one ended."""
     size = runner.config.page_size
     numbers = np.arange(case.rows)
     total = case.start + case.length + (case.steps + PROFILED + WARM if case.length == 1 else 0)
@@ -119,7 +119,7 @@ def plans(runner: ModelRunner, case: Case) -> Iterator[Plan]:
         else:
             yield Plan(rows=rows).staged()
         first = False
-        # A prompt is computed again and again: it overwrites pages with the same values.
+        # A prompt is computed repeatedly: it overwrites its pages with the same values.
         start += case.length == 1
 
 
@@ -130,7 +130,7 @@ def fits(runner: ModelRunner, case: Case) -> bool:
 
 
 def run(runner: ModelRunner, planned: Iterator[Plan], steps: int) -> tuple[list[float], list[tuple[int, int]]]:
-    """Microseconds of the host per launch, and (device, gap) of each step; two are in flight."""
+    """The host's microseconds for each launch, and (device, gap) of each step; two steps are in flight."""
     host, timing = [], []
     flying: deque[Launched] = deque()
     for number in range(steps):
@@ -145,7 +145,7 @@ def run(runner: ModelRunner, planned: Iterator[Plan], steps: int) -> tuple[list[
 
 
 def measure(runner: ModelRunner, case: Case) -> Measured:
-    """One case, warm, without what the profiler tells."""
+    """Measures one case, warm, without the profiler."""
     planned = plans(runner, case)
     run(runner, planned, WARM)
     host, timing = run(runner, planned, case.steps)
@@ -168,7 +168,7 @@ def measure(runner: ModelRunner, case: Case) -> Measured:
 
 
 def profiled(runner: ModelRunner, case: Case, measured: Measured) -> Measured:
-    """With the times of kernels, of steps in the middle of those that were measured.
+    """Adds the times of kernels, from some steps in the middle of those measured.
 
     A process that was profiled once launches slowly from then on.
     """
@@ -209,7 +209,7 @@ def kernels_among(events: Iterable[tuple[str, float, float]]) -> list[Kernel]:
 
 
 def busy_us(kernels: Iterable[Kernel]) -> float:
-    """The time in which any kernel runs. A kernel with an early launch counts while it waits for the one before it."""
+    """The time in which any kernel runs. A kernel that was launched early counts while it waits for the one before."""
     total = end = 0.0
     for kernel in sorted(kernels, key=lambda kernel: kernel.begin):
         behind = max(end, kernel.begin + kernel.us)
@@ -233,7 +233,7 @@ class Shape:
 
 
 def measure_shape(shape: str, device: str, cases: Sequence[Case], deadline: float) -> Shape:
-    """All cases of a shape for which there is time and memory."""
+    """Measures all cases of a shape for which there is time and memory."""
     begun = time.monotonic()
     runner = runner_of(shape, device, cases)
     loaded, free = time.monotonic(), runner.device.available_bytes()

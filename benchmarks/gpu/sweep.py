@@ -39,9 +39,9 @@ from forebay.gpu.kernels.shape import Shape, Tiles
 COMPILERS = 12
 SMALL, LARGE = "Qwen3-0.6B", "Qwen3-8B"
 DECODES = ((1, 512), (1, 4096), (1, 32768), (17, 4096), (64, 512), (64, 4096), (256, 1536))
-"""Rows, and positions of each."""
+"""The number of rows, and the positions of each."""
 CHUNKS = ((0, 2048), (4096, 512), (30720, 2048))
-"""Positions before, and tokens."""
+"""Positions before the chunk, and tokens in it."""
 DECODE_TILES = (
     *(Tiles(16, 64, 4, stages) for stages in (3, 5, 7)),
     *(Tiles(16, 32, 4, stages, 660) for stages in (3, 5, 7)),
@@ -58,15 +58,15 @@ CHAINS = (
 """Combinations of our own products, overlapping kernels, and fused gates."""
 LAYERS = 28
 CROSSINGS, PLAN_WORDS, RESULT_WORDS = 20, 512, 129
-"""As of 64 decode rows."""
+"""Repetitions, and the words of a plan and of results for 64 decode rows."""
 FEW = 16
-"""Tokens of products that cuBLAS may split."""
+"""The number of tokens in products that cuBLAS may split."""
 Job = tuple[str, Callable[[], Operator], Callable[[], AbstractContextManager[Any]]]
-"""A name, the operator, and the change under which it runs."""
+"""A name, the operator, and the setting under which it runs."""
 
 
 def jobs(device: torch.device) -> Iterator[Job]:
-    """All that is measured, what matters most first."""
+    """All measurements, the most important first."""
     ops = kernels()
     for name in (SMALL, LARGE):
         heads = Heads.of(SHAPES[name])
@@ -97,7 +97,7 @@ def jobs(device: torch.device) -> Iterator[Job]:
 
 @contextmanager
 def sums_reduced(allowed: bool) -> Iterator[None]:
-    """Lets cuBLAS add parts of a sum in bfloat16, or forbids it, as a hand does. cuBLAS may then split long sums."""
+    """Allows or forbids cuBLAS to add parts of a sum in bfloat16, as a worker does. It may then split long sums."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
     matmul.allow_bf16_reduced_precision_reduction = allowed
@@ -108,7 +108,7 @@ def sums_reduced(allowed: bool) -> Iterator[None]:
 
 
 def linear(device: torch.device, rows: int, inputs: int, own: bool, tokens: int = 1) -> Operator:
-    """A product of one row, or of few, with a matrix that no cache holds."""
+    """A product of one row, or a few, with a matrix that is in no cache."""
     bytes_ = 2.0 * (rows * inputs + tokens * (rows + inputs))
     copies, ops = copies_of(bytes_), kernels()
     weights = torch.randn(copies, rows, inputs, dtype=torch.bfloat16, device=device)
@@ -118,7 +118,7 @@ def linear(device: torch.device, rows: int, inputs: int, own: bool, tokens: int 
 
 
 def chain(device: torch.device, own: bool, fused: bool = False) -> Callable[[], object]:
-    """The kernels of all layers of a step of one row, in sequence. `own` and `fused` are as in `CHAINS`."""
+    """The kernels of all layers of a one-row step, in sequence. `own` and `fused` are as in `CHAINS`."""
     ops, heads = kernels(), Heads.of(SHAPES[SMALL])
 
     def random(*shape: int) -> torch.Tensor:
@@ -151,7 +151,7 @@ def chain(device: torch.device, own: bool, fused: bool = False) -> Callable[[], 
 
 
 def chains(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Microseconds of chains with and without overlaps."""
+    """Microseconds of chains with and without overlapping kernels."""
     for own, overlapping, fused in CHAINS:
         with patch.object(launch, "overlaps", lambda _, asked=overlapping: asked), torch.inference_mode():
             us = 1e6 * seconds(captured(chain(device, own, fused), device), device)
@@ -182,7 +182,7 @@ def crossing(device: torch.device, mapped: bool) -> Callable[[], object]:
 
 
 def crossings(device: torch.device) -> Iterator[tuple[str, float]]:
-    """Microseconds of a plan and its results, in both ways."""
+    """Microseconds of a plan and its results, with both methods."""
     for mapped in (False, True):
         with torch.inference_mode():
             us = 1e6 * seconds(captured(crossing(device, mapped), device), device) / CROSSINGS
@@ -190,7 +190,7 @@ def crossings(device: torch.device) -> Iterator[tuple[str, float]]:
 
 
 def compile_share(device: torch.device, share: int, deadline: float) -> None:
-    """Compiles what one of several processes compiles."""
+    """Compiles this process's share of the kernels."""
     with torch.inference_mode():
         for number, (_, make, change) in enumerate(jobs(device)):
             if number % COMPILERS == share and time.monotonic() < deadline:
@@ -204,7 +204,7 @@ def compile_share(device: torch.device, share: int, deadline: float) -> None:
 
 
 def measure(device: torch.device, deadline: float) -> Iterator[tuple[str, float, float | None]]:
-    """Names, microseconds and GB/s."""
+    """Measures all jobs: names, microseconds and GB/s."""
     for name, us in (*chains(device), *crossings(device)):
         yield name, us, None
     with torch.inference_mode():

@@ -30,7 +30,7 @@ def gaps(kernels: Sequence[Kernel]) -> list[float]:
 
 
 def largest(kernels: Sequence[Kernel], steps_of: int) -> list[tuple[str, float, float]]:
-    """The kernel names with most time: microseconds and launches of each, per step."""
+    """The kernels that take most time: name, microseconds and launches a step."""
     by_name: dict[str, list[float]] = {}
     for kernel in kernels:
         by_name.setdefault(kernel.name, []).append(kernel.us)

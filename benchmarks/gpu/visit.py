@@ -28,7 +28,7 @@ MOST_LOG = 1 << 20
 """Bytes of a part's output that are kept: half from the beginning, half from the end."""
 GRACE_SECONDS = 2.0
 WORTH_SECONDS = 10.0
-"""Nothing is begun with less time left."""
+"""With less time left, no part begins."""
 _LINE = 100
 
 
@@ -38,7 +38,7 @@ class Part:
 
     name: str
     seconds: float
-    """The most that it takes."""
+    """The time limit in seconds."""
     arguments: Sequence[str]
     """The arguments of this interpreter. FOLDER stands for the folder of results."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -48,14 +48,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The end of a part."""
+    """How a part ended."""
 
     name: str
     how: str
-    """`ok`, or what it was instead."""
+    """`ok`, or what went wrong."""
     seconds: float
     last: str
-    """The last line that it printed."""
+    """The last line of the part's output."""
 
     def __str__(self) -> str:
         return f"{self.name:<10} {self.how:<18} {self.seconds:5.0f} s  {self.last[:_LINE]}"
@@ -101,17 +101,17 @@ VISITS: dict[str, tuple[float, Sequence[Part]]] = {
                     *(f"{_DEVICE}/test_{n}.py" for n in ("graphs", "steps", "states", "stored", "sparse")),
                 ),
             ),
-            # It takes most of the memory, so nothing runs beside it.
+            # The test takes most of the memory, so no other part runs at the same time.
             Part("memory", 42, _tests(f"{_DEVICE}/test_memory.py")),
             Part("killed", 46, _tests(f"{_DEVICE}/test_server.py")),
         ),
     ),
 }
-"""The seconds of a visit, and its parts."""
+"""The seconds of each visit, and its parts."""
 
 
 def run(part: Part, folder: Path, seconds: float) -> Outcome:
-    """Runs a part in `seconds` at most, and ends all processes that it has started."""
+    """Runs a part for at most `seconds`, and ends all processes that it started."""
     log = folder / f"{part.name}.log"
     command = [sys.executable, *(word.replace("FOLDER", str(folder)) for word in part.arguments)]
     begun = time.monotonic()
@@ -143,7 +143,7 @@ def visit(parts: Sequence[Part], folder: Path, seconds: float, say: Callable[[st
 
 
 def join(folder: Path, parts: Sequence[Part]) -> records.Results | None:
-    """The results of all parts as one; None: there are none."""
+    """Joins the results of all parts; None without results."""
     found: records.Results | None = None
     for part in parts:
         path = folder / f"{part.name}.json"

@@ -124,7 +124,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Our load generator against others, on the same server.", rounds=5)
     chosen = flags.parse_args()
     names, skipped = clients()

@@ -87,7 +87,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Two builds in turns.", rounds=7)
     flags.add_argument("--old", type=Path, required=True, help="the other build's binary")
     flags.add_argument("--new", type=Path, default=FOREBAY, help="[%(default)s]")

@@ -73,7 +73,7 @@ def differences(one: list[Json], other: list[Json]) -> tuple[list[int], list[int
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     parser = argparse.ArgumentParser(description="Compare GSM8K's answers of one rank and of several.")
     parser.add_argument("--data-path", type=Path, required=True, metavar="FILE", help="GSM8K's test.jsonl")
     parser.add_argument("--train-path", type=Path, required=True, metavar="FILE", help="GSM8K's train.jsonl")

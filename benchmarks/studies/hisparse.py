@@ -147,7 +147,7 @@ def arms(setting: Setting) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = argparse.ArgumentParser(description="What sparse decoding from host memory is worth, in simulated time.")
     flags.add_argument("--quick", action="store_true", help="an eighth of the traffic")
     part = 8 if flags.parse_args().quick else 1

@@ -46,7 +46,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Collect criterion's estimates.", rounds=1)
     chosen = flags.parse_args()
     found = records.new("micro", chosen.rounds)

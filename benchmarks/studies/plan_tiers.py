@@ -55,7 +55,7 @@ def row(ratio: float, found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = argparse.ArgumentParser(description="What a host tier is worth for a recorded traffic.")
     flags.add_argument("--trace", type=Path, required=True)
     flags.add_argument("--sim-profile", default="h100-llama-3.1-8b")

@@ -90,7 +90,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("Where the CPU time of a streamed token goes.", rounds=1)
     flags.add_argument("--streams", type=int, default=STREAMS)
     chosen = flags.parse_args()

@@ -108,7 +108,7 @@ def table(found: Results) -> str:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = compare.parser("What TLS costs.", rounds=7)
     asked = flags.parse_args()
     found = records.new("tls", asked.rounds)

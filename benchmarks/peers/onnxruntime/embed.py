@@ -67,7 +67,7 @@ def rate(embedder: Embedder, texts: Iterator[str], in_flight: int, batch: int, s
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = argparse.ArgumentParser()
     for name in ("model", "tokenizer", "texts"):
         flags.add_argument(f"--{name}", type=Path, required=True)

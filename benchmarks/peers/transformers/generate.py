@@ -24,7 +24,7 @@ PAGE = 256
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command line."""
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("--model", required=True)
     flags.add_argument("--way", choices=("static", "continuous"), required=True)
