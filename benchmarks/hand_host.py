@@ -61,7 +61,7 @@ class Case:
     penalty: float = 1.0
 
     def floats(self) -> list[float]:
-        """A slot's sampling parameters."""
+        """Sampling parameters of each slot."""
         found = [0.0] * len(SlotFloats)
         found[SlotFloats.TEMPERATURE], found[SlotFloats.TOP_P] = self.temperature, 1.0
         found[SlotFloats.REPETITION_PENALTY] = self.penalty
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def slots(self) -> int:
-        """Slots in use."""
+        """The number of slots in use."""
         return self.rows + bool(self.chunk)
 
 
@@ -83,22 +83,22 @@ CASES = [
 
 
 class Clock:
-    """An event that is reached at once."""
+    """An event that has always happened."""
 
     def __init__(self) -> None:
         self.ns = time.perf_counter_ns()
 
     def wait(self) -> None:
-        """Nothing is to be waited for."""
+        """Returns at once."""
 
     def since(self, earlier: Event) -> int:
-        """Microseconds."""
+        """Microseconds since an earlier event."""
         assert isinstance(earlier, Clock)
         return (self.ns - earlier.ns) // 1000
 
 
 class AbsentGpu(CudaDevice):
-    """CUDA's device with host memory. Work that a graph has recorded is not repeated."""
+    """CUDA's device with host memory. The work of a captured graph is not repeated."""
 
     torch_device = torch.device("cpu")
 
@@ -129,18 +129,18 @@ class AbsentGpu(CudaDevice):
         return Clock()
 
     def capture(self, work: Work) -> Work:
-        # On the host's processors the largest graphs would take minutes.
+        # The replay does nothing: on the host's processors, large graphs would take minutes.
         return lambda: None
 
 
 def host_memory(size: int) -> torch.Tensor:
-    """In place of pinned memory."""
+    """Host memory in place of pinned memory."""
     return torch.empty(size, dtype=torch.uint8)
 
 
 @contextmanager
 def absent_gpu() -> Iterator[AbsentGpu]:
-    """Hands that are made meanwhile have this device."""
+    """Within the context, new workers have this device."""
     device = AbsentGpu()
     with (
         patch("forebay.device.cuda.pinned", host_memory),
@@ -159,7 +159,7 @@ class Launches(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # As for the other modes of this project.
+        # The project's other dispatch modes do the same.
         return False
 
     def __torch_dispatch__(
@@ -173,26 +173,26 @@ class Launches(TorchDispatchMode):
 
 @dataclass
 class Times:
-    """Nanoseconds of each part, a number a step."""
+    """Nanoseconds of each part, one number a step."""
 
     parts: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in PARTS})
 
     def add(self, marks: Sequence[int], queued: int) -> None:
-        """Adds the times of a step: before it, and after each part except `queue`, which lies in the third part."""
+        """Adds the times of a step: before it, and after each part but `queue`, which is within the third part."""
         receive, decode, launch, collect, send = (after - before for before, after in pairwise(marks))
         taken = receive, decode, launch - queued, queued, collect, send
         for name, ns in zip(PARTS, taken, strict=True):
             self.parts[name].append(ns)
 
     def values(self) -> dict[str, float]:
-        """Medians of the parts, and of their sum, in microseconds; the sum's 99th percentile too."""
+        """Medians of the parts and of their sum in microseconds, and the sum's 99th percentile."""
         found = {name: float(np.median(ns)) / 1000 for name, ns in self.parts.items()}
         whole = np.sum(list(self.parts.values()), axis=0) / 1000
         return {**found, "all": float(np.median(whole)), "all_p99": float(np.percentile(whole, 99))}
 
 
 class Hand:
-    """A hand's loop, one step at a time, and the brain's end of its socket."""
+    """The loop of a worker, one step at a time, and the scheduler's end of its socket."""
 
     def __init__(self, runner: ModelRunner, device: AbsentGpu) -> None:
         self.runner, self._device = runner, device
@@ -222,7 +222,7 @@ class Hand:
 
 
 def first_plan(case: Case, page_size: int) -> Plan:
-    """New slots, with the pages of their whole contexts."""
+    """A plan of new slots, with the pages of their whole contexts."""
     numbers, each = np.arange(case.slots), CONTEXT // page_size
     slots = np.zeros((case.slots, SLOT_WORDS), np.int32)
     slots[:, SlotRecord.SLOT] = numbers
@@ -234,7 +234,7 @@ def first_plan(case: Case, page_size: int) -> Plan:
 
 
 def step_plan(case: Case, position: int) -> Plan:
-    """Rows at this position. A few of them write a page, since each row does so every sixteenth step."""
+    """A plan of rows at this position. A few rows write a page, since each does so every sixteenth step."""
     rows = np.zeros((case.slots, ROW_WORDS), np.int32)
     rows[:, 0] = np.arange(case.slots)
     rows[:, 1:] = position, 1, FLAG_SAMPLE
@@ -245,8 +245,8 @@ def step_plan(case: Case, position: int) -> Plan:
 
 
 def measure(hand: Hand, case: Case) -> dict[str, float]:
-    """One case, warm."""
-    # More than a socket's buffer holds.
+    """Measures one case, warm."""
+    # This plan is launched directly: it is larger than a socket's buffer.
     hand.runner.launch(first_plan(case, in_process.PAGE).staged()).collect()
     frames = [step_plan(case, position).encode() for position in range(1, 65)]
     with Launches() as launches:

@@ -23,7 +23,7 @@ CONTEXT = 512
 
 
 def workload(streams: int) -> Workload:
-    """Each stream is used at least twice, and there is enough work for several seconds."""
+    """A workload that uses each stream at least twice and takes several seconds."""
     # The tiny model's arithmetic is too short to be divided among threads.
     setting = Setting(model="tiny", streams=streams, context=CONTEXT, threads=1)
     return Workload(str(streams), setting, PROMPT, ANSWER, requests=max(1024, 2 * streams))
@@ -31,7 +31,7 @@ def workload(streams: int) -> Workload:
 
 @table_of("host_ceiling")
 def table(found: Results) -> str:
-    """Streams against servers."""
+    """The table of streams and servers."""
     return servers_table(found, [FOREBAY_SIM.name, FOREBAY_CPU.name], "streams", "output_throughput")
 
 

@@ -31,7 +31,7 @@ FLAGS = ("--enable-hierarchical-cache", "--hicache-ratio", "4")
 CONVERSATIONS = 4
 TURNS = 12
 SHARED = 1024
-"""Tokens of a conversation that exist before its next turn."""
+"""Tokens of a conversation before its next turn."""
 ANSWER = 4
 """Tokens of an answer."""
 
@@ -45,7 +45,7 @@ TURN = Workload(
 WRITE = Workload("write", Setting(model="tiny", streams=64, context=1024, threads=1), 512, 128, requests=1024)
 OVERLOAD = Workload(
     "overload",
-    # Half of the tokens that eight requests have at the end.
+    # The pool holds half of the tokens that eight requests have at the end.
     Setting(model="smollm2", streams=8, context=512, step_tokens=512, threads=1, pool=1300),
     128,
     180,
@@ -55,17 +55,17 @@ OVERLOAD = Workload(
 
 
 def real(name: str, *flags: str) -> Forebay:
-    """A server with the real hand and a prefix cache."""
+    """A server with a real worker and a prefix cache."""
     return replace(FOREBAY_CPU, name=name, prefix_cache=True, flags=flags)
 
 
 def simulated(name: str, *flags: str) -> Forebay:
-    """The same with a simulated device."""
+    """A server with a simulated device and a prefix cache."""
     return replace(FOREBAY_SIM, name=name, prefix_cache=True, flags=flags)
 
 
 def metrics(running: Running) -> dict[str, float]:
-    """Every number of /metrics, by its name and, for copies, the label that distinguishes them."""
+    """Every value of /metrics, by its name and, for copies, the label that tells them apart."""
     connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
     try:
         connection.request("GET", "/metrics")
@@ -109,7 +109,7 @@ def prompts() -> Iterator[list[int]]:
 
 
 def measure_turns(side: Forebay, workload: Workload) -> dict[str, Any]:
-    """A fresh server and all turns; the first of each conversation is not counted. Raises ServerError."""
+    """All turns on a fresh server, without the first one of each conversation. Raises ServerError."""
     with start(side, workload.setting) as running:
         begun = time.perf_counter()
         taken = [first_token_ms(running, prompt) for prompt in prompts()]
@@ -129,7 +129,7 @@ def measure_turns(side: Forebay, workload: Workload) -> dict[str, Any]:
 
 
 def measure_overload(side: Forebay, workload: Workload) -> dict[str, Any]:
-    """A fresh server under more load than its pool holds. Raises ServerError."""
+    """An overload of a fresh server: more requests than its pool holds. Raises ServerError."""
     with start(side, workload.setting) as running:
         values = load(side, workload, running)
         found = metrics(running)
@@ -142,14 +142,14 @@ def measure_overload(side: Forebay, workload: Workload) -> dict[str, Any]:
 
 
 def measure_write(side: Forebay, workload: Workload) -> dict[str, Any]:
-    """A fresh server, with prompts that never occur again. Raises ServerError."""
+    """Prompts that never occur again, on a fresh server. Raises ServerError."""
     with start(side, workload.setting) as running:
         return load(side, workload, running)
 
 
 @table_of("host_tier")
 def table(found: Results) -> str:
-    """The gain of the tier for a second turn and an overload, and the cost of saving."""
+    """The gain of the tier at a second turn and at an overload, and the cost of saving."""
     rows = [
         [
             "second turn, TTFT ms",

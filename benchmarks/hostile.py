@@ -58,7 +58,7 @@ Send = Callable[[Client], list[int]]
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack of a hostile client, and the server that it attacks."""
+    """An attack of a hostile client, and the further flags of the attacked server."""
 
     name: str
     send: Send
@@ -102,7 +102,7 @@ def choices_of_an_enum(client: Client) -> list[int]:
 
 
 def schema_cycle(client: Client) -> list[int]:
-    """A forced call whose argument's schema refers to itself twelve times; then a plain form."""
+    """A forced call whose argument's schema refers to itself twelve times; then a simple schema."""
     value = {"type": ["number", "null"], "anyOf": [{"$ref": "#/$defs/v"}] * 12}
     parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/v"}}, "$defs": {"v": value}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
@@ -133,7 +133,7 @@ def repeated_log_probabilities(client: Client) -> list[int]:
 
 
 def declared_bodies(client: Client) -> list[int]:
-    """Bodies that declare 64 MiB to 8 KiB and of which a part comes, until nothing more fits beside them."""
+    """Bodies that declare 64 MiB to 8 KiB and are sent in part, until the server accepts no more of them."""
 
     def head(path: str, length: int) -> bytes:
         lines = [f"POST {path} HTTP/1.1", "Host: 127.0.0.1", f"Authorization: Bearer {client.key}"]
@@ -176,12 +176,12 @@ def dear_compiles(client: Client) -> list[int]:
 
 
 def blanks(client: Client) -> list[int]:
-    """Two texts of 3.9 MB of blanks to tokenise."""
+    """Two texts of 3.9 MB of blanks to tokenize."""
     return client.post_all("/tokenize", [{"prompt": " " * 3_900_000}] * 2)
 
 
 def one_colour(side: int) -> bytes:
-    """A PNG file of one colour, with 16-bit pixels: small as a file and large as pixels."""
+    """A PNG file of a single color with 16-bit pixels: a small file of many pixels."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -194,7 +194,7 @@ def one_colour(side: int) -> bytes:
 
 
 def large_pictures(client: Client) -> list[int]:
-    """Twelve chats with a picture of 4000 by 4000 pixels in one colour."""
+    """Twelve chats with an image of 4000 by 4000 pixels in one color."""
     url = f"data:image/png;base64,{base64.b64encode(one_colour(4000)).decode()}"
 
     def chats() -> Iterator[Body]:

@@ -44,7 +44,7 @@ ANSWER = 8
 MARKS = (*images.MARKS, "<|video_pad|>")
 SETTING = Setting(model=MODEL, streams=STREAMS + REQUESTS, context=8192, pool=262_144)
 WARM_UP = 2
-"""Images that are sent before."""
+"""Images that are sent before the measurement."""
 PATIENCE_SECONDS = 300.0
 ALONE = f"{REQUESTS} images alone"
 BESIDE = f"{REQUESTS} images beside {STREAMS} streams"
@@ -111,7 +111,7 @@ def http(asked: dict[str, Any]) -> bytes:
 
 
 def request(seed: int) -> bytes:
-    """A chat about an image of its own."""
+    """A chat about an image that no other chat has."""
     url = f"data:image/png;base64,{base64.b64encode(images.png(seed)).decode()}"
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
     return http({"messages": [{"role": "user", "content": content}], "max_tokens": ANSWER})
@@ -119,7 +119,7 @@ def request(seed: int) -> bytes:
 
 @cache
 def requests() -> tuple[bytes, ...]:
-    """All chats that a server gets: for warm-up, alone, and beside the streams. No image occurs twice."""
+    """All chats for a server: warm-up, images alone, and images beside the streams. No image occurs twice."""
     return tuple(request(seed) for seed in range(WARM_UP + 2 * REQUESTS))
 
 
@@ -190,12 +190,12 @@ class Streams:
 
 
 def told(began: float, ended: float, slowest: float) -> dict[str, float]:
-    """The values of a burst that are kept."""
+    """The values of a burst that the results keep."""
     return {"images_a_second": REQUESTS / (ended - began), "slowest_of_burst_ms": 1e3 * slowest}
 
 
 def measure(server: Server, sender: ProcessPoolExecutor) -> list[tuple[str, dict[str, Any]]]:
-    """The images alone, then beside streams, on a fresh server. Raises ServerError."""
+    """Runs the images alone, then beside streams, on a fresh server. Raises ServerError."""
 
     def send(running: Running, first: int, count: int) -> tuple[float, float, float]:
         return sender.submit(burst, running.port, first, first + count).result()

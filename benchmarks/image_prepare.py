@@ -31,7 +31,7 @@ from tests.vision.preparing import QWEN3, Preparing, picture
 
 SIDE = 1200
 SECONDS = 0.5
-"""Of each measurement."""
+"""Seconds of each measurement."""
 PROGRAM = ROOT / os.environ.get("CARGO_TARGET_DIR", "target") / "release/examples/prepare"
 NOTES = {
     "forebay": "crates/vision, built as users' binaries are",
@@ -41,7 +41,7 @@ NOTES = {
 
 
 def files(folder: Path) -> dict[str, Path]:
-    """A photograph's stand-in (waves with a little noise) and noise, as JPEG and PNG."""
+    """Waves with a little noise in place of a photograph, and noise, each as JPEG and PNG."""
     random = np.random.default_rng(24)
     photograph = Image.fromarray(picture("photograph", SIDE, SIDE, random))
     noise = Image.fromarray(picture("noise", SIDE, SIDE, random))
@@ -70,7 +70,7 @@ def processed(file: bytes, processor: Qwen2VLImageProcessor) -> torch.Tensor:
 
 
 def rate(work: Callable[[], object]) -> float:
-    """Calls a second, of as many as fit."""
+    """Calls a second, measured over as many calls as fit."""
     count, start = 0, time.perf_counter()
     while time.perf_counter() < start + SECONDS:
         work()
@@ -86,7 +86,7 @@ def ours(preparing: Preparing, path: Path) -> float:
 
 
 def measure(found: records.Results) -> None:
-    """Every file by everyone, in turns."""
+    """Measures every file with each program, in turn."""
     processor = Qwen2VLImageProcessor(
         patch_size=QWEN3.patch,
         size={"shortest_edge": QWEN3.min_pixels, "longest_edge": QWEN3.max_pixels},
@@ -111,7 +111,7 @@ def measure(found: records.Results) -> None:
 
 @table_of("image_prepare")
 def table(found: Results) -> str:
-    """Images a second of one core; the ratios are of the first to the others."""
+    """Images a second of one core; ratios are of the first row to the others."""
     head = ["file, 1200 x 1200", "MB", "by", "images/s", "forebay / this"]
     rows = []
     for workload in found.workloads():

@@ -72,7 +72,7 @@ CASES = [
 
 
 def begin_model(folder: Path, marks: Sequence[str]) -> tuple[Path, Tokenizer]:
-    """Starts a model's folder, which later becomes `folder`, with SmolLM2's tokenizer and these marks."""
+    """Begins a model's folder with SmolLM2's tokenizer and these marks; it becomes `folder` when complete."""
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -155,10 +155,10 @@ def build() -> None:
 
 
 def png(seed: int, side: int = SIDE) -> bytes:
-    """A file of noise, with so few levels that it is about as large as a photograph's."""
+    """A PNG of noise, with so few levels that the file is about as large as a photograph's."""
     random = np.random.default_rng(seed)
     pixels = (random.integers(0, LEVELS, (side, 1 + 3 * side)) * (256 // LEVELS)).astype(np.uint8)
-    # The first byte of a row is its filter: none.
+    # The first byte of each row selects its filter: none.
     pixels[:, 0] = 0
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -169,7 +169,7 @@ def png(seed: int, side: int = SIDE) -> bytes:
 
 
 def request(file: bytes) -> bytes:
-    """One request of the burst, head and body."""
+    """One request of the burst: head and body."""
     url = f"data:image/png;base64,{base64.b64encode(file).decode()}"
     content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
     body = json.dumps({"messages": [{"role": "user", "content": content}], "max_tokens": 1}).encode()
@@ -180,7 +180,7 @@ def request(file: bytes) -> bytes:
 
 @cache
 def requests() -> tuple[bytes, ...]:
-    """A burst."""
+    """The requests of a burst."""
     return tuple(request(png(seed)) for seed in range(REQUESTS))
 
 
@@ -191,7 +191,7 @@ def send(port: int, contents: Sequence[bytes], count: int) -> list[float]:
 
 
 def encoded(port: int) -> float:
-    """The number of images that have gone through the tower."""
+    """The number of images that the tower has encoded."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", "/metrics")
@@ -202,7 +202,7 @@ def encoded(port: int) -> float:
 
 
 def measure(server: Server, workload: Workload) -> dict[str, Any]:
-    """Streams, and bursts beside them. Returns the kept keys. Raises ServerError."""
+    """Runs the streams and bursts beside them. Returns the kept keys. Raises ServerError."""
     assert isinstance(server, Case)
     contents, where = requests(), server.bursts
     with (
@@ -229,7 +229,7 @@ def measure(server: Server, workload: Workload) -> dict[str, Any]:
 
 @table_of("images")
 def table(found: Results) -> str:
-    """The same with images; the last ratio compares the p99 with that beside the same work in another server."""
+    """Gaps beside bursts of images; the last ratio compares the p99 with a burst at another server."""
     head = ["beside the streams", "ITL p50 ms", "p99 ms", "max ms", "p99 / no burst", "p99 / another server"]
     head += ["slowest of the burst ms", "images/s"]
     keys = ("median_itl_ms", "p99_itl_ms", "max_itl_ms")

@@ -8,7 +8,7 @@ from forebay.runner.runner import ModelRunner
 from forebay.state.config import RunnerConfig
 
 PAGE = 16
-"""Positions a page."""
+"""Positions of a page."""
 
 
 def hand_config(
@@ -27,9 +27,9 @@ def hand_config(
     step_tokens: int = 1024,
     dummy: bool = False,
 ) -> dict[str, Any]:
-    """The `config` of a hand with room for `tokens` positions; `model` is the description of its model.
+    """The `config` of a worker with room for `tokens` positions. `model` is the model's description.
 
-    `tokens` None: as many as fit this share of the `memory`. `dummy`: weights are made up.
+    With `tokens` None, as many positions as fit this share of `memory`. With `dummy`, weights are made up.
     """
     return {
         "model": model,
@@ -69,7 +69,7 @@ def hand_config(
 
 
 def runner(model: dict[str, Any], **settings: Any) -> ModelRunner:
-    """A model with its weights; `settings` as of `hand_config`."""
+    """A runner with a model and its weights; `settings` are those of `hand_config`."""
     made = ModelRunner(RunnerConfig.from_dict(hand_config(model, **settings)))
     made.load(lambda done, total: None)
     return made

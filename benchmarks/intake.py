@@ -44,13 +44,13 @@ from benchmarks.servers import STEPS_OF_5_MS, Forebay, Server, Setting
 
 STREAMS = 64
 TOKENS = 1400
-"""Of each stream: 7 seconds."""
+"""Tokens of each stream: 7 seconds."""
 BURSTS = 5
 EVERY_SECONDS = 1.0
 REQUESTS = 96
 POSITIONS = 1250
 HIDDEN = 576
-"""SmolLM2's: 1.44 MB in bfloat16."""
+"""SmolLM2's hidden size: a request has 1.44 MB in bfloat16."""
 PIECE = 1 << 18
 PATIENCE_SECONDS = 60.0
 CLIENT_NICENESS = 10
@@ -58,7 +58,7 @@ CLIENT_NICENESS = 10
 SETTING = Setting(model="smollm2", streams=STREAMS + REQUESTS, context=2048)
 WORKLOAD = Workload(f"{STREAMS} streams", SETTING, 10, TOKENS, requests=STREAMS, warmup=0)
 MORE_KEPT = ("median_itl_ms", "max_itl_ms")
-"""Beside those of `load.KEPT`."""
+"""The keys that are kept beside those of `load.KEPT`."""
 
 
 class Bursts(Enum):
@@ -85,7 +85,7 @@ CASES = [
 
 
 def request(positions: int = POSITIONS, hidden: int = HIDDEN) -> bytes:
-    """One request of the burst, head and body."""
+    """One request of the burst: head and body."""
     rows = torch.zeros(positions, hidden, dtype=torch.bfloat16)
     embeds = base64.b64encode(save({"embeds": rows})).decode()
     body = json.dumps({"prompt_embeds": embeds, "max_tokens": 1}).encode()
@@ -104,7 +104,7 @@ class _Sender:
 
 
 def burst(port: int, content: bytes, count: int) -> list[float]:
-    """Sends `count` equal requests at once, from one thread; seconds until each was answered.
+    """Sends `count` equal requests at once from one thread; returns the seconds of each until its answer.
 
     Raises ServerError if one was refused.
     """
@@ -112,7 +112,7 @@ def burst(port: int, content: bytes, count: int) -> list[float]:
 
 
 def send_all(port: int, contents: Sequence[bytes]) -> list[float]:
-    """The same with requests that need not be equal."""
+    """Like `burst`, with requests that may differ."""
     seconds = []
     with ExitStack() as open_ones, selectors.DefaultSelector() as selector:
         for content in contents:
@@ -149,10 +149,10 @@ def _move(selector: selectors.BaseSelector, sender: _Sender) -> bool:
 
 
 class _ThrowAway(socketserver.BaseRequestHandler):
-    """Reads one request and says that all is well."""
+    """A server that reads one request and answers 200."""
 
     def handle(self) -> None:
-        """One connection."""
+        """Handles one connection."""
         piece = self.request.recv(PIECE)
         head, _, body = piece.partition(b"\r\n\r\n")
         left = int(re.findall(rb"Content-Length: (\d+)", head)[0]) - len(body)
@@ -175,7 +175,7 @@ def _throw_away(told: Connection) -> None:
 
 @contextmanager
 def elsewhere() -> Iterator[int]:
-    """The port of a process that reads requests and throws them away."""
+    """The port of a process that reads requests and discards them."""
     spawn = get_context("spawn")
     ours, theirs = spawn.Pipe()
     process = spawn.Process(target=_throw_away, args=(theirs,), daemon=True)
@@ -219,12 +219,12 @@ def bursts(
 
 
 def stand_back() -> None:
-    """Of a thread that stands for clients."""
+    """Lowers the priority of a thread that simulates clients."""
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), CLIENT_NICENESS)
 
 
 def measure(server: Server, workload: Workload) -> dict[str, Any]:
-    """Streams, and bursts beside them. Returns the kept keys. Raises ServerError."""
+    """Runs the streams and bursts beside them. Returns the kept keys. Raises ServerError."""
     content = request()
     where = server.bursts if isinstance(server, Case) else Bursts.HERE
     with (
@@ -249,7 +249,7 @@ def measure(server: Server, workload: Workload) -> dict[str, Any]:
 
 @table_of("intake")
 def table(found: Results) -> str:
-    """Gaps between tokens with and without a burst; the ratios are of the p99 to the first row's."""
+    """Gaps between tokens with and without a burst; ratios are of each p99 to the first row's."""
     head = ["streams", "beside them", "ITL p50 ms", "p99 ms", "max ms", "p99 / no burst", "slowest of the burst ms"]
     keys = ("median_itl_ms", "p99_itl_ms", "max_itl_ms")
     rows = []

@@ -40,13 +40,13 @@ PERPLEXITY = "perplexity"
 
 
 def hand(kind: str, description: dict[str, Any], threads: int) -> RustHand:
-    """The model with pages of one format, and a context in each slot."""
+    """A worker with pages of one format, and a context in each slot."""
     settings: dict[str, Any] = {"quantization": "gguf", "kv_cache_dtype": KINDS[kind]}
     return RustHand(description, slots=SLOTS, context=CONTEXTS[-1] + PIECE, threads=threads, **settings)
 
 
 def fill(model: RustHand) -> None:
-    """Puts tokens into every slot, and computes their first ones: memory that nobody wrote is read from caches."""
+    """Writes tokens into every slot and computes them: else timed steps would read untouched memory from caches."""
     random = np.random.default_rng(1)
     for slot in range(SLOTS):
         model.put(slot, random.integers(0, 4096, CONTEXTS[-1] + PIECE).tolist())
@@ -67,7 +67,7 @@ def cases() -> dict[str, list[ROW]]:
 
 
 def speed(found: Results, name: str, ways: dict[str, RustHand]) -> None:
-    """Steps of both kinds in turn, into the results."""
+    """Measures steps of both kinds in turn, and adds them to the results."""
     for model in ways.values():
         fill(model)
     for case, rows in cases().items():
@@ -86,7 +86,7 @@ def shown(found: Results, workload: str, kind: str) -> str:
 
 
 def perplexities(found: Results, name: str, ways: dict[str, RustHand], ids: Sequence[int]) -> None:
-    """Of both kinds, with the bytes of a token, into the results."""
+    """Adds perplexities of both kinds and the bytes of a token to the results."""
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)][:WINDOWS]
     for kind, model in ways.items():
         values: dict[str, Any] = {"token_bytes": model.facts["page_bytes"] // PAGE, "windows": len(windows)}
@@ -98,7 +98,7 @@ def perplexities(found: Results, name: str, ways: dict[str, RustHand], ids: Sequ
 
 @table_of("kv_cache")
 def table(found: Results) -> str:
-    """A row for each step: milliseconds in both types. Then perplexities."""
+    """A row for each step with the milliseconds of both types; then the perplexities."""
     rows, kept = [], []
     for workload in found.workloads():
         name, _, case = workload.partition(": ")

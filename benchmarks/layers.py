@@ -31,7 +31,7 @@ class File:
 
     title: str
     model: str
-    """The folder with its tokenizer."""
+    """The folder with the file's tokenizer."""
     path: Path
     build: Callable[[], Path]
 
@@ -83,7 +83,7 @@ def workloads(file: File, concurrency: Sequence[int]) -> list[Workload]:
 
 
 def measure(found: Results, server: Server, file: File, concurrency: Sequence[int], number: int) -> None:
-    """One round of a server with a file."""
+    """Measures one round of a server with a file."""
     listed = workloads(file, concurrency)
     setting = compare.largest([workload.setting for workload in listed])
     try:

@@ -57,7 +57,7 @@ def flags(setting: Setting) -> dict[str, Any]:
 
 @contextmanager
 def variables(**values: str) -> Iterator[None]:
-    """Variables of the environment, for a block."""
+    """Sets environment variables within a block."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -68,13 +68,13 @@ def variables(**values: str) -> Iterator[None]:
 
 
 def prompts(llm: LLM, count: int) -> Sequence[str]:
-    """Texts of random tokens, always the same."""
+    """Texts of random tokens; the same in every run."""
     numbers = random.Random(SEED)
     return [llm.detokenize(numbers.choices(range(256, models.TINY_VOCABULARY), k=TOKENS)) for _ in range(count)]
 
 
 def generate() -> dict[str, Any]:
-    """One measurement of the library, warm."""
+    """Measures the library once, warm."""
     setting = WORKLOAD.setting
     params = SamplingParams(temperature=0, max_tokens=WORKLOAD.output_tokens, ignore_eos=True)
     with (
@@ -97,13 +97,13 @@ def generate() -> dict[str, Any]:
 
 
 def measure(server: Server, workload: Workload) -> dict[str, Any]:
-    """One measurement of either."""
+    """Measures the library or the load generator once."""
     return generate() if server.name == LIBRARY.name else measure_server(server, workload)
 
 
 @table_of("llm")
 def table(found: Results) -> str:
-    """A row for each: prompts and tokens a second, and the library's share of the load generator's."""
+    """Prompts and tokens a second of each, and the library's ratio to the load generator."""
     rows = []
     for server in found.servers(WORKLOAD.name):
         seconds = found.median(WORKLOAD.name, server, "duration")

@@ -81,7 +81,7 @@ def measure(server: Server, workload: Workload) -> dict[str, Any]:
 
 
 def start(server: Server, setting: Setting) -> Running:
-    """A server that is ready. Raises ServerError."""
+    """Starts a server and waits until it is ready. Raises ServerError."""
     port = free_port()
     log = LOGS / f"{server.name.replace(' ', '-').replace(',', '')}.log"
     command, environment = server.command(setting, port), server.environment(setting)
@@ -103,7 +103,7 @@ def load(server: Target, workload: Workload, running: Running) -> dict[str, Any]
 
 
 def run_client(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Runs a load generator; returns what it printed. Raises ServerError."""
+    """Runs a load generator; returns its output. Raises ServerError."""
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RUN_SECONDS)
     if done.returncode:
         raise ServerError(f"{' '.join(command[:3])} failed with status {done.returncode}:\n{done.stderr[-2000:]}")
@@ -111,7 +111,7 @@ def run_client(command: Sequence[str], environment: Mapping[str, str] | None = N
 
 
 def kept(run: Mapping[str, Any]) -> dict[str, Any]:
-    """The kept keys of a run, and the CPU time of every kind of process in microseconds per output token."""
+    """The kept keys of a run, and the CPU microseconds of each kind of process for each output token."""
     tokens = max(run["total_output_tokens"], 1)
     return {key: run[key] for key in KEPT} | {
         "requests": run["num_prompts"],
@@ -122,7 +122,7 @@ def kept(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_name(server_cpu: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, float]:
-    """CPU microseconds per token of the processes of each name, most first; those below 0.05 are left out."""
+    """CPU microseconds a token by process name, largest first; values below 0.05 are left out."""
     sums: dict[str, float] = {}
     for process in server_cpu:
         seconds = process["user_seconds"] + process["system_seconds"]

@@ -37,7 +37,7 @@ LARGE = "large"
 
 
 def mixtures(streams: int) -> dict[str, list[str]]:
-    """The names of adapters that the requests of each mixture use."""
+    """The adapters that the requests of each mixture use."""
     if streams == 1:
         return {BASE: [SERVED_NAME], ONE: NAMES[:1]}
     every = {f"{count} adapters": NAMES[:count] * (streams // count) for count in (4, 8)}
@@ -45,7 +45,7 @@ def mixtures(streams: int) -> dict[str, list[str]]:
 
 
 def prepare() -> None:
-    """Makes the adapters."""
+    """Creates the adapters."""
     config = json.loads((models.directory(MODEL) / "config.json").read_text(encoding="utf-8"))
     for at, name in enumerate(NAMES):
         if not (FOLDER / name).is_dir():
@@ -75,7 +75,7 @@ def rate(url: str, names: Sequence[str]) -> float:
 
 
 def gaps(url: str, *, load: bool) -> dict[str, float]:
-    """The largest and the median gap between tokens of eight streams, beside a load or without."""
+    """The largest and the median gap between tokens of eight streams, with or without a load of an adapter."""
     times: list[list[float]] = [[] for _ in range(STREAMS)]
     loaded: list[tuple[float, float]] = []
 

@@ -28,7 +28,7 @@ PROGRAM = ROOT / os.environ.get("CARGO_TARGET_DIR", "target") / "release/example
 
 
 def percentile(values: list[float], percent: int) -> float:
-    """The nearest rank."""
+    """The percentile by the nearest rank."""
     ascending = sorted(values)
     return ascending[max(-(-len(ascending) * percent // 100), 1) - 1]
 

@@ -56,7 +56,7 @@ WORKLOAD = Workload(f"{STREAMS} streams", SETTING, 100, 256, requests=4 * STREAM
 
 @dataclass(frozen=True)
 class Case(Forebay):
-    """Forebay, and what its answers are to be."""
+    """Forebay, and the form of its answers."""
 
     form: bool = False
 
@@ -117,7 +117,7 @@ def build() -> None:
 
 
 def masks(port: int) -> tuple[float, float]:
-    """The number of masks, and the seconds that the engine's thread took for them."""
+    """The number of masks, and the seconds that the engine thread took for them."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", "/metrics")
@@ -132,7 +132,7 @@ def masks(port: int) -> tuple[float, float]:
 
 
 def measure(server: Server, workload: Workload) -> dict[str, Any]:
-    """One run. Raises ServerError."""
+    """Measures one run. Raises ServerError."""
     assert isinstance(server, Case)
     flags = ("--extra-request-body", json.dumps(FORM)) if server.form else ()
     asked = Workload(**{**vars(workload), "arguments": (*workload.arguments, *flags)})
@@ -144,7 +144,7 @@ def measure(server: Server, workload: Workload) -> dict[str, Any]:
 
 @table_of("masks")
 def table(found: Results) -> str:
-    """The cost of forms of answers; the ratio is of output rates to the first row."""
+    """The cost of each form of answers; ratios are of output rates to the first row."""
     head = ["answers", "output tokens/s", "ratio", "ITL mean ms", "p99 ms", "masks", "us a mask"]
     rows = []
     for workload in found.workloads():

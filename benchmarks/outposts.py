@@ -24,7 +24,7 @@ HAND = ROOT / "crates/hand/tests/fake_hand.py"
 
 
 def once(rows: int) -> dict[str, dict[str, float]]:
-    """Microseconds a round trip, by where the hand is."""
+    """Microseconds of a round trip, by where the worker is."""
     command = [PROGRAM, sys.executable, HAND, str(rows), str(STEPS)]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     found = {}
@@ -39,7 +39,7 @@ def once(rows: int) -> dict[str, dict[str, float]]:
 
 @table_of("outposts")
 def table(found: Results) -> str:
-    """Microseconds of a round trip, and what the relay adds."""
+    """Microseconds of a round trip, and the part that the relay adds."""
     head = ["plan", "hand", "p50 us", "p99 us", "more p50 us", "more p99 us"]
     keys = ("p50_us", "p99_us", "more_p50_us", "more_p99_us")
     rows = [

@@ -30,7 +30,7 @@ STREAMS = 8
 TOKENS = 512
 PROMPT = 4000
 SECONDS = 60
-"""Streams are left after these: where no bound holds gaps down, they would take a quarter of an hour."""
+"""Streams are ended after this many seconds: without a bound of gaps they would take a quarter of an hour."""
 WORKLOAD = "8 streams beside prompts of 4000"
 SETTING = Setting(model="smollm2", streams=STREAMS + 4, context=4608, step_tokens=1024, pool=32_768)
 OFF = ("--decode-gap-ms", "off")
@@ -42,11 +42,11 @@ STATES: dict[str, tuple[int, tuple[str, ...]]] = {
     "one replica": (2, ()),
     "one replica, --decode-gap-ms off": (2, OFF),
 }
-"""Threads of a hand, and flags."""
+"""The threads of each worker, and the flags."""
 
 
 def stream(url: str, prompt: list[int], tokens: int) -> Iterator[float]:
-    """The times at which tokens of an answer come."""
+    """The times at which the tokens of an answer arrive."""
     body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
     data = json.dumps({**body, "stream": True}).encode()
     request = urllib.request.Request(url + "/v1/completions", data, {"Content-Type": "application/json"})
@@ -57,7 +57,7 @@ def stream(url: str, prompt: list[int], tokens: int) -> Iterator[float]:
 
 
 def gaps(url: str, chance: random.Random) -> list[float]:
-    """The milliseconds between neighbouring tokens of the streams, while all of them run, ascending."""
+    """The milliseconds between successive tokens of streams, while all of them run, in ascending order."""
     prompts = [[chance.randrange(1000, 40_000) for _ in range(64)] for _ in range(STREAMS)]
     end = time.perf_counter() + SECONDS
 

@@ -26,7 +26,7 @@ SPEEDS = {8: 2.0, 64: 16.0, 256: 64.0}
 PAGE_SIZE = 64
 """Tokens of a page: smaller ones take longer to simulate, because each copy is of one."""
 PROMPTS = {8: 4000}
-"""The first requests of the trace, where that is enough to load the replicas."""
+"""How many requests of the trace are simulated, where that is enough to load the replicas."""
 GOAL = ("--slo", "ttft:2000", "--slo", "tpot:40")
 BOTH = "both"
 QUARTERS = (1, 2, 3)
@@ -34,7 +34,7 @@ QUARTERS = (1, 2, 3)
 
 
 def simulate(trace: Path, replicas: int, speed: float, arguments: list[str]) -> dict[str, Any]:
-    """The file of a plan."""
+    """The output file of a plan."""
     with tempfile.TemporaryDirectory(prefix="forebay-plan-") as folder:
         output = Path(folder) / "plan.json"
         command = [str(FOREBAY), "plan", "--trace", str(trace), "--sim-profile", PROFILE, *GOAL, "--pd", "auto"]
@@ -50,7 +50,7 @@ def simulate(trace: Path, replicas: int, speed: float, arguments: list[str]) -> 
 
 
 def values(outcome: dict[str, Any]) -> dict[str, float | None]:
-    """What is kept of an outcome."""
+    """The values of an outcome that are kept."""
     kept = {
         "goodput": 100 * outcome["goodput"],
         "ttft_p50_ms": outcome["ttft_ms"]["p50"],
@@ -79,7 +79,7 @@ def split_of(outcome: dict[str, Any]) -> str:
 
 @table_of("pd_plan")
 def table(found: Results) -> str:
-    """For each number of replicas: those that do both, the best split, and some around it."""
+    """For each number of replicas: the result without a split, the best split, and some others."""
     head = ["replicas, speed", "split", "goodput %", "TTFT p50 ms", "p90", "TPOT p90 ms", "ITL p99 ms"]
     head += ["2nd token p99 ms", "prefix hits %", "busy %", "lent tokens a request"]
     rows = []

@@ -36,7 +36,7 @@ class Stat:
 
     @property
     def alive(self) -> bool:
-        """True if it still runs, and is not just a zombie."""
+        """True if the process still runs and is no zombie."""
         return self.state not in "ZX"
 
 
@@ -61,21 +61,21 @@ def below(root: int, table: Mapping[int, Stat]) -> list[Stat]:
 
 
 def processes() -> dict[int, Stat]:
-    """Every process that can be seen, by its id."""
+    """All visible processes by id."""
     found = {}
     for entry in PROC.iterdir():
         if entry.name.isdigit():
             try:
                 stat = parse_stat((entry / "stat").read_text())
             except (OSError, ValueError):
-                # It ended while the folder was being read.
+                # The process ended while the folder was being read.
                 continue
             found[stat.pid] = stat
     return found
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
+    """A free TCP port of the loopback interface."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -93,7 +93,7 @@ class Running:
         log: Path,
         grace_seconds: float = TERM_SECONDS,
     ) -> None:
-        """`grace_seconds`: the time that it has to end after a request to do so."""
+        """Starts the server. It has `grace_seconds` to end when asked to."""
         self.port = port
         self.log = log
         self._grace_seconds = grace_seconds
@@ -118,7 +118,7 @@ class Running:
         seconds: float,
         path: str = "/health",
     ) -> Running:
-        """A server that answers GET `path` with 200 within `seconds`. Otherwise it is ended; raises ServerError."""
+        """Waits until GET `path` answers 200, for `seconds` at most. Else ends the server and raises ServerError."""
         running = cls(command, environment, port, log)
         try:
             running.wait_until_ready(path, seconds)
@@ -129,7 +129,7 @@ class Running:
 
     @property
     def pid(self) -> int:
-        """The process that was started; all others are below it."""
+        """The id of the process that was started; all others are its descendants."""
         return self._process.pid
 
     @property
@@ -154,7 +154,7 @@ class Running:
             time.sleep(poll_seconds)
 
     def wait(self, seconds: float) -> int | None:
-        """The status of the first process when it has ended, negative for a signal; None: it runs for longer."""
+        """The status of the first process once it has ended, negative for a signal; None if it runs longer."""
         try:
             return self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -197,7 +197,7 @@ class Running:
 
 
 def survivors(tree: Sequence[Stat], table: Mapping[int, Stat]) -> list[Stat]:
-    """Of the processes of `tree` those that still run, with those that they have started since."""
+    """The processes of `tree` that still run, and those that they have started since."""
     roots = [stat for stat in tree if stat.pid in table and table[stat.pid].started == stat.started]
     found = {child.pid: child for stat in roots for child in below(stat.pid, table) if child.alive}
     return list(found.values())

@@ -38,7 +38,7 @@ CONCURRENCY = (1, 8, 32)
 WINDOW = accuracy.WINDOW
 PERPLEXITY = "perplexity"
 EXACT = "multiplied out"
-"""The way that computes a file's weights in float32."""
+"""The name of the results with weights computed in float32."""
 _ESTIMATE = re.compile(r"Final estimate: PPL = ([\d.]+) \+/- ([\d.]+)")
 
 
@@ -51,11 +51,11 @@ class File:
 
     @property
     def path(self) -> Path:
-        """The place of the file, which `build` makes."""
+        """The path of the file, which `build` creates."""
         return models.MODELS / f"{self.model}-{self.kind}.gguf"
 
     def build(self) -> None:
-        """Makes the file if there is none. Raises SystemExit if llama.cpp is not installed."""
+        """Creates a missing file. Raises SystemExit if llama.cpp is not installed."""
         if not self.path.is_file():
             # A file with this name is complete: another process may use it.
             made = self.path.with_suffix(".made")
@@ -65,20 +65,20 @@ class File:
 
 
 def program(name: str) -> Path:
-    """One of llama.cpp's programs. Raises SystemExit."""
+    """The path of one of llama.cpp's programs. Raises SystemExit."""
     if LLAMA.binary is None:
         raise SystemExit("make bench-setup PEERS=llama")
     return LLAMA.binary.with_name(name)
 
 
 def with_file(command: list[str], other: Path, file: File) -> list[str]:
-    """A server's command, with a file in place of another model."""
+    """A server's command with this file as its model."""
     return [str(file.path) if word == str(other) else word for word in command]
 
 
 @dataclass(frozen=True)
 class OurFile(Forebay):
-    """Forebay with a file's own blocks."""
+    """Forebay with the file's own blocks."""
 
     file: File = File("", "")
 
@@ -99,7 +99,7 @@ class TheirFile(Llama):
 
 
 def servers(file: File) -> list[Server]:
-    """Both servers of a file."""
+    """Both servers with a file."""
     ours = OurFile(FOREBAY_CPU.name, FOREBAY_CPU.backend, flags=("--quantization", "gguf"), file=file)
     return [ours, TheirFile(LLAMA.name, LLAMA.backend, file=file)]
 
@@ -112,7 +112,7 @@ def workloads(file: File, concurrency: Sequence[int]) -> list[Workload]:
 
 
 def measure(found: Results, file: File, concurrency: Sequence[int], number: int) -> None:
-    """One round of a file: each server once, with all workloads."""
+    """Measures one round of a file: each server once, with all workloads."""
     listed = workloads(file, concurrency)
     setting = compare.largest([workload.setting for workload in listed])
     for server in servers(file):
@@ -127,7 +127,7 @@ def measure(found: Results, file: File, concurrency: Sequence[int], number: int)
 
 
 def our_perplexity(way: accuracy.Way, file: File, text: str, threads: int) -> dict[str, Any]:
-    """Of the hand in Rust."""
+    """The perplexity of Forebay's Rust worker."""
     description = described(file.path, cache_directory())
     ids = Tokenizer.from_file(str(description["tokenizer"])).encode(text, add_special_tokens=False).ids
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)][: accuracy.SLOTS]
@@ -137,7 +137,7 @@ def our_perplexity(way: accuracy.Way, file: File, text: str, threads: int) -> di
 
 
 def their_perplexity(source: File, text: str, threads: int) -> dict[str, Any]:
-    """Of llama.cpp's own program, on the same windows."""
+    """The perplexity of llama.cpp's own program, on the same windows."""
     with tempfile.NamedTemporaryFile("w", suffix=".txt", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -151,7 +151,7 @@ def their_perplexity(source: File, text: str, threads: int) -> dict[str, Any]:
 
 
 def perplexities(found: Results, file: File, text: str, threads: int) -> None:
-    """Of both, into the results."""
+    """Adds the perplexities of both to the results."""
     asked: dict[str, Callable[[File, str, int], dict[str, Any]]] = {
         FOREBAY_CPU.name: partial(our_perplexity, accuracy.Way("gguf", "bfloat16", "gguf")),
         EXACT: partial(our_perplexity, accuracy.Way(EXACT, "float32", None)),
@@ -168,14 +168,14 @@ def perplexities(found: Results, file: File, text: str, threads: int) -> None:
 
 
 def loss(found: Results, workload: str) -> str:
-    """The distance of our perplexity from that of the same weights in float32."""
+    """The perplexity of the same weights in float32, and the distance of Forebay's from it."""
     ours, exact = (found.median(workload, name, PERPLEXITY) for name in (FOREBAY_CPU.name, EXACT))
     return f"float32: {exact:.3f}, {ours / exact - 1:+.2%}" if ours and exact else "-"
 
 
 @table_of(*RESULTS.values())
 def table(found: Results) -> str:
-    """A row for each format and workload: tokens a second of both, and their perplexities."""
+    """A row for each format and workload: tokens a second and perplexities of both servers."""
     ours, theirs = FOREBAY_CPU.name, LLAMA.name
     head = ["file", "workload", f"{ours}, tokens/s", f"{theirs}, tokens/s", f"{ours} / {theirs}"]
     rows = []
@@ -216,7 +216,7 @@ def main() -> None:
     for round_, kind in records.in_turn(asked.rounds, list(files)):
         compare.say(f"round {round_}, {kind}")
         measure(found, files[kind], asked.concurrency, round_)
-        # Hours of measurements outlive what ends them.
+        # Save after each file, so that an error loses no hours of measurements.
         records.save(found, asked.output)
     compare.finish(found, asked.output)
 

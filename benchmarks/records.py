@@ -38,25 +38,25 @@ class Results:
     date: str = ""
     machine: dict[str, Any] = field(default_factory=dict)
     rounds: int = 0
-    """0: nothing was timed."""
+    """The number of rounds; 0 if nothing was timed."""
     notes: dict[str, str] = field(default_factory=dict)
     """The notes about each server."""
     skipped: dict[str, str] = field(default_factory=dict)
     """Servers, or a workload on a server, that were left out, and why."""
     elsewhere: dict[str, str] = field(default_factory=dict)
-    """The published gain of the same idea as a switch's."""
+    """The published gain of the same idea, by switch."""
     runs: list[Run] = field(default_factory=list)
 
     def workloads(self) -> list[str]:
-        """In the order they were measured."""
+        """The workloads in the order of measurement."""
         return list(dict.fromkeys(run.workload for run in self.runs))
 
     def servers(self, workload: str) -> list[str]:
-        """In the order they were measured."""
+        """The servers in the order of measurement."""
         return list(dict.fromkeys(run.server for run in self.runs if run.workload == workload))
 
     def by_round(self, workload: str, server: str, key: str) -> dict[int, float]:
-        """One value of every round that has it."""
+        """The values of all rounds that have one."""
         return {
             run.round: float(run.values[key])
             for run in self.runs
@@ -69,7 +69,7 @@ class Results:
         return statistics.median(values.values()) if values else None
 
     def ratio(self, workload: str, ours: str, theirs: str, key: str) -> Ratio | None:
-        """Ours by theirs, both of the same round."""
+        """The ratio of our value to theirs, over rounds that have both."""
         return paired_ratio(self.by_round(workload, ours, key), self.by_round(workload, theirs, key))
 
 
@@ -83,7 +83,7 @@ class Ratio:
 
 
 def paired_ratio(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Ratio | None:
-    """The ratios for the rounds that have both. Within a round both had the same conditions."""
+    """The ratios over rounds that have both values; within a round, both had the same conditions."""
     ratios = [ours[number] / theirs[number] for number in ours if theirs.get(number)]
     return Ratio(statistics.median(ratios), min(ratios), max(ratios)) if ratios else None
 
@@ -98,7 +98,7 @@ def median_of(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def machine(cpuinfo: str, meminfo: str, packages: Mapping[str, str]) -> dict[str, Any]:
-    """Facts about the machine, for readers. They do not identify it."""
+    """Facts about the machine for readers, which do not identify it."""
     model = re.search(r"^model name\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     flags = re.search(r"^flags\s*:\s*(.+)$", cpuinfo, re.MULTILINE)
     present = set(flags[1].split()) if flags else set()
@@ -115,7 +115,7 @@ def machine(cpuinfo: str, meminfo: str, packages: Mapping[str, str]) -> dict[str
 
 
 def this_machine() -> dict[str, Any]:
-    """The machine that runs this."""
+    """The facts about the present machine."""
     forebay = subprocess.run([str(FOREBAY), "--version"], capture_output=True, text=True).stdout.strip()
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
@@ -125,13 +125,13 @@ def this_machine() -> dict[str, Any]:
 
 
 def new(benchmark: str, rounds: int) -> Results:
-    """Results with nothing in them yet."""
+    """Empty results."""
     now = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     return Results(benchmark=benchmark, date=now, machine=this_machine(), rounds=rounds)
 
 
 def path_of(benchmark: str) -> Path:
-    """The committed file of a benchmark."""
+    """The path of a benchmark's committed file."""
     return RESULTS / f"{benchmark}.json"
 
 
@@ -158,10 +158,10 @@ def from_json(text: str) -> Results:
 
 
 def read(path: Path) -> Results:
-    """The results in a file."""
+    """Reads the results in a file."""
     return from_json(path.read_text(encoding="utf-8"))
 
 
 def in_turn(rounds: int, names: Sequence[str]) -> list[tuple[int, str]]:
-    """Round by round, every one of `names` once: A B, A B."""
+    """All `names` once a round: A B, A B."""
     return [(number, name) for number in range(1, rounds + 1) for name in names]

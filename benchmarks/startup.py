@@ -36,7 +36,7 @@ FILL_SECONDS = 60.0
 
 
 class Startable(Protocol):
-    """The interface of a server for `measure`."""
+    """What `measure` needs of a server."""
 
     @property
     def name(self) -> str:
@@ -55,7 +55,7 @@ class Startable(Protocol):
 
 @dataclass(frozen=True)
 class OfGguf(Forebay):
-    """Forebay with the default model as a GGUF file."""
+    """Forebay with the default model's GGUF file."""
 
     def command(self, setting: Setting, port: int) -> list[str]:
         directory = str(models.directory(setting.model))
@@ -69,7 +69,7 @@ GGUF: list[Server] = [
 
 
 def files(server: Server) -> Iterator[Path]:
-    """The files that a server may read: the environment its program is in, our kernels, the weights."""
+    """The files that a server may read: its program's environment, our kernels, and the weights."""
     program = Path(server.command(SETTING, 0)[0])
     environment = next((folder for folder in program.parents if folder.parent in (ROOT, VENVS)), program.parent)
     for folder in (environment, ROOT / "python", models.MODELS):
@@ -77,7 +77,7 @@ def files(server: Server) -> Iterator[Path]:
 
 
 def evict(paths: Iterator[Path]) -> None:
-    """Asks the kernel to forget the contents of files. What a process has mapped stays."""
+    """Asks the kernel to drop files from its page cache. Mapped pages of running processes stay."""
     os.sync()
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
@@ -88,7 +88,7 @@ def evict(paths: Iterator[Path]) -> None:
 
 
 def fill(server: Server) -> None:
-    """Starts Forebay until it has cached the weights. Raises ServerError."""
+    """Starts Forebay and waits until it has cached the weights. Raises ServerError."""
     kept = models.CACHE / "packed"
     port = free_port()
     command, log = server.command(SETTING, port), LOGS / "startup-fill.log"
@@ -96,7 +96,7 @@ def fill(server: Server) -> None:
     with Running(command, server.environment(SETTING), port, log) as running:
         running.wait_until_ready(server.health, PATIENCE_SECONDS)
         ready = time.monotonic()
-        # An incomplete file has a name with a dot; an existing one is touched when it is read.
+        # The name of an incomplete file begins with a dot. Reading a complete file updates its time.
         while not any(path.stat().st_mtime >= began for path in kept.glob("[!.]*")):
             if time.monotonic() > ready + FILL_SECONDS:
                 raise ServerError(f"nothing is kept in {kept}: {log.read_text(encoding='utf-8')[-500:]}")
@@ -104,7 +104,7 @@ def fill(server: Server) -> None:
 
 
 def measure(server: Startable) -> dict[str, Any]:
-    """Seconds until the server is ready, and until it has answered with a token. Raises ServerError."""
+    """Seconds until the server is ready, and until its first token. Raises ServerError."""
     port = free_port()
     log = LOGS / f"startup-{server.name.replace(' ', '-').replace(',', '')}.log"
     began = time.monotonic()
@@ -126,7 +126,7 @@ def measure(server: Startable) -> dict[str, Any]:
 
 @table_of("startup")
 def table(found: Results) -> str:
-    """Seconds from the command on; the ratios are of each server to the first."""
+    """Seconds from the command; ratios are of each server to the first."""
     head = ["files", "server", "ready s", "first token s", "first token / first server's"]
     keys = ("ready_seconds", "first_token_seconds")
     rows = []

@@ -37,13 +37,13 @@ def registered() -> Mapping[str, Table]:
 
 
 def table(found: Results) -> str:
-    """The table of a benchmark. A benchmark that runs has registered its own, so that nothing else is imported then."""
+    """The table of a benchmark. A running benchmark has registered its own table, so nothing else is imported."""
     made = cells.TABLES.get(found.benchmark) or registered()[found.benchmark]
     return made(found)
 
 
 def render(found: Results) -> str:
-    """The table of a benchmark, and under it what it is of."""
+    """The table of a benchmark, followed by its machine, date and notes."""
     about = found.machine
     card = f"{about['gpu']}, " if "gpu" in about else ""
     processor = card + about["cpu"] + (" with AMX" if "amx_bf16" in about.get("features", ()) else "")
@@ -61,7 +61,7 @@ def render(found: Results) -> str:
 
 
 def fill(document: str, rendered: dict[str, str]) -> str:
-    """The document with the sections replaced that there are results for."""
+    """The document with new tables in all sections that have results."""
 
     def section(match: re.Match[str]) -> str:
         text = rendered.get(match["name"])

@@ -18,10 +18,10 @@ from pathlib import Path
 
 STEP_SECONDS = 5e-3
 VERSION = 4
-"""Of the step protocol."""
+"""The version of the step protocol."""
 HELLO, CONFIG, READY, PLAN, RESULT, SHUTDOWN = 1, 2, 4, 5, 6, 8
 ROWS = 8
-"""The column of a plan with (`slot`, `start`, `length`, `flags`) a row."""
+"""The index of the plan column with rows (`slot`, `start`, `length`, `flags`)."""
 TOKENS, ROW_ERRORS, TIMING = 1, 2, 6
 TOKEN = 1000
 """The token that every row samples."""
@@ -29,7 +29,7 @@ MODULE = "forebay.worker"
 
 
 def program(folder: Path) -> Path:
-    """An interpreter in `folder` that runs this in place of PyTorch's hand."""
+    """Writes an interpreter to `folder` that runs this module in place of PyTorch's worker."""
     python, hand = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).resolve()))
     found = folder / "python"
     # The arguments: -I -c TEXT MODULE.
@@ -39,13 +39,13 @@ def program(folder: Path) -> Path:
 
 
 class Hand:
-    """The hand's end of its socket."""
+    """The worker's end of its socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
 
     def _bytes(self, count: int) -> bytes:
-        """So many bytes; the program ends with the connection."""
+        """This many bytes. The program ends if the connection does."""
         found = bytearray()
         while len(found) < count:
             piece = self._socket.recv(count - len(found))
@@ -55,7 +55,7 @@ class Hand:
         return bytes(found)
 
     def receive(self) -> tuple[int, int, dict[int, bytes]]:
-        """Kind, step and columns of the next frame."""
+        """Receives a frame: kind, step and columns."""
         _, _, kind, step, columns, words = struct.unpack("<4sHHQII", self._bytes(24))
         body = self._bytes(4 * words)
         table = struct.unpack_from(f"<{2 * columns}i", body)
@@ -66,14 +66,14 @@ class Hand:
         return kind, step, found
 
     def send(self, kind: int, step: int, columns: dict[int, bytes]) -> None:
-        """A frame of integer columns."""
+        """Sends a frame of integer columns."""
         table = [word for column, content in columns.items() for word in (column, len(content) // 4)]
         body = struct.pack(f"<{len(table)}i", *table) + b"".join(columns.values())
         head = struct.pack("<4sHHQII", b"FBAY", VERSION, kind, step, len(columns), len(body) // 4)
         self._socket.sendall(head + body)
 
     def tell(self, kind: int, value: object) -> None:
-        """A frame of one text."""
+        """Sends a frame with a text."""
         text = json.dumps(value).encode()
         self.send(kind, 0, {1: text + b" " * (-len(text) % 4)})
 
@@ -83,7 +83,7 @@ class Hand:
 
 
 def serve(hand: Hand) -> None:
-    """Answers plans in order, each 5 ms after the one before or after it came."""
+    """Answers plans in order, each 5 ms after its arrival or after the answer before."""
     hand.tell(HELLO, {"pid": os.getpid()})
     _, _, columns = hand.receive()
     config = json.loads(columns[1])

@@ -41,18 +41,18 @@ KEYS = ("called", "valid", "named", "right")
 
 
 def function(name: str, description: str, required: list[str], **properties: Any) -> dict[str, Any]:
-    """A tool."""
+    """A tool of this name and these parameters."""
     parameters = {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 def text(description: str) -> dict[str, Any]:
-    """The schema of a text."""
+    """The schema of a string."""
     return {"type": "string", "description": description}
 
 
 def one_of(*words: str) -> dict[str, Any]:
-    """The schema of one of these words."""
+    """The schema of an enumeration."""
     return {"type": "string", "enum": list(words)}
 
 
@@ -108,7 +108,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def ask(url: str, task: dict[str, Any], way: str) -> dict[str, Any]:
-    """The answer's first choice."""
+    """The first choice of the answer."""
     body = {
         "model": SERVED_NAME,
         "messages": [{"role": "user", "content": task["ask"]}],
@@ -126,12 +126,12 @@ def ask(url: str, task: dict[str, Any], way: str) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value without what makes no difference."""
+    """A value in the form for comparisons: case, outer blanks and a full stop do not matter."""
     return value.strip().rstrip(".").casefold() if isinstance(value, str) else value
 
 
 def judge(task: dict[str, Any], name: str, arguments: Any) -> dict[str, bool]:
-    """The judgement of a call."""
+    """Whether a call is valid, and whether it is right."""
     schema = SCHEMAS.get(name)
     valid = schema is not None and Draft202012Validator(schema).is_valid(arguments)
     right = False
@@ -142,7 +142,7 @@ def judge(task: dict[str, Any], name: str, arguments: Any) -> dict[str, bool]:
 
 
 def called(task: dict[str, Any], choice: dict[str, Any]) -> dict[str, bool]:
-    """The judgement of an answer's call, if there is one."""
+    """Judges the call of an answer, if it has one."""
     calls = choice["message"].get("tool_calls") or []
     if not calls:
         return {}
@@ -154,7 +154,7 @@ def called(task: dict[str, Any], choice: dict[str, Any]) -> dict[str, bool]:
 
 
 def fenced(task: dict[str, Any], choice: dict[str, Any]) -> dict[str, bool]:
-    """The same of a call in a fence of code."""
+    """Judges a call in a fence of code, if the answer has one."""
     _, fence, rest = (choice["message"].get("content") or "").partition("```json\n")
     if not fence:
         return {}
@@ -167,7 +167,7 @@ def fenced(task: dict[str, Any], choice: dict[str, Any]) -> dict[str, bool]:
 
 @table_of("tool_calls")
 def table(found: Results) -> str:
-    """The number of requests that were answered by a call that is valid, and by the right one."""
+    """The number of requests that were answered with a valid call, and with the right one."""
     head = ["asked for", "calls", "valid", "the right function", "right", "in a fence", "right in a fence"]
     keys = ("requests", "called", "valid", "named", "right", "fenced_called", "fenced_right")
     rows = []

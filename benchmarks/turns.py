@@ -30,7 +30,7 @@ STATES = {"off": ("--disable-step-shares", "--disable-queue-moves", "--decode-ga
 SHORT = 200
 """Tokens of a short prompt."""
 ANSWER = 32
-"""Tokens of an answer, where nothing else is said."""
+"""Tokens of an answer, unless the traffic says otherwise."""
 FLOODS = (0, 10, 20, 40, 60, 80, 100)
 """Short prompts a second beside a long one."""
 
@@ -45,14 +45,14 @@ class Entry:
     client: int = 0
 
     def line(self) -> str:
-        """Its line in a trace."""
+        """The request's line in a trace."""
         fields = {"timestamp": 1000 * self.second, "input_length": self.prompt, "output_length": self.answer}
         return json.dumps({**fields, "client": self.client})
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A traffic, and the values that are kept of its outcome."""
+    """A traffic, and the values of its outcome that are kept."""
 
     name: str
     entries: list[Entry]
@@ -62,7 +62,7 @@ class Traffic:
 
 
 def stream(rate: float, seconds: float = SECONDS, client: int = 0, prompt: int = SHORT) -> list[Entry]:
-    """Prompts of one length that come by chance, at a mean rate a second."""
+    """Prompts of one length that arrive at random, at a mean rate a second."""
     chance = random.Random(7)
     found, at = [], 0.0
     while rate > 0 and (at := at + chance.expovariate(rate)) < seconds:
@@ -71,12 +71,12 @@ def stream(rate: float, seconds: float = SECONDS, client: int = 0, prompt: int =
 
 
 def every(seconds: float, prompt: int, client: int = 0, answer: int = ANSWER) -> list[Entry]:
-    """One prompt in so many seconds, the first after half a second."""
+    """One prompt every so many seconds, the first after half a second."""
     return [Entry(0.5 + at * seconds, prompt, answer, client) for at in range(int(SECONDS / seconds))]
 
 
 def ttft(outcome: dict[str, Any], longer: bool, client: int | None = None) -> dict[str, float | None]:
-    """The TTFT of the short or of the longer prompts, in milliseconds."""
+    """The TTFT of short or of long prompts, in milliseconds."""
     for group in outcome["groups"]:
         if (group["prompts_from"] > 1) == longer and client in (None, group["client"]):
             found: dict[str, float | None] = group["ttft_ms"]
@@ -92,7 +92,7 @@ def both(outcome: dict[str, Any]) -> dict[str, float | None]:
 
 
 def gaps(outcome: dict[str, Any]) -> dict[str, float | None]:
-    """The times between tokens."""
+    """The times between tokens of an answer."""
     return {f"gap_{key}": outcome["itl_ms"][key] for key in ("p50", "p99", "max")}
 
 
@@ -112,27 +112,27 @@ def chats() -> list[Entry]:
 
 
 def uniform() -> list[Entry]:
-    """1024 tokens in and 128 out, all at once."""
+    """Requests of 1024 tokens in and 128 out, all at once."""
     return [Entry(0.0, 1024, 128) for _ in range(2000)]
 
 
 def skewed() -> list[Entry]:
-    """Every fourth prompt is long."""
+    """A traffic in which every fourth prompt is long."""
     return [Entry(0.02 * at, 8000 if at % 4 == 0 else 500, 64) for at in range(3000)]
 
 
 def tails(outcome: dict[str, Any]) -> dict[str, float | None]:
-    """The TTFT of all requests, and the moves."""
+    """The TTFT of all requests, and the number of moves."""
     return {**{f"ttft_{key}": outcome["ttft_ms"][key] for key in ("p50", "p99")}, "moves": outcome["moves"]}
 
 
 def streams_beside(prompt: int) -> list[Entry]:
-    """64 streams, and a long prompt in three seconds with one token of its own."""
+    """64 streams, and every three seconds a long prompt whose answer has one token."""
     return [Entry(0.0, 128, 3000, 1) for _ in range(64)] + every(3, prompt, answer=1)[:20]
 
 
 def traffics(mooncake: Path | None) -> list[Traffic]:
-    """All of them."""
+    """All traffics."""
     long = [Entry(1.0, 16_000, ANSWER, 1) for _ in range(64)]
     found = [Traffic("short prompts alone", stream(20), both)]
     for prompt in (32_000, 100_000):
@@ -165,10 +165,10 @@ def simulate(traffic: Traffic, state: tuple[str, ...]) -> dict[str, Any]:
         command = [str(FOREBAY), "plan", "--sim-profile", PROFILE, "--slo", "ttft:500", "--slo", "tpot:60"]
         command += ["--max-replicas", str(traffic.replicas), "--output-file", str(output)]
         if traffic.replicas > 1:
-            # Fewer do not meet it, and neither do as many as there are.
+            # No number of replicas meets this target, so the plan reports the largest number.
             command += ["--slo", "e2el:0.001"]
         if "--trace" in traffic.arguments:
-            # Ten times as fast as one replica can serve it, so that the queue never runs empty.
+            # Ten times the rate that one replica can serve, so that the queue never runs empty.
             command += ["--num-prompts", "600", "--speed", "1000"]
         else:
             trace.write_text("".join(f"{entry.line()}\n" for entry in traffic.entries), encoding="utf-8")
@@ -184,7 +184,7 @@ def simulate(traffic: Traffic, state: tuple[str, ...]) -> dict[str, Any]:
 
 @table_of("turns")
 def table(found: Results) -> str:
-    """A row for each traffic, and its values off and on."""
+    """A row for each traffic, with its values off and on."""
     rows = []
     for name in found.workloads():
         keys = next(run.values for run in found.runs if run.workload == name)

@@ -60,7 +60,7 @@ def measure(server: Server, workload: Workload) -> dict[str, Any]:
 
 
 def values(run: dict[str, Any], short_tokens: int) -> dict[str, Any]:
-    """What is kept of a run. A prompt of more than twice `short_tokens` is long."""
+    """The values of a run that are kept. A prompt of more than twice `short_tokens` is long."""
     short: list[float] = []
     long: list[float] = []
     for ttft, tokens in zip(run["ttfts"], run["input_lens"], strict=True):
@@ -77,7 +77,7 @@ def values(run: dict[str, Any], short_tokens: int) -> dict[str, Any]:
 
 @table_of("turns_cpu")
 def table(found: Results) -> str:
-    """A row for each state, and the ratio of the short ones' p90 to that of neither."""
+    """A row for each state, and the ratio of the short prompts' p90 to the state without both."""
     rows = []
     for name in found.workloads():
         for state in found.servers(name):

@@ -139,7 +139,7 @@ def ask(place: Place, backend: str, folder: Path, load: Load, running: Running) 
 
 
 def gaps(records: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    """The time before decode steps as a percentage of theirs, by rows; None without such steps."""
+    """Gaps as a percentage of the time of decode steps and their gaps, by rows; None without such steps."""
 
     def percent(least: int, most: int) -> float | None:
         steps = [

@@ -50,7 +50,7 @@ CASES = [
 
 
 def other_command(client: str, workload: Workload, url: str, result: Path) -> list[str]:
-    """Another load generator with the same load, and the file it shall write."""
+    """The command of another load generator for the same load, and its output file."""
     program = [str(VLLM_RUST.binary)] if client == RUST else [str(VENVS / "vllm/bin/vllm")]
     setting = workload.setting
     return [
@@ -65,7 +65,7 @@ def other_command(client: str, workload: Workload, url: str, result: Path) -> li
 
 
 def other(client: str, workload: Workload, running: Running) -> dict[str, Any]:
-    """The numbers of another load generator. Raises ServerError."""
+    """Runs another load generator; returns its numbers. Raises ServerError."""
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_TARGET_DEVICE": "cpu", "VLLM_NO_USAGE_STATS": "1"}
     with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
         result = Path(folder) / "result.json"
@@ -77,7 +77,7 @@ def other(client: str, workload: Workload, running: Running) -> dict[str, Any]:
 
 
 def clients() -> tuple[list[str], dict[str, str]]:
-    """The load generators that are installed, ours first, and why the others are not there."""
+    """The installed load generators, ours first, and the reasons why others are missing."""
     skipped = {client: reason for client, server in ((PYTHON, VLLM), (RUST, VLLM_RUST)) if (reason := server.missing())}
     return [client for client in (OURS, PYTHON, RUST) if client not in skipped], skipped
 
@@ -103,7 +103,7 @@ def run(found: Results, names: list[str], rounds: int) -> None:
 
 @table_of("agreement")
 def table(found: Results) -> str:
-    """The numbers of several clients about the same server; in brackets our number by theirs."""
+    """Each client's numbers of the same server; in brackets the ratio of our number to theirs."""
     keys = {
         "output_throughput": "tokens/s",
         "mean_ttft_ms": "mean TTFT ms",

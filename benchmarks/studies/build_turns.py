@@ -34,7 +34,7 @@ KEY = "server_cpu_us_per_token"
 
 
 def workloads(streams: Sequence[int], router: int) -> list[Workload]:
-    """The brain at each number of streams, and the router at one."""
+    """The server at each number of streams, and the router at one."""
     named = [(str(count), count) for count in streams] + [(ROUTER, router)] * bool(router)
     return [
         Workload(
@@ -54,12 +54,12 @@ def model_workloads(model: str) -> list[Workload]:
 
 
 def sides(server: Forebay, old: Path, new: Path) -> list[Forebay]:
-    """The builds, each as such a server."""
+    """The old and the new build as servers of this kind."""
     return [replace(server, name=OLD, build=old), replace(server, name=NEW, build=new)]
 
 
 def measure(side: Forebay, workload: Workload) -> dict[str, Any]:
-    """Loads one build, or a router of the same build in front of it. Raises ServerError."""
+    """Loads one build, or a router of this build in front of it. Raises ServerError."""
     with start(side, workload.setting) as backend:
         if workload.name != ROUTER:
             return load(side, workload, backend)
@@ -74,7 +74,7 @@ def _router(binary: Path, backend: Running) -> Running:
 
 
 def table(found: Results) -> str:
-    """CPU microseconds of a token, or tokens a second of a model, old and new."""
+    """CPU microseconds a token, or a model's tokens a second, of both builds."""
     rows = []
     for name in found.workloads():
         streams = name.isdigit()

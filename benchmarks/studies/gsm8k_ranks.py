@@ -41,7 +41,7 @@ def command(binary: Path, ranks: int, parallel: int, port: int) -> list[str]:
 
 
 def answers(chosen: argparse.Namespace, ranks: int, folder: Path) -> list[Json]:
-    """The answers in the order of the questions, as `forebay eval gsm8k` writes them."""
+    """The answers in the order of questions, as `forebay eval gsm8k` writes them."""
     port, file = free_port(), folder / f"{ranks}.jsonl"
     started = time.monotonic()
     line = command(chosen.binary, ranks, chosen.parallel, port)
@@ -65,7 +65,7 @@ def answers(chosen: argparse.Namespace, ranks: int, folder: Path) -> list[Json]:
 
 
 def differences(one: list[Json], other: list[Json]) -> tuple[list[int], list[int]]:
-    """The questions whose numbers differ, and those whose texts do."""
+    """The questions whose extracted numbers differ, and those whose texts differ."""
     pairs = list(zip(one, other, strict=True))
     assert all(mine["prompt"] == theirs["prompt"] for mine, theirs in pairs)
     numbers = [mine["index"] for mine, theirs in pairs if mine["predicted"] != theirs["predicted"]]

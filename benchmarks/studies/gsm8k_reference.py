@@ -60,7 +60,7 @@ class Answer:
     correct: bool
     tokens: int
     latency: float
-    """Seconds."""
+    """Seconds until the answer."""
     margin: float
     """The least difference, over the tokens of the answer, between the best and the second best logit. Near 0 the order
     of additions decides, and no engine is right or wrong."""
@@ -68,12 +68,12 @@ class Answer:
 
 
 def read_jsonl(path: Path) -> list[Json]:
-    """The objects of a file with one a line."""
+    """The objects of a JSONL file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
 def last_integer(text: str) -> int | None:
-    """The last integer in a text, without commas; a number with leading zeros, which Python does not parse, is none."""
+    """The last integer in a text, without commas. A number with leading zeros, which Python rejects, does not count."""
     digits = re.findall(r"[0-9]+", text.replace(",", ""))
     if not digits or (digits[-1].startswith("0") and digits[-1].strip("0")):
         return None
@@ -81,19 +81,19 @@ def last_integer(text: str) -> int | None:
 
 
 def make_prompts(questions: Iterable[Json], examples: Iterable[Json]) -> list[str]:
-    """The questions as they are asked, each after all examples."""
+    """The prompts: each question after all examples."""
     shown = "".join(f"Question: {one['question']}\nAnswer: {one['answer']}\n\n" for one in examples)
     return [f"{shown}Question: {one['question']}\nAnswer:" for one in questions]
 
 
 def cut(text: str) -> str | None:
-    """The text before the first stop string; None: there is none."""
+    """The text before the first stop string; None if there is no stop string."""
     found = [at for stop in STOP if (at := text.find(stop)) >= 0]
     return text[: min(found)] if found else None
 
 
 def location(name: str) -> Path:
-    """The directory of a model by its name; raises FileNotFoundError if it was not made or is none."""
+    """The directory of the model of this name. Raises FileNotFoundError if it is missing or no model."""
     folder = models.directory(name) if name == coder.NAME else Path(name)
     if not folder.is_dir():
         made = f": {coder.missing() or 'python -m benchmarks.coder makes it'}" if name == coder.NAME else ""
@@ -102,7 +102,7 @@ def location(name: str) -> Path:
 
 
 class Reference:
-    """A model in transformers, float32, which generates greedily."""
+    """A model in transformers in float32 that generates greedily."""
 
     def __init__(self, model: Any, tokenizer: Tokenizer, ends: set[int]) -> None:
         self._model = model
@@ -111,7 +111,7 @@ class Reference:
 
     @classmethod
     def load(cls, name: str) -> Reference:
-        """`smollm2`, the name of the second model of the benchmarks, or a directory as on the hub."""
+        """Loads `smollm2`, the second model of the benchmarks by its name, or a directory as on the hub."""
         if name == "smollm2":
             smollm2 = SmolLM2()
             config: Any = smollm2.reference.config
@@ -125,9 +125,9 @@ class Reference:
         return cls(model.eval(), tokenizer, _ids(config.eos_token_id) | _ids(model.generation_config.eos_token_id))
 
     def answers(self, prompts: Sequence[str], labels: Sequence[int], most: int) -> Iterable[Answer]:
-        """The answers of at most `most` tokens, one by one. The common beginning of all prompts is computed once."""
+        """Answers of at most `most` tokens, one by one. The common prefix of all prompts is computed once."""
         encoded = [self._tokenizer.encode(prompt).ids for prompt in prompts]
-        # The last token is always computed: it gives the first logits.
+        # The last token is always computed, because it gives the first logits.
         heads = zip(*(ids[:-1] for ids in encoded), strict=False)
         shared = sum(1 for _ in takewhile(lambda tokens: len(set(tokens)) == 1, heads))
         with torch.inference_mode():
@@ -143,13 +143,13 @@ class Reference:
                 yield Answer(index, prompt, text, predicted, label, correct, tokens, latency, margin)
 
     def _logits(self, ids: list[int], cache: DynamicCache) -> torch.Tensor:
-        """The logits [vocabulary] after `ids`, which follow what is in `cache` and are added to it."""
+        """The logits [vocabulary] after `ids`, which follow the content of `cache` and are added to it."""
         output = self._model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits: torch.Tensor = output.logits[0, -1].float()
         return logits
 
     def _generate(self, ids: list[int], cache: DynamicCache, most: int) -> tuple[str, int, float]:
-        """The text, the number of tokens it took, and the least margin."""
+        """The text, its number of tokens, and the least margin."""
         tokens: list[int] = []
         margin = float("inf")
         logits = self._logits(ids, cache)
@@ -176,7 +176,7 @@ def _ids(ids: int | list[int] | None) -> set[int]:
 
 
 def differences(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The differences of each question whose prompt, text or number is not the same in both; empty: they agree.
+    """The differences of each question whose prompt, text or number differs; empty if all agree.
 
     Further questions that only our side answered are ignored.
     """
@@ -215,7 +215,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs the reference; 1 if it differs from what it is compared with."""
+    """Runs the reference; returns 1 if it differs from the compared file."""
     chosen = arguments()
     if chosen.threads:
         torch.set_num_threads(chosen.threads)

@@ -14,7 +14,7 @@ BENCHMARK = "gsm8k"
 SERVER = "forebay"
 
 Answers = Sequence[Mapping[str, Any]]
-"""As `forebay eval gsm8k --raw-result-file` and the reference write them, by question."""
+"""Answers by question, as `forebay eval gsm8k --raw-result-file` and the reference write them."""
 
 
 def counts(ours: Answers, theirs: Answers) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def _share(answers: Answers, key: str) -> float:
 
 
 def record(model: str, values: dict[str, Any], path: Path | None = None) -> Path:
-    """Puts a model's row into the file (default: the committed one) in place of what it had; gives the file."""
+    """Replaces a model's row in the file (default: the committed one); returns the file's results."""
     path = path or records.path_of(BENCHMARK)
     found = records.new(BENCHMARK, rounds=0)
     rows = {run.workload: run for run in records.read(path).runs} if path.is_file() else {}

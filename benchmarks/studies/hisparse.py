@@ -21,7 +21,7 @@ from benchmarks.cells import markdown
 from benchmarks.servers import FOREBAY
 
 BLOCK_TOKENS = 512
-"""Prompt tokens that a name of a trace stands for."""
+"""Prompt tokens that a block id of a trace stands for."""
 
 
 @dataclass(frozen=True)
@@ -33,20 +33,20 @@ class Setting:
     input_tokens: int
     output_tokens: int
     running: int
-    """Most that may run at a time."""
+    """The most running requests."""
 
 
 PRESSURE = Setting("h200x8-v3.2-fp8", 256, 32_768, 8_192, 256)
 """The setting of the published claim of more than three times the output."""
 PUBLISHED = Setting("h20x8-v3.2-bf16", 30, 8_192, 1_500, 5)
-"""The setting in which SGLang #21932 moved the save behind the forward."""
+"""The setting in which SGLang #21932 moved the save behind the forward pass."""
 ARMS = {
     "token, inline": ("token", "inline"),
     "token, fence": ("token", "fence"),
     "token, behind": ("token", "behind"),
     "page, behind": ("page", "behind"),
 }
-"""Before that change, after it, without any wait, and with the default settings."""
+"""Four arms: before that change, after it, without waiting, and with the default settings."""
 MISSES = (20, 40, 100, 200, 400)
 RATIO = "8"
 
@@ -71,7 +71,7 @@ def plan(setting: Setting, *flags: str) -> dict[str, Any]:
 
 
 def lines(setting: Setting) -> Iterator[str]:
-    """The traffic as a trace."""
+    """The lines of the traffic's trace."""
     blocks = -(-setting.input_tokens // BLOCK_TOKENS)
     for request in range(setting.requests):
         entry = {
@@ -84,7 +84,7 @@ def lines(setting: Setting) -> Iterator[str]:
 
 
 def pressure(setting: Setting, misses: tuple[int, ...]) -> str:
-    """More requests than the device has room for, without sparse decoding and with so many misses a layer."""
+    """More requests than the device can hold: without sparse decoding, and with several miss rates a layer."""
     base = plan(setting)
     rows = [capacity_row("off", base, base)]
     for count in misses:
@@ -94,7 +94,7 @@ def pressure(setting: Setting, misses: tuple[int, ...]) -> str:
 
 
 def capacity_row(name: str, found: dict[str, Any], base: dict[str, Any]) -> list[str]:
-    """One line, with its ratios to the line without."""
+    """A row of the table, with its ratios to the row without sparse decoding."""
     running, output = found["running_peak"], found["output_throughput"]
     return [
         name,
@@ -108,7 +108,7 @@ def capacity_row(name: str, found: dict[str, Any], base: dict[str, Any]) -> list
 
 
 def small(setting: Setting) -> str:
-    """Fewer requests than the device has room for: sparse decoding should lose nothing."""
+    """Fewer requests than the device can hold: sparse decoding should lose nothing."""
     rows = []
     for running in (1, 2, 4):
         few = Setting(setting.profile, 2 * running, setting.input_tokens, setting.output_tokens, running)
@@ -121,7 +121,7 @@ def small(setting: Setting) -> str:
 
 
 def arms(setting: Setting) -> str:
-    """The table of the work that waits for saves."""
+    """The table of steps that wait for saves."""
     found = {
         name: plan(setting, "--enable-hisparse", "--kv-save", save, "--kv-save-order", order)
         for name, (save, order) in ARMS.items()

@@ -20,7 +20,7 @@ from benchmarks.servers import ROOT
 
 
 def estimates(folder: Path) -> list[Run]:
-    """The newest estimate of every benchmark: nanoseconds for each element of its throughput."""
+    """The newest estimate of each benchmark, in nanoseconds an element."""
     runs = []
     for file in sorted(folder.glob("**/new/benchmark.json")):
         about: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
@@ -34,7 +34,7 @@ def estimates(folder: Path) -> list[Run]:
 
 @table_of("micro")
 def table(found: Results) -> str:
-    """A row for each operation, a column for each size, and what the largest costs beside the smallest."""
+    """A row for each operation, a column for each size, and the ratio of the largest to the smallest."""
     sizes = sorted({run.server for run in found.runs if run.server.isdigit()}, key=int)
     rows = []
     for operation in found.workloads():

@@ -24,7 +24,7 @@ BAR = 40
 
 
 def plan(asked: argparse.Namespace, ratio: float) -> dict[str, Any]:
-    """The file of one `forebay plan`."""
+    """The output of one `forebay plan`."""
     with tempfile.TemporaryDirectory(prefix="forebay-plan-") as folder:
         output = Path(folder) / "plan.json"
         command = [str(FOREBAY), "plan", "--trace", str(asked.trace), "--sim-profile", asked.sim_profile]
@@ -39,13 +39,13 @@ def plan(asked: argparse.Namespace, ratio: float) -> dict[str, Any]:
 
 
 def chosen(found: dict[str, Any]) -> dict[str, Any]:
-    """The result for the answer, or for the largest number that was tried."""
+    """The result for the planned number of replicas, or for the largest number that was tried."""
     tried: list[dict[str, Any]] = found["tried"]
     return next((outcome for outcome in tried if outcome["replicas"] == found["answer"]), tried[-1])
 
 
 def row(ratio: float, found: dict[str, Any]) -> list[str]:
-    """One size of the host tier."""
+    """The row of one size of the host tier."""
     outcome = chosen(found)
     hits, host = outcome["prefix_hit_rate"], outcome["host_hit_rate"]
     bar = "█" * round(BAR * (hits - host)) + "░" * round(BAR * host)

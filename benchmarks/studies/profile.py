@@ -49,11 +49,11 @@ GROUPS = [
     ("text", r"", "chat template and tokeniser"),
     ("", r"", "other threads"),
 ]
-"""Threads whose name begins so, a pattern for the stack, and what such samples are called."""
+"""For each group: the beginning of thread names, a pattern for the stack, and the group's name."""
 
 
 def group(thread: str, stack: str) -> str:
-    """The name of a sample."""
+    """The group of a sample."""
     for name, pattern, title in GROUPS:
         if thread.startswith(name) and re.search(pattern, stack):
             return f"{name}: {title}" if name else title
@@ -61,7 +61,7 @@ def group(thread: str, stack: str) -> str:
 
 
 def samples(script: str) -> Iterator[tuple[str, str]]:
-    """Thread and stack of each sample in the output of `perf script -F comm,ip,sym`."""
+    """The thread and stack of each sample in the output of `perf script -F comm,ip,sym`."""
     for block in script.split("\n\n"):
         thread, _, stack = block.strip("\n").partition("\n")
         if thread.strip():
@@ -69,7 +69,7 @@ def samples(script: str) -> Iterator[tuple[str, str]]:
 
 
 def record(pid: int, into: Path) -> None:
-    """Samples a process for a while, after its load has settled."""
+    """Samples a process for a while, once its load is steady."""
     time.sleep(WARM_SECONDS)
     command = ["perf", "record", "-e", "cpu-clock", "-F", str(FREQUENCY), "-g", "-p", str(pid), "-o", str(into)]
     subprocess.run([*command, "--", "sleep", str(SAMPLED_SECONDS)], check=True, capture_output=True)

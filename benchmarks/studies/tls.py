@@ -53,7 +53,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def connector(side: Forebay, port: int) -> Callable[[], http.client.HTTPConnection]:
-    """Makes connections to a server of this side."""
+    """A function that connects to a server, plain or with TLS."""
     if side.name != TLS:
         return lambda: http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     context = ssl.create_default_context(cafile=str(DATA / "certificate.pem"))
@@ -61,7 +61,7 @@ def connector(side: Forebay, port: int) -> Callable[[], http.client.HTTPConnecti
 
 
 def client(connect: Callable[[], http.client.HTTPConnection], requests: int) -> int:
-    """Streams answers one after the other over one connection; returns how many tokens came. Raises ServerError."""
+    """Streams answers one after another over one connection; returns the number of tokens. Raises ServerError."""
     body = {"model": SERVED_NAME, "prompt": "a", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
     options = {"stream_options": {"include_usage": True}}
     connection, tokens = connect(), 0
@@ -98,7 +98,7 @@ def measure(side: Forebay, workload: Workload) -> dict[str, Any]:
 
 
 def table(found: Results) -> str:
-    """CPU microseconds of a token, each beside the tasks' plain ones."""
+    """CPU microseconds a token, with ratios to plain connections of the same tasks."""
     name = str(STREAMS)
     rows = [
         [side.name, number(found.median(name, side.name, KEY)), spread(found.ratio(name, side.name, TASKS, KEY))]

@@ -39,7 +39,7 @@ class Embedder:
         self._tokenizer.no_truncation()
 
     def embed(self, texts: list[str], batch: int) -> np.ndarray[Any, Any]:
-        """The normalised vectors float32 [texts, size], in batches of at most `batch` texts."""
+        """The normalized vectors, float32 [texts, size], in batches of at most `batch` texts."""
         ids = [encoding.ids for encoding in self._tokenizer.encode_batch_fast(texts)]
         order = sorted(range(len(ids)), key=lambda at: len(ids[at]))
         found: list[Any] = [None] * len(ids)

@@ -19,7 +19,7 @@ PACKAGE = "sgl_kernel"
 
 
 class MissingKernel:
-    """Stands for a function or a class that does not exist."""
+    """A placeholder for a missing function or class."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
@@ -28,7 +28,7 @@ class MissingKernel:
         raise NotImplementedError(f"{self.__name__} is a kernel for GPUs")
 
     def __getattr__(self, name: str) -> MissingKernel:
-        # Names with double underscores are Python's own lookups, not kernels.
+        # Names with double underscores are looked up by Python itself.
         if name.startswith("__"):
             raise AttributeError(name)
         return MissingKernel(f"{self.__name__}.{name}")
@@ -39,7 +39,7 @@ class MissingModule(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        # With a path it is a package, in which further modules may be looked for.
+        # A path makes it a package, in which further modules are looked up.
         self.__path__: list[str] = []
 
     def __getattr__(self, name: str) -> MissingKernel:

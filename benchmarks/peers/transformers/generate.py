@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 PAGE = 256
-"""Tokens of a page, as is the default."""
+"""Tokens of a page, which is the default."""
 
 
 def main() -> None:
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def timed(work: Callable[[], None], runs: int) -> list[float]:
-    """Seconds of each run but the first, which sets everything up."""
+    """Seconds of each run but the first, which does the setup."""
     times = []
     for _ in range(1 + runs):
         begun = time.perf_counter()
@@ -60,14 +60,14 @@ def timed(work: Callable[[], None], runs: int) -> list[float]:
 
 
 def static(model: AutoModelForCausalLM, prompts: torch.Tensor, answer: int, runs: int) -> list[float]:
-    """All prompts as one batch."""
+    """Generates with all prompts in one static batch."""
     where = model.device
     config = GenerationConfig(
         max_new_tokens=answer,
         min_new_tokens=answer,
         do_sample=False,
         pad_token_id=0,
-        # It compiles decode steps by itself on a GPU.
+        # transformers then compiles decode steps on a GPU.
         cache_implementation="static",
     )
     inputs = prompts.to(where)
@@ -82,16 +82,16 @@ def static(model: AutoModelForCausalLM, prompts: torch.Tensor, answer: int, runs
 
 
 def continuous(model: AutoModelForCausalLM, prompts: torch.Tensor, answer: int, runs: int) -> list[float]:
-    """All prompts at once."""
+    """Generates with continuous batching."""
     # No token ends an answer.
     config = GenerationConfig(max_new_tokens=answer, do_sample=False, eos_token_id=-1, pad_token_id=0)
     inputs = prompts.tolist()
     pages = len(inputs) * -(-(prompts.shape[1] + answer) // PAGE)
-    # Every run has the same prompts, and no server here reuses prefixes.
+    # Every run has the same prompts, so blocks are not shared: no other server here reuses prefixes.
     batching = ContinuousBatchingConfig(page_size=PAGE, num_blocks=pages + 64, allow_block_sharing=False)
 
     def work() -> None:
-        # What the first run sets up stays.
+        # The persistent manager keeps the setup of the first run.
         made = model.generate_batch(
             inputs, config, continuous_batching_config=batching, progress_bar=False, persistent_manager=True
         )
