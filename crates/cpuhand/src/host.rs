@@ -474,7 +474,11 @@ mod tests {
             assert!(states.seen(2).is_err());
         }
         let mut page = [0; 5];
-        borrower.of(0).expect("it lends").read(2, vec![&mut page[..]]).expect("there");
+        borrower
+            .of(0)
+            .expect("replica 0 lends its pages")
+            .read(2, vec![&mut page[..]])
+            .expect("there");
         assert_eq!(page, [9; 5]);
         assert!(borrower.of(0).is_ok_and(|pages| pages.sum(3).is_err()));
         assert!(borrower.states_of(1).is_err(), "the lender's worker has not started");
