@@ -546,7 +546,7 @@ fn a_constraint_that_panics_ends_its_request_alone() {
     for threads in [0, 1] {
         let rig = Rig::start(config(1, threads), 2000, 1, quiet());
         rig.submit_all(9);
-        let before = |said: &[i32]| assert!(said.len() < 3, "this is a part of the test");
+        let before = |said: &[i32]| assert!(said.len() < 3, "the test makes the constraint panic");
         rig.submit_of(1, 100, 30, slow(rig.few(), before));
         let mut stories = HashMap::new();
         rig.until_ended(&mut stories, &(0..9).chain([100]).collect::<Vec<u64>>());
