@@ -336,7 +336,11 @@ mod tests {
         };
         let text = "the kernel killed it because memory ran out (600 MiB are all there is)";
         assert_eq!(end("kill -9 $$", 4), Exit { text: text.into(), out_of_memory: true });
-        assert_eq!(end("kill -9 $$", 3), "killed by signal 9".into(), "somebody else did it");
+        assert_eq!(
+            end("kill -9 $$", 3),
+            "killed by signal 9".into(),
+            "killed by another process than the kernel"
+        );
         assert_eq!(end("exit 3", 4), "exit status 3".into(), "another was killed");
     }
 }
