@@ -52,7 +52,7 @@ fn a_group_is_on_several_outposts_where_none_has_room_for_all_of_it() {
     assert_eq!(ways("FAKE_COLLECTIVES=Network(\"eth7\")\0"), 3);
 
     // When one outpost ends, all ranks end. They are started again when there is room.
-    small.end().expect("it works");
+    small.end().expect("no error");
     let (reason, after) = death(&mut executor);
     assert!(reason.contains("outpost here"), "{reason}");
     assert!(after < Duration::from_secs(2), "{after:?}");
@@ -96,7 +96,7 @@ fn an_outpost_that_ends_takes_its_hands_along_and_may_come_back() {
     let mut executor = brain.executor("comes back", 1);
     ready(&mut executor);
     assert_eq!(hands_of("comes back"), 1);
-    outpost.end().expect("it works");
+    outpost.end().expect("no error");
     eventually("the hand is gone", || hands_of("comes back") == 0);
     let (reason, after) = death(&mut executor);
     assert!(reason.contains("outpost here"), "{reason}");

@@ -24,8 +24,8 @@ pub(crate) struct Network {
 
 impl Network {
     pub(crate) fn to(brain: SocketAddr) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("it works");
-        let address = listener.local_addr().expect("it works");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("no error");
+        let address = listener.local_addr().expect("no error");
         let state = Arc::new(AtomicU8::new(0));
         let shared = Arc::clone(&state);
         thread::spawn(move || {
@@ -34,7 +34,7 @@ impl Network {
                 let number = newest.fetch_add(1, Ordering::SeqCst) + 1;
                 let Ok(far) = TcpStream::connect(brain) else { continue };
                 for (from, to) in [(near.try_clone(), far.try_clone()), (Ok(far), Ok(near))] {
-                    let (from, to) = (from.expect("it works"), to.expect("it works"));
+                    let (from, to) = (from.expect("no error"), to.expect("no error"));
                     let (state, newest) = (Arc::clone(&shared), Arc::clone(&newest));
                     let is_last = move || newest.load(Ordering::SeqCst) == number;
                     thread::spawn(move || carry(from, to, &state, is_last));
@@ -46,7 +46,7 @@ impl Network {
 }
 
 fn carry(mut from: TcpStream, mut to: TcpStream, state: &AtomicU8, is_last: impl Fn() -> bool) {
-    from.set_read_timeout(Some(Duration::from_millis(5))).expect("it works");
+    from.set_read_timeout(Some(Duration::from_millis(5))).expect("no error");
     let mut buffer = [0; 4096];
     loop {
         let state = match state.load(Ordering::SeqCst) {

@@ -73,7 +73,7 @@ fn payloads_reach_every_rank_and_follow_the_group_to_another_outpost() {
     assert_eq!(second.offset(), offset, "the first free bytes are taken");
     assert!(bring(&mut executor, &second));
     assert_eq!(found(&mut executor, 2, &second), 78);
-    outpost.end().expect("it works");
+    outpost.end().expect("no error");
     death(&mut executor);
     let late = payload(&brain, 79, 1000);
     assert!(!bring(&mut executor, &late), "no group is running");

@@ -31,7 +31,7 @@ pub(crate) struct Brain {
 }
 
 pub(crate) fn runtime() -> tokio::runtime::Runtime {
-    tokio::runtime::Builder::new_current_thread().enable_all().build().expect("it works")
+    tokio::runtime::Builder::new_current_thread().enable_all().build().expect("no error")
 }
 
 impl Brain {
@@ -41,33 +41,33 @@ impl Brain {
 
     /// A server; with an interface named, its groups may spread over several outposts.
     pub(crate) fn of(interface: Option<&str>) -> Self {
-        let credentials = Credentials::make().expect("it works");
-        let listener = TcpListener::bind("127.0.0.1:0").expect("it works");
-        let address = listener.local_addr().expect("it works");
-        let (outposts, serving) = Outposts::listen(listener, &credentials).expect("it works");
+        let credentials = Credentials::make().expect("no error");
+        let listener = TcpListener::bind("127.0.0.1:0").expect("no error");
+        let address = listener.local_addr().expect("no error");
+        let (outposts, serving) = Outposts::listen(listener, &credentials).expect("no error");
         let (stop, stopped) = oneshot::channel();
         thread::spawn(move || {
             runtime().block_on(async {
                 tokio::select! {
-                    served = serving => served.expect("it works"),
+                    served = serving => served.expect("no error"),
                     _ = stopped => {}
                 }
             });
         });
         let site = outposts.site("fake", interface);
-        let arena = Arena::new(16 << 20).expect("it works");
+        let arena = Arena::new(16 << 20).expect("no error");
         Self { site, arena, address, token: credentials.token().clone(), _stop: stop }
     }
 
     pub(crate) fn executor(&self, behaviour: &str, ranks: usize) -> HandExecutor {
-        HandExecutor::new(self.spec(behaviour, ranks)).expect("it works")
+        HandExecutor::new(self.spec(behaviour, ranks)).expect("no error")
     }
 
     /// A step group with a member for each rank.
     pub(crate) fn step_group(&self, behaviour: &str, ranks: usize) -> HandExecutor {
         let mut spec = self.spec(behaviour, ranks);
         spec.config.step_group = true;
-        HandExecutor::new(spec).expect("it works")
+        HandExecutor::new(spec).expect("no error")
     }
 
     pub(crate) fn spec(&self, behaviour: &str, ranks: usize) -> HandSpec {
@@ -92,7 +92,7 @@ impl Brain {
     pub(crate) fn mixed_up(&self, other: &Credentials) -> WorkSettings {
         let (right, wrong) = (self.token.to_string(), other.token().to_string());
         let mixed = format!("{}{}", &right[..right.len() - 64], &wrong[wrong.len() - 64..]);
-        WorkSettings { token: mixed.parse().expect("it works"), ..self.settings(1) }
+        WorkSettings { token: mixed.parse().expect("no error"), ..self.settings(1) }
     }
 }
 
@@ -130,7 +130,7 @@ impl Outpost {
 
     pub(crate) fn end(mut self) -> Result<(), OutpostEnd> {
         drop(self.stop.take());
-        self.thread.take().expect("it works").join().expect("it works")
+        self.thread.take().expect("no error").join().expect("no error")
     }
 
     /// Waits until the outpost ends by itself.
@@ -139,9 +139,9 @@ impl Outpost {
         eventually("the outpost ends by itself", || thread.is_finished());
         self.thread
             .take()
-            .expect("it works")
+            .expect("no error")
             .join()
-            .expect("it works")
+            .expect("no error")
             .expect_err("the outpost ended with an error")
     }
 }
@@ -216,7 +216,7 @@ pub(crate) fn hands_of(marker: &str) -> usize {
 /// The environments of those worker processes.
 pub(crate) fn environments(marker: &str) -> Vec<String> {
     let wanted = format!("FAKE_BEHAVIOUR={marker}\0");
-    let processes = std::fs::read_dir("/proc").expect("it works").flatten();
+    let processes = std::fs::read_dir("/proc").expect("no error").flatten();
     let texts = processes.filter_map(|entry| std::fs::read(entry.path().join("environ")).ok());
     let texts = texts.map(|text| String::from_utf8_lossy(&text).into_owned());
     texts.filter(|text| text.contains(&wanted)).collect()

@@ -37,7 +37,7 @@ fn connect_from(address: &str, to: SocketAddr) -> TcpStream {
         socket.connect(to).await?.into_std()
     });
     let stream = stream.expect("a connection");
-    stream.set_nonblocking(false).expect("it works");
+    stream.set_nonblocking(false).expect("no error");
     stream
 }
 
@@ -48,12 +48,12 @@ fn strangers_at_one_address_leave_places_to_others() {
         (0..16).map(|_| connect_from("127.0.0.2", brain.address)).collect();
     let mut late = connect_from("127.0.0.2", brain.address);
     assert!(ended(&mut late), "the 17th connection of an address is dropped");
-    let other = Credentials::make().expect("it works");
+    let other = Credentials::make().expect("no error");
     // All places of the other address are still taken, but this outpost's secret is read.
     let refused = Outpost::start(brain.mixed_up(&other)).ended();
     assert!(matches!(&refused, OutpostEnd::Refused(..)), "{refused}");
     for stranger in &strangers {
-        stranger.set_nonblocking(true).expect("it works");
+        stranger.set_nonblocking(true).expect("no error");
         let waits = stranger.peek(&mut [0]).expect_err("nothing has come");
         assert_eq!(waits.kind(), io::ErrorKind::WouldBlock);
     }
@@ -99,7 +99,7 @@ fn groups_that_start_together_are_not_mixed_up() {
 #[test]
 fn strangers_stay_outside() {
     let brain = Brain::start();
-    let other = Credentials::make().expect("it works");
+    let other = Credentials::make().expect("no error");
     // The complete token of another server.
     let stranger = WorkSettings { token: other.token().clone(), ..brain.settings(1) };
     assert!(matches!(Outpost::start(stranger).ended(), OutpostEnd::Stranger(_)));
@@ -109,9 +109,9 @@ fn strangers_stay_outside() {
 
     // Bytes that are not TLS, and connections that send nothing, block no other connection.
     let silent: Vec<_> =
-        (0..8).map(|_| TcpStream::connect(brain.address).expect("it works")).collect();
+        (0..8).map(|_| TcpStream::connect(brain.address).expect("no error")).collect();
     for seed in 0..200_u32 {
-        let mut garbage = TcpStream::connect(brain.address).expect("it works");
+        let mut garbage = TcpStream::connect(brain.address).expect("no error");
         let bytes: Vec<u8> = (0..512).map(|at| (seed.wrapping_mul(at + 7) >> 3) as u8).collect();
         let _ = garbage.write_all(&bytes);
     }
