@@ -76,7 +76,7 @@ fn long(id: u64, max_tokens: u32) -> Request {
         let request = request(id, vec![*seed, 3, 5], max_tokens);
         alone(&request).1 == Finish::Length && alone(&request).0.len() == max_tokens as usize
     };
-    let seed = (1..500).find(fits).expect("one of them");
+    let seed = (1..500).find(fits).expect("a prompt with a long answer");
     request(id, vec![seed, 3, 5], max_tokens)
 }
 

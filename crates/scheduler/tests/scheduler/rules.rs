@@ -1,4 +1,4 @@
-//! One test a rule.
+//! The rules of planning and applying, one test for each.
 
 use forebay_protocol::{Row, SamplingParams, SlotSpec, StepPlan, StepResult, Want};
 use forebay_scheduler::{ApplyError, Event, Finish, Policy, Request, Scheduler, SchedulerConfig};
@@ -20,11 +20,11 @@ fn decode_runs_ahead_of_its_tokens_and_stops_at_the_last_that_needs_compute() {
     harness.submit(request(1, text(3), 3));
     assert!(harness.plan());
     assert_eq!(rows(&harness), [(0, 3, true)]);
-    assert!(harness.plan(), "the token of position 3 is not known yet");
+    assert!(harness.plan(), "a decode step is planned before its token is known");
     assert_eq!(rows(&harness), [(3, 1, true)]);
     assert!(harness.apply() && harness.plan());
     assert_eq!(rows(&harness), [(4, 1, true)]);
-    assert!(harness.apply() && !harness.plan(), "the third token is the last and is not computed");
+    assert!(harness.apply() && !harness.plan(), "the third token is the last and needs no compute");
     harness.drain();
     assert_eq!(harness.ended(1).1, Some(Some(Finish::Length)));
 }
@@ -57,7 +57,7 @@ fn a_prefill_under_way_goes_before_new_ones_and_nobody_overtakes() {
     assert!(harness.plan() && harness.apply());
     assert_eq!(rows(&harness), [(0, 16, false)]);
     assert!(harness.plan() && harness.apply());
-    assert_eq!(rows(&harness), [(16, 4, true)], "the second does not fit, the third may not pass");
+    assert_eq!(rows(&harness), [(16, 4, true)], "prompt 2 does not fit, prompt 3 may not pass it");
     harness.drain();
 }
 
@@ -84,10 +84,10 @@ fn a_prefix_is_shared_with_the_next_plan_by_whole_blocks() {
     harness.submit(request(2, text(12), 4));
     harness.submit(request(3, text(7), 4));
     harness.submit(Request { cache_salt: 1, ..request(4, text(12), 4) });
-    assert!(harness.plan(), "the first result is still out");
+    assert!(harness.plan(), "the first result has not come");
     harness.drain();
     let cached = [1, 2, 3, 4].map(|id| harness.clients[&id].cached_tokens);
-    assert_eq!(cached, [0, 8, 4, 0], "one token at least is computed; salts are kept apart");
+    assert_eq!(cached, [0, 8, 4, 0], "at least one token is computed; salts share nothing");
     let stats = harness.scheduler.stats();
     assert_eq!((stats.prefix_queries, stats.prefix_hits), (43, 12));
     assert_eq!((stats.prompt_tokens, stats.generated_tokens), (31, 16));
@@ -106,7 +106,11 @@ fn embedded_prompts_share_nothing() {
     harness.drain();
     assert!((1..=4).all(|id| harness.clients[&id].cached_tokens == 0));
     let stats = harness.scheduler.stats();
-    assert_eq!((stats.prefix_queries, stats.prefix_hits), (12, 0), "only tokens are looked up");
+    assert_eq!(
+        (stats.prefix_queries, stats.prefix_hits),
+        (12, 0),
+        "only prompts of tokens are looked up"
+    );
     assert_eq!(stats.prompt_tokens, 48);
 }
 
@@ -123,7 +127,10 @@ fn generated_blocks_are_shared_too() {
     prompt.extend(alone(&first).0);
     harness.submit(request(2, prompt, 1));
     harness.drain();
-    assert_eq!(harness.clients[&2].cached_tokens, 12, "of 14 positions, 13 were computed");
+    assert_eq!(
+        harness.clients[&2].cached_tokens, 12,
+        "13 of 14 positions were computed: three full blocks"
+    );
 }
 
 #[test]
@@ -150,7 +157,7 @@ fn slots_and_pages_of_an_aborted_request_are_retired() {
     assert!(harness.plan());
     harness.abort(1);
     assert_eq!(harness.scheduler.stats().pages_held, 2);
-    assert!(!harness.plan(), "its slot is in flight");
+    assert!(!harness.plan(), "the only slot is in flight");
     assert!(harness.apply());
     assert_eq!(harness.scheduler.stats().pages_held, 0);
     assert!(harness.plan());
@@ -180,7 +187,8 @@ fn a_stop_id_ends_with_its_token_and_what_ran_ahead_is_ignored() {
     let mut stop_ids = [99, stop, -1];
     stop_ids.sort_unstable();
     probe.spec.stop_ids = stop_ids.into();
-    let first = given.iter().position(|&token| token == stop).expect("it is there");
+    let first =
+        given.iter().position(|&token| token == stop).expect("the answer has the stop token");
     let mut harness = Harness::new(config(), 2);
     harness.submit(probe);
     harness.drain();
@@ -300,14 +308,18 @@ fn a_prompt_to_be_pooled_is_chunked_shares_blocks_and_leaves_its_pages_with_its_
     assert!(harness.plan() && harness.plan());
     assert_eq!(rows(&harness), [(8, 4, false)]);
     assert!(harness.plan.rows().all(|row| row.want == Want::Vector));
-    assert_eq!(harness.scheduler.stats().pages_held, 3, "nothing is kept for a next token");
-    assert!(!harness.plan(), "there is no decoding after it");
+    assert_eq!(harness.scheduler.stats().pages_held, 3, "no page is held for a next token");
+    assert!(!harness.plan(), "a pooled prompt is not decoded");
     assert!(harness.apply() && harness.apply());
     assert_eq!(harness.ended(1).1, Some(Some(Finish::Length)));
     assert_eq!(harness.scheduler.stats().pages_held, 0);
     harness.submit(pooled(2, text(12), 0));
     assert!(harness.plan());
-    assert_eq!(rows(&harness), [(8, 4, false)], "two blocks are found, the last is computed again");
+    assert_eq!(
+        rows(&harness),
+        [(8, 4, false)],
+        "two blocks are cached, the last one is computed again"
+    );
     harness.drain();
 }
 
@@ -319,9 +331,13 @@ fn without_pages_prompts_are_packed_and_never_cut() {
         harness.submit(pooled(id, text(length), 0));
     }
     assert!(harness.plan());
-    assert_eq!(rows(&harness), [(0, 4, false), (0, 5, false)], "one is left of the ten");
+    assert_eq!(
+        rows(&harness),
+        [(0, 4, false), (0, 5, false)],
+        "one token of the budget of ten is left"
+    );
     assert!(harness.plan());
-    assert_eq!(rows(&harness), [(0, 2, false)], "the long one waits for a step of its own");
+    assert_eq!(rows(&harness), [(0, 2, false)], "the long prompt waits for a step of its own");
     assert!(harness.apply() && harness.plan());
     assert_eq!(rows(&harness), [(0, 30, false)]);
     harness.drain();
@@ -383,14 +399,14 @@ fn who_wants_to_hear_of_the_prompt_computes_it_and_others_share_it() {
     harness.submit(telling(4, text(16), 16, 2));
     harness.drain();
     let cached = [2, 3, 4].map(|id| harness.clients[&id].cached_tokens);
-    assert_eq!(cached, [0, 8, 12], "from before the first token that is asked for");
+    assert_eq!(cached, [0, 8, 12], "cached blocks end before the first reported token");
 
     let mut harness = Harness::new(config(), 1);
     harness.submit(telling(1, text(16), 1, 2));
     while harness.plan() || harness.apply() {}
     harness.submit(request(2, text(16), 2));
     harness.drain();
-    assert_eq!(harness.clients[&2].cached_tokens, 12, "its blocks are everybody's");
+    assert_eq!(harness.clients[&2].cached_tokens, 12, "other requests share the blocks");
 }
 
 #[test]
@@ -404,12 +420,12 @@ fn what_was_told_is_not_told_again_when_the_prompt_is_computed_again() {
     assert!(harness.apply() && harness.plan());
     assert_eq!((rows(&harness), wants(&harness)), (vec![(8, 8, false)], vec![(9, 8)]));
     harness.drain();
-    assert_eq!(harness.clients[&1].parts, 3, "and each part once");
+    assert_eq!(harness.clients[&1].parts, 3, "each part is reported once");
 }
 
 #[test]
 fn a_result_has_room_for_what_its_rows_give() {
-    // Seven words a token.
+    // Each reported token takes seven words of the result.
     let small = SchedulerConfig { token_budget: 16, step_words: 30, ..config() };
     let mut harness = Harness::new(small, 1);
     harness.submit(telling(1, text(12), 1, 1));

@@ -28,7 +28,7 @@ impl Harness {
             let named = self.flights.iter().any(|flight| flight.slots.contains(&slot));
             assert!(!named, "slot {slot} is in flight");
         }
-        // With these, prompts get pages one by one, and have no row if others take the whole
+        // Sparse and windowed prompts get pages one by one, and no row if others take all of the
         // budget.
         let by_parts = self.config.sparse.is_some() || self.config.windows.is_some();
         for (slot, index, page) in plan.page_writes() {

@@ -16,7 +16,7 @@ pub(super) struct MaskedRow {
 }
 
 impl Harness {
-    /// Makes masked rows of the only step in flight sit out: those whose bits are set. Returns
+    /// Makes masked rows of the only step in flight sit out, those whose bits are set. Returns
     /// their number.
     pub(crate) fn sit_out(&mut self, bits: u8) -> usize {
         let [flight] = self.flights.make_contiguous() else { return 0 };
@@ -36,7 +36,7 @@ impl Harness {
             flight.masked[at..].iter_mut().for_each(|row| row.sample -= 1);
             if let Some(result) = &mut flight.result {
                 let first: usize = result.counts().take(sample).sum();
-                let count = result.counts().nth(sample).expect("it samples");
+                let count = result.counts().nth(sample).expect("the row samples");
                 self.device.take_back(slot, count);
                 result.tokens.drain(first..first + count);
                 if !result.token_counts.is_empty() {
@@ -49,8 +49,8 @@ impl Harness {
         late
     }
 
-    /// Tells the scheduler which tokens the grammars of the masked requests in `got` allow: only
-    /// the right ones for some positions, then all. For some requests the grammar is not ready.
+    /// Tells the scheduler which tokens the grammars of the masked requests in `got` allow: at
+    /// first only the right ones, later all. For some requests the grammar is not ready.
     pub(super) fn expect_masked(&mut self, got: &[u64]) {
         for &id in got {
             let client = &self.clients[&id];

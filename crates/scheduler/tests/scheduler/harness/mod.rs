@@ -551,7 +551,7 @@ impl Harness {
             // Requests that were admitted before go first.
             let turn =
                 |client: &&mut Client| (client.order.0, client.admissions == 0, client.order.1);
-            let first = waiting.min_by_key(turn).expect("this one waits");
+            let first = waiting.min_by_key(turn).expect("the request waits");
             if first.request.id != id {
                 first.passed += cost;
                 let may = self.config.step_shares && first.passed <= first.cost();
