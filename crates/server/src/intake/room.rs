@@ -210,11 +210,11 @@ pub(super) mod tests {
             "the client's queue is full"
         );
         let mut other = Box::pin(room.take(OTHER, 100, "p"));
-        assert!(poll(other.as_mut()).is_pending(), "but not for another client");
+        assert!(poll(other.as_mut()).is_pending(), "another client may still wait");
         drop(all);
         drop(got(many[0].as_mut()));
         drop(got(many[1].as_mut()));
-        assert!(poll(many[2].as_mut()).is_pending(), "it is the other client's turn");
+        assert!(poll(many[2].as_mut()).is_pending(), "the other client has its turn");
         drop(got(other.as_mut()));
         assert_eq!(room.in_line(), 6);
         drop(got(many[2].as_mut()));
