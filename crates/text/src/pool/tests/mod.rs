@@ -101,7 +101,7 @@ type Pending<'a, T> = Pin<Box<dyn Future<Output = Result<T, TextError>> + 'a>>;
 fn cut(job: Job, tools: &Tools) -> Arc<work::Long> {
     match job.start(tools) {
         StartedInput::Long(long) => long,
-        StartedInput::Done(..) => panic!("it is short"),
+        StartedInput::Done(..) => panic!("the input is short"),
     }
 }
 
