@@ -208,12 +208,12 @@ pub(crate) fn step(executor: &mut HandExecutor, step: u64, tokens: &[i32]) -> Ve
     }
 }
 
-/// The number of live worker processes below this process that have `marker`.
+/// The number of live workers below this process that have `marker`.
 pub(crate) fn hands_of(marker: &str) -> usize {
     environments(marker).len()
 }
 
-/// The environments of those worker processes.
+/// The environments of those workers.
 pub(crate) fn environments(marker: &str) -> Vec<String> {
     let wanted = format!("FAKE_BEHAVIOUR={marker}\0");
     let processes = std::fs::read_dir("/proc").expect("no error").flatten();
