@@ -35,7 +35,7 @@ impl Rig {
         Self::with(prefill, decode, local_tokens, host_pages, 2000, 0.02)
     }
 
-    /// The decode replicas have this many device pages. At 1 GB/s a page is copied in a sixth of
+    /// The decode replicas have this many hot pages. At 1 GB/s a page is copied in a sixth of
     /// the time that its tokens take to compute.
     fn with(
         prefill: u32,
