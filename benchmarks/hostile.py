@@ -1,6 +1,6 @@
 """Requests of a hostile client: each is small or within its limits, and has taken a server down or held others up.
 
-Sources of forms are built from counts, so that a reader sees what makes them dear.
+Grammars and schemas are built from counts, so that a reader sees what makes them expensive.
 """
 
 from __future__ import annotations

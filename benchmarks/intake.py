@@ -5,8 +5,8 @@
 64 streams decode on a simulated device whose every step takes 5 ms, whatever is in it. Once a second 96 requests with
 1.4 MB of embeddings each (as many positions as an image has in SGLang's own measurement) come at the same moment. So
 only the host moves the gaps between the streams' tokens, by parsing, base64, conversion and the copy into the arena. On
-a machine with few cores, the kernel that carries 180 MB over loopback does too, and so do the clients. One row shows
-what these do by themselves: its bursts go to a process that throws them away.
+a machine with few cores, the kernel's copies of 180 MB over loopback count too, and so do the clients. One row shows
+the effect of these two alone: its bursts go to a process that discards them.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     python -m benchmarks.mask_times --rounds 5
 
-One core, no server. Each of 60 made-up schemas over all keywords is asked for once; the time to its first mask has the
-compiling in it. Then 200 tokens are drawn, each from those that the mask allows, which leads to odder places than a
-model would.
+One core, no server. Each of 60 made-up schemas over all keywords is used once; the time to its first mask includes the
+compilation. Then 200 tokens are drawn at random from those that masks allow. Such texts are stranger than a model's.
 """
 
 from __future__ import annotations

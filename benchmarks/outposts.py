@@ -2,8 +2,8 @@
 
     python -m benchmarks.outposts --rounds 5
 
-Both hands are the same Python program. The outpost is on the loopback interface, so what is added is its relay: TLS and
-the threads that copy, without a network's own time.
+Both hands are the same Python program. The outpost is on the loopback interface, so only its relay adds time: TLS and
+the threads that copy, without a real network.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def variables_of(command: str, root: Path = ROOT) -> frozenset[str]:
 def command_lines(benchmark: Benchmark, words: Sequence[str], root: Path = ROOT) -> list[str]:
     """The commands with the user's words added: flags, and make variables as NAME=VALUE.
 
-    Flags go to the benchmark's one module, which refuses what it does not have. Several modules take those flags only
+    If the benchmark has one module, all flags go to it, and it refuses unknown ones. Several modules take only flags
     that stand for variables. A variable that no module takes is left out, as make does. Raises UsageError.
     """
     given = {name: value for name, value in (_variable(word) for word in words) if value}

@@ -5,8 +5,8 @@
 Each server is started twice a round. Before the first start, the files that it reads (its packages, its program, the
 weights) are evicted from the kernel's page cache. The second start finds the files that the first one has cached. The
 clock runs from the start of the process. Forebay caches weights in the form that it computes with; its first start,
-without that cache, is a separate entry here. *GGUF* is Forebay with the file that the default model comes in (Q4_1),
-whose weights have to be dequantised.
+without that cache, is a separate entry here. *GGUF* is Forebay with the default model's own file (Q4_1), whose
+weights have to be dequantized.
 """
 
 from __future__ import annotations

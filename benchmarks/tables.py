@@ -3,8 +3,8 @@
     python -m benchmarks.tables          # puts results/*.json into docs/performance/*.md, the list into README.md
     python -m benchmarks.tables --check  # exits 1 if that would change it
 
-A section is what stands between `<!-- bench:NAME -->` and `<!-- /bench -->`. A benchmark registers its table itself:
-`@table_of(NAME)` stands before the function, in the module that measures.
+A section lies between `<!-- bench:NAME -->` and `<!-- /bench -->`. The module of a benchmark registers its table with
+`@table_of(NAME)` before the function.
 """
 
 from __future__ import annotations

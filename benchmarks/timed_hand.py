@@ -1,7 +1,7 @@
 """A hand whose every step takes 5 ms, whatever is in it: for what is around a hand, on this machine or another.
 
-It speaks the step protocol and computes nothing. `--python FILE` of a server and of a worker starts it where FILE is
-what `program` writes: an interpreter like others, but for the module that computes.
+It speaks the step protocol and computes nothing. A server or an outpost starts it with `--python FILE`, where FILE is
+written by `program`. FILE runs the usual interpreter, except for the module of PyTorch's worker.
 """
 
 from __future__ import annotations

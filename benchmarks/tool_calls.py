@@ -8,8 +8,8 @@ Qwen2.5-Coder-0.5B on the CPU gets 40 requests, each of which one of six functio
 - strict: the same with `strict` functions, so that a call that it begins is valid;
 - required: `tool_choice: required`.
 
-Calls that a model writes into its text, in a fence of code, are none: nothing tells them from an example. They are
-judged beside the others, so that one sees what the model knows and only says in the wrong place.
+A call that the model writes into its text, in a fence of code, does not count as a call, because an example looks the
+same. Such calls are judged separately: they show what the model knows but writes in the wrong place.
 
 A call is valid if there is such a function and its schema takes the arguments. It is right if it is the wanted one,
 with the same arguments. Case, white space at the ends and a full stop make no difference in texts.

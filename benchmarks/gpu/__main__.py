@@ -2,9 +2,9 @@
 
     python3 scripts/gpu.py bench --out gpu.json
 
-Weights are made up on the device, in the shapes of Qwen3-0.6B and Qwen3-8B. Each part ends at its deadline and says
-what it left out. The results are written after each part, so that what ends the run costs no more than one. If CUDA
-computes nothing more in this process, the other parts have a new one.
+Weights are made up on the device, in the shapes of Qwen3-0.6B and Qwen3-8B. Each part ends at its deadline and reports
+what it left out. Results are written after each part, so that an aborted run loses at most one part. After an error
+that CUDA does not survive in this process, the other parts run in a new one.
 """
 
 from __future__ import annotations

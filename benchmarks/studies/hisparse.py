@@ -2,8 +2,8 @@
 
     python -m benchmarks.studies.hisparse
 
-Schedulers are real; devices, copies and misses take the time that a profile says, which is not measured. So one run is
-enough, and a ratio is of two simulations of the same traffic. How many of the chosen positions are missed is assumed.
+Schedulers are real; devices, copies and misses take the time of a profile, and nothing is measured. So one run is
+enough, and a ratio is of two simulations of the same traffic. The number of misses among chosen positions is assumed.
 """
 
 from __future__ import annotations

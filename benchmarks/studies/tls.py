@@ -3,7 +3,7 @@
     python -m benchmarks.studies.tls --rounds 7
 
 Encrypted connections are written by the tasks of the HTTP server (`--egress tasks`), so plain connections are measured
-that way too. The difference of the two is the encryption, and the rest is the gain of the direct egress. The device is
+that way too. The difference of the two is the encryption; the rest is the gain of the direct egress. The device is
 simulated and takes no time. The clients are Python's, because the load generator speaks plain HTTP only; what counts is
 the CPU time of the server, as the kernel has it.
 """
