@@ -1,5 +1,5 @@
-//! The CPU time that a step costs the scheduler at 64 to 4096 running requests. `cargo bench -p
-//! forebay-scheduler`.
+//! The CPU time that a step costs the scheduler at 64 to 4096 running requests.
+//! `cargo bench -p forebay-scheduler`.
 //!
 //! A decode step has one row a running request, so its cost grows with their number. The cost of
 //! one row must not grow, nor that of one change: a request that ends or arrives, or a block that

@@ -448,8 +448,8 @@ proptest! {
 
 /// No order depends on hashing or on the time: the same calls give the same plans, events and
 /// states. The random runs are the same each time. So the printed digest shows whether a change to
-/// the scheduler changes any plan: `STORIES=5000 cargo test -p forebay-scheduler same_digest --
-/// --nocapture`.
+/// the scheduler changes any plan:
+/// `STORIES=5000 cargo test -p forebay-scheduler same_digest -- --nocapture`.
 #[test]
 fn the_same_calls_give_the_same_digest() {
     let stories = std::env::var("STORIES").map_or(100, |count| count.parse().expect("a number"));
