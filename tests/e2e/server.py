@@ -130,6 +130,14 @@ class Server:
         """The process ids of the hands."""
         return [pid for pid in children(self.pid) if is_hand(pid)]
 
+    def kill_hands(self) -> None:
+        """Kills all hands, and waits until the server knows: a request that loses two hands would be given up."""
+        hands = self.hands()
+        before = self.metric("forebay:hand_deaths_total")
+        for hand in hands:
+            os.kill(hand, signal.SIGKILL)
+        self.wait_for_metric("forebay:hand_deaths_total", lambda deaths: deaths == before + len(hands))
+
     def hand(self) -> int | None:
         """The process id of the only hand, if there is one."""
         hands = self.hands()

@@ -174,13 +174,18 @@ def test_a_copy_that_fails_on_one_rank_costs_time_only(serve: Serve, tiny: Model
     assert deaths(server) == 0
     server.wait_until_idle()
     assert server.replicas()[0]["pages_held"] == 0
-    # Blocks that are saved again are restored.
-    for salt in range(4):
-        server.ask("/v1/completions", {**body, "prompt": [(7 * at + salt) % 100 + 3 for at in range(190)]})
-    server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)
-    third = server.ask("/v1/completions", body)
-    assert third["choices"][0]["text"] == first["choices"][0]["text"]
-    assert third["usage"]["prompt_tokens_details"]["cached_tokens"] == 192
+    # Blocks that are saved again are restored. On a busy machine computing them may have been faster at first.
+    cached = 0
+    for _ in range(12):
+        for salt in range(4):
+            server.ask("/v1/completions", {**body, "prompt": [(7 * at + salt) % 100 + 3 for at in range(190)]})
+        server.wait_for_metric("forebay:copies_outstanding", lambda value: value == 0)
+        again = server.ask("/v1/completions", body)
+        assert again["choices"][0]["text"] == first["choices"][0]["text"]
+        cached = again["usage"]["prompt_tokens_details"]["cached_tokens"]
+        if cached == 192:
+            break
+    assert cached == 192
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import base64
-import os
 import pickle
-import signal
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -87,8 +85,7 @@ def test_a_server_goes_on_with_sent_tensors(serve: Serve, models: Models, tmp_pa
     assert second == (generate(serve(saved(model, new, tmp_path / "one")))[0], "1")
     assert second[0] != first[0]
     # All replicas have the new tensors, and so do hands that restart.
-    for hand in server.hands():
-        os.kill(hand, signal.SIGKILL)
+    server.kill_hands()
     for _ in range(4):
         assert generate(server) == second
     assert same(parameter(server, NORM), new[NORM])
@@ -100,8 +97,7 @@ def test_a_server_goes_on_with_sent_tensors(serve: Serve, models: Models, tmp_pa
     mixed = {**new, **{name: tensor.float() for name, tensor in some.items()}}
     third = generate(server)
     assert third == (generate(serve(saved(model, mixed, tmp_path / "two")))[0], "2")
-    for hand in server.hands():
-        os.kill(hand, signal.SIGKILL)
+    server.kill_hands()
     assert generate(server) == third
     steps = [step for folder in folders() - before for step in folder.glob("step-*")]
     assert len(steps) == 1, "the files of the first update are gone"

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 import shutil
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -67,8 +66,7 @@ def test_a_server_goes_on_with_other_weights(serve: Serve, tiny: Model, trained:
     assert second[1] == "step 1"
     assert second[0] == generate(serve(Model("trained", trained, Path(tiny.path) / "tokenizer.json")))[0]
     # All replicas have the new weights, and so do hands that restart.
-    for hand in server.hands():
-        os.kill(hand, signal.SIGKILL)
+    server.kill_hands()
     for _ in range(4):
         assert generate(server) == second
     assert update(server, Path(tiny.path), weight_version="step 0").json()["success"]
