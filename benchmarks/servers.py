@@ -134,6 +134,9 @@ class Forebay(Server):
         else:
             flags += ["--dtype", setting.dtype, "--threads", str(setting.threads)]
             flags += ["--max-total-tokens", str(setting.kv_tokens)]
+            # Greedy answers repeat themselves more than those of real traffic. Older builds lack the flag.
+            if self.build is None and "--speculative-algorithm" not in self.flags:
+                flags += ["--speculative-algorithm", "none"]
         return [str(self.binary), "serve", str(models.directory(setting.model)), *flags, *self.flags]
 
     def environment(self, setting: Setting) -> dict[str, str]:
