@@ -103,6 +103,6 @@ def test_they_cross_no_salt_and_no_key(serve: Serve, tiny: Model, together: bool
 
 
 def test_where_they_are_not_is_said(serve: Serve, tiny: Model) -> None:
-    refused = serve(tiny, "--speculative-shared-history", "4", healthy=False)
+    refused = serve(tiny, "--speculative-algorithm", "none", "--speculative-shared-history", "4", healthy=False)
     assert refused.process.wait(60) != 0
     assert "--speculative-shared-history is for --speculative-algorithm ngram" in refused.log()

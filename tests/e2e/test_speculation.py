@@ -22,6 +22,7 @@ from tests.e2e.waiting import eventually
 
 NGRAM = ("--speculative-algorithm", "ngram")
 ALWAYS = (*NGRAM, "--speculative-unpriced")
+NONE = ("--speculative-algorithm", "none")
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["anna", "bert"]}, "sizes": {"type": "array", "items": {"type": "integer"}}},
@@ -76,11 +77,29 @@ def logprobs(answers: list[dict[str, Any]]) -> list[float]:
 @pytest.fixture(scope="module")
 def expected(serve_for_module: Serve, tiny: Model) -> list[dict[str, Any]]:
     """The answers of a server without speculation."""
-    server = serve_for_module(tiny, "--dtype", "float32")
+    server = serve_for_module(tiny, "--dtype", "float32", *NONE)
     answers = native_together(server, asked(tiny))
     assert server.metric("vllm:spec_decode_num_draft_tokens_total") == 0
     server.kill()
     return answers
+
+
+@pytest.mark.parametrize(
+    ("flags", "drafts"),
+    [
+        ((), 8),
+        (("--draft-max", "3"), 3),
+        (NONE, None),
+        (("--hand", "torch"), None),
+        (("--device", "sim"), None),
+    ],
+    ids=["rust", "bounded", "none", "torch", "sim"],
+)
+def test_the_rust_hand_has_drafts_by_default(
+    serve: Serve, tiny: Model, flags: tuple[str, ...], drafts: int | None
+) -> None:
+    server = serve(tiny, *flags)
+    assert server.http.get("/server_info").json()["config"].get("speculative_num_draft_tokens") == drafts
 
 
 def accepted(server: Server) -> float:
@@ -160,7 +179,7 @@ def test_a_predicted_answer_is_counted_and_changes_nothing(serve: Serve, tiny: M
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "prediction"
     server.kill()
-    without = serve(tiny, "--dtype", "float32")
+    without = serve(tiny, "--dtype", "float32", *NONE)
     response = without.post("/v1/chat/completions", body | {"prediction": {"type": "content", "content": text}})
     assert response.json()["choices"][0]["message"]["content"] == text
     assert "prediction" in response.headers["x-forebay-ignored"]
@@ -293,7 +312,8 @@ def test_where_no_head_is_served_is_said(serve: Serve, tiny: Model, tmp_path: Pa
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("--draft-max", "4"), "--speculative-algorithm ngram turns them on"),
+        ((*NONE, "--draft-max", "4"), "--speculative-algorithm ngram turns them on"),
+        (("--hand", "torch", "--draft-max", "4"), "--speculative-algorithm ngram turns them on"),
         ((*NGRAM, "--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"), "speculation has to be off"),
         (("--speculative-algorithm", "medusa"), "such heads are not there"),
         (("--speculative-algorithm", "EAGLE3"), "an EAGLE-3 head has to be named"),

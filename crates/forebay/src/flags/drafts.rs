@@ -15,11 +15,12 @@ const HAND_DRAFTS: u32 = 3;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Speculation")]
 pub(crate) struct DraftFlags {
-    /// Source of draft tokens for speculative decoding: `none`, `ngram`, `draft_model`
+    /// Source of draft tokens for speculative decoding: `auto`, `none`, `ngram`, `draft_model`
     /// (`STANDALONE`), `eagle3`, or `mtp` (`NEXTN`, `EAGLE`). `ngram` takes drafts from earlier
     /// text of the prompt and the answer, from OpenAI's `prediction`, and from tokens that a
     /// grammar forces. A step uses them only as far as their measured time pays off. Drafts of
-    /// models and heads are always verified. Drafts never change the output [default: none].
+    /// models and heads are always verified. Drafts never change the output. `auto` is `ngram`
+    /// with the Rust hand, and else `none` [default: auto; with a draft model draft_model].
     #[arg(long, visible_alias = "spec-type", value_name = "NAME")]
     pub(crate) speculative_algorithm: Option<DraftAlgorithm>,
     /// Largest number of drafts for a request in a step, at least 1 and at most 32 [default: 8;
@@ -73,6 +74,8 @@ pub(crate) struct DraftFlags {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub(crate) enum DraftAlgorithm {
+    /// `Ngram` where it was measured to cost nothing, else `None`.
+    Auto,
     /// No drafts.
     None,
     /// Earlier occurrences of the last tokens.
@@ -118,6 +121,9 @@ impl FromStr for DraftAlgorithm {
     fn from_str(name: &str) -> Result<Self, String> {
         // llama.cpp takes a list here, and vLLM's older names are in brackets.
         let name = name.to_ascii_lowercase();
+        if name == "auto" {
+            return Ok(Self::Auto);
+        }
         let (mut found, mut count) = (Self::None, 0);
         for one in name.split(',').map(|one| one.trim_matches(['[', ']', ' '])) {
             let before = found;
@@ -133,7 +139,7 @@ impl FromStr for DraftAlgorithm {
                 "medusa" | "mlp_speculator" | "dflash" => {
                     return Err(format!("{one}: such heads are not there; {SOURCES} are"));
                 }
-                _ => return Err(format!("{one:?} is no source of drafts: none, {SOURCES}")),
+                _ => return Err(format!("{one:?} is no source of drafts: auto, none, {SOURCES}")),
             }
             count += u32::from(before != found);
         }
@@ -188,17 +194,22 @@ impl DraftFlags {
         let in_brackets = || model.and_then(|name| name.parse().ok());
         let algorithm = named.or_else(in_brackets).unwrap_or(match model {
             Some(_) => DraftAlgorithm::Model,
-            None => DraftAlgorithm::None,
+            None => DraftAlgorithm::Auto,
         });
         ChosenDrafts { algorithm, most: most.map(|most| most.min(MOST_DRAFTS)), model }
     }
 
-    /// The drafts of the engine, if there are any.
+    /// The drafts of the engine, if there are any. `usual`: `auto` turns them on.
     ///
     /// # Errors
     /// A flag sets a parameter of drafts that are off.
-    pub(crate) fn engine(&self) -> Result<Option<DraftConfig>> {
+    pub(crate) fn engine(&self, usual: bool) -> Result<Option<DraftConfig>> {
         let ChosenDrafts { algorithm, most, model } = self.chosen();
+        let algorithm = match algorithm {
+            DraftAlgorithm::Auto if usual => DraftAlgorithm::Ngram,
+            DraftAlgorithm::Auto => DraftAlgorithm::None,
+            named => named,
+        };
         let named = model.is_some_and(|name| name.parse::<DraftAlgorithm>().is_err());
         let heads = self.speculative_num_steps.is_some() || self.speculative_eagle_topk.is_some();
         match algorithm {
@@ -239,7 +250,9 @@ impl DraftFlags {
     pub(crate) fn of_hand(&self) -> Result<Option<(HandDrafts<'_>, u32)>> {
         let ChosenDrafts { algorithm, most, model } = self.chosen();
         let source = match (algorithm, model) {
-            (DraftAlgorithm::None | DraftAlgorithm::Ngram, _) => return Ok(None),
+            (DraftAlgorithm::Auto | DraftAlgorithm::None | DraftAlgorithm::Ngram, _) => {
+                return Ok(None);
+            }
             (DraftAlgorithm::Mtp, Some(name)) if name.parse::<DraftAlgorithm>().is_err() => bail!(
                 "an MTP layer is in the model's own files: leave {name} off, or name an EAGLE-3 \
                  head with --speculative-algorithm eagle3"
@@ -286,10 +299,34 @@ mod tests {
         drafts: DraftFlags,
     }
 
-    fn drafts(line: &str) -> Result<Option<(u32, bool)>> {
+    fn drafts_where(line: &str, usual: bool) -> Result<Option<(u32, bool)>> {
         let line = Line::try_parse_from(std::iter::once("x").chain(line.split_whitespace()))?;
-        let config = line.drafts.engine()?;
+        let config = line.drafts.engine(usual)?;
         Ok(config.map(|it| (it.speculative_num_draft_tokens, it.speculative_unpriced)))
+    }
+
+    fn drafts(line: &str) -> Result<Option<(u32, bool)>> {
+        drafts_where(line, false)
+    }
+
+    #[test]
+    fn drafts_are_on_where_they_are_usual() {
+        for (line, expected) in [
+            ("", Some((8, false))),
+            ("--speculative-algorithm auto", Some((8, false))),
+            ("--draft-max 4", Some((4, false))),
+            ("--speculative-unpriced", Some((8, true))),
+            ("--speculative-shared-history 64", Some((8, false))),
+            (r#"--speculative-config {"num_speculative_tokens":5}"#, Some((5, false))),
+            ("--speculative-algorithm none", None),
+            ("--speculative-algorithm NEXTN", None),
+            ("--speculative-draft-model-path org/m", None),
+        ] {
+            assert_eq!(drafts_where(line, true).expect(line), expected, "{line}");
+        }
+        for wrong in ["--speculative-num-steps 3", "--speculative-algorithm none --draft-max 4"] {
+            assert!(drafts_where(wrong, true).is_err(), "{wrong}");
+        }
     }
 
     #[test]
@@ -297,6 +334,7 @@ mod tests {
         for (line, expected) in [
             ("", None),
             ("--speculative-algorithm none", None),
+            ("--speculative-algorithm auto", None),
             ("--speculative-algorithm NGRAM", Some((8, false))),
             ("--spec-type ngram-cache --speculative-shared-history 64", Some((8, false))),
             ("--speculative-algorithm ngram --speculative-num-draft-tokens 3", Some((3, false))),
@@ -344,7 +382,7 @@ mod tests {
         use HandDrafts::{Eagle3, Model, Mtp};
         let source = |line: &str| -> Result<Option<String>> {
             let line = Line::try_parse_from(std::iter::once("x").chain(line.split_whitespace()))?;
-            line.drafts.engine()?;
+            line.drafts.engine(true)?;
             Ok(line.drafts.of_hand()?.map(|found| format!("{found:?}")))
         };
         for (line, expected) in [

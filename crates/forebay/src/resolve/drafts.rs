@@ -1,9 +1,10 @@
-//! The hand's own drafts, by a draft model or a head: where they are supported, and with which
-//! other features.
+//! Drafts from text, and the hand's own by a draft model or a head: where they are supported, and
+//! with which other features.
 
 use std::path::Path;
 
 use anyhow::{Context, Result, bail};
+use forebay_engine::DraftConfig;
 use forebay_hand::DraftModelConfig;
 use forebay_text::Tokenizer;
 use forebay_weights::{DraftHead, ModelShape};
@@ -11,6 +12,7 @@ use serde_json::Value;
 
 use super::device::DeviceSettings;
 use crate::flags::{Device, Hand, HandDrafts, LoadFormat, ServeFlags};
+use crate::hands::Chosen;
 use crate::model::{Model, Source, fetch, fetch_part};
 
 /// Source of drafts beside the model's forward pass.
@@ -60,6 +62,31 @@ impl Drafter {
         };
         Ok(Some(Self::Head(head.told())))
     }
+}
+
+/// The settings of drafts from text; `None`: there are none.
+///
+/// # Errors
+/// Another feature excludes them, or a flag sets a parameter of drafts that are off.
+pub(super) fn from_text(
+    flags: &ServeFlags,
+    model: &Model,
+    device: &DeviceSettings,
+    choice: &Chosen,
+) -> Result<Option<DraftConfig>> {
+    let excluded = [
+        (flags.sparse.enable_hisparse, "--enable-hisparse: a sparse row has one position"),
+        (device.arrangement.step_group(), "--enable-dp-attention: the ranks of a step plan alone"),
+    ];
+    let excluded = excluded.into_iter().find(|&(wanted, _)| wanted);
+    let verifies = model.images.is_none() && !model.has_states();
+    // Elsewhere it was not measured that drafts cost nothing.
+    let usual = choice.hand == "rust" && !device.apart && verifies && excluded.is_none();
+    let drafts = flags.drafts.engine(usual)?;
+    if let (Some((_, why)), true) = (excluded, drafts.is_some()) {
+        bail!("{why}, so speculation has to be off");
+    }
+    Ok(drafts.filter(|_| model.pooling.is_none()))
 }
 
 /// The settings of the hand's own drafts; `None`: there are none.

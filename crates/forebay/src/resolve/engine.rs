@@ -34,16 +34,7 @@ pub(super) fn resolve(
     let scheduling = flags.schedule.engine(usual);
     let (step, page_size) = (scheduling.chunked_prefill_size, scheduling.page_size);
     let host_tier = tiers::engine(flags, model, step, page_size)?;
-    let drafts = flags.drafts.engine()?;
-    if drafts.is_some() && flags.sparse.enable_hisparse {
-        bail!("--enable-hisparse: a sparse row has one position, so speculation has to be off");
-    }
     if device.arrangement.step_group() {
-        if drafts.is_some() {
-            bail!(
-                "--enable-dp-attention: the ranks of a step plan alone, so speculation has to be off"
-            );
-        }
         check_step_group(model)?;
     }
     let pooling = model.pooling.as_ref();
@@ -70,7 +61,6 @@ pub(super) fn resolve(
             0
         },
         mask_share: grammar.mask_share,
-        drafts: drafts.filter(|_| pooling.is_none()),
         host_tier,
         images: step_images(flags, model, device)?,
         state_interval: flags.states.state_interval,

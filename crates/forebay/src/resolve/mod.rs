@@ -108,6 +108,7 @@ impl Resolved {
         let images = images::resolve(&flags.images, model);
         device::check_elsewhere(flags, device.device, engine.host_tier.is_some())?;
         let choice = Chosen::new(flags.run.hand, &hand, device.arrangement.ranks, model)?;
+        engine.drafts = drafts::from_text(flags, model, &device, &choice)?;
         if choice.hand == "torch" && hand.load_format == "auto" {
             hand.model["manifest"] = model.manifest()?;
         }

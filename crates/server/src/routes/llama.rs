@@ -239,7 +239,7 @@ pub(crate) async fn slots(State(state): State<Shared>) -> Result<Response, Failu
             id: first + row,
             n_ctx,
             is_processing: row < running,
-            speculative: false,
+            speculative: state.verifies_drafts(),
         }));
     }
     Ok(reply::ok(&all))
