@@ -67,9 +67,9 @@ def model_of(path: Path) -> dict[str, Any]:
 
 @cache
 def prompts(path: Path) -> list[list[int]]:
-    """Prompts of 20 and of 1000 tokens, from the beginning of a page in English."""
+    """Prompts of 20 and of 1000 tokens, from the beginning of a text that does not change."""
     tokenizer = Tokenizer.from_file(model_of(path)["tokenizer"])
-    ids: list[int] = tokenizer.encode((ROOT / "docs/protocol.md").read_text()).ids
+    ids: list[int] = tokenizer.encode((ROOT / "LICENSE").read_text()).ids
     return [ids[:20], ids[:1000]]
 
 
