@@ -263,7 +263,7 @@ fn line(text: &str, characters: usize) -> String {
 /// Checks whether the sender of these first bytes is admitted; if not, returns a message for both
 /// logs.
 fn admit(bytes: &[u8; KNOCK_BYTES], secret: &[u8; 32]) -> Result<(), String> {
-    let knock = Knock::read(bytes).ok_or("it is no outpost")?;
+    let knock = Knock::read(bytes).ok_or("the other end is not an outpost")?;
     if !bool::from(knock.secret[..].ct_eq(&secret[..])) {
         return Err("the secret of the token is another one".into());
     }

@@ -79,7 +79,7 @@ const OWN: &[Line<ChatRequest>] = &[
     refused("function_call").unless(&["auto", "none"]),
     own("modalities", Bound::Strings { count: 16, each: WORD_BYTES, total: 16 * WORD_BYTES }, "", |r: &mut ChatRequest, v| v.put(&mut r.modalities)).hidden(),
     refused("audio"),
-    own("prediction", Bound::Tree, "The answer that the client predicts: `{\"type\": \"content\", \"content\": ...}`.", |r: &mut ChatRequest, v| v.put(&mut r.prediction)).note("Its tokens are drafts with `--speculative-algorithm ngram`, and change no token. Otherwise named."),
+    own("prediction", Bound::Tree, "The answer that the client predicts: `{\"type\": \"content\", \"content\": ...}`.", |r: &mut ChatRequest, v| v.put(&mut r.prediction)).note("Its tokens are [drafts](speculation.md) where these are on, and change no token. Otherwise named."),
     refused("web_search_options"),
     refused("documents").note("`chat_template_kwargs` may have them."),
     refused("chat_template").note("`--chat-template`."),
