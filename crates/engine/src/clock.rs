@@ -9,8 +9,8 @@ pub trait Clock: Send + Sync {
     /// Microseconds since some fixed moment.
     fn now_us(&self) -> u64;
 
-    /// Microseconds for which this thread has computed. While others have its core, the clock runs
-    /// on and this does not. Virtual clocks make no difference.
+    /// CPU time of the calling thread, in microseconds. It stands still while the thread waits or
+    /// is preempted. In virtual time it is the time itself.
     fn thread_us(&self) -> u64 {
         self.now_us()
     }
@@ -34,5 +34,24 @@ impl Clock for SystemClock {
     fn thread_us(&self) -> u64 {
         let time = clock_gettime(ClockId::ThreadCPUTime);
         time.tv_sec.unsigned_abs() * 1_000_000 + time.tv_nsec.unsigned_abs() / 1_000
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::thread::sleep;
+    use std::time::Duration;
+
+    use super::*;
+
+    #[test]
+    fn a_thread_that_sleeps_takes_no_cpu_time() {
+        let clock = SystemClock::default();
+        let (now, used) = (clock.now_us(), clock.thread_us());
+        sleep(Duration::from_millis(50));
+        assert!(clock.now_us() - now >= 50_000);
+        assert!(clock.thread_us() - used < 25_000);
+        let used = clock.thread_us();
+        while clock.thread_us() == used {}
     }
 }

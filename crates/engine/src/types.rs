@@ -375,7 +375,7 @@ pub struct HandStats {
     pub copy_wait_us: u64,
     /// Masks that were made for rows with constraints.
     pub masks: u64,
-    /// Microseconds that masks took, on all threads.
+    /// Microseconds of CPU time that masks took, on all threads.
     pub mask_us: u64,
     /// Microseconds that the engine thread spent on masks: making its own, and waiting for mask
     /// threads.

@@ -238,7 +238,7 @@ pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
     ("forebay:masks_total", "Masks made for rows whose answers are restricted.", |r| {
         r.stats.hand.masks as f64
     }),
-    ("forebay:mask_seconds_total", "Seconds that masks took, on all threads.", |r| {
+    ("forebay:mask_seconds_total", "Seconds of CPU time that masks took, on all threads.", |r| {
         r.stats.hand.mask_us as f64 / 1e6
     }),
     (

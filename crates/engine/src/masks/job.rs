@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use crate::clock::Clock;
 use crate::constraint::{Allowed, Constraint, ConstraintError};
 
-/// Microseconds up to which a mask is cheap. Masks of usual grammars take tens of microseconds.
+/// Microseconds of CPU time up to which a mask is cheap. Masks of usual grammars take tens of microseconds.
 const CHEAP_US: u64 = 500;
 
 /// True if a mask that takes `us` microseconds is cheap.
@@ -58,6 +58,7 @@ pub(crate) struct Made {
     pub(crate) request: u64,
     pub(crate) constraint: Box<dyn Constraint>,
     pub(crate) masks: Result<RowMasks, ConstraintError>,
+    /// Microseconds of CPU time.
     pub(crate) us: u64,
 }
 
@@ -83,4 +84,55 @@ pub(crate) fn guarded<T>(
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| {
         Err(ConstraintError("the form of the answer could not be followed".into()))
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use super::*;
+
+    /// A thread that loses its core for ten milliseconds each time that it looks at the clock.
+    struct Preempted(AtomicU64);
+
+    impl Clock for Preempted {
+        fn now_us(&self) -> u64 {
+            self.0.fetch_add(10_000, Ordering::Relaxed)
+        }
+
+        fn thread_us(&self) -> u64 {
+            self.0.load(Ordering::Relaxed) / 10_000
+        }
+    }
+
+    #[derive(Debug)]
+    struct Anything;
+
+    impl Constraint for Anything {
+        fn accept(&mut self, _token: i32) -> Result<(), ConstraintError> {
+            Ok(())
+        }
+
+        fn walk(
+            &mut self,
+            _drafts: &[i32],
+            _masks: &mut [&mut [u32]],
+        ) -> Result<Vec<Allowed>, ConstraintError> {
+            Ok(vec![Allowed::Everything])
+        }
+    }
+
+    #[test]
+    fn a_mask_whose_thread_is_preempted_is_cheap() {
+        let job = Job {
+            request: 1,
+            client: 1,
+            constraint: Box::new(Anything),
+            said: vec![5],
+            drafts: Vec::new(),
+            words: vec![vec![0]],
+            expected_us: None,
+        };
+        assert!(is_cheap(job.run(&Preempted(AtomicU64::new(0))).us));
+    }
 }

@@ -16,8 +16,8 @@ use crate::masks::turns::{Ticket, Turns};
 
 /// Cheap jobs that the engine's thread does alone: to wake others takes as long as some masks.
 const ALONE: usize = 8;
-/// Microseconds of a job on the engine's thread after which it takes none of that client's for
-/// [`BARRED_US`]: it was expected to be cheap.
+/// Microseconds of CPU time of a job on the engine's thread after which it takes none of that
+/// client's for [`BARRED_US`]: it was expected to be cheap.
 const OVERRUN_US: u64 = 2_000;
 const BARRED_US: u64 = 10_000_000;
 /// Clients that are remembered for that.
