@@ -5,7 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use crate::clock::Clock;
 use crate::constraint::{Allowed, Constraint, ConstraintError};
 
-/// Microseconds of CPU time up to which a mask is cheap. Masks of usual grammars take tens of microseconds.
+/// Microseconds of CPU time up to which a mask is cheap. Masks of usual grammars take tens of
+/// microseconds.
 const CHEAP_US: u64 = 500;
 
 /// True if a mask that takes `us` microseconds is cheap.
