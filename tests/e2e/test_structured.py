@@ -8,8 +8,11 @@ import os
 import re
 import shutil
 import signal
+import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import httpx2
@@ -228,22 +231,35 @@ def test_the_tokens_do_not_depend_on_what_runs_ahead_or_is_short(
 
 def test_the_tokens_are_the_same_when_the_hand_is_killed(serve: Serve, tiny: Model, expected: list[list[int]]) -> None:
     server = serve(tiny, "--max-running-requests", "8")
-    killed: list[int] = []
+    hand = server.hand()
+    assert hand is not None
+    begun = Event()
 
-    def kill(count: int) -> None:
-        hand = server.hand()
-        # Kill early: on a busy machine the client receives tokens later than the hand computes them.
-        if not killed and count > 1 and hand is not None:
-            killed.append(hand)
-            os.kill(hand, signal.SIGKILL)
+    def slow_down_and_kill() -> None:
+        # At its own speed the hand may have computed all answers before the client has read two tokens.
+        while not begun.wait(0.02):
+            os.kill(hand, signal.SIGCONT)
+            time.sleep(0.001)
+            os.kill(hand, signal.SIGSTOP)
+        os.kill(hand, signal.SIGKILL)
+
+    def seen(count: int) -> None:
+        if count > 1:
+            begun.set()
 
     async def together() -> list[dict[str, Any]]:
         from tests.e2e.client import native_stream
 
         async with async_client(server) as client:
-            return list(await asyncio.gather(*(native_stream(client, one, kill) for one in requests(24))))
+            return list(await asyncio.gather(*(native_stream(client, one, seen) for one in requests(24))))
 
-    answers = asyncio.run(together())
+    with ThreadPoolExecutor(1) as pool:
+        killer = pool.submit(slow_down_and_kill)
+        try:
+            answers = asyncio.run(together())
+        finally:
+            begun.set()
+        killer.result()
     assert ids(answers) == expected
     assert server.metric("forebay:hand_deaths_total") == 1
     assert server.metric("forebay:requests_replayed_total") > 0
