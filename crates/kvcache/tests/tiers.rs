@@ -349,6 +349,25 @@ fn a_save_that_ends_after_a_flush_publishes_nothing() {
 }
 
 #[test]
+fn a_flush_forgets_a_block_that_only_two_saves_use() {
+    let (mut tiers, name) = one_block(2);
+    let Some(Found::Hot(lease)) = tiers.find(name) else { panic!("the block is on the device") };
+    tiers.want_saved(name);
+    let first = tiers.next_save(2).expect("a save");
+    assert!(!tiers.flush(), "a request uses the block");
+    tiers.want_saved(name);
+    let second = tiers.next_save(2).expect("a save of what the first will not publish");
+    tiers.release(lease);
+    assert!(tiers.expects_pages());
+    assert!(tiers.flush());
+    for copy in [first, second] {
+        assert!(tiers.ended(copy.ticket, true));
+    }
+    assert!(tiers.find(name).is_none());
+    assert_eq!((tiers.host_counts().free, tiers.hot().counts().free), (2, 2));
+}
+
+#[test]
 fn a_host_tier_that_copies_fill_refuses_and_does_not_wait() {
     let names = Namer::open().chain(0, &[1, 2], 1);
     let mut tiers = Tiers::new(2, 1);

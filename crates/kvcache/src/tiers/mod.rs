@@ -152,10 +152,11 @@ impl Tiers {
         self.copies.get(&ticket).is_some_and(|copy| copy.sent)
     }
 
-    /// True if only a copy holds some page. The page becomes free when that copy ends.
+    /// True if only copies hold some page. The page becomes free when they end.
     #[must_use]
     pub fn expects_pages(&self) -> bool {
-        self.leased_by_copies().any(|page| self.hot.leases(page) == 1)
+        let copies = self.copies_of_pages();
+        self.leased_by_copies().any(|page| self.hot.leases(page) == copies[page as usize])
     }
 
     /// Leases a hot page without content. It never waits for a save, so it may evict an unsaved
@@ -258,10 +259,11 @@ impl Tiers {
             self.host.forget(name);
             self.hot.set_saved(name, false);
         }
+        let copies = self.copies_of_pages();
         for copy in self.copies.values_mut() {
             copy.publish = false;
             if let (Some(hot), Some(name)) = (&copy.hot, copy.name)
-                && self.hot.leases(hot.page()) == 1
+                && self.hot.leases(hot.page()) == copies[hot.page() as usize]
             {
                 self.hot.forget(name);
             }
@@ -354,6 +356,14 @@ impl Tiers {
     /// Hot pages that copies lease, once for each.
     pub fn leased_by_copies(&self) -> impl Iterator<Item = u32> {
         self.copies.values().filter_map(|copy| copy.hot.as_ref()).map(Lease::page)
+    }
+
+    /// For each hot page, how many copies lease it. Two saves can: one that began before a flush,
+    /// and one that began after it.
+    fn copies_of_pages(&self) -> Vec<u32> {
+        let mut copies = vec![0; self.hot.size() as usize];
+        self.leased_by_copies().for_each(|page| copies[page as usize] += 1);
+        copies
     }
 
     /// Host pages that copies lease, once for each.
