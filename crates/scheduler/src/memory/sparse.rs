@@ -259,11 +259,12 @@ impl Memory {
     }
 
     /// True if residents could drop more pages after saves. Requests failed saves again.
-    fn saves_will_help(&mut self, roster: &Roster) -> bool {
+    fn saves_will_help(&mut self, roster: &mut Roster) -> bool {
         let mut unsaved = false;
-        for handle in roster.decodes.iter().chain(roster.prefills.values()) {
-            let entry = &roster[*handle];
-            let Some(Residence { pages, .. }) = entry.residence.as_ref() else { continue };
+        let Roster { decodes, prefills, requests, .. } = roster;
+        for &handle in decodes.iter().chain(prefills.values()) {
+            let entry = &mut requests[handle];
+            let Some(Residence { pages, .. }) = entry.residence.as_mut() else { continue };
             let keep = pages.len().saturating_sub(Sparse::TAIL as usize);
             for (index, hot) in pages.hot[..keep].iter().enumerate() {
                 let Some(hot) = hot.as_ref().filter(|hot| !self.tiers.can_drop(hot)) else {
@@ -276,6 +277,8 @@ impl Memory {
                         if !self.tiers.name_backed(hot, &pages.host[index], name) {
                             continue;
                         }
+                        // It can be saved and dropped from now on.
+                        pages.settled = pages.settled.min(index as u32);
                         name
                     }
                     None => continue,
