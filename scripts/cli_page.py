@@ -20,8 +20,8 @@ Made from `--help` by `make docs-cli`; a test compares the two (`tests/e2e/test_
 command did its work. 1: it failed, and the last line on standard error starts with `error: `. 2: the command line is
 wrong.
 
-Models come from the Hugging Face hub, and are kept in the format of its own library. So Forebay and the library find
-each other's downloads. These variables are read:
+Models come from the Hugging Face hub. Downloads are kept in the cache layout of `huggingface_hub`, so Forebay and that
+library share them. These variables are read:
 
 | variable | meaning |
 |---|---|

@@ -20,7 +20,7 @@ pub(crate) struct Sampling {
     #[arg(long, value_name = "TOKENS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     max_tokens: Option<u32>,
-    /// 0: always the most likely token.
+    /// Sampling temperature; 0 always takes the most likely token.
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]
     temperature: Option<f32>,
@@ -28,7 +28,7 @@ pub(crate) struct Sampling {
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]
     top_p: Option<f32>,
-    /// Makes answers repeatable.
+    /// Seed of sampling, for repeatable answers.
     #[arg(long)]
     #[serde(skip_serializing_if = "Option::is_none")]
     seed: Option<u64>,

@@ -43,8 +43,7 @@ pub(crate) struct Model {
     /// How images are turned into patches; `None`: the model takes none.
     #[serde(default)]
     pub(crate) images: Option<Images>,
-    /// What the engine needs to know about transformers' code; `None`: native code computes the
-    /// model.
+    /// The engine's settings for transformers' code; `None`: native code computes the model.
     #[serde(default)]
     pub(crate) called: Option<Called>,
     /// The folder for files that Forebay derives from models.

@@ -105,8 +105,9 @@ struct PairFlags {
         conflicts_with_all = ["backends", "backends_file", "backends_dns", "registration_key"]
     )]
     prefill: Vec<String>,
-    /// Servers of the same engine that continue, of `forebay serve` those with
-    /// --disaggregation-mode `decode`. Clients get their answers.
+    /// Servers of the same engine that continue after the prompt: `forebay serve` with
+    /// --disaggregation-mode `decode`, or servers of SGLang or vLLM. Clients get the answers of
+    /// these servers.
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "URL", requires = "prefill")]
     decode: Vec<String>,
     /// Engine of these servers [default: each server is asked].
@@ -169,7 +170,7 @@ struct KeyFlags {
     /// own requests to backends use the first.
     #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
     api_key: Vec<String>,
-    /// File with one such key a line.
+    /// File with API keys, one a line.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
     /// Key for /backends, /v1/loads and /metrics [default: any client's key].
@@ -220,7 +221,8 @@ struct ChoiceFlags {
     /// reports in responses.
     #[arg(long, value_parser = seconds, value_name = "SECONDS", conflicts_with = "no_load_acknowledgement")]
     load_watch_interval: Option<Duration>,
-    /// For measurements: let a load report drop requests that were dispatched after it was made.
+    /// For measurements: when a load report arrives, forget the requests that were dispatched after
+    /// it was made.
     #[arg(long)]
     no_load_acknowledgement: bool,
     #[command(flatten)]
@@ -233,13 +235,13 @@ struct TroubleFlags {
     /// Largest number of retries of a request that has produced no output.
     #[arg(long, default_value_t = 5)]
     retry_max_retries: u32,
-    /// Milliseconds to wait once every backend was tried.
+    /// Milliseconds to wait before a second round of tries, once every backend was tried.
     #[arg(long, default_value_t = 50)]
     retry_initial_backoff_ms: u64,
-    /// The longest such wait.
+    /// Longest wait between two rounds of tries, in milliseconds.
     #[arg(long, default_value_t = 30_000)]
     retry_max_backoff_ms: u64,
-    /// Factor by which each wait is longer than the last.
+    /// Factor by which each wait between rounds is longer than the last.
     #[arg(long, default_value_t = 1.5)]
     retry_backoff_multiplier: f64,
     /// Random share of each wait, from 0 to 1.
@@ -255,13 +257,13 @@ struct TroubleFlags {
     /// most half of it.
     #[arg(long, default_value_t = 10)]
     cb_failure_threshold: usize,
-    /// Successes that close it again.
+    /// Successes that close an open circuit breaker.
     #[arg(long, default_value_t = 3)]
     cb_success_threshold: usize,
-    /// Seconds that it stays open.
+    /// Seconds that a circuit breaker stays open.
     #[arg(long, default_value = "60", value_parser = seconds)]
     cb_timeout_duration_secs: Duration,
-    /// Seconds that a failure counts.
+    /// Seconds for which the circuit breaker counts a failure.
     #[arg(long, default_value = "120", value_parser = seconds)]
     cb_window_duration_secs: Duration,
     /// Keep sending requests to failing backends.
@@ -273,13 +275,13 @@ struct TroubleFlags {
     /// Seconds between two health checks.
     #[arg(long, default_value = "5", value_parser = seconds)]
     health_check_interval_secs: Duration,
-    /// Seconds that one may take.
+    /// Seconds that a health check may take.
     #[arg(long, default_value = "5", value_parser = seconds)]
     health_check_timeout_secs: Duration,
     /// Number of consecutive failures that take a backend out.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     health_failure_threshold: u32,
-    /// Successes in a row that bring it back.
+    /// Number of consecutive successes that bring a backend back.
     #[arg(long, default_value_t = 2)]
     health_success_threshold: u32,
     /// Seconds that opening a connection to a backend may take.

@@ -135,14 +135,14 @@ pub(crate) struct FitFlags {
     /// The device that was measured.
     #[arg(long, value_name = "TEXT")]
     device_name: String,
-    /// The model that it computed, and its arithmetic.
+    /// The model that was computed, and its data type.
     #[arg(long, value_name = "TEXT")]
     model: String,
     /// Size of the KV pool in positions (the pages that `serve` logs when the hand is ready, times
     /// the page size).
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     kv_tokens: u64,
-    /// Seconds that it takes to load.
+    /// Seconds that loading the model takes.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     load_seconds: f64,
     /// How the steps were measured, for the profile's `origin`.

@@ -146,7 +146,7 @@ pub struct Profile {
     pub origin: String,
     /// The device.
     pub device: String,
-    /// The model, and its arithmetic.
+    /// The model, and its data type.
     pub model: String,
     /// Positions of the KV pool.
     pub kv_tokens: u64,

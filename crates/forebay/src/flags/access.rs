@@ -18,14 +18,14 @@ pub(crate) struct AccessFlags {
     /// command lines.
     #[arg(long, value_name = "KEY", env = "FOREBAY_API_KEY", hide_env_values = true)]
     pub(crate) api_key: Vec<String>,
-    /// File with such keys, one a line.
+    /// File with API keys, one a line.
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
     /// Key for administrative routes: draining, flushing, /server_info, /v1/loads. Without an admin
     /// key, any API key suffices.
     #[arg(long, value_name = "KEY", env = "FOREBAY_ADMIN_API_KEY", hide_env_values = true)]
     pub(crate) admin_api_key: Vec<String>,
-    /// File with such keys, one a line.
+    /// File with admin keys, one a line.
     #[arg(long, value_name = "FILE")]
     pub(crate) admin_api_key_file: Option<PathBuf>,
     /// Host names that requests may use, comma-separated. `*.example.com` matches subdomains, `*`

@@ -30,8 +30,8 @@ pub(crate) struct AdapterFlags {
     /// request names them.
     #[arg(long, visible_alias = "max-loaded-loras", default_value_t = 32, value_parser = clap::value_parser!(u32).range(0..=1024))]
     pub(crate) max_cpu_loras: u32,
-    /// Folder from which clients with an admin key may load adapters at run time. No key is needed
-    /// if there is none and only this machine can reach the server.
+    /// Folder from which clients with an admin key may load adapters at run time. If no admin key
+    /// is set, any client may, provided that only this machine can reach the server.
     #[arg(long, value_name = "DIR")]
     pub(crate) lora_root: Option<PathBuf>,
 }

@@ -36,8 +36,8 @@ pub(crate) struct DraftFlags {
     /// model needs the same tokenizer. MTP layers need no path: they are in the model's own files.
     #[arg(long, value_name = "MODEL")]
     pub(crate) speculative_draft_model_path: Option<String>,
-    /// SGLang's flag for the number of drafts of a head. In SGLang, --speculative-num-draft-tokens
-    /// counts one token more; it has no effect beside this flag.
+    /// SGLang's flag for the number of drafts of a head. It overrides
+    /// --speculative-num-draft-tokens, which in SGLang counts one token more.
     #[arg(long, value_name = "STEPS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) speculative_num_steps: Option<u32>,
     /// Number of tokens that SGLang's heads draft for a position. Only 1 is supported, because

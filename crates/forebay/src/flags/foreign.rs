@@ -236,7 +236,7 @@ const FLAGS: &[Foreign] = &[
     ),
 ];
 
-/// Those of routers.
+/// Flags of SGLang's and vLLM's routers.
 const ROUTER_FLAGS: &[Foreign] = &[
     switch(
         &["--pd-disaggregation", "--vllm-pd-disaggregation"],

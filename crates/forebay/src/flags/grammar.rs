@@ -36,8 +36,8 @@ pub(crate) struct GrammarFlags {
     /// least one].
     #[arg(long, value_name = "N")]
     pub(crate) mask_threads: Option<NonZeroUsize>,
-    /// Largest percentage of a step's time that it waits for token masks, bounded to 2 to 20
-    /// milliseconds. A request whose mask is late gets no token in this step.
+    /// Longest wait of a step for token masks, as a percentage of the step's time, but at least 2
+    /// and at most 20 milliseconds. A request whose mask is late gets no token in this step.
     #[arg(long, value_name = "PERCENT", default_value_t = EngineConfig::default().mask_share, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) mask_share: u32,
     /// Accept schemas of which only a part can be enforced: unknown keywords are ignored, and

@@ -18,8 +18,7 @@ const LARGEST_SHARE: usize = 4;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Limits")]
 pub(crate) struct LimitFlags {
-    /// Largest request body in bytes. Beyond --max-json-bytes, only `prompt_embeds` and images
-    /// count.
+    /// Largest request body in bytes. Only `prompt_embeds` and images may exceed --max-json-bytes.
     #[arg(long, default_value_t = ServerConfig::default().max_body_bytes)]
     pub(crate) max_body_bytes: usize,
     /// Largest request body in bytes, without `prompt_embeds` and images.

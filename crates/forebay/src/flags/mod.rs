@@ -192,9 +192,9 @@ pub(crate) struct HttpFlags {
     /// cores].
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) egress_threads: Option<u16>,
-    /// Who writes a stream's chunks. `direct`: the egress threads. `tasks`: connection tasks, woken
-    /// for pending chunks. `naive`: connection tasks, woken for every token. The last two are for
-    /// measurements.
+    /// Threads that write a stream's chunks. `direct`: the egress threads. `tasks`: connection
+    /// tasks, woken for pending chunks. `naive`: connection tasks, woken for every token. The last
+    /// two are for measurements.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) egress: Egress,
     /// Tokens in a chunk of a stream; requests may override it. The first token and the end are not
@@ -260,9 +260,10 @@ pub(crate) struct ModelFlags {
     /// Weight format for matrix products. `auto` is `gguf` for a GGUF file on a CPU unless --dtype
     /// is given, and otherwise `none`: weights in DTYPE. `w8a8_int8` quantises weights to 8-bit
     /// integers at load. `gguf` computes with the file's blocks: Q8_0, Q4_0, Q4_1, IQ4_NL and MXFP4
-    /// unchanged, Q4_K as Q4_1, IQ4_XS as IQ4_NL, other blocks as Q8_0, and the rest in DTYPE. Both
-    /// need the compiled kernels. `fp8` quantises to 8-bit floats on a GPU. A quantised checkpoint
-    /// needs no flag; naming `fp8`, `awq`, `gptq` or `compressed-tensors` only checks its format.
+    /// unchanged, Q4_K as Q4_1, IQ4_XS as IQ4_NL, other blocks as Q8_0, and all other tensors in
+    /// DTYPE. `w8a8_int8` and `gguf` need the compiled kernels. `fp8` quantises to 8-bit floats on
+    /// a GPU. A quantised checkpoint needs no flag; naming `fp8`, `awq`, `gptq` or
+    /// `compressed-tensors` only checks its format.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) quantization: Quantization,
     /// Data type of the KV cache; `auto` follows --dtype. `int8` (CPU): 8-bit integers with a scale
@@ -455,7 +456,7 @@ impl Quantization {
     }
 }
 
-/// The numbers of keys and values in pages.
+/// The data type of the KV cache.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum KvCacheDtype {
     /// The model's type.

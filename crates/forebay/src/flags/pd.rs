@@ -14,7 +14,7 @@ use super::duration::seconds;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "lowercase")]
 pub(crate) enum DisaggregationMode {
-    /// All of them.
+    /// Whole requests, without other servers.
     #[default]
     Null,
     /// Prompts, for servers with `decode`.
@@ -35,7 +35,8 @@ pub(crate) struct PdFlags {
     #[arg(long, value_name = "TOKENS")]
     pub(crate) pd_local_tokens: Option<u32>,
     /// Disaggregated prefill with several servers, on one machine or on several. All need the same
-    /// --cache-secret-file. Either mode turns the host tier on, which carries the KV.
+    /// --cache-secret-file. Both `prefill` and `decode` turn on the host tier, which transfers the
+    /// KV cache.
     #[arg(long, value_enum, default_value_t, value_name = "MODE", conflicts_with = "pd")]
     pub(crate) disaggregation_mode: DisaggregationMode,
     /// Servers with --disaggregation-mode `prefill` that a server with `decode` asks. A router with

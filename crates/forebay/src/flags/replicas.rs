@@ -22,9 +22,10 @@ pub(crate) enum LoadBalance {
     /// The replica with the fewest requests.
     #[value(alias = "total_requests")]
     ShortestQueue,
-    /// The fewest tokens left to compute and to generate.
+    /// The replica with the fewest tokens left to compute and to generate.
     TotalTokens,
-    /// The longest cached prefix, weighed against imbalance; otherwise the fewest requests.
+    /// The replica with the longest cached prefix, weighed against imbalance; otherwise the replica
+    /// with the fewest requests.
     #[default]
     #[value(alias = "auto")]
     PrefixAware,

@@ -8,11 +8,11 @@ use forebay_server::StoreConfig;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Kept responses")]
 pub(crate) struct ResponseFlags {
-    /// Bytes of /v1/responses that are stored for later turns. If they are full, the API key with
-    /// the most bytes loses its oldest responses. 0: store none.
+    /// Size in bytes of the store of /v1/responses for later turns. When it is full, the API key
+    /// with the most bytes loses its oldest responses. 0: store none.
     #[arg(long, default_value_t = StoreConfig::default().response_store_bytes, value_name = "BYTES")]
     pub(crate) response_store_bytes: usize,
-    /// The seconds for which a response is kept.
+    /// Seconds for which a response is kept.
     #[arg(long, default_value_t = StoreConfig::default().response_store_ttl.as_secs(), value_name = "SECONDS")]
     pub(crate) response_store_ttl: u64,
 }

@@ -28,7 +28,7 @@ pub(crate) struct TierFlags {
     /// Size of the host tier in GiB for all replicas together, as in vLLM.
     #[arg(long, value_name = "GIB", conflicts_with_all = ["hicache_ratio", "hicache_size"], value_parser = positive)]
     pub(crate) kv_offloading_size: Option<f64>,
-    /// The component that copies; there is one.
+    /// Backend that copies KV pages to the host tier; only `native` exists.
     #[arg(long, value_enum, requires = "kv_offloading_size")]
     pub(crate) kv_offloading_backend: Option<Backend>,
     /// Largest number of copies that a step starts [default: 32, or twice the pages of a step's
@@ -48,7 +48,7 @@ pub(crate) struct TierFlags {
     pub(crate) debug_kv_checksum: bool,
 }
 
-/// The component that copies.
+/// The backend that copies KV pages to the host tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Backend {
     Native,

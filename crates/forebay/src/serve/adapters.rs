@@ -49,7 +49,7 @@ fn reader(root: &Path, shape: &Arc<Shape>, rank: u32) -> Result<AdapterReader> {
     let root = root.canonicalize().with_context(named)?;
     let shape = Arc::clone(shape);
     Ok(Arc::new(move |path| {
-        // A client may know the whole path.
+        // Clients may send the whole path.
         let below = path.strip_prefix(&root).unwrap_or(path);
         read(&folder, below, path, &shape, rank)
     }))

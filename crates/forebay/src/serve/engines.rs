@@ -162,7 +162,7 @@ fn hand_processes(
 fn ranks(device: &DeviceSettings, group: usize) -> Vec<RankSpec> {
     let count = device.arrangement.ranks as usize;
     let hands = (0..count).map(|rank| group * count + rank);
-    // Those of other machines are chosen there.
+    // Outposts choose the collectives of their own hands.
     let together = count > 1 && !device.apart;
     let collectives = if together { Collectives::Machine } else { Collectives::None };
     let is_set = |name: &str| std::env::var_os(name).is_some();
