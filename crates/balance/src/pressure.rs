@@ -17,7 +17,7 @@ pub struct Pressure {
 }
 
 impl Pressure {
-    /// No pressure on any of `targets` targets.
+    /// Creates the records of `targets` targets, without waiting requests.
     #[must_use]
     pub fn new(targets: usize) -> Self {
         Self { waiting: HashMap::new(), ahead: vec![0; targets], room: vec![None; targets] }
@@ -30,7 +30,7 @@ impl Pressure {
         self.ahead[at] += tokens;
     }
 
-    /// A request has its pages.
+    /// Records that a request has got its pages.
     pub fn admitted(&mut self, id: u64) {
         if let Some((at, tokens)) = self.gone(id) {
             // An estimate until the target's next report.
@@ -38,14 +38,14 @@ impl Pressure {
         }
     }
 
-    /// Removes a request that waits no more. Returns its target and its tokens.
+    /// Removes a request that no longer waits. Returns its target and its tokens.
     pub fn gone(&mut self, id: u64) -> Option<(usize, u64)> {
         let (at, tokens) = self.waiting.remove(&id)?;
         self.ahead[at] -= tokens;
         Some((at, tokens))
     }
 
-    /// A target has pages for `tokens` tokens.
+    /// Records that a target has free pages for `tokens` tokens.
     pub fn set_room(&mut self, at: usize, tokens: u64) {
         self.room[at] = Some(tokens);
     }

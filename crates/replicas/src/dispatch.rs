@@ -196,7 +196,7 @@ impl Dispatch {
         self.coming.remove(&id)
     }
 
-    /// A request has ended.
+    /// Records that a request has ended.
     pub(crate) fn ended(&mut self, id: u64) -> Option<ExpectedBlocks> {
         self.pressure.gone(id);
         self.ledger.ended(id);

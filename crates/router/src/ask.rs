@@ -67,7 +67,8 @@ pub(crate) struct Ask {
     pub(crate) model: Option<Box<str>>,
     /// True if the request names a key or a replica, so it stays where its policy has sent it.
     pinned: bool,
-    /// What a pair of servers needs to compute the request; `None`: one backend computes it.
+    /// The requirements for a pair of servers that computes the request; `None`: one backend
+    /// computes it.
     pub(crate) pair: Option<PairNeeds>,
     /// How often it has moved from one queue to another.
     moves: AtomicU8,

@@ -54,7 +54,7 @@ pub(crate) struct Reached {
     pub(crate) first: Bytes,
     /// The rest; `None`: there is none.
     pub(crate) flow: Option<Flow>,
-    /// What a decode server of ours says of the prefill server that it was to ask.
+    /// The value of a Forebay decode server's header about its request to the prefill server.
     pub(crate) fetched: Option<HeaderValue>,
 }
 
@@ -120,7 +120,7 @@ pub(crate) struct Beside {
     pub(crate) body: Option<Payload>,
     /// The request to the prefill server.
     pub(crate) leg: Option<Leg>,
-    /// The prefill server that a decode server of ours is to ask.
+    /// The prefill server that a Forebay decode server is to ask.
     pub(crate) prefill: Option<HeaderValue>,
 }
 

@@ -90,7 +90,7 @@ pub(crate) struct Backend {
     peer: Mutex<Option<Result<Peer, String>>>,
     name: u64,
     state: Mutex<State>,
-    /// Speaks of load, and goes on with streams.
+    /// True if the backend is a Forebay server: it reports its load, and resumes streams.
     forebay: AtomicBool,
     /// The id of its block names; backends with the same id give the same names.
     names: AtomicU64,
@@ -318,7 +318,7 @@ impl Backend {
         if check == Check::Fine {
             health.failures = 0;
             health.successes += 1;
-            // What never failed need not prove itself.
+            // A backend that has never failed takes requests after its first successful check.
             if !health.up && (!health.was_up || health.successes >= config.successes) {
                 (health.up, health.was_up) = (true, true);
                 breaker.reset();
@@ -390,7 +390,7 @@ impl Sent {
         }
     }
 
-    /// The answer has come to its end.
+    /// Records that the answer was complete.
     pub(crate) fn completed(&mut self) {
         self.produced();
         self.backend.state.lock().breaker.succeed();
@@ -401,8 +401,8 @@ impl Sent {
         self.backend.counters.refused.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Marks the backend as failed. The breaker is told later, when it is known whether others fail
-    /// too.
+    /// Marks the backend as failed. The breaker counts the failure later, when it is known whether
+    /// other backends fail too.
     pub(crate) fn failed(&self) {
         self.backend.counters.failed.fetch_add(1, Ordering::Relaxed);
         self.backend.suspected.notify_one();

@@ -77,7 +77,7 @@ pub(crate) async fn identify(shared: &Shared, backend: &Backend) -> Result<Optio
     }
 }
 
-/// A server of ours, by its report of its load.
+/// A Forebay server, recognized by its load report.
 fn own(backend: &Backend, loads: &[u8]) -> Result<Peer, String> {
     let loads = serde_json::from_slice::<OwnLoads>(loads).ok();
     let mode = loads.and_then(|loads| loads.disaggregation_mode);
@@ -96,7 +96,7 @@ fn other_mode(backend: &Backend, engine: PairEngine, mode: &str) -> String {
     format!("{url} is {engine} with {MODE} {mode}, and --{duty} names servers with {duty}")
 }
 
-/// The sentence about a server of ours that tells a router without its key nothing.
+/// The message about a Forebay server that answers nothing to a router without its key.
 fn silent(backend: &Backend) -> String {
     let url = backend.url.url();
     format!("{url} is a Forebay server that tells this router nothing: give both one --router-key")

@@ -9,13 +9,14 @@ use std::collections::BTreeMap;
 
 use forebay_api::peer::LoadReport;
 
-/// What a report does to the router's own requests that were dispatched after it was made.
+/// The effect of a load report on this router's requests that were dispatched after the report was
+/// made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accounting {
-    /// Nothing: dispatches count until they end.
+    /// No effect: dispatched requests count until they end.
     Acknowledged,
-    /// It drops them. Routers that poll loads do this, and so do routers whose reports do not say
-    /// which requests they count. For comparison.
+    /// The report replaces them, for comparison. Routers that poll loads work like this, as do
+    /// routers whose reports do not list the requests that they count.
     Overwritten,
 }
 
@@ -23,7 +24,7 @@ pub enum Accounting {
 #[derive(Debug, Clone, Copy)]
 struct Dispatched {
     tokens: u32,
-    /// A report counts it.
+    /// True if a report has counted the request.
     acknowledged: bool,
 }
 

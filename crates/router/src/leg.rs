@@ -133,8 +133,8 @@ pub(crate) async fn attempt_pair(
     attempt(worker, ask, None, (decode, fresh), beside).await
 }
 
-/// Notes how it went at a prefill server, as a decode server says. The breaker opens where it has
-/// failed the requests of several clients.
+/// Records a prefill server's success or failure, as the decode server reports it. The breaker
+/// opens if the prefill server has failed requests of several clients.
 fn settle(mut prefill: Sent, fetched: &HeaderValue, ask: &Ask) {
     if fetched == PREFILL_CAME {
         prefill.completed();
@@ -207,7 +207,7 @@ async fn whole(
     keep_end_to_end(&mut head.headers);
     let response = Response::from_parts(head, answer);
     flow.end();
-    // What this server fails at may be the other one's fault, as that cannot be told.
+    // Either server of the pair may be at fault: the answer does not show which.
     Err(match is_refusal(status) || status.is_server_error() {
         true => Trouble::Refused(response).into(),
         false => Trouble::Answered(response).into(),

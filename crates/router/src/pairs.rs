@@ -13,7 +13,7 @@ use http::Method;
 use crate::backend::Backend;
 use crate::policy::Policy;
 
-/// The port at which SGLang's prefill servers are found by decode servers, if nothing says another.
+/// The default bootstrap port of SGLang's prefill servers, at which decode servers find them.
 pub(crate) const BOOTSTRAP_PORT: u16 = 8998;
 /// Routes whose requests a pair computes.
 const PAIRED: [&str; 3] = ["/v1/chat/completions", "/v1/completions", GENERATE];
@@ -33,7 +33,7 @@ const ALONE: [&str; 11] = [
     "/openapi.json",
     "/v1/models",
 ];
-/// Further routes of ours that generate. Our decode servers answer all others alone.
+/// Forebay's further routes that generate. Its decode servers answer all other routes alone.
 const OURS: [&str; 5] =
     ["/v1/messages", "/v1/responses", "/api/chat", "/api/generate", "/completion"];
 
@@ -67,7 +67,8 @@ impl PairEngine {
 pub struct PrefillServer {
     /// Its URL.
     pub url: String,
-    /// The port at which SGLang's decode servers find it; `None`: as it says itself, or 8998.
+    /// The bootstrap port at which SGLang's decode servers find this server; `None`: the one that
+    /// it reports, or 8998.
     pub bootstrap_port: Option<u16>,
 }
 
@@ -78,7 +79,7 @@ pub struct PairConfig {
     pub prefill: Vec<PrefillServer>,
     /// The servers that go on, whose answers clients get.
     pub decode: Vec<String>,
-    /// The engine of all of them; `None`: each server says its own.
+    /// The engine of all servers; `None`: each server is asked.
     pub engine: Option<PairEngine>,
     /// The policy that chooses a prefill server; `None`: that of the router.
     pub prefill_policy: Option<Policy>,
@@ -108,12 +109,12 @@ impl PairConfig {
 /// The part of requests that a backend computes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Duty {
-    /// All of them.
+    /// Whole requests.
     #[default]
     Whole,
     /// Prompts, with the port at which SGLang's decode servers find it, if that was named.
     Prefill { bootstrap_port: Option<u16> },
-    /// What is behind the first token.
+    /// Everything after the first token.
     Decode,
 }
 
@@ -141,7 +142,7 @@ pub(crate) struct Peer {
     pub(crate) bootstrap_port: u16,
 }
 
-/// True if all decode servers, as far as is known, are of ours.
+/// True if all decode servers whose engine is known are Forebay's.
 pub(crate) fn are_ours(backends: &[Arc<Backend>]) -> bool {
     let [_, decode] = engines(backends.iter());
     decode == [PairEngine::Forebay]
@@ -209,8 +210,8 @@ pub(crate) fn mismatch(backends: &[Arc<Backend>]) -> Option<String> {
     })
 }
 
-/// The reasons for which servers of pairs take no requests: what each has said of itself, or that
-/// their engines do not fit. Each is one sentence.
+/// The reasons for which servers of pairs take no requests, one sentence each: an unsuitable
+/// server, or engines that do not match.
 pub(crate) fn faults(backends: &[Arc<Backend>]) -> Vec<String> {
     let own = backends.iter().filter_map(|backend| backend.fault());
     own.chain(mismatch(backends)).collect()

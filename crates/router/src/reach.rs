@@ -224,14 +224,14 @@ fn give_up(shared: &Shared, ask: &Ask, last: Option<Failure>) -> Failure {
     }
 }
 
-/// How long a backend wants no more tries of this request.
+/// The time after which a backend may be tried again with this request, from its answer.
 fn retry_after(trouble: &Trouble) -> Option<Duration> {
     let Trouble::Refused(response) = trouble else { return None };
     let seconds: u64 = response.headers().get(RETRY_AFTER)?.to_str().ok()?.trim().parse().ok()?;
     Some(Duration::from_secs(seconds.min(LONGEST_RETRY_AFTER)))
 }
 
-/// What follows from a failed attempt.
+/// The decision after a failed attempt.
 enum Verdict {
     /// Try the same backends again, on a new connection.
     Again,

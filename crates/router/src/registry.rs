@@ -43,9 +43,9 @@ pub(crate) struct Registry {
     next_id: AtomicU32,
     accounting: Accounting,
     breaker: BreakerConfig,
-    /// Those who wait for a trial.
+    /// The requests that wait for a trial.
     pub(crate) trials: Arc<Trials>,
-    /// Told of each new backend.
+    /// Called with each new backend.
     added: Added,
 }
 

@@ -231,7 +231,7 @@ async fn pass_on(
     let body = collect((body, inflater), config.bodies, &shared.budget, time).await?;
     let deadline = Instant::now() + config.request_timeout;
     let needs = match by_pair {
-        // Servers of ours compute whatever a single one does.
+        // A pair of Forebay servers computes the same requests as a single server.
         true if ours => Some(PairNeeds::default()),
         true => Some(PairNeeds::new(parts.uri.path(), &body.0)?),
         false => None,

@@ -214,7 +214,7 @@ impl Shared {
         let prefill = match ask.pair {
             Some(_) => {
                 let chosen = pick(&mut choosers.prefill, &self.prompts, ask, &prefill);
-                // A decode server of ours needs none.
+                // A Forebay decode server needs no prefill server.
                 let engine = chosen.map_or(Some(PairEngine::Forebay), |chosen| {
                     chosen.peer().map(|peer| peer.engine)
                 });
@@ -261,7 +261,7 @@ impl Shared {
         *queue_moves && *watch == Watch::Acknowledged && pairs.is_empty()
     }
 
-    /// What responses are read for, for a client with this key at this address.
+    /// The things for which responses to a client with this key and address are read.
     pub(crate) fn reading(&self, key: KeyId, address: IpAddr) -> Reading {
         let key = KeyId(key.0.filter(|_| self.keys.len() > 1));
         let remote = Remote::Ip(address.to_canonical());

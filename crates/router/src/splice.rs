@@ -163,7 +163,7 @@ fn has_several(value: &[u8]) -> bool {
 /// A body without some of its members, and with `added` behind the rest.
 fn spliced(body: &Bytes, without: &[&str], added: String) -> Payload {
     let mut kept: Vec<Range<usize>> = Vec::new();
-    // What follows something that is kept is kept with the comma between.
+    // Adjacent members that are kept form one range, with the comma between them.
     let mut goes_on = false;
     for Member { name, range, .. } in found(body) {
         let keep = !without.contains(&&*name) && !RESERVED.contains(&&*name);
@@ -199,8 +199,8 @@ impl Room {
         Self(format!(r#""bootstrap_host":{host},"bootstrap_port":{port},"bootstrap_room":{room}"#))
     }
 
-    /// The body for the prefill server. Its answer is in one piece, so that its status says how it
-    /// went.
+    /// The body for the prefill server. The answer is not streamed, so that its status shows
+    /// success or failure.
     pub(crate) fn prefill(&self, body: &Bytes) -> Payload {
         spliced(body, &STREAM, format!(r#""stream":false,{}"#, self.0))
     }
@@ -235,11 +235,11 @@ struct Params {
     do_remote_decode: bool,
 }
 
-/// What an answer of a vLLM prefill server hands on; `None`: nothing, because nothing is to be
-/// fetched.
+/// The parameters of a vLLM prefill server's answer for the decode server; `None`: there is nothing
+/// to fetch.
 ///
 /// # Errors
-/// It is something else than its protocol says.
+/// The answer does not follow the protocol.
 pub(crate) fn handed_on(answer: &[u8]) -> Result<Option<&[u8]>, &'static str> {
     if malformed(answer).is_some() {
         return Err("the prefill server's answer is no JSON object");

@@ -73,7 +73,7 @@ impl Trials {
         Ticket { trials: Arc::clone(self), client, place, wake }
     }
 
-    /// A backend has nobody on trial.
+    /// Lets the next suspect try a backend that computes none now.
     pub(crate) fn is_free(&self, backend: u32) {
         self.0.lock().wake(backend);
     }
