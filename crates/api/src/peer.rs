@@ -19,9 +19,9 @@ pub const DEATHS_HEADER: &str = "x-forebay-deaths";
 /// The header of RFC 9218 with which a client prioritises its requests, and the urgency that the
 /// RFC reserves for background work.
 pub const BACKGROUND: (&str, &str) = ("priority", "u=7");
-/// The header by which a router names the prefill server that a decode server is to ask for a
-/// prompt. In the response it says how that went: [`PREFILL_CAME`], [`PREFILL_FAILED`], or nothing
-/// if it was not asked.
+/// The header by which a router names the prefill server that a decode server asks for a prompt. In
+/// the response it has the outcome: [`PREFILL_CAME`], [`PREFILL_FAILED`], or nothing if that server
+/// was not asked.
 pub const PREFILL_HEADER: &str = "x-forebay-prefill";
 /// The value of [`PREFILL_HEADER`] where blocks of the prompt came from the prefill server.
 pub const PREFILL_CAME: &str = "came";

@@ -70,7 +70,7 @@ pub struct OfferedTools {
     pub skipped: Vec<String>,
 }
 
-/// What an API calls tools and their parts, for errors.
+/// An API's names for tools and their parts, for errors.
 #[derive(Clone, Copy)]
 pub(crate) struct ToolNames<'a> {
     /// The path of each function; `None`: the paths of the chat API.

@@ -2,7 +2,7 @@
 
 use std::collections::HashSet;
 
-/// What connects a line of the output with one of the input.
+/// The fields that match a line of the output to one of the input.
 #[derive(Debug, Clone, Copy)]
 pub enum LineIdentity<'a> {
     /// The `custom_id` of a request.
@@ -31,7 +31,7 @@ pub struct BatchNames(HashSet<u128>);
 const OF_INPUT: u128 = 1;
 
 impl BatchNames {
-    /// The output has an answer.
+    /// Records that the output has an answer to this line.
     pub fn add_answer(&mut self, identity: LineIdentity<'_>) {
         self.0.insert(key(identity));
     }

@@ -93,7 +93,7 @@ pub enum BatchStatus {
 }
 
 impl BatchStatus {
-    /// True if it stays so.
+    /// True if the state is final.
     #[must_use]
     pub fn is_over(self) -> bool {
         matches!(self, Self::Failed | Self::Completed | Self::Expired | Self::Cancelled)
@@ -109,7 +109,7 @@ pub struct BatchObject {
     object: BatchKind,
     /// The route of all its requests.
     pub endpoint: String,
-    /// The reasons why it was not computed.
+    /// The reasons why the batch was not computed.
     pub errors: Option<BatchErrors>,
     /// The file of its requests.
     pub input_file_id: String,
@@ -123,36 +123,36 @@ pub struct BatchObject {
     pub error_file_id: Option<String>,
     /// Seconds since 1970, as all that follow.
     pub created_at: u64,
-    /// The beginning of computing.
+    /// The time at which computing began.
     pub in_progress_at: Option<u64>,
-    /// The end of its time.
+    /// The time at which the batch expires.
     pub expires_at: u64,
-    /// The end of computing.
+    /// The time at which computing ended.
     pub finalizing_at: Option<u64>,
-    /// The end, if all went well.
+    /// The time at which the batch completed.
     pub completed_at: Option<u64>,
-    /// The end, if it was not computed.
+    /// The time at which the batch failed, without being computed.
     pub failed_at: Option<u64>,
-    /// The end, if its time was over.
+    /// The time at which the batch expired.
     pub expired_at: Option<u64>,
-    /// The time at which its owner cancelled it.
+    /// The time at which the owner cancelled the batch.
     pub cancelling_at: Option<u64>,
     /// The time at which the cancelled batch ended.
     pub cancelled_at: Option<u64>,
     /// Its requests.
     pub request_counts: RequestCounts,
-    /// Pairs of the owner.
+    /// Keys and values that the owner attached.
     pub metadata: Option<BTreeMap<String, String>>,
 }
 
-/// The numbers of a batch's requests.
+/// Counts of a batch's requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct RequestCounts {
-    /// All.
+    /// The number of all requests.
     pub total: u64,
-    /// Those with an answer.
+    /// The number of requests with an answer.
     pub completed: u64,
-    /// Those with an error.
+    /// The number of requests with an error.
     pub failed: u64,
 }
 

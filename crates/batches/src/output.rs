@@ -113,7 +113,7 @@ impl Body {
     }
 }
 
-/// What a later run has to know about a line.
+/// The fields of an output line that a later run reads.
 #[derive(Deserialize)]
 struct StoredLine {
     #[serde(default)]

@@ -157,7 +157,7 @@ impl Link {
         name.map(str::to_owned).with_context(|| format!("{} lists no model", self.name()))
     }
 
-    /// The name by which people know the server.
+    /// The server's name, as shown to the user.
     pub(crate) fn name(&self) -> String {
         match &self.place {
             Place::Tcp { host, port } => format!("http://{host}:{port}"),

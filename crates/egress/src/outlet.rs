@@ -1,4 +1,5 @@
-//! What a streamed response lends to its mailbox, so that other threads can write its events.
+//! The encoder and the socket that a streamed response lends to its mailbox, so that other threads
+//! can write its events.
 
 use std::sync::Arc;
 
@@ -45,7 +46,7 @@ pub trait EventEncoder: Send + 'static {
     fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()>;
 }
 
-/// The loan of a streamed response.
+/// The encoder and the socket of a streamed response.
 pub struct Outlet {
     /// Writes the events.
     pub encoder: Box<dyn EventEncoder>,

@@ -95,7 +95,7 @@ fn address(text: &str) -> Option<IpAddr> {
     Some(parsed.ok()?.to_canonical())
 }
 
-/// The numbers of clients.
+/// Derives the ids of clients from API keys or addresses.
 #[derive(Debug, Default)]
 pub struct Clients {
     hasher: RandomState,
@@ -103,7 +103,7 @@ pub struct Clients {
 }
 
 impl Clients {
-    /// Clients of which `proxies` may tell the address.
+    /// Creates the ids. A request from one of `proxies` may name its client's address in a header.
     #[must_use]
     pub fn new(proxies: TrustedProxies) -> Self {
         Self { hasher: RandomState::new(), proxies }

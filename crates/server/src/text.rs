@@ -96,7 +96,7 @@ fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     let wanted = thinks.or(level.as_ref().map(|_| !off));
     let mut switch = false;
     if let Some(wanted) = wanted {
-        // A template may know both.
+        // A template may read both.
         for name in ["enable_thinking", "thinking"] {
             switch |= set(name, Value::Bool(wanted));
         }

@@ -207,7 +207,7 @@ impl<R> Line<R> {
         Self { note, ..self }
     }
 
-    /// The line of a parameter that is refused, except with one of `words`.
+    /// The line of a parameter of which only the values `words` are accepted.
     pub(crate) const fn unless(self, words: &'static [&'static str]) -> Self {
         Self { target: Target::Refused(words), ..self }
     }

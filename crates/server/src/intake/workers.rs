@@ -209,7 +209,7 @@ impl Drop for Workers {
             lane.news.notify_all();
         }
         for thread in self.threads.drain(..) {
-            // Jobs catch their own panics, so the thread's outcome says nothing.
+            // Jobs catch their own panics, so the thread's outcome has no information.
             let _ = thread.join();
         }
     }

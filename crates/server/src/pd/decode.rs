@@ -23,7 +23,7 @@ use super::wire::{BlockReceiver, PrefillRequest, WireError};
 const SILENCE: Duration = Duration::from_secs(5);
 /// The time for which a server that has failed is not asked, unless a router names it.
 const PAUSE: Duration = Duration::from_secs(5);
-/// The largest part of the host tier, one in so many pages, that others may fill.
+/// Received blocks may fill one page in `RECEIVED_SHARE` of the host tier.
 const RECEIVED_SHARE: u32 = 2;
 /// The longest refusal that is read.
 const MAX_REFUSAL: usize = 4 << 10;
@@ -52,7 +52,7 @@ pub(crate) struct DecodeSide {
     counts: FetchCounters,
 }
 
-/// A prompt, and what a prefill server has to know of it.
+/// A prompt, and the other fields that a prefill server needs.
 #[derive(Debug)]
 pub(crate) struct PrefillPrompt<'a> {
     pub(crate) tokens: &'a [i32],
@@ -195,8 +195,8 @@ impl DecodeSide {
         };
         // With recurrent layers no block is of use without a state.
         let useless = facts.hand.state_bytes > 0 && states.is_empty();
-        // What a server that breaks the rules has sent is not trusted. Blocks that came whole
-        // before a connection broke are as good as any.
+        // Blocks of a server that violates the protocol are discarded. Blocks that were complete
+        // before a connection broke are kept.
         if outcome == Outcome::Wrong || blocks.is_empty() || useless {
             return (None, outcome);
         }
@@ -218,7 +218,7 @@ impl DecodeSide {
         Some((&least.url, Some(least)))
     }
 
-    /// Reserves pages for so many blocks, and for a state if the model has recurrent layers.
+    /// Reserves pages for `blocks` blocks, and for a state if the model has recurrent layers.
     fn reserve(&self, engine: &dyn Engine, facts: &Facts, blocks: usize) -> Option<Reservation> {
         let mut room = self.room.lock();
         if room.is_none() {

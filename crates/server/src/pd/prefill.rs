@@ -128,7 +128,7 @@ struct BlockSender {
     state: Shared,
     /// The blocks to send.
     names: Vec<BlockHash>,
-    /// Those of them that were sent.
+    /// The number of blocks that were sent.
     sent: usize,
     out: mpsc::Sender<Bytes>,
     /// The time of the last frame.

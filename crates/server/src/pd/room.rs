@@ -27,7 +27,8 @@ impl ReceivedRoom {
         Arc::new(Self { pages, lender, free })
     }
 
-    /// Reserves so many pages of blocks and of states; `None`: there are not so many now.
+    /// Reserves pages: `counts` has the number for blocks and the number for states. `None`: too
+    /// few are free now.
     pub(crate) fn reserve(self: &Arc<Self>, counts: [usize; 2]) -> Option<Reservation> {
         let mut free = self.free.lock();
         if free.iter().zip(counts).any(|(free, count)| free.len() < count) {

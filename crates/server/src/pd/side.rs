@@ -1,4 +1,4 @@
-//! What a server of one of the modes has for it.
+//! The parts of a server with `--disaggregation-mode`.
 
 use std::sync::Arc;
 

@@ -158,7 +158,7 @@ impl TierPages {
     }
 }
 
-/// Of so many bytes from `at` on, those before `split`.
+/// Of `length` bytes from `at` on, the number before `split`.
 fn before(at: u64, split: u64, length: usize) -> usize {
     usize::try_from(split.saturating_sub(at)).unwrap_or(usize::MAX).min(length)
 }

@@ -92,7 +92,7 @@ impl Book {
         }
     }
 
-    /// A call has ended.
+    /// Records that a call has ended.
     pub(crate) fn leave(&self, tag: Option<&RouterTag>) {
         let Some(tag) = tag else { return self.live.send_modify(|live| *live -= 1) };
         let mut routers = self.routers.lock();

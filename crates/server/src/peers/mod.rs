@@ -59,9 +59,9 @@ struct Exchange {
     blocks: OnceLock<String>,
     /// The name of a stream that another brain can continue.
     stream: OnceLock<String>,
-    /// The prefill server that it names, and may.
+    /// The prefill server that the router names, if the router is allowed to name one.
     prefill: Option<BackendUrl>,
-    /// What became of the question to that server.
+    /// The outcome of the request to that prefill server.
     fetched: OnceLock<&'static str>,
 }
 

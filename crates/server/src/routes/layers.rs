@@ -63,7 +63,7 @@ pub(super) async fn check_loads(
     }
 }
 
-/// Names of blocks are for routers alone.
+/// Passes on only requests of routers: other clients may not list block names.
 pub(super) async fn check_router(
     State(state): State<Shared>,
     request: Request,
@@ -75,7 +75,7 @@ pub(super) async fn check_router(
     }
 }
 
-/// Blocks are for routers and servers with their key, and for administrators.
+/// Passes on only requests of routers, of servers with a router's key, and of administrators.
 pub(super) async fn check_server(
     State(state): State<Shared>,
     request: Request,

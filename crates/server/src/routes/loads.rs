@@ -26,7 +26,7 @@ pub(crate) struct LoadsAt {
     #[serde(default)]
     wait: f64,
     requests: Option<usize>,
-    /// The number of its waiting dispatches that a router wants.
+    /// The number of the router's own waiting dispatches to list.
     #[serde(default)]
     queued: usize,
 }

@@ -1,4 +1,4 @@
-//! What only one of the APIs has: its own parameters, answers and errors.
+//! Parameters, answers and errors that only one of the APIs has.
 
 use std::io::Write;
 

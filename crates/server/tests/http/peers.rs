@@ -1,4 +1,4 @@
-//! What the server reports to a router, and streams that go on from another server.
+//! The server's reports to a router, and streams that continue those of another server.
 
 use forebay_api::peer::{
     BLOCKS_HEADER, LOAD_HEADER, LoadReport, RESUME_HEADER, ROUTER_HEADER, RouterTag, STREAM_HEADER,

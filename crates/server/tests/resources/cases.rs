@@ -34,7 +34,7 @@ fn is_alias(path: &str) -> bool {
     )
 }
 
-/// What a body needs beside the tested parameter.
+/// The fields that a body needs beside the tested parameter.
 fn needed(route: &str) -> &'static [(&'static str, &'static str)] {
     match route {
         "/v1/chat/completions" | "/v1/messages" | "/api/chat" => {

@@ -92,7 +92,7 @@ fn webp(side: u32) -> Vec<u8> {
     file
 }
 
-/// The header tells what the decoder takes, so that the bytes can be reserved before.
+/// The header gives the decoder's memory, so that the bytes can be reserved before.
 #[tokio::test]
 async fn an_image_takes_no_more_bytes_than_its_header_says() {
     let _alone = alone().await;

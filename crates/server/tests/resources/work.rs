@@ -14,8 +14,8 @@ use crate::fake::TestServer;
 /// Choices that may be submitted without yielding.
 const A_FEW: usize = 32;
 
-/// The most requests that are submitted between two turns of a second task, which always wants the
-/// only thread.
+/// The most requests that are submitted between two turns of a second task, which is always ready
+/// for the only thread.
 async fn longest_run(route: &str, body: serde_json::Value, choices: usize) -> usize {
     let _alone = alone().await;
     let mut server = TestServer::driven().await;

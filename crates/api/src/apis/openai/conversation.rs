@@ -174,7 +174,7 @@ fn flatten(index: usize, message: ChatMessage, images: &mut Images) -> Result<Va
                     "text" => (part.text, "text"),
                     "refusal" => (part.refusal, "refusal"),
                     _ => {
-                        // Those before it were texts.
+                        // All earlier parts were texts.
                         views.extend(texts.drain(..).map(text_view));
                         views.push(take(&path(), part, images)?);
                         continue;

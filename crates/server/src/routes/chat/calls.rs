@@ -101,8 +101,8 @@ pub(super) fn form(
     Ok(Some(Structure { param, source }))
 }
 
-/// What the form has to require of calls, for content with the form `structure`. `None`: nothing,
-/// so the content has its form alone.
+/// The requirement on calls, for content with the form `structure`. `None`: there is none, so only
+/// the content has a form.
 fn demand(
     tools: &OfferedTools,
     structure: Option<&Structure>,
