@@ -65,7 +65,7 @@ impl Acceptance {
         let shared = found.source == DraftSource::Shared;
         let tallies = if shared { &mut self.shared } else { &mut self.own };
         tallies.first[class].add(accepted > 0);
-        // A draft behind a wrong one says nothing.
+        // A draft after a rejected one is not counted, because it was not tested.
         for nth in 1..drafted.min(accepted + 1) {
             tallies.further[class].add(nth < accepted);
         }

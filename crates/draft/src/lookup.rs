@@ -10,7 +10,7 @@ use crate::shared::{ENOUGH, SharedText};
 
 /// The n-gram lengths by which occurrences are found, the longest first.
 const LENGTHS: [usize; 3] = [8, 4, 2];
-/// The longest match length that is told apart from longer ones.
+/// The largest match length that is counted; longer matches count as this length.
 pub(crate) const LONGEST: usize = 32;
 
 /// The origin of drafts.

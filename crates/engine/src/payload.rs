@@ -64,7 +64,7 @@ impl Held {
         }
     }
 
-    /// Those of a request.
+    /// The payloads of a request.
     pub(crate) fn of(&self, request: u64) -> &[Arc<dyn Payload>] {
         self.live.get(&request).map_or(&[], |payloads| payloads)
     }

@@ -41,7 +41,7 @@ impl Recovery {
         Self { limit, failures: 0, given_up: 0, ready_since: None, ever_ready: false }
     }
 
-    /// The hand is ready.
+    /// Records that the hand is ready.
     pub(crate) fn ready(&mut self, now_us: u64) {
         self.ever_ready = true;
         self.ready_since = Some(now_us);

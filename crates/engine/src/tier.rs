@@ -7,10 +7,10 @@ use std::io;
 /// docs/protocol.md. Whoever reads a page holds a [`crate::Loan`] of it. Nobody but this process
 /// writes to memory for pages from other servers.
 pub trait TierMemory: Debug + Send + Sync {
-    /// The number of bytes; 0 until a hand, or [`Self::grow`], has made it larger.
+    /// The size in bytes; 0 until a hand, or [`Self::grow`], has made the memory larger.
     ///
     /// # Errors
-    /// The system does not tell it.
+    /// The system call fails.
     fn bytes(&self) -> io::Result<u64>;
     /// Makes the memory this many bytes long, if it is shorter. New bytes are 0, and are taken from
     /// the system when they are written.

@@ -390,7 +390,7 @@ pub struct HandStats {
     pub restored_bytes: u64,
 }
 
-/// What happens to live requests when a pause begins.
+/// The treatment of live requests when a pause begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PauseMode {
     /// Abort them.

@@ -20,7 +20,7 @@ pub struct WaitingPlaces(Mutex<Inner>);
 #[derive(Debug, Default)]
 struct Inner {
     requests: Holdings,
-    /// Those in the background.
+    /// The background requests among them.
     background: Holdings,
     tokens: u64,
     probes: usize,
@@ -209,7 +209,7 @@ mod tests {
     #[test]
     fn the_time_to_wait_is_that_of_what_waits() {
         let waiting = WaitingPlaces::default();
-        // An hour without requests says nothing about how fast the queue moves.
+        // An hour without requests must not affect the measured speed of the queue.
         let start = 3600 * SECOND;
         for _ in 0..50 {
             waiting.enter(place(1), 1000, start).expect("room");

@@ -64,7 +64,7 @@ pub enum Refusal {
     Full {
         /// The bytes that all clients hold.
         all: usize,
-        /// Those of them that this client holds.
+        /// The bytes that this client holds.
         own: usize,
         /// The requested bytes.
         more: usize,

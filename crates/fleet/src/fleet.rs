@@ -234,7 +234,7 @@ impl Fleet {
         waiter.is_some()
     }
 
-    /// A running request has ended.
+    /// Records that a running request has ended.
     pub fn finish(&mut self, model: usize, now_ms: u64) {
         let member = &mut self.members[model];
         member.running -= 1;
@@ -278,7 +278,7 @@ impl Fleet {
         member.paused_until_ms = now_ms.saturating_add(pause);
     }
 
-    /// A model has left.
+    /// Records that a model is no longer in memory.
     pub fn emptied(&mut self, model: usize) {
         let member = &mut self.members[model];
         if let Phase::Leaving(level) = member.phase {

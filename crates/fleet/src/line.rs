@@ -22,7 +22,7 @@ impl Line {
         self.places.values().copied()
     }
 
-    /// A request of a client waits.
+    /// Adds a waiting request of a client.
     pub(crate) fn enter(&mut self, client: u64) {
         if let Some((_, waiting)) = self.clients.get_mut(&client) {
             *waiting += 1;
@@ -32,7 +32,7 @@ impl Line {
         }
     }
 
-    /// A request of a client waits no more.
+    /// Removes a waiting request of a client.
     pub(crate) fn leave(&mut self, client: u64) {
         let Some((place, waiting)) = self.clients.get_mut(&client) else { return };
         *waiting -= 1;
@@ -42,7 +42,7 @@ impl Line {
         }
     }
 
-    /// A load has begun for a client.
+    /// Moves a client to the end of the queue, because a load was started for it.
     pub(crate) fn serve(&mut self, client: u64) {
         let last = self.take_place(client);
         if let Some((place, _)) = self.clients.get_mut(&client) {

@@ -29,7 +29,7 @@ pub enum ModelState {
     Asleep,
 }
 
-/// What is kept of a model that has left.
+/// The parts that are kept of a model that is no longer in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SleepLevel {
     /// [`ModelState::Asleep`].

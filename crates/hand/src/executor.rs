@@ -118,7 +118,7 @@ pub struct HandExecutor {
     /// Arena regions of the plans in flight, oldest first.
     regions: VecDeque<Vec<Region>>,
     buffer: Vec<u8>,
-    /// A frame that tells where in the arena the frame of `buffer` is.
+    /// A frame with the place in the arena of the frame in `buffer`.
     place: Vec<u8>,
 }
 
@@ -194,7 +194,7 @@ impl HandExecutor {
         let starved = ranks.iter().position(|rank| rank.process.starved());
         let rank = starved.unwrap_or(rank);
         let Rank { process, last_words, socket: _socket, .. } = ranks.swap_remove(rank);
-        // All are told to end before any is waited for.
+        // Signal all processes before waiting for the first.
         ranks.iter().for_each(|other| other.process.doom());
         let mut out_of_memory = false;
         let reason = if let StreamError::Disagreement { .. } | StreamError::Pools(_) = error {
@@ -500,7 +500,7 @@ impl Executor for HandExecutor {
         let ranks = self.ranks_of(member);
         match order.encode() {
             Ok(frame) => {
-                // The frame belongs to no step, so nothing would tell when its arena region is
+                // The frame belongs to no step, so no result would show when its arena region is
                 // free.
                 self.buffer = frame;
                 self.write(ranks, false);

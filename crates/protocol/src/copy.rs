@@ -122,7 +122,7 @@ pub struct PageCopy {
 }
 
 impl PageCopy {
-    /// The lender as a plan has it.
+    /// The lender, in the plan's encoding: 0, or its number plus 1.
     pub(crate) fn source(self) -> i32 {
         self.lender.map_or(0, |lender| lender.cast_signed() + 1)
     }

@@ -295,11 +295,11 @@ pub struct DraftStats {
     pub rows: u64,
     /// Drafts that were verified.
     pub drafted: u64,
-    /// Drafts that were generated.
+    /// Drafts that were accepted.
     pub accepted: u64,
     /// Drafts from the texts of other requests that were verified.
     pub shared_drafted: u64,
-    /// Those of them that were generated.
+    /// Drafts from the texts of other requests that were generated.
     pub shared_accepted: u64,
     /// Accepted drafts by their position in the row.
     pub accepted_at: DraftCounts,

@@ -64,7 +64,7 @@ impl Entry {
     }
 
     /// True if the result has room for log-probabilities of the request's prompt, or the request
-    /// wants none.
+    /// asks for none.
     pub(crate) fn has_room_in_result(&self, answers: impl Fn(u32) -> u32) -> bool {
         self.untold().is_none_or(|tail| answers(tail.most.into()) > 0)
     }

@@ -72,11 +72,11 @@ pub struct Request {
     /// Leading blocks in the host tier of another replica. They are borrowed at the next admission,
     /// as far as they are in no tier here.
     pub loan: Option<Arc<Loan>>,
-    /// What happened to the request in another scheduler, if it was in one.
+    /// The request's history in another scheduler, if there is one.
     pub past: Past,
 }
 
-/// What a request brings along from the scheduler that surrendered it
+/// The state that a request keeps from the scheduler that surrendered it
 /// ([`crate::Scheduler::surrender`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Past {

@@ -12,7 +12,7 @@ use crate::steps::PlannedStep;
 pub enum Phase {
     /// The request has no slot, or its blocks are still being restored from the host tier.
     Queued,
-    /// The request computes tokens that it knows.
+    /// The request computes its prompt, or tokens that were generated before.
     Prefill,
     /// The request generates.
     Decode,

@@ -109,7 +109,7 @@ impl Executor for Recorder {
         let signal = self.inner.wait(timeout_us);
         match &signal {
             Signal::Result(results) => {
-                // A step that only waits for copies says nothing about computing.
+                // A step that only waits for copies has no computing time.
                 if let Some(load) = self.in_flight.pop_front().filter(|load| load.rows > 0)
                     && let [result] = &results[..]
                 {

@@ -55,7 +55,7 @@ impl SparseModel {
     }
 }
 
-/// What waits for the saves of a plan.
+/// The work that waits for the saves of a plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SaveOrder {

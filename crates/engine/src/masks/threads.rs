@@ -257,7 +257,7 @@ impl Inbox {
         }
     }
 
-    /// The request has ended: its result does not wake the engine.
+    /// Forgets an ended request, so that its masks no longer wake the engine.
     pub(crate) fn forget(&self, request: u64) {
         self.arrivals.lock().awaited.remove(&request);
     }

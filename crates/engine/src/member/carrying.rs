@@ -44,7 +44,7 @@ impl Carrying {
         self.left.contains_key(&request) || self.due.iter().any(is_due)
     }
 
-    /// The request has left this member.
+    /// Forgets a request that has left this member.
     pub(crate) fn forget(&mut self, request: u64) {
         self.left.remove(&request);
     }

@@ -135,7 +135,7 @@ impl Constrained {
         }
     }
 
-    /// The request has ended.
+    /// Forgets an ended request.
     pub(crate) fn forget(&mut self, id: u64) {
         let Some(held) = self.live.remove(&id) else { return };
         self.missing -= usize::from(held.due);

@@ -62,7 +62,7 @@ impl Member {
         Some(Pool { pages, host_pages, least, host_least: context, context_length })
     }
 
-    /// The hand takes plans.
+    /// Records that the hand is ready for plans.
     pub(crate) fn ready(&mut self, facts: &Ready) {
         let drafts = self.drafts(facts);
         let facts = &Ready { verifies_drafts: drafts.is_some(), ..facts.clone() };

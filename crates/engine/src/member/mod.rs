@@ -281,7 +281,7 @@ impl Member {
         }
     }
 
-    /// The plan is handed over.
+    /// Records that the plan was handed to the executor.
     pub(crate) fn note_planned(&mut self, plan: &StepPlan) {
         let Some(scheduler) = &self.scheduler else { return };
         self.last_step = plan.step();

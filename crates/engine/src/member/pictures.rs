@@ -28,7 +28,7 @@ impl Pictures {
         }
     }
 
-    /// The request is here no more.
+    /// Forgets a request, and returns its images.
     pub(crate) fn give(&mut self, request: u64) -> Vec<Arc<dyn Picture>> {
         self.live.remove(&request).unwrap_or_default()
     }

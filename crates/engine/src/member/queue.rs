@@ -16,7 +16,7 @@ impl Member {
         views.into_iter().flatten().collect()
     }
 
-    /// A request begins to wait.
+    /// Records that a request begins to wait.
     pub(super) fn arrived(&mut self, id: u64, arrival: Arrival) {
         self.deadlines.extend(self.deadline(arrival).map(|at| (at, id)));
         self.arrivals.insert(id, arrival);

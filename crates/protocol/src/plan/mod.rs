@@ -200,7 +200,7 @@ impl StepPlan {
         let most = row.want.most();
         if most > 1 || (most == 1 && !self.row_tokens.is_empty()) {
             if self.row_tokens.is_empty() {
-                // Those before it give one each.
+                // The rows before this one give one token each.
                 self.row_tokens.resize(self.sampling_rows(), 1);
             }
             self.row_tokens.push(most.cast_signed());

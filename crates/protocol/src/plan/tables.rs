@@ -114,12 +114,12 @@ impl StepPlan {
     /// Adds a copy of a page.
     pub fn push_copy(&mut self, copy: PageCopy) {
         if copy.span.is_some() || !self.copy_spans.is_empty() {
-            // Those before it are of whole pages.
+            // The copies before this one are of whole pages.
             self.copy_spans.resize(self.copies.len(), Span::WHOLE);
             self.copy_spans.push(copy.span.unwrap_or(Span::WHOLE));
         }
         if copy.lender.is_some() || !self.copy_sources.is_empty() {
-            // Those before it are of the own tier.
+            // The copies before this one are from the own tier.
             self.copy_sources.resize(self.copies.len(), 0);
             self.copy_sources.push(copy.source());
         }

@@ -79,7 +79,7 @@ impl StatePages {
         self.begin_again(self.tiers.hot().size(), host.free + host.cached + host.held);
     }
 
-    /// True if there is a page at all.
+    /// True if there are state pages on the device.
     pub(super) fn keeps_any(&self) -> bool {
         self.tiers.hot().size() > 0
     }
