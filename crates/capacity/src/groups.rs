@@ -73,7 +73,7 @@ impl Waits {
         }
     }
 
-    /// A request begins to wait at a replica.
+    /// Records that a request begins to wait at a replica.
     pub(crate) fn arrived(&mut self, id: u64, at: usize) {
         self.since[id as usize] = (self.computed[at].clone(), 0);
     }
@@ -84,7 +84,7 @@ impl Waits {
         self.since[id as usize].1 += u64::from(tokens);
     }
 
-    /// A request has its first token.
+    /// Records that a request has got its first token.
     pub(crate) fn first_token(&mut self, id: u64, at: usize) {
         let group = self.groups.of[id as usize];
         let (since, own) = std::mem::take(&mut self.since[id as usize]);

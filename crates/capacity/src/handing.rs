@@ -50,7 +50,7 @@ impl HandOver {
         PdSplit { prefill, decode: replicas - prefill }
     }
 
-    /// A request has left.
+    /// Records that a request has left a prefill replica.
     pub(crate) fn left(&mut self, from: usize, id: u64) {
         self.left.push_back((from, id));
     }

@@ -11,7 +11,7 @@ use crate::outcome::Latency;
 /// The largest number of replicas of a kind.
 const MOST: u32 = 4096;
 
-/// The numbers of prefill and decode replicas.
+/// Counts of prefill and decode replicas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct PdSplit {
     /// Replicas that compute prompts and first tokens.
@@ -50,9 +50,9 @@ impl fmt::Display for PdSplit {
 /// The splits that a plan tries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PdChoice {
-    /// Those of a number of replicas.
+    /// All splits of a number of replicas.
     Auto,
-    /// One.
+    /// A single split.
     Split(PdSplit),
 }
 

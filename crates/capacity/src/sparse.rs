@@ -41,7 +41,7 @@ pub enum KvSave {
     Token,
 }
 
-/// What waits for saves to the host.
+/// The work that waits for saves to the host.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvSaveOrder {

@@ -326,7 +326,7 @@ mod tests {
     use crate::host::PageSizes;
 
     const PAGES: usize = 4;
-    /// Slots, whose states come before the state pages.
+    /// The number of slots. Their states lie before the state pages in memory.
     const ROWS: usize = 2;
     const STATE: usize = 16;
 

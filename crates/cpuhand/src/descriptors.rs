@@ -63,7 +63,7 @@ impl Given {
             seen.push(number);
             let file = taken(number)?.ok_or_else(none)?;
             if FileType::from_raw_mode(fstat(&file)?.st_mode) != FileType::RegularFile {
-                // One of ours, which has another owner.
+                // The descriptor belongs to another part of this process, which closes it.
                 std::mem::forget(file);
                 return Err(none());
             }

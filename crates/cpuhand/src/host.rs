@@ -122,7 +122,7 @@ pub(crate) struct PageSizes {
 }
 
 impl PageSizes {
-    /// Bytes of a file with so many pages.
+    /// The size in bytes of a file with `counts` pages.
     fn file(self, counts: HostCounts) -> u64 {
         let pages = u64::from(counts.pages) * (self.page + PAGE_NOTE_BYTES);
         match self.state {

@@ -39,7 +39,7 @@ impl Kept {
             "format": model.get("format"),
             "config": model.get("config"),
         });
-        // Loading says what is wrong with the files.
+        // An error here is not reported: loading the files reports it.
         let key = content_key(&files(model), &facts).ok()?;
         let file =
             PackedFile::open(&Path::new(folder).join(FOLDER), &key, config.weight_cache_bytes);

@@ -4,8 +4,8 @@
 use forebay_kernels::{AttentionSizes, LatentSizes, Sizes};
 use forebay_weights::{Attention, Latent, QkNorm};
 
-/// Bytes of a step of so many tokens that latent attention takes, and attention of heads of their
-/// own does not: the kernels keep buffers of the largest step.
+/// Bytes that latent attention takes for a step of `tokens` tokens, and other attention does not:
+/// the kernels keep buffers of the largest step.
 pub(crate) fn step_bytes(sizes: &Sizes, tokens: u64) -> u64 {
     let number = sizes.dtype.bytes();
     let of_token = |attention: &AttentionSizes| {

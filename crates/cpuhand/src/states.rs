@@ -57,7 +57,7 @@ pub(crate) struct StateSteps {
     pub(crate) to_host: Vec<u32>,
 }
 
-/// What is in the states of slots and state pages.
+/// The contents of the states of slots and state pages.
 pub(crate) struct States {
     slots: usize,
     /// The positions in each slot's state; `None`: it has none.

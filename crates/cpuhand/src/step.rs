@@ -154,7 +154,7 @@ impl Runner {
             let rows = columns.rows(&self.tables, &given, &last);
             self.decoder.step(&rows, Wanted::Best(&mut best, &mut finite))?;
             let sample = |place: usize, _, _: &Slot| {
-                // What is not finite has no token.
+                // Logits that are not finite give no token.
                 let (token, finite) =
                     if finite[place] == 1 { (best[place], true) } else { (0, false) };
                 Some(Sampled { token, finite, logprobs: Vec::new() })

@@ -42,7 +42,7 @@ pub(crate) struct Calls {
 /// The form of a single call.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Body {
-    /// `{"name": ..., "arguments": {...}}`; the word for arguments.
+    /// `{"name": ..., "arguments": {...}}`, with the key that stands for `arguments`.
     Object(&'static str),
     /// A list of such objects.
     List(&'static str),
@@ -52,7 +52,7 @@ pub(crate) enum Body {
     Tagged(Tagged),
     /// `name(a=1, b="x")`.
     Python,
-    /// `call:name{a:1,b:<quote>x<quote>}`; the quote.
+    /// `call:name{a:1,b:<quote>x<quote>}`, with the text of the quote.
     Unquoted(&'static str),
     /// Messages for other recipients, in OpenAI's Harmony format.
     Channels,

@@ -35,7 +35,7 @@ impl CountedMatcher {
         self.parser.lexer_stats().num_bytes
     }
 
-    /// The number of tokens that it knows.
+    /// The size of the compiler's vocabulary.
     pub(crate) fn tokens(&self) -> usize {
         self.matcher.tok_env().map_or(0, |env| env.tok_trie().vocab_size())
     }

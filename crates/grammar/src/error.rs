@@ -50,12 +50,12 @@ pub enum GrammarError {
 }
 
 impl GrammarError {
-    /// The source as a whole is at fault.
+    /// An error of the source as a whole.
     pub(crate) fn invalid(reason: impl Into<String>) -> Self {
         Self::at(String::new(), reason)
     }
 
-    /// A place in the source is at fault.
+    /// An error at a place in the source.
     pub(crate) fn at(path: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::Invalid { path: path.into(), reason: reason.into() }
     }

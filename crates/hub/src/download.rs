@@ -420,7 +420,7 @@ impl Hashes {
         self.contexts.clone_from(&self.at_start);
     }
 
-    /// The error is the difference.
+    /// Compares the file's hash with the announced one. The error names both.
     fn check(&self, announced: &RemoteFile) -> Result<(), String> {
         let found: Vec<String> =
             self.contexts.iter().map(|context| hex(context.clone().finish().as_ref())).collect();

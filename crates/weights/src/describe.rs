@@ -437,7 +437,7 @@ fn write_synced(
 pub(crate) fn new_file(folder: &Path, path: &Path) -> io::Result<tempfile::NamedTempFile> {
     use std::os::unix::fs::PermissionsExt;
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    // What the process's mask takes away is gone.
+    // The process's umask still applies.
     let mode = fs::Permissions::from_mode(0o666);
     tempfile::Builder::new().prefix(&format!(".{name}.")).permissions(mode).tempfile_in(folder)
 }

@@ -178,7 +178,7 @@ impl DraftHead {
         Ok(Self { parts, shape, files: files.to_vec(), manifest })
     }
 
-    /// The part that a hand is told.
+    /// The description of the head that a hand gets.
     #[must_use]
     pub fn told(&self) -> Value {
         json!({

@@ -64,7 +64,7 @@ pub(crate) fn read_pooling(
     }
     let pooled = match folder {
         Some(folder) if !modules.is_empty() => of_modules(&modules, folder)?,
-        // If neither the repository nor the GGUF file says anything, do what other engines do.
+        // If neither the repository nor the GGUF file names a pooling, use that of other engines.
         _ => {
             let usual = if encoder || sees_all { "cls" } else { "last" };
             let kind = config.get("pooling_type").and_then(Value::as_str).unwrap_or(usual);
@@ -210,7 +210,7 @@ fn modules(folder: &Path) -> Result<Vec<Map<String, Value>>, ModelError> {
         .collect())
 }
 
-/// What the modules behind the model do.
+/// The modules that follow the model.
 struct Modules {
     /// The kind of pooling.
     kind: String,

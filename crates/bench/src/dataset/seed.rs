@@ -3,8 +3,8 @@
 use rand::SeedableRng as _;
 use rand::rngs::ChaCha12Rng;
 
-/// What random numbers are used for. Each purpose has its own, so that a flag that affects one
-/// purpose does not change the others.
+/// The uses of random numbers. Each use has its own generator, so that a flag that affects one does
+/// not change the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Purpose {
     /// Gaps between requests.

@@ -12,7 +12,7 @@ use tempfile::NamedTempFile;
 use super::*;
 use crate::{Part, Prompt};
 
-/// Tokenizers of every kind; `tiny_llama` is the one with words.
+/// Tokenizers of every kind. Most tests use `tiny_llama`, whose vocabulary has English words.
 pub(crate) const TOKENIZERS: [&str; 7] = [
     "tiny_llama",
     "byte_level",

@@ -79,7 +79,7 @@ fn bias(layer: &VectorLayer) -> String {
 }
 
 impl LayerBehind {
-    /// What comes of a vector.
+    /// The layer's output for a vector.
     pub(crate) fn of(&self, x: &[f32]) -> Vec<f32> {
         let rows = self.weight.chunks_exact(self.of.inputs.max(1)).enumerate();
         let product = |(output, row): (usize, &[f32])| {

@@ -160,7 +160,8 @@ impl Parser {
         }
     }
 
-    /// Records that the text before a call has ended. White space before it is kept between texts.
+    /// Records that the text before a call has ended. Drops the white space before the call, unless
+    /// it follows content.
     fn begins_call(&mut self, reasoning: bool) {
         self.unclosed |= reasoning;
         if reasoning || !self.said {

@@ -39,7 +39,7 @@ pub enum AdapterError {
     Changed(String),
 }
 
-/// What is read of a manifest.
+/// The fields of a manifest that are read.
 #[derive(Deserialize)]
 struct Wanted {
     files: Vec<String>,

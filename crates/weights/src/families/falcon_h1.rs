@@ -43,7 +43,7 @@ const OWN: &[Rule] = &[
     Rule::renamed("model.layers.#.pre_ff_layernorm.*", "model.layers.#.post_attention_layernorm.*"),
 ];
 const GGUF_RULES: [Rule; 1 + mamba::GGUF_RULES.len()] = joined(
-    // The one weight whose name has no end.
+    // GGUF files name this weight without the suffix `.weight`.
     &[Rule::renamed("blk.#.ffn_norm", "model.layers.#.post_attention_layernorm.weight")],
     mamba::GGUF_RULES,
 );
@@ -135,7 +135,7 @@ fn mamba2(config: &Config<'_>) -> Result<Recurrence, ModelError> {
     })
 }
 
-/// The factors of a list of so many.
+/// A list of `N` factors, each 1 by default.
 fn list<const N: usize>(config: &Config<'_>, key: &str) -> Result<[f64; N], ModelError> {
     let Some(found) = config.get(key).filter(|it| !it.is_null()) else { return Ok([1.0; N]) };
     let numbers: Option<Vec<f64>> =

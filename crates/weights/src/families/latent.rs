@@ -42,9 +42,9 @@ pub struct Latent {
 pub enum KeyChoice {
     /// All positions.
     All,
-    /// Those that the layer's own indexer scores highest.
+    /// The positions that the layer's own indexer scores highest.
     Indexed(Indexer),
-    /// Those of the last earlier layer that has an indexer.
+    /// The positions that the last earlier layer with an indexer has chosen.
     Shared,
 }
 

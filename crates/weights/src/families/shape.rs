@@ -75,11 +75,12 @@ pub struct LayerShape {
     pub scaled: bool,
 }
 
-/// Per-layer inputs beside the residual stream: rows from a token's own table, and a product with
-/// its embedding (Gemma 3n, 2025).
+/// Per-layer embeddings (Gemma 3n, 2025): each layer gets an input beside the residual stream. The
+/// input combines the token's row of a second embedding table with a projection of the token's
+/// embedding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerInputs {
-    /// The number of tokens that have rows.
+    /// The number of tokens that have rows in the second table.
     pub vocab_size: usize,
     /// Elements of a layer's input.
     pub size: usize,
@@ -91,7 +92,7 @@ pub struct LayerInputs {
 pub enum Norm {
     /// Divides by the root of the mean square.
     Rms,
-    /// The same with weights that are distances from 1. After adding the 1 they need 32 bits.
+    /// RMS norm with stored weights `w` that are applied as `1 + w`. The sum needs 32 bits.
     RmsBesideOne,
     /// Subtracts the mean first (layer norm).
     Mean,

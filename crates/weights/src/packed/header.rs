@@ -36,7 +36,7 @@ pub(super) struct Place {
     pub(super) sums: Vec<u32>,
 }
 
-/// What a file says of its tensors.
+/// A file's description of its tensors.
 pub(super) struct Header {
     pub(super) notes: Map<String, Value>,
     pub(super) places: HashMap<String, Place>,

@@ -239,7 +239,7 @@ impl Module<'_> {
         };
         let mut ends = Vec::new();
         for (end, size, types) in wanted {
-            // Those that have to be there are.
+            // Required tensors were checked before; a missing one is optional.
             let Some((of_tensor, has)) = self.tensor(end) else { continue };
             if *has != size {
                 return Err(ModelError::broken(format!(

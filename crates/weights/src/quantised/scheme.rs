@@ -16,7 +16,8 @@ const METHODS: [&str; 6] = ["fp8", "fbgemm_fp8", "awq", "gptq", COMPRESSED, "mxf
 /// The default group size of AWQ and GPTQ in inputs.
 const USUAL_GROUP: u64 = 128;
 
-/// What the configuration says about matrices. The files decide which matrices are quantised.
+/// The quantization of matrices by the configuration. The files decide which matrices are
+/// quantised.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quantisation {
     /// `quant_method`.

@@ -200,7 +200,7 @@ impl Drop for RenderProcess {
     }
 }
 
-/// What the end of a process during a rendering means.
+/// The error for a process that ended during a rendering.
 fn description(status: ExitStatus) -> TextError {
     use rustix::process::Signal;
     let is = |signal: Signal| status.signal() == Some(signal.as_raw());
