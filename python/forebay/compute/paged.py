@@ -345,7 +345,7 @@ class PagedSteps:
         return len(inputs.plan.body) <= self._room
 
     def _receive(self, inputs: StepInputs) -> Received:
-        """The plan on the device: at the graphs' address, if it fits. Runs as queued work."""
+        """Copies the plan to the device: into the input buffer of the graphs if it fits there. Runs as queued work."""
         if inputs.received is not None:
             return inputs.received
         body, table = inputs.plan.body, places(inputs.plan)

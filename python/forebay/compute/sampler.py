@@ -39,18 +39,17 @@ class Ask:
 
     slots: Int64s  # [s]
     positions: Int64s  # [s]
-    plain: bool  # the largest logit, and nothing else
-    simple: bool = False  # the largest logit or a draw after the filters, and nothing else
+    plain: bool  # rows take the largest logit, and nothing else
+    simple: bool = False  # rows take the largest logit or draw after the filters, and nothing else
     columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """True if the device reads all of the rows' parameters by slot: `simple` ones, penalties and log-probabilities."""
     by_slot: bool = False
-    """True if the device reads all that rows ask for by their slots: more than `simple`, penalties and
-    log-probabilities too."""
+    """True if the device reads all of the rows' parameters by slot: `simple` ones, penalties and log-probabilities."""
     all_drawn: bool = False
+    """True if every row has a temperature above 0."""
     width: int = 0
     logprobs: AskedLogprobs | None = None
     levels: list[int] = field(default_factory=list)
-    """For rows with a penalty that follow drafts: the numbers of rows after one draft, after two, and so on."""
+    """The count of rows with a penalty that follow one draft, then of those that follow two, and so on."""
     rows: Int64s | None = None
     """The computed rows with these parameters, [s]; the others give no token. None: all rows."""
 
@@ -63,7 +62,7 @@ class Chains:
     """
 
     before: Int64s  # [s]: the row before, which comes earlier; -1: none
-    drafts: Int32s  # [s]: the token that it gives; of no meaning without one
+    drafts: Int32s  # [s]: the token that the row before is assumed to sample
 
     def of(self, rows: Int64s) -> Chains:
         """The chains of some `rows`, with all rows before them."""
@@ -72,7 +71,7 @@ class Chains:
         return Chains(number[self.before[rows]], self.drafts[rows])
 
     def without(self, rows: Int64s) -> Int64s:
-        """The rows except `rows` and all that follow them."""
+        """All rows, without `rows` and without the rows that follow these."""
         gone = np.zeros(len(self.before) + 1, np.bool_)
         gone[rows] = True
         for row, before in enumerate(self.before.tolist()):

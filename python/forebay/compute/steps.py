@@ -67,7 +67,7 @@ class Steps(Protocol):
         """Writes the device's tables, except for the parts that `sample` writes. Runs as queued work."""
 
     def sample(self, launch: Launch, ask: Ask, answers: Answers) -> None:
-        """Computes rows, and samples those that sample into `answers`, made for them. Runs as queued work."""
+        """Computes the rows, and writes the sampled tokens to `answers`. Runs as queued work."""
 
     def compute(self, launch: Launch) -> None:
         """The first half of `sample`, up to the logits, for steps that wait for masks. Runs as queued work."""

@@ -24,7 +24,7 @@ class Wishes:
 
     @classmethod
     def make(cls, rows: int, device: torch.device) -> Wishes:
-        """Memory for so many rows."""
+        """Memory for `rows` rows, uninitialized."""
 
         def empty(dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(rows, dtype=dtype, device=device)

@@ -1,1 +1,1 @@
-"""Parts that model families share. They hold tensors and compute. They do not know requests or plans."""
+"""Parts that model families share. They hold tensors and compute, independent of requests and plans."""

@@ -50,12 +50,12 @@ class Facts:
 
     @classmethod
     def from_info(cls, info: Any) -> Facts:
-        """Those of /server_info."""
+        """The facts in the response of /server_info."""
         config = info["config"]
         running = config["max_running_requests"] * config["dp_size"]
-        # Each is a connection. The rest of the descriptors is the caller's.
+        # Each request takes a connection. Half of the descriptors stay for the caller.
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        # All of them may come before one runs.
+        # The largest queue: no request may run yet when all of them arrive.
         most = config["max_queued_requests"]
         if descriptors != resource.RLIM_INFINITY:
             most = min(most, descriptors // 2)

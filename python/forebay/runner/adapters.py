@@ -60,7 +60,7 @@ class AdapterPlaces:
         self._adapters: dict[int, tuple[int, Adapter]] = {}
         """The adapters in places: for each place, the adapter's number and matrices."""
         self._coming: dict[int, tuple[int, int, Future[Adapter]]] = {}
-        """What comes to places, by ticket."""
+        """The adapters that are being read for places, by ticket."""
         self._kept: OrderedDict[int, Adapter] = OrderedDict()
         """Adapters that were read into host memory; the last used one is at the end."""
         self._reader = ThreadPoolExecutor(1, "adapters")

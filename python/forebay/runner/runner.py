@@ -89,7 +89,7 @@ Meet: TypeAlias = Callable[[torch.device], Group]
 class ModelRunner:
     """Owns a rank's memory (weights, pages, slot tables) and executes plans on it.
 
-    It does not know requests, only slots.
+    It handles slots, and has no notion of requests.
     """
 
     def __init__(

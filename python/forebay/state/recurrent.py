@@ -40,7 +40,7 @@ __all__ = ["RowStates", "SlotStates", "StatePages", "StateStore", "StateTables",
 _NOTHING = -1
 """The number of positions of a slot or page without a state."""
 _SHARE = 4
-"""Without a given number, state pages get this fraction (one part in so many) of the memory for pages."""
+"""If no number of state pages is given, they get one part in `_SHARE` of the memory for pages."""
 _LEAST_EACH = 1
 _MOST_EACH = 8
 """The least and the largest number of state pages per slot, without a given number."""

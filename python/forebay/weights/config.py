@@ -76,7 +76,7 @@ class ModelConfig:
     """The feed-forward parts after the attention, one for each layer; None: the layer has none."""
     rms_norm_eps: float
     kinds: tuple[LayerKind, ...]
-    """What differs between layers beyond their feed-forward parts, one for each layer."""
+    """The differences between layers beyond their feed-forward parts, one entry for each layer."""
     ropes: tuple[Rope, ...]
     """The rotary embeddings."""
     max_position_embeddings: int

@@ -20,7 +20,7 @@ def scan_kernel(logits, tops, places, finites, stride, chunks, vocabulary, CHUNK
     inside = i < vocabulary
     x = tl.load(logits + row * stride + i, mask=inside, other=float("-inf")).to(tl.float32)
     infinite = inside & ((tl.abs(x) < float("inf")) == 0)
-    # No comparison with a NaN says anything.
+    # Comparisons with a NaN are always false.
     x = tl.where(x == x, x, float("-inf"))
     top = tl.max(x, 0)
     at = row * chunks + chunk

@@ -58,7 +58,7 @@ def chunks_kernel(
         return
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits + row * stride + i, mask=i < vocabulary, other=float("-inf")).to(tl.float32)
-    # No comparison with a NaN says anything.
+    # Comparisons with a NaN are always false.
     x = tl.where(x == x, x, float("-inf"))
     top = tl.max(x, 0)
     at = row * chunks + chunk

@@ -86,7 +86,7 @@ def divide_kernel(
         parts += tl.sum(count, 0)
         cells += tl.sum(several, 0)
     tl.store(at + rows, parts)
-    # What one thread has written, others read.
+    # Other threads read the values that a thread has written.
     tl.debug_barrier()
     for begin in range(0, items, BLOCK):
         item = begin + tl.arange(0, BLOCK)
