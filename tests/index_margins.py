@@ -1,4 +1,4 @@
-"""What the indexers of a transformers model choose from, and how clear each choice was.
+"""The scores from which a transformers model's indexers choose, and the margin of each choice.
 
 Of scores that are equal, or nearly so, the order of additions decides: there is no right choice to compare with.
 """

@@ -1,4 +1,4 @@
-"""What transformers generates, one request at a time, and how clear each of its choices was."""
+"""Tokens that transformers generates, one request at a time, with the margin of each choice."""
 
 from __future__ import annotations
 

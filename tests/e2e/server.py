@@ -131,7 +131,7 @@ class Server:
         return [pid for pid in children(self.pid) if is_hand(pid)]
 
     def kill_hands(self) -> None:
-        """Kills all hands, and waits until the server knows: a request that loses two hands would be given up."""
+        """Kills all hands, and waits until the server has noticed: a request that loses two hands would be given up."""
         hands = self.hands()
         before = self.metric("forebay:hand_deaths_total")
         for hand in hands:

@@ -182,7 +182,7 @@ def test_adapters_come_and_go_at_run_time(serve: Serve, tiny: Model, folder: Pat
     make(config, tmp_path / "root/two", seed=4, strength=0.1)
     assert load("two", str(tmp_path / "root/two"), **ADMIN)[0] == 200
     assert tokens(server, "two") == greedy(merged(tiny, tmp_path / "root/two"))
-    # The one place now has `two`, and the files of `one` have changed.
+    # The only place now has adapter `two`, and the files of `one` change.
     make(config, tmp_path / "root/one", seed=5, strength=0.1)
     body = {"model": "one", "prompt": PROMPT, "max_tokens": 2}
     changed = server.post("/v1/completions", body)

@@ -1,4 +1,4 @@
-"""What clients and the machine observe when processes die, are told to stop, or never start."""
+"""Effects on clients and the machine when processes die, are stopped, or never start."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def threads(pid: int) -> int:
 def test_pages_fit_into_what_the_groups_leave(start: Started, tiny: Model, tmp_path: Path, name: str) -> None:
     files, available = MACHINES[name]
     root = write(tmp_path / "machine", files)
-    # Slots for so many requests that memory is the limit.
+    # Enough slots that memory is the limit.
     server = start(tiny, root, "--max-running-requests", "2000", "--hand", "rust")
     pages, weights, kv = planned(server)
     assert pages == (share(available) - weights - beside(server)) // (kv // pages)

@@ -21,7 +21,7 @@ from tests.e2e.test_prompt_embeds import embeddings
 from tests.e2e.waiting import eventually, eventually_async
 
 TOKENS = 800
-"""Tokens of each stream, so many that a kill interrupts it."""
+"""Tokens of each stream: enough that a kill interrupts it."""
 SHOWN = 200
 """The same for models with slower steps."""
 

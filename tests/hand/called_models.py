@@ -144,6 +144,6 @@ def called_runner(model: Any, folder: Path, **changes: Any) -> ModelRunner:
 
 
 def calls_of(name: str, folder: Path) -> Calls:
-    """What the probe of a tiny model finds."""
+    """The calls that the probe of a tiny model finds."""
     config_of(name).save_pretrained(folder)
     return probe(folder)

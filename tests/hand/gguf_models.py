@@ -50,7 +50,7 @@ class Form:
     fused: bool = False
     """Gates and ups of experts are one tensor."""
     groups: bool = True
-    """The file says the groups of experts and the function of their scores."""
+    """The file has the groups of experts and the function of their scores."""
     change: Callable[[dict[str, torch.Tensor]], Any] = lambda tensors: None
     """Changes the tensors, under their names in the file."""
     further_layers: int = 0

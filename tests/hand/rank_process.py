@@ -72,7 +72,7 @@ class RankGroups:
             for rank in map(sockets.__getitem__, readable):
                 answer = json.loads(files[rank].readline() or '{"error": "a rank has gone"}')
                 if "error" in answer:
-                    # The other ranks may wait for this one in a collective.
+                    # The other ranks may wait for this rank in a collective.
                     os.killpg(self._process.pid, signal.SIGKILL)
                     raise AssertionError(answer["error"])
                 found[rank] = answer["value"]

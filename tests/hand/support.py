@@ -507,7 +507,7 @@ class MiniBrain:
         assert self._waits() - waits in (0, self._step - first)
 
     def _goes_on(self, busy: bool) -> bool:
-        """True if another step follows. `busy` says that this brain has requests."""
+        """True if another step follows. `busy`: this brain has requests."""
         return busy
 
     def _plan(self, builder: PlanBuilder) -> Plan:

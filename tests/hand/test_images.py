@@ -278,7 +278,7 @@ def test_slots_share_pages_and_a_prefix() -> None:
 
 
 def test_pad_tokens_in_a_text_are_tokens() -> None:
-    """The plan says where images are. The pad token's id alone does not mark an image."""
+    """The plan has the places of images. The pad token's id alone does not mark an image."""
     prompt = Prompt([3, PAD, 9, PAD], (), 4)
     arena, (request,) = requests([prompt], count=5)
     ImageBrain(image_runner("qwen3-vl", arena)).serve([request])

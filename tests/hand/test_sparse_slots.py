@@ -210,7 +210,7 @@ def test_ready_tells_hot_rows_in_whole_pages(wanted: int, rows: int) -> None:
     assert facts["host_page_count"] == 4 * int(facts["page_count"])
 
 
-# What is refused.
+# Plans that are refused.
 
 
 @pytest.mark.parametrize(

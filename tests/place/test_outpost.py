@@ -1,4 +1,4 @@
-"""What Ray runs on a node, and in which shares, tested without Ray."""
+"""The processes that Ray runs on a node, and their shares of it, tested without Ray."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_every_value_of_one_size_is_that_of_transformers(vision: Preparing, tmp_
 
 
 def png_header(height: int, width: int) -> bytes:
-    """The part of a PNG that says its size."""
+    """The chunk of a PNG that has its size."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))

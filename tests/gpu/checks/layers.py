@@ -88,7 +88,7 @@ def check_one_row_gated(
     gates, ups = product.chunk(2, dim=-1)
     of_gates, of_ups = (product.abs() * rounding(dtype) + size * SINGLE).chunk(2, dim=-1)
     expected = GATES[activation](gates, ups)
-    # No gate's slope exceeds 1.2, no gate exceeds its input, and ups may grow by 1.
+    # Error bound: the slope of an activation is at most 1.2, and its value at most its input; 1 may be added to ups.
     lost = 1.2 * of_gates * (ups.abs() + 1 + of_ups) + (gates.abs() + of_gates) * of_ups
     within(given, expected, lost + expected.abs() * rounding(dtype) + (gates * ups).abs() * SINGLE)
 

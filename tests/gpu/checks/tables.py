@@ -121,7 +121,7 @@ def check_applied(
 
 
 def prepare(operators: Kernels, rows: list[Row], tables: Tables, padded: tuple[int, int]) -> tuple[StepBuffers, int]:
-    """Prepares rows in buffers for so many rows and tokens. Gives the buffers and the errors."""
+    """Prepares `rows` in buffers of the padded size. Returns the buffers and the errors."""
     device = tables.token_pool.device
     plan = Plan(rows=np.array(rows, np.int32).reshape(-1, 4)).staged()
     buffers, errors = StepBuffers.make(*padded, device), errors_of(device)

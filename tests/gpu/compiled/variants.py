@@ -65,7 +65,7 @@ def attention(model: Model) -> Iterator[tuple[str, Operators]]:
 
 
 def attend_step(model: Model, tokens: int, rows: int, chunks: bool, pages: int = PAGES) -> None:
-    """The attention of a step with so many tokens and rows. `chunks`: rows may have several tokens."""
+    """The attention of a step of `tokens` tokens and `rows` rows. `chunks`: rows may have several tokens."""
     pool = meta(4000, model.kv_heads, model.dim, dtype=model.dtype)
     stride = model.layers * 2 * model.page_size
     paged = rows_of(rows, model.page_size, stride, decodes=True, chunks=chunks, pages=pages)
@@ -238,7 +238,7 @@ def adapters(model: Model, rank: int, counts: tuple[int, ...] = (1, 2048), place
 
 
 def adapters_of(model: Model, rank: int, tokens: int, places: int) -> None:
-    """Adapters beside the products of a layer, for so many tokens."""
+    """Adapters beside the products of a layer, for `tokens` tokens."""
     queries, keys = model.heads * model.dim, model.kv_heads * model.dim
     of_step = PlacedTokens(meta(tokens))
     products = (
