@@ -1,5 +1,5 @@
-//! The descriptions of families. Both the parser and the grammar of a family are generated from one
-//! description.
+//! The tool-call formats of model families. Both the parser and the grammar of a family are
+//! generated from one description.
 
 /// How a family writes its reasoning.
 #[derive(Debug, PartialEq, Eq)]
@@ -16,16 +16,16 @@ pub(crate) struct Reasoning {
     pub(crate) special: bool,
 }
 
-/// The form of a family's calls. White space is the model's usual one; parsers accept any.
+/// The tool-call format of a family. White space is the model's usual one; parsers accept any.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Calls {
     /// vLLM's name of its parser.
     pub(crate) name: &'static str,
     /// Other names of the family, such as SGLang's.
     pub(crate) aliases: &'static [&'static str],
-    /// Around all calls.
+    /// The texts around all calls together.
     pub(crate) section: (&'static str, &'static str),
-    /// Around each.
+    /// The texts around each call.
     pub(crate) call: (&'static str, &'static str),
     /// The text between two calls.
     pub(crate) between: &'static str,
@@ -74,9 +74,9 @@ pub(crate) struct Named {
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Tagged {
-    /// Around the name.
+    /// The texts around the name.
     pub(crate) name: (&'static str, &'static str),
-    /// Around an argument's name.
+    /// The texts around an argument's name.
     pub(crate) key: (&'static str, &'static str),
     /// The marks around a value. If the first is empty, the value begins where the name's mark
     /// ends.

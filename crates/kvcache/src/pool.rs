@@ -252,8 +252,8 @@ impl<T> PagePool<T> {
         true
     }
 
-    /// Gives a lease back. A page whose last lease ends becomes the most recently used cached page,
-    /// or free if it holds no named block.
+    /// Frees a KV page: gives one lease back. After its last lease a page stays cached as the most
+    /// recently used one, or becomes free if it holds no named block.
     pub fn release(&mut self, lease: Lease<T>) {
         let page = lease.into_page();
         let entry = &mut self.pages[page as usize];

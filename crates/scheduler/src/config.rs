@@ -52,8 +52,8 @@ pub struct SchedulerConfig {
     pub pages: u32,
     /// Positions of a page.
     pub page_size: u32,
-    /// Token budget of a step (the chunked prefill size). Decode rows always run. Prefill gets what
-    /// they leave, but at least one page.
+    /// Token budget of a step: `--max-num-batched-tokens`, or `--chunked-prefill-size`. Decode rows
+    /// always run. Prefill gets the rest of the budget, but at least one page.
     pub token_budget: u32,
     /// True if blocks are shared between requests.
     pub prefix_cache: bool,

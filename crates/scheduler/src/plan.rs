@@ -80,7 +80,8 @@ impl Scheduler {
         self.background_waits && key.is_background()
     }
 
-    /// Plans rows for all that may have some in this step. Returns the number of decode rows.
+    /// Plans rows for all requests that may have some in this step, within
+    /// `--max-num-batched-tokens`. Returns the number of decode rows.
     fn plan_rows(&mut self, step: &mut NewStep<'_>) -> usize {
         self.plan_decodes(step);
         let decodes = step.flight.rows.len();

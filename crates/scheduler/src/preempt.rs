@@ -1,12 +1,13 @@
-//! The ways in which requests lose their slot and pages.
+//! Preemption, and the other ways in which requests lose their slot and pages.
 
 use crate::entry::Stage;
 use crate::slab::Handle;
 use crate::{Event, Scheduler};
 
 impl Scheduler {
-    /// Takes the pages of a resident for another request. It is computed again when its turn comes.
-    /// Its named blocks stay cached as long as possible, and its tokens in flight still count.
+    /// Preempts a running request: takes its slot and pages for another request. It is computed
+    /// again when its turn comes. Its named blocks stay cached as long as possible, and its tokens
+    /// in flight still count.
     pub(crate) fn preempt(&mut self, handle: Handle, events: &mut Vec<Event>) {
         self.counters.preemptions += 1;
         self.send_back(handle, events);
@@ -71,7 +72,7 @@ impl Scheduler {
         self.roster.retired.answered(step);
     }
 
-    /// Frees slots and pages that no step in flight names.
+    /// Frees slots and KV pages that no step in flight names.
     pub(crate) fn free_retired(&mut self) {
         self.memory.free_retired();
         self.images.free_retired();

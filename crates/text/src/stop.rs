@@ -1,4 +1,4 @@
-//! Stop strings in a stream of text.
+//! Finds stop strings in a stream of text, and cuts the text there.
 
 use std::sync::Arc;
 
@@ -101,6 +101,7 @@ impl StopStrings {
     }
 
     /// Reads `delta`, and appends to `out` the text that can no longer be part of a stop string.
+    /// Text is cut at the first stop string.
     ///
     /// Returns the index of a stop string as soon as it has matched. `out` then ends right before
     /// it, or right after it with `include_in_output`. From then on nothing is appended, and the

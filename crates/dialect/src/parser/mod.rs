@@ -1,4 +1,4 @@
-//! Parses a model's text into parts.
+//! Parses tool calls and reasoning: splits a model's text into parts.
 //!
 //! One automaton reads reasoning, text and calls. It works on characters, and holds back those that
 //! may become a mark, so it does not matter how the text is split into tokens and deltas. Special

@@ -59,6 +59,7 @@ macro_rules! role {
 pub(super) const ROLES: &[(&str, &str, &str, Read<ReplicaReport>)] =
     &[role!(Both, "both"), role!(Prefill, "prefill"), role!(Decode, "decode")];
 
+/// The gauges of a replica in `/metrics`.
 pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
     ("vllm:num_requests_running", "Requests in model execution batches.", |r| {
         r.stats.scheduler.running as f64

@@ -1,6 +1,6 @@
-//! The types of tensors in GGUF files.
+//! The quantization types of tensors in GGUF files. CONTRIBUTING.md has the steps to add a type.
 
-/// How a tensor's numbers are stored: the supported types.
+/// The supported GGUF types: the ways in which a tensor's numbers are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum TensorType {
     F32,
