@@ -33,7 +33,7 @@ pub(crate) fn operator(headers: &HeaderMap, keys: &Keys, admin: &Keys) -> Result
     admin.shown(headers).map(|_| ()).ok_or(ApiError::Unauthorized)
 }
 
-/// A pattern that is none.
+/// A text that is not a valid pattern.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "`{0}` is neither a host, nor *.DOMAIN, nor an address with a prefix length, each with :PORT or without"
@@ -49,7 +49,7 @@ pub struct AllowedBackends {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Hosts {
-    /// This one, in small letters.
+    /// A single host, in small letters.
     One(String),
     /// All hosts below a domain, which is written with a leading dot.
     Below(String),

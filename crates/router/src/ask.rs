@@ -53,9 +53,9 @@ pub(crate) struct Ask {
     _held: Held,
     /// The seed to sample with if the client gave none.
     seed: u64,
-    /// Until when it has to be answered.
+    /// The time by which the request must be answered.
     pub(crate) deadline: Instant,
-    /// The client that it comes from.
+    /// The client that sent the request.
     pub(crate) client: ClientId,
     /// The client's key, for `session`.
     pub(crate) key: Option<u64>,
@@ -63,7 +63,7 @@ pub(crate) struct Ask {
     pub(crate) texts: Option<Texts>,
     /// The response that the request names or continues.
     pub(crate) response: Option<Box<str>>,
-    /// The model or adapter that it names.
+    /// The model or adapter that the request names.
     pub(crate) model: Option<Box<str>>,
     /// True if the request names a key or a replica, so it stays where its policy has sent it.
     pinned: bool,
@@ -72,7 +72,7 @@ pub(crate) struct Ask {
     pub(crate) pair: Option<PairNeeds>,
     /// How often it has moved from one queue to another.
     moves: AtomicU8,
-    /// Backends that died while they had it.
+    /// Backends that died while they computed the request.
     pub(crate) past: Mutex<Past>,
 }
 
@@ -83,7 +83,7 @@ pub(crate) struct Reading {
     pub(crate) keys: bool,
     /// A policy goes by cached prompts.
     pub(crate) texts: bool,
-    /// The client that the request comes from.
+    /// The client that sent the request.
     pub(crate) client: ClientId,
     /// The seed of text names for requests of a client that name no salt.
     pub(crate) root: u64,
@@ -169,7 +169,7 @@ impl Ask {
         free && moved < MOST_MOVES && self.past.lock().deaths() == 0
     }
 
-    /// Notes that it is moved.
+    /// Records that the request is moved.
     pub(crate) fn note_move(&self) {
         self.moves.fetch_add(1, Ordering::Relaxed);
     }

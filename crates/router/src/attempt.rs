@@ -42,7 +42,7 @@ pub(crate) enum Kind {
     Plain,
     /// Events of a stream that only this backend can continue.
     Events,
-    /// Events that another brain can go on with.
+    /// Events after which another brain can continue.
     Tape(Box<Tape>, HeaderValue),
 }
 
@@ -149,7 +149,7 @@ pub(crate) async fn attempt(
     };
     let (mut head, body) = response.into_parts();
     let report = report(&head.headers).filter(|_| shared.uses_reports());
-    // For routers in front of this one, too.
+    // The header is also for routers in front of this one.
     let given_up = head.headers.remove(DEATHS_HEADER);
     let fetched = head.headers.remove(PREFILL_HEADER);
     // Of a pair, one server fails at what the other has failed at.

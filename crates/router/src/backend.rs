@@ -369,7 +369,7 @@ pub(crate) struct Sent {
     /// The time of the send.
     pub(crate) since: Instant,
     on_trial: bool,
-    /// Ends its trial in time.
+    /// Ends the trial when its time is over.
     clock: Option<AbortHandle>,
     judged: bool,
 }
@@ -383,7 +383,7 @@ impl Sent {
         self.backend.state.lock().ledger.acknowledge(self.seq);
     }
 
-    /// The client gets something of the answer.
+    /// Records that the client gets a part of the answer.
     pub(crate) fn produced(&mut self) {
         if !std::mem::replace(&mut self.judged, true) {
             self.backend.state.lock().breaker.answer();

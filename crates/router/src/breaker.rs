@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 pub struct BreakerConfig {
     /// The number of failures within `window` that open it; 0: it never opens.
     pub failures: usize,
-    /// The number of successes that close it again.
+    /// The number of successes that close an open breaker.
     pub successes: usize,
     /// The time for which the breaker stays open.
     pub pause: Duration,

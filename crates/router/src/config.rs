@@ -54,7 +54,7 @@ pub struct HealthConfig {
     pub timeout: Duration,
     /// The number of consecutive failures that take a backend out.
     pub failures: u32,
-    /// The number of consecutive successes that bring it back.
+    /// The number of consecutive successes that bring a backend back.
     pub successes: u32,
 }
 

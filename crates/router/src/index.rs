@@ -41,12 +41,12 @@ struct Known {
     /// The last block inside the text, as each namer names it whose backend has reported it. The
     /// latest is last.
     blocks: Vec<(u64, u64)>,
-    /// The backend that it was sent to last.
+    /// The backend that the text was sent to last.
     sent_to: u32,
 }
 
 impl Known {
-    /// The name of its last block under namer `names`.
+    /// The name of the text's last block, as namer `names` gives it.
     fn block(&self, names: u64) -> Option<u64> {
         self.blocks.iter().find(|(namer, _)| *namer == names).map(|&(_, block)| block)
     }

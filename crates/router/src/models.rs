@@ -70,13 +70,13 @@ impl Listed {
 /// A backend's last list of models, and how to ask for a new one.
 #[derive(Debug, Default)]
 pub(crate) struct Models {
-    /// `None`: it has told no list.
+    /// `None`: the backend has not answered with a list.
     listed: Mutex<Option<Arc<Listed>>>,
     /// The number of the last question.
     begun: AtomicU64,
     /// The number of the last question that was answered or failed.
     ended: watch::Sender<u64>,
-    /// Wakes who asks.
+    /// Wakes the task that requests the list.
     pub(crate) wanted: Notify,
 }
 
@@ -174,7 +174,7 @@ pub(crate) async fn renew(backends: &[Arc<Backend>], time: Duration) {
         })
         .collect();
     for (mut ended, next) in asked {
-        // Too late or not: what is known counts.
+        // Even after the deadline, the known list is used.
         let _ = timeout_at(until, ended.wait_for(|&number| number >= next)).await;
     }
 }

@@ -93,7 +93,7 @@ impl Past {
         self.last.filter(|_| self.suspect)
     }
 
-    /// Backends that died under it.
+    /// Backends that died while they computed the request.
     pub(crate) fn deaths(&self) -> u8 {
         self.deaths
     }

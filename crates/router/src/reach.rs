@@ -132,7 +132,7 @@ async fn search(
             if let Some(unkept) = unkept {
                 return Err(unkept);
             }
-            // Everybody that can be asked has been.
+            // Every available backend was tried.
             rounds += 1;
             let patient = is_patient(shared, ask);
             let pause = retry.pause(rounds, rand::random());
@@ -292,7 +292,7 @@ async fn choose(shared: &Shared, ask: &Ask, avoid: &[u32], resumed: bool) -> Opt
             Choice::OnTrial if Instant::now() >= ask.deadline => return None,
             Choice::OnTrial => {
                 let look = ask.deadline.min(Instant::now() + LOOK);
-                // Too late or not: it looks again.
+                // After a wake-up or the deadline, look for a backend again.
                 let _ = timeout_at(look.into(), ticket.woken()).await;
             }
         }

@@ -33,7 +33,7 @@ struct Entry {
     until: Option<Instant>,
 }
 
-/// Is told of each new backend.
+/// A function that is called with each new backend.
 pub(crate) type Added = Box<dyn Fn(&Arc<Backend>) + Send + Sync>;
 
 /// The list. A backend stays on it as long as one source names it.

@@ -56,7 +56,7 @@ pub(crate) struct Relay {
     state: State,
     /// The last bytes sent, as many as the last event of a stream has.
     tail: Vec<u8>,
-    /// The router ends all running requests.
+    /// Ready when the router ends all running requests.
     cut: Pin<Box<dyn Future<Output = ()> + Send>>,
     _live: Live,
 }
@@ -133,7 +133,7 @@ impl Relay {
             return None;
         }
         if is_failure {
-            // Whether others fail too is not asked.
+            // The failure is charged without asking whether other backends fail too.
             flow.sent.backend.charge(FailureOrigin::Client(self.client.0));
         }
         if plain {

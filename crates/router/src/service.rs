@@ -217,7 +217,7 @@ async fn pass_on(
     let ours = !config.pairs.is_empty() && are_ours(&shared.registry.current());
     let by_pair =
         !config.pairs.is_empty() && is_paired(request.method(), request.uri().path(), ours)?;
-    // Before anything of its body is read.
+    // Check this before any of the body is read.
     let reading = shared.reading(client(request.headers(), &shared.keys)?, address);
     let live = shared.enter();
     let (mut parts, body) = request.into_parts();

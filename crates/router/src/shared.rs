@@ -45,9 +45,9 @@ pub(crate) struct Totals {
 
 /// The choosers of backends.
 struct Choosers {
-    /// Of servers that compute prompts of pairs.
+    /// The chooser of prefill servers.
     prefill: Chooser,
-    /// Of those that answer.
+    /// The chooser of the servers that answer.
     answer: Chooser,
 }
 
@@ -56,7 +56,7 @@ struct Choosers {
 struct Fit<'a> {
     backend: &'a Arc<Backend>,
     candidate: Candidate,
-    /// A suspect is on trial there.
+    /// True if a suspect is on trial there.
     tries: bool,
 }
 
@@ -205,7 +205,7 @@ impl Shared {
                 let Some(fit) = complete(calm, ask) else { return Choice::OnTrial };
                 fit
             }
-            // Elsewhere it could be there at a death.
+            // On another backend the request could be present at a death.
             None => complete(calm, ask).unwrap_or(fit),
         };
         let trying = trial.map(|(trial, _)| trial);

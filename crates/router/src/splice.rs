@@ -38,7 +38,7 @@ const KEEP: &str = r#""kv_transfer_params":{"do_remote_decode":true,"do_remote_p
 struct Member<'a> {
     name: Cow<'a, str>,
     value: &'a [u8],
-    /// The place of both in the body.
+    /// The range of name and value in the body.
     range: Range<usize>,
 }
 
@@ -46,7 +46,7 @@ struct Member<'a> {
 fn found(body: &[u8]) -> impl Iterator<Item = Member<'_>> {
     let place = |part: &[u8]| part.as_ptr().addr() - body.as_ptr().addr();
     members(body).map(move |(name, value)| {
-        // With its quotes.
+        // The range includes the name's quotes.
         let (start, end) = (place(name) - 1, place(value) + value.len());
         let quoted = &body[start..=start + 1 + name.len()];
         let plain = std::str::from_utf8(name).ok().filter(|name| !name.contains('\\'));

@@ -154,7 +154,7 @@ impl Tape {
         self.ids.map(|ids| (ids.text, Arc::new(ids.share)))
     }
 
-    /// The last report since this was asked last.
+    /// The newest report since the last call.
     pub(crate) fn take_report(&mut self) -> Option<LoadReport> {
         self.report.take()
     }

@@ -36,7 +36,7 @@ struct Place {
 #[derive(Debug)]
 struct Waiter {
     wake: Arc<Notify>,
-    /// Backends that may not take it.
+    /// Backends that may not take the suspect.
     unfit: Vec<u32>,
 }
 
