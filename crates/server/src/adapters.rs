@@ -32,7 +32,7 @@ pub struct AdapterFiles {
     pub digest: String,
     /// The modules that it changes, by the last parts of their names.
     pub modules: Vec<String>,
-    /// Where its matrices are in files, for hands.
+    /// The places of the adapter's matrices in files, for hands.
     pub manifest: Value,
 }
 
@@ -123,7 +123,7 @@ impl Adapters {
             || {
                 let id = self.next_id.fetch_add(1, Ordering::Relaxed);
                 let manifest = files.manifest.clone();
-                // Before any request can name it.
+                // Tell the hands before any request can name the adapter.
                 self.engine.adapter(&AdapterOrder::Know { id, manifest });
                 id
             },

@@ -62,7 +62,7 @@ impl HttpBody for FormBody {
             self.gave = true;
             self.received += data.len() as u64;
             let kept = self.received.saturating_sub(self.taken.0.load(Ordering::Relaxed));
-            // A file's last frames are on their way.
+            // The last frames of a file may not be taken yet.
             if kept > BESIDE + data.len() as u64 {
                 let reason = format!("the form has more than {BESIDE} bytes beside its file");
                 return Poll::Ready(Some(Err(Error::new(std::io::Error::other(reason)))));

@@ -10,7 +10,7 @@ use hyper::body::Frame;
 
 /// Inflates a body in small frames, so that limits apply before much has been inflated.
 pub(crate) struct Inflated {
-    /// `None`: it has ended.
+    /// `None`: the body has ended.
     body: Option<Body>,
     inflater: Inflater,
     /// Compressed bytes that have arrived and are not inflated yet.

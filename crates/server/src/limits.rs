@@ -29,7 +29,7 @@ use crate::state::Shared;
 const STEP: usize = 16 << 10;
 const STEP_PART: usize = 4;
 
-/// A request's body, and whose it is.
+/// A request's body and its client.
 pub(crate) struct Upload {
     body: Body,
     client: ClientId,

@@ -9,7 +9,7 @@ use forebay_engine::Preference;
 use crate::reply::Failure;
 use crate::state::Shared;
 
-/// Ours, and that of SGLang's router.
+/// The header of Forebay's router, and that of SGLang's router.
 const KEY_HEADERS: [&str; 2] = ["x-routing-key", "x-smg-routing-key"];
 /// The header of vLLM for a replica.
 const RANK_HEADER: &str = "x-data-parallel-rank";

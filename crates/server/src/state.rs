@@ -25,7 +25,7 @@ use forebay_http::{ByteBudget, Clients, Guard, HasClients, Keys};
 use forebay_text::TextPool;
 use serde_json::Value;
 
-/// The parts that a server is made of.
+/// The parts of a server.
 pub struct ServerParts {
     /// The settings.
     pub config: ServerConfig,

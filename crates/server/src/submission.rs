@@ -120,7 +120,7 @@ impl Submission {
         state: &Shared,
         client: ClientId,
     ) -> Result<Option<Arc<History>>, ApiError> {
-        // Tokens in place of embeddings mean nothing.
+        // Prompts of embeddings have no tokens to find drafts in.
         if !self.drafts || self.embeds.is_some() {
             return Ok(None);
         }

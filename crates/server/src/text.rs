@@ -126,7 +126,7 @@ pub(crate) async fn encode_prompts(
     param: &'static str,
 ) -> Result<Vec<Vec<i32>>, ApiError> {
     let mut texts = Vec::new();
-    // Where each text stands among the prompts.
+    // The index of each text among the prompts.
     let mut places = Vec::new();
     let mut encoded: Vec<Option<Vec<i32>>> = Vec::with_capacity(prompts.len());
     for prompt in prompts {

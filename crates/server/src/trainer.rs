@@ -21,7 +21,7 @@ const GROUP: &str = "group_name";
 /// The largest number of bytes of an element of a tensor.
 const LARGEST_ELEMENT: u64 = 8;
 
-/// The way to this server's trainer.
+/// The connection to this server's trainer.
 pub(crate) struct Trainer {
     weights: Arc<Weights>,
     /// The group, if one was joined.

@@ -10,7 +10,7 @@ use serde_json::Value;
 /// A private folder for the tensors of one update. It is removed with the last clone.
 #[derive(Clone)]
 pub struct TensorFolder {
-    /// Where it is.
+    /// The file's path.
     pub path: PathBuf,
     /// The largest number of bytes of all files with tensors in it.
     pub most_bytes: u64,
@@ -23,7 +23,7 @@ pub struct TensorFolder {
 pub struct TrainerGroup {
     /// The host at which ranks meet.
     pub address: String,
-    /// The port there.
+    /// The port of the trainer's host.
     pub port: u16,
     /// The rank of this server; the trainer has rank 0.
     pub rank: u32,

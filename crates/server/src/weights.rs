@@ -73,7 +73,7 @@ fn check_version(version: &str) -> Result<(), ApiError> {
     Err(ApiError::invalid("weight_version", reason))
 }
 
-/// Where other weights are.
+/// The source of other weights.
 pub(crate) enum Source {
     /// In a folder or GGUF file, whole.
     Path(PathBuf),
@@ -84,7 +84,7 @@ pub(crate) enum Source {
 /// An update of weights that a client asks for.
 pub(crate) struct Update {
     pub(crate) source: Source,
-    /// The parameter that names them.
+    /// The parameter that names the weights.
     pub(crate) param: &'static str,
     pub(crate) version: Option<String>,
     /// True if requests are aborted before.

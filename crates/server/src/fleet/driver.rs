@@ -115,7 +115,7 @@ impl Front {
             _ = ended => {}
             () = running.shared.guard.failed() => {}
         }
-        // It may have left at the same moment.
+        // The model may have been unloaded at the same moment.
         if *running.leaving.borrow() {
             return;
         }
@@ -142,7 +142,7 @@ impl Front {
         let name = &self.entries[model].names[0];
         if let Some(running) = running {
             running.leaving.send_replace(true);
-            // Responses that are computed after their answers.
+            // Wait for responses that are computed in the background, after their answers.
             running.shared.idle().await;
             running.stop().await;
         }

@@ -162,7 +162,7 @@ struct Slot {
 pub(crate) struct RunningModel {
     pub(crate) shared: Shared,
     pub(crate) router: Router,
-    /// True once it leaves.
+    /// True once the model is being unloaded.
     leaving: Arc<watch::Sender<bool>>,
     stop: Arc<Mutex<Option<StopModel>>>,
 }
@@ -179,7 +179,7 @@ impl RunningModel {
         (running, started.ended)
     }
 
-    /// Waits until it leaves.
+    /// Waits until the model is being unloaded.
     pub(crate) fn left(&self) -> impl Future<Output = ()> + Send + use<> {
         let mut leaving = self.leaving.subscribe();
         async move {
@@ -188,7 +188,7 @@ impl RunningModel {
         }
     }
 
-    /// Ends its feeds, its engine and its hands.
+    /// Ends the model's feeds, engine and hands.
     async fn stop(&self) {
         self.leaving.send_replace(true);
         let Some(stop) = self.stop.lock().take() else { return };
@@ -207,7 +207,7 @@ pub(crate) struct ModelReport {
     pub(crate) waiting: usize,
     /// Bytes of weights and pages in memory.
     pub(crate) bytes: u64,
-    /// Seconds until it leaves if no request comes.
+    /// Seconds until the model is unloaded if no request comes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) idle_in: Option<f64>,
     /// The reason of the last failure.
@@ -379,7 +379,7 @@ impl Front {
         let inside =
             || !matches!(self.report(model).state, ModelState::Asleep | ModelState::Unloaded);
         let gone = async { while inside() && changes.changed().await.is_ok() {} };
-        // It leaves anyway once they have ended.
+        // The model is unloaded anyway once its requests have ended.
         let _ = timeout(self.config.drain_timeout, gone).await;
     }
 

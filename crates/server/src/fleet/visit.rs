@@ -34,7 +34,7 @@ struct Wait {
     model: usize,
     ticket: Ticket,
     fate: oneshot::Receiver<Result<(), ()>>,
-    /// True once its fate was read.
+    /// True once the outcome was read.
     over: bool,
 }
 
@@ -46,7 +46,7 @@ impl Drop for Wait {
         {
             let mut books = self.front.books.lock();
             books.waiting.remove(&self.ticket);
-            // It may have been admitted in this moment.
+            // The request may have been admitted at the same moment.
             if !books.fleet.give_up(self.ticket) && matches!(self.fate.try_recv(), Ok(Ok(()))) {
                 books.fleet.finish(self.model, self.front.now_ms());
             }

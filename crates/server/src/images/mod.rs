@@ -47,7 +47,7 @@ pub(crate) async fn read(
         reading.spawn(async move { (index, read_one(&state, model, part, charge).await) });
     }
     let mut read = reading.join_all().await;
-    // Of several wrong ones the first is named.
+    // If several images are invalid, the error names the first.
     read.sort_unstable_by_key(|&(index, _)| index);
     let files = read.into_iter().map(|(_, file)| file).collect::<Result<Vec<_>, _>>()?;
     let room = state.image_positions()?;

@@ -12,7 +12,7 @@ const SMALL_PIECE: usize = 4096;
 #[derive(Debug, Default)]
 pub(crate) struct Pieces {
     whole: Vec<Bytes>,
-    /// Small ones that came last.
+    /// Small pieces that came last.
     small: BytesMut,
 }
 
@@ -23,7 +23,7 @@ impl Pieces {
     }
 
     pub(crate) fn push(&mut self, piece: Bytes) {
-        // The first is most often the only one.
+        // The first piece is usually the only one.
         let is_first = self.whole.is_empty() && self.small.is_empty();
         if piece.len() < SMALL_PIECE && !is_first {
             return self.small.extend_from_slice(&piece);
@@ -54,7 +54,7 @@ pub(crate) struct BodyLimit {
     pub(crate) most: usize,
     /// Bytes without embeddings and images.
     pub(crate) json: usize,
-    /// The flag that sets the latter.
+    /// The flag that sets `json`.
     pub(crate) json_flag: &'static str,
 }
 

@@ -42,7 +42,7 @@ const FETCHES_EACH: usize = 16;
 /// The threads of the intake.
 #[derive(Clone)]
 pub enum IntakeMode {
-    /// This many threads of its own.
+    /// The number of the pool's own threads.
     Threads(usize),
     /// The engine's thread, between two steps, for comparison.
     Engine(Arc<dyn Engine>),

@@ -43,7 +43,7 @@ pub(crate) struct Workers {
     /// The requests that wait to begin. The arena's room bounds the number of requests that have
     /// begun.
     waiting: Arc<Mutex<Holdings>>,
-    /// The bound of these.
+    /// The largest number of requests that wait to begin.
     queue: usize,
 }
 

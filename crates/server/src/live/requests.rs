@@ -30,7 +30,7 @@ impl RequestsSent {
         Self { places, ..Self::default() }
     }
 
-    /// All that are alive are new again.
+    /// Makes all live requests count as new again.
     pub(super) fn forget(&mut self) {
         self.known.clear();
     }

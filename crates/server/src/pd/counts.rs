@@ -30,12 +30,12 @@ pub(crate) enum Outcome {
     Broken,
     /// It took too long.
     Late,
-    /// It has sent something else than was asked for.
+    /// The prefill server has sent something else than was asked for.
     Wrong,
 }
 
 impl Outcome {
-    /// All of them, with their labels in metrics.
+    /// All outcomes, with their labels in metrics.
     const ALL: [(Self, &'static str); 12] = [
         (Self::Came, "came"),
         (Self::Short, "short"),

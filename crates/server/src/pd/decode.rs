@@ -32,9 +32,9 @@ const MAX_REFUSAL: usize = 4 << 10;
 #[derive(Debug)]
 struct PrefillServer {
     url: BackendUrl,
-    /// Questions that are under way.
+    /// The number of requests to this server that are in flight.
     asked: AtomicUsize,
-    /// It is not asked before this.
+    /// The server is not asked before this time.
     paused: Mutex<Option<Instant>>,
 }
 
@@ -73,7 +73,7 @@ pub(crate) struct PrefillPrompt<'a> {
 /// The failure of a question, with a sentence for the log.
 type Failed = (Outcome, String);
 
-/// Counts a question while it is under way.
+/// Counts a request to a prefill server while it is in flight.
 struct OpenQuestion<'a>(&'a PrefillServer);
 
 impl<'a> OpenQuestion<'a> {
@@ -108,7 +108,7 @@ impl DecodeSide {
         }
     }
 
-    /// True if it was started with this prefill server.
+    /// True if this server was started with this prefill server.
     pub(crate) fn knows(&self, url: &BackendUrl) -> bool {
         self.servers.iter().any(|server| server.url == *url)
     }

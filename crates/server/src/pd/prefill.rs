@@ -198,7 +198,7 @@ impl BlockSender {
         }
         if let Some((name, page)) = state {
             self.page(&pages, (PageKind::State, page), name).await?;
-            // Nothing may follow it.
+            // No block may follow the state.
             self.names.truncate(self.sent);
         }
         Ok(self.sent > before)

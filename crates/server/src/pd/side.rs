@@ -12,9 +12,9 @@ use super::parts::{Disaggregation, PdParts};
 /// The side of a server, with its counts.
 #[derive(Debug)]
 pub(crate) enum Pd {
-    /// It computes prompts for decode servers.
+    /// The server computes prompts for decode servers.
     Prefill(PrefillSide),
-    /// It has its prompts computed.
+    /// The server has its prompts computed by prefill servers.
     Decode(Box<DecodeSide>),
 }
 

@@ -70,7 +70,7 @@ impl Book {
         }
     }
 
-    /// A call begins; `tag` is its router's.
+    /// Records that a call begins. `tag` is the router's.
     pub(crate) fn enter(&self, tag: Option<&RouterTag>) {
         let Some(tag) = tag else { return self.live.send_modify(|live| *live += 1) };
         let mut routers = self.routers.lock();

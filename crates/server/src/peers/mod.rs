@@ -124,7 +124,7 @@ impl Peer {
             _ => return,
         };
         if let Some(exchange) = &self.exchange {
-            // Of a router's request one prompt is asked for.
+            // Prefill servers are asked for one prompt of a request only, so the cell is empty.
             let _ = exchange.fetched.set(told);
         }
     }
@@ -177,7 +177,7 @@ impl Peer {
         let Some(exchange) = &self.exchange else { return };
         if exchange.tag.blocks {
             let names = sample_blocks(&blocks::names(state, salt, prompt));
-            // The first prompt of several stands for all.
+            // Only the first of several prompts is reported.
             let _ = exchange.blocks.set(encode_blocks(&names));
         }
     }

@@ -21,7 +21,7 @@ use crate::state::Shared;
 /// slots and pages of a client that disconnects are freed.
 pub(crate) struct PooledCall {
     engine: Arc<dyn Engine>,
-    /// Empty once all have ended.
+    /// The inputs that have not ended.
     alive: Vec<RequestId>,
     answer: oneshot::Receiver<PooledAnswer>,
     usage: PoolingUsage,

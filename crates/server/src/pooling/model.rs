@@ -9,7 +9,7 @@ pub enum PoolingTask {
     Embed,
     /// The model gives a pair of texts one score.
     Score,
-    /// A number for each of several labels.
+    /// The model gives a number for each of several labels.
     Classify,
 }
 
@@ -18,9 +18,9 @@ pub enum PoolingTask {
 pub enum ScoreFunction {
     /// No activation.
     Identity,
-    /// Brings each between 0 and 1.
+    /// Maps each score to a number between 0 and 1.
     Sigmoid,
-    /// Makes probabilities of all together.
+    /// Turns all scores together into probabilities.
     Softmax,
 }
 

@@ -53,7 +53,7 @@ pub(crate) async fn classify(
     let Embedded { vectors, usage, .. } = embedded;
     let of_input = |(index, scores): (usize, Box<[f32]>)| {
         let probs = answers(scores, function).into_vec();
-        // Of equal ones the first.
+        // Of equal scores, the first wins.
         let best =
             (1..probs.len()).fold(0, |best, at| if probs[at] > probs[best] { at } else { best });
         let label = model.labels.get(best).cloned().unwrap_or_default();

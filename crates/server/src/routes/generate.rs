@@ -200,7 +200,7 @@ fn list_from(outputs: &mut [ChoiceOutput], submissions: &[Submission]) -> Result
     Ok(())
 }
 
-/// All that a choice has brought so far.
+/// The output of a choice so far.
 struct ChoiceOutput {
     id: String,
     arrived: Instant,

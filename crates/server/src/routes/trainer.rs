@@ -21,7 +21,7 @@ use super::weights::{WeightsUpdated, updated_answer};
 pub(crate) struct InitGroup {
     /// The trainer's host, where the ranks meet.
     master_address: String,
-    /// The port there.
+    /// The port of the trainer's host.
     master_port: u16,
     /// The rank of this server, from 1 on: the trainer has 0. A server is one rank, whatever its
     /// `--tp-size`.

@@ -137,7 +137,7 @@ pub(super) async fn by_body(
     if let Some(idle) = keep {
         front.keep(model, idle);
     }
-    // The model's routes charge it anew.
+    // The model's routes charge the body again.
     drop(charge);
     for header in [CONTENT_ENCODING, CONTENT_LENGTH, TRANSFER_ENCODING] {
         parts.headers.remove(header);

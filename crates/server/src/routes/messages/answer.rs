@@ -109,7 +109,7 @@ fn stop(delta: &Delta) -> (Option<&'static str>, Option<&str>) {
         _ if sequence.is_some() => "stop_sequence",
         _ => "end_turn",
     });
-    // The call ended it, whatever text followed.
+    // The call ended the answer, whatever text followed.
     (reason, sequence.filter(|_| reason == Some("stop_sequence")))
 }
 

@@ -188,7 +188,7 @@ async fn start(
         }
     };
     let task = tokio::spawn(async move {
-        // It is stored before it can end.
+        // The response is stored before it can end.
         let Ok(()) = begin.await else { return };
         let ended = contained(work).await;
         let response = ended.ok().and_then(Result::ok).unwrap_or(broken);
@@ -274,7 +274,7 @@ pub(crate) async fn cancel(
     if kept.running {
         let mut body: Value = serde_json::from_slice(&kept.body).map_err(reply::unwritable)?;
         body["status"] = json!("cancelled");
-        // It may have ended meanwhile.
+        // The response may have ended meanwhile.
         if state.store.fail(owner, &id, bytes(&body)) {
             state.store.stop(owner, &id);
         }
