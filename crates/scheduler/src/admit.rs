@@ -195,7 +195,7 @@ impl Scheduler {
         let entry = &mut self.roster[handle];
         entry.passed = 0;
         entry.computed = entry.cached;
-        // Copies under way keep their source.
+        // Copies in flight hold the loan themselves.
         entry.request.loan = None;
         let past = &mut entry.request.past;
         let known = std::mem::replace(&mut past.admitted, true);

@@ -13,7 +13,7 @@ pub const MAX_DRAFTED: u32 = 64;
 #[derive(Debug, Default)]
 pub(crate) struct Drafting {
     pub(crate) budget: DraftBudget,
-    /// Kept for their memory.
+    /// Empty between steps; kept to reuse the memory.
     pub(crate) offers: Vec<DraftOffer>,
     pub(crate) rows: Vec<usize>,
     pub(crate) counts: Vec<u32>,

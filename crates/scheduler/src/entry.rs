@@ -19,7 +19,7 @@ pub(crate) struct Residence {
     pub(crate) pages: Pages,
     /// Image pages by image; `None`: not on pages yet, or the request is past the image.
     pub(crate) images: Vec<Option<ImageLease>>,
-    /// Leading images that are behind it.
+    /// The number of leading images that the request's rows have passed.
     pub(crate) passed: usize,
     /// The last step whose plan names the slot or the pages.
     pub(crate) last_step: u64,
@@ -49,7 +49,7 @@ pub(crate) enum Seat {
     None,
     /// It waits for its adapter to get a place, and has no turn.
     Waits,
-    /// It uses this place.
+    /// The request uses this place.
     Place(u32),
 }
 
@@ -71,10 +71,10 @@ pub(crate) struct Entry {
     pub(crate) computed: u32,
     /// Tokens that exist, or certainly will after the steps in flight.
     pub(crate) total: u32,
-    /// `None`: it waits, and owns nothing.
+    /// `None`: the request waits, without a slot or pages.
     pub(crate) residence: Option<Residence>,
     pub(crate) blocks: Blocks,
-    /// Positions that were computed when it lost its pages.
+    /// Positions that were computed when the request lost its pages.
     pub(crate) lost: u32,
     /// Prompt and answer tokens of the requests that were admitted before it although its turn had
     /// come.
@@ -151,7 +151,7 @@ impl Entry {
         self.residence.as_ref().is_some_and(|residence| residence.pages.grow_in_prefill())
     }
 
-    /// The request that another scheduler can continue.
+    /// The request, in the form that another scheduler can continue.
     pub(crate) fn into_request(mut self) -> Request {
         if !self.tokens.is_empty() {
             self.request.generated = self.tokens.split_off(self.prompt_len as usize);

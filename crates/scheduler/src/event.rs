@@ -72,7 +72,7 @@ pub enum Event {
         id: u64,
         /// The number of drafts that were generated.
         accepted: u32,
-        /// The number of others.
+        /// The number of predicted tokens that were not generated.
         rejected: u32,
     },
     /// Log-probabilities of further tokens of the prompt, in their order. All have come before the

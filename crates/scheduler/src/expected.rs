@@ -33,18 +33,18 @@ struct Comparison {
 #[derive(Debug)]
 pub(crate) struct ExpectedDrafts {
     pub(crate) tokens: Vec<i32>,
-    /// `None`: it expects nothing.
+    /// `None`: no tokens are expected.
     pub(crate) found: Option<DraftMatch>,
     /// The number of leading drafts that are certain.
     pub(crate) forced: u32,
-    /// Its acceptance, relative to that of all requests.
+    /// The request's acceptance rate, relative to that of all requests.
     ratio: f64,
     /// The number of steps for which plans wait for its results.
     pub(crate) patience: u8,
     comparison: Option<Comparison>,
     /// The number of consecutive rows whose drafts were all wrong.
     misses: u32,
-    /// Tokens for which it has no uncertain drafts.
+    /// Tokens to generate before uncertain drafts are tried again.
     rest: u32,
 }
 

@@ -347,7 +347,7 @@ impl Scheduler {
         self.images.take_unread(into);
     }
 
-    /// The numbers of this moment.
+    /// The current counters and gauges.
     #[must_use]
     pub fn stats(&self) -> Stats {
         let residents = &self.roster.residents;

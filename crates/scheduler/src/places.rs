@@ -25,7 +25,7 @@ const PATIENCE: u32 = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Content {
     Empty,
-    /// The hand brings this adapter there.
+    /// The hand is bringing this adapter to the place.
     Coming {
         id: u32,
         ticket: u32,
@@ -56,7 +56,7 @@ impl Place {
 /// The requests that wait for an adapter.
 #[derive(Debug)]
 struct Line {
-    /// A counter value: when it began to wait.
+    /// The counter's value when the line began to wait.
     since: u64,
     waiting: BTreeSet<(Key, Handle)>,
 }

@@ -120,6 +120,6 @@ pub(crate) struct Ticket {
     pub(crate) key: Key,
     pub(crate) handle: Handle,
     pub(crate) client: u64,
-    /// Tokens that it may come to.
+    /// The largest number of tokens that the request may reach.
     pub(crate) cost: u64,
 }

@@ -88,7 +88,7 @@ impl Roster {
         self.residents.first_key_value().is_some_and(|(key, _)| !key.is_background())
     }
 
-    /// True if two more may run.
+    /// True if two more requests may run.
     pub(crate) fn has_two_places(&self) -> bool {
         self.residents.len() + 2 <= self.max_running as usize && self.free_slots.len() >= 2
     }

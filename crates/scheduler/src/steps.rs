@@ -16,18 +16,18 @@ pub(crate) struct FlightRow {
     pub(crate) start: u32,
     pub(crate) end: u32,
     pub(crate) want: Want,
-    /// The log-probabilities of its prompt that it gives.
+    /// The log-probabilities of the prompt that the row gives.
     pub(crate) prompt: Option<PromptLogprobsWant>,
     /// True if sampling was cancelled for this row: its last position is computed again.
     pub(crate) sits_out: bool,
     /// Its drafts, whose positions are behind `end`.
     pub(crate) drafts: Option<RowDrafts>,
-    /// True if it is work in the background.
+    /// True if the row is background work.
     pub(crate) background: bool,
 }
 
 impl FlightRow {
-    /// Positions that it computes.
+    /// Positions that the row computes.
     pub(crate) fn positions(&self) -> u32 {
         self.end - self.start + self.drafts.map_or(0, |drafts| drafts.count)
     }
@@ -36,7 +36,7 @@ impl FlightRow {
 /// Layers of an image that a step in flight computes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FlightImage {
-    /// The request that waits for it.
+    /// The request that waits for the image.
     pub(crate) handle: Handle,
     /// The end of the image's positions in that request's prompt.
     pub(crate) end: u32,
@@ -73,7 +73,7 @@ impl Flight {
         self.rows.iter().map(FlightRow::positions).sum()
     }
 
-    /// The rows, by whose they are.
+    /// The counts of foreground and background rows.
     pub(crate) fn mixture(&self) -> Mixture {
         let mut mixture = Mixture { rows: 0, positions: 0, background: 0 };
         for row in &self.rows {
@@ -156,7 +156,7 @@ pub(crate) struct Steps {
     /// The number of steps so far.
     count: u64,
     pub(crate) in_flight: VecDeque<Flight>,
-    /// Emptied ones to use again.
+    /// Cleared records, kept to reuse their memory.
     spare: Vec<Flight>,
     pub(crate) planned: PlannedStep,
 }

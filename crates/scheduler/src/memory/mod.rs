@@ -205,7 +205,7 @@ impl Memory {
         matches!(self.kind, Kind::Paged) && self.states.is_none()
     }
 
-    /// Pages that hold nothing of worth.
+    /// Pages without content that could be reused.
     pub(crate) fn free_pages(&self) -> u32 {
         let free = self.tiers.hot().counts().free;
         self.windows.as_ref().map_or(free, |windows| windows.spare().min(free))
@@ -365,7 +365,7 @@ impl Memory {
                 tables + (COPY_WORDS + SOURCE_WORDS) * copies + states
             }
             Kind::Backed(sparse) => {
-                // The host's pages are another table.
+                // Host pages have a table of their own.
                 let tables = PAGE_WRITE_WORDS * (2 * pages + sparse.row_pages as usize);
                 if !sparse.save_rows {
                     return tables + COPY_WORDS * copies;

@@ -28,7 +28,7 @@ pub(crate) struct LeasedPages {
 
 /// A block that a request takes.
 enum Block {
-    /// It is in a tier here.
+    /// The block is in a tier of this replica.
     Here(Found),
     /// In the host tier of another replica, which has lent it to the request.
     Lent,
@@ -44,7 +44,7 @@ impl Block {
 /// The leading blocks of a request that are in the tiers.
 #[derive(Default)]
 struct Prefix {
-    /// The blocks that it takes.
+    /// The blocks that the request takes.
     found: Vec<Block>,
     /// The number of blocks with which it could continue if nothing were restored.
     here: usize,

@@ -17,7 +17,7 @@ pub(crate) struct ResidentState {
     /// States that plans save, with their positions; offered to the cache once their tokens are
     /// known.
     pub(super) saved: VecDeque<(u32, Lease)>,
-    /// The kept state that its next one replaces.
+    /// The kept state that the request's next kept state replaces.
     pub(super) replaced: Option<BlockHash>,
 }
 

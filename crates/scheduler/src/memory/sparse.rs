@@ -233,7 +233,7 @@ impl Memory {
             (given.count() as u32).checked_sub(sparse.row_pages).filter(|&gain| gain > 0)
         };
         let gains = roster.decodes.iter().filter_map(|&handle| Some((gain(handle)?, handle)));
-        // Among equals the least important one.
+        // Of equal gains, the least important request.
         let best = gains.max_by_key(|&(gain, handle)| (gain, roster[handle].key));
         let Some((_, handle)) = best else { return false };
         let residence = &mut roster[handle].residence;

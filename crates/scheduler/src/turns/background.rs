@@ -9,12 +9,12 @@
 
 use crate::mean::Mean;
 
-/// A step's rows, by whose they are.
+/// A step's rows and positions, of foreground and background requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Mixture {
-    /// Rows of others.
+    /// Rows of foreground requests.
     pub(crate) rows: u32,
-    /// Positions of others.
+    /// Positions of foreground requests.
     pub(crate) positions: u32,
     /// Positions in the background.
     pub(crate) background: u32,

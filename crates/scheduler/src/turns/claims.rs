@@ -17,7 +17,7 @@ type Lane = FairQueue<Ticket, (u32, i64)>;
 /// received.
 #[derive(Debug)]
 pub(crate) struct Claims {
-    /// Otherwise all prompts are one client's.
+    /// False: all prompts are treated as one client's.
     fair: bool,
     lanes: BTreeMap<i64, Lane>,
     /// The remaining tokens by which each waiting prompt is sorted.

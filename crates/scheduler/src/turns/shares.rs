@@ -39,7 +39,7 @@ impl Shares {
         self.settled = false;
     }
 
-    /// A request does not wait any more.
+    /// Records that a request no longer waits.
     pub(crate) fn gone(&mut self, handle: Handle) {
         self.promised.take_if(|ticket| ticket.handle == handle);
         self.settled = false;
