@@ -44,7 +44,7 @@ pub(crate) struct Arguments<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Notation {
     Python,
-    /// Strings stand between this.
+    /// The quote around strings.
     Quoted(&'static str),
 }
 

@@ -66,7 +66,7 @@ pub(crate) fn to_lark(
                 let rules = writer.rules();
                 match body {
                     Ok(body) => break format!("{}: {body}\n{rules}", tool.rule),
-                    // The notation can't keep it.
+                    // The notation can't enforce the schema.
                     Err(GrammarError::Invalid { path, .. })
                         if !tool.strict && faults::leave_out(&mut schema, &path) =>
                     {

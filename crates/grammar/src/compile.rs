@@ -162,12 +162,12 @@ impl Template {
         Ok(Self { first, eos, parser: Mutex::new(parser), footprint, left_out })
     }
 
-    /// The memory that it takes.
+    /// The memory of the compiled source.
     pub(crate) fn footprint(&self) -> Footprint {
         self.footprint
     }
 
-    /// A matcher of one's own.
+    /// A copy of the matcher, for one request.
     pub(crate) fn matcher(&self) -> CountedMatcher {
         let parser = self.parser.lock().deep_clone();
         CountedMatcher { parser: parser.parser.clone(), matcher: Matcher::new(Ok(parser)) }

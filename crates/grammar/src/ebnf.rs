@@ -62,7 +62,7 @@ fn mangled(name: &str) -> String {
 struct Reader<'a> {
     text: &'a str,
     chars: Peekable<CharIndices<'a>>,
-    /// Rules that others name.
+    /// Rules that other rules refer to.
     used: BTreeSet<String>,
 }
 
@@ -160,7 +160,7 @@ impl Reader<'_> {
             let repeated = self.repetition()?;
             items.push(item + &repeated);
         }
-        // Nothing at all is allowed too.
+        // Empty text is allowed too.
         Ok(if items.is_empty() { literal("") } else { items.join(" ") })
     }
 

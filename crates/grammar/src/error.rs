@@ -27,7 +27,7 @@ pub enum GrammarError {
         "{compiles} grammars of this client were given up because they took too long, and are still being compiled"
     )]
     Overdue {
-        /// The number of these compiles.
+        /// The number of compiles that still run.
         compiles: usize,
     },
     /// The grammar's turn did not come in time.
@@ -41,7 +41,7 @@ pub enum GrammarError {
     /// No new source is compiled until an abandoned compilation ends.
     #[error("the compiler of grammars is stuck: {compiles} compiles were given up and still run")]
     Stuck {
-        /// The number of these compiles.
+        /// The number of compiles that still run.
         compiles: usize,
     },
     /// The compiling threads have ended, or one panicked.

@@ -104,7 +104,7 @@ impl<'a> Definitions<'a> {
                         definition.groups = definition.groups.max(groups);
                     }
                     Token::Mark(b')' | b']') => groups = groups.saturating_sub(1),
-                    // The complement of an expression is one.
+                    // The complement of an expression is an expression.
                     Token::Mark(b'~') => definition.terminal = true,
                     _ => {}
                 }

@@ -43,7 +43,7 @@ const STRUCTURE: [&str; 13] = [
 const STRINGS: [&str; 4] = ["pattern", "format", "minLength", "maxLength"];
 const SIZES: [&str; 2] = ["minProperties", "maxProperties"];
 
-/// A keyword that can't be kept.
+/// A keyword that can't be enforced.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Fault {
     /// The path of the keyword.

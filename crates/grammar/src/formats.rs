@@ -18,7 +18,7 @@ const TIME: &str = concat!(
     r"(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])",
 );
 
-/// Replaces such a format by a pattern.
+/// Replaces the formats `date`, `time` and `date-time` by patterns.
 pub(crate) fn spell_out(schema: &mut Map<String, Value>) {
     let pattern = match schema.get("format").and_then(Value::as_str) {
         Some("date") => format!("^{DATE}$"),

@@ -89,7 +89,7 @@ impl Kinds {
         self == Self::default().with(kind)
     }
 
-    /// True if a value may be of both.
+    /// True if the two sets have a kind in common.
     pub(crate) fn meets(self, other: Self) -> bool {
         ALL.into_iter().any(|kind| self.has(kind) && other.has(kind))
     }

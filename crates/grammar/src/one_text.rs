@@ -164,7 +164,7 @@ impl<'a> Rewriter<'a> {
         }
         self.renamed(name);
         if defines && self.rest.starts_with('.') {
-            // A priority: there is one lexeme.
+            // A priority, which has no effect on a single lexeme.
             self.take(1);
             self.take_while(|c| c.is_ascii_digit());
         }

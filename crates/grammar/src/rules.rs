@@ -19,7 +19,7 @@ pub struct Bounds {
     pub ends: Arc<[i32]>,
     /// The answer has at least this many tokens, unless nothing else than an end is possible.
     pub min_tokens: u32,
-    /// The only ids that can come, ascending.
+    /// The only allowed ids, ascending.
     pub allowed: Option<Arc<[i32]>>,
     /// Lists of tokens, none empty. The last token of a list may not follow the others, unless
     /// nothing else is possible.
@@ -60,18 +60,18 @@ struct Follower {
     growth: Arc<Growth>,
     /// The matcher, once a second mask was needed.
     running: Option<Box<RunningMatcher>>,
-    /// Its tokens so far.
+    /// The tokens of the answer so far.
     said: Vec<u32>,
     /// True if the first of them were generated elsewhere.
     elsewhere: bool,
 }
 
-/// A matcher of one's own.
+/// The matcher of one request.
 struct RunningMatcher {
     counted: CountedMatcher,
     /// Tokens that it has followed.
     followed: usize,
-    /// Bytes of its lexer at the beginning.
+    /// Bytes of the lexer when the matcher was created.
     begin: usize,
     grown: Grown,
 }
@@ -295,7 +295,7 @@ impl Rules {
         {
             let token = token.cast_signed();
             forced.push(token);
-            // After an end everything may come.
+            // After the end any token is allowed.
             let ends = self.bounds.ends.contains(&token);
             if ends || self.grammar.as_mut().is_some_and(|it| it.accept(token).is_err()) {
                 break;
@@ -319,7 +319,7 @@ impl Rules {
             .take_while(|&token| (token as usize) < known)
             .collect();
         let possible = running.counted.matcher.validate_tokens(&tokens).map_err(broken)?;
-        // After an end nothing comes.
+        // No token follows the end.
         drafts.truncate(if possible == end { end + 1 } else { possible });
         Ok(())
     }

@@ -159,7 +159,7 @@ fn listed(values: &[Value], work: &mut Work) -> Result<Vec<Text>, GrammarError> 
     Ok(texts)
 }
 
-/// Texts that are both.
+/// Texts that match both descriptions.
 fn both(left: &Text, right: &Text) -> Text {
     let any = Text::any();
     let terminal = match (left, right) {

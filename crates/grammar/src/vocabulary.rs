@@ -24,7 +24,7 @@ const LIMITS: ParserLimits = ParserLimits {
     // With these two limits a mask takes at most about 15 ms.
     step_lexer_fuel: 200_000,
     step_max_items: 50_000,
-    // Each takes one or two kilobytes.
+    // Each state takes one or two kilobytes.
     max_lexer_states: 50_000,
     max_grammar_size: 300_000,
     precompute_large_lexemes: true,

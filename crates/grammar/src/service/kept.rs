@@ -22,10 +22,10 @@ pub(super) struct Kept {
 
 struct Entry {
     compiled: Compiled,
-    /// The client whose turn compiled it.
+    /// The client in whose turn the source was compiled.
     client: u64,
     bytes: usize,
-    /// The time until which it holds; `None`: always.
+    /// The time until which the entry is valid; `None`: always.
     until: Option<Instant>,
 }
 

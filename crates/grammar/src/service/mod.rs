@@ -111,7 +111,7 @@ pub struct WantedForm {
 /// The constraints of a request.
 #[derive(Debug)]
 pub struct Constraints {
-    /// One for each choice.
+    /// The constraints, one for each choice.
     pub choices: Vec<Box<dyn Constraint>>,
     /// Bytes that the constraints take while all choices run, including the shared compiled
     /// grammar.
