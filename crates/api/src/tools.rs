@@ -189,7 +189,7 @@ impl OfferedTools {
                 "required" | "any" if self.functions.is_empty() => {
                     Err(wrong(CHOICE, "there are no `tools` to call"))
                 }
-                // The second is Mistral's word for it.
+                // `any` is Mistral's word for `required`.
                 "required" | "any" => Ok(ToolChoice::Some(Calls::Some, all())),
                 _ => Err(wrong(
                     CHOICE,

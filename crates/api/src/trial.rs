@@ -9,7 +9,7 @@ use crate::{ApiError, Limits, parse_request};
 pub(crate) const LIMITS: Limits =
     Limits { context_length: 100, prompt_length: 100, vocab_size: 1000, replicas: 2, images: 0 };
 
-/// The request that a body is.
+/// Reads a request from a body.
 pub(crate) fn request<T: Limited>(body: &Value) -> Result<T, ApiError> {
     Ok(parse_request(body.to_string().as_bytes(), |_| Ok(()))?.request)
 }

@@ -79,7 +79,7 @@ impl Balancer {
     ) -> Option<usize> {
         let count = loads.len();
         let next = self.next;
-        // Equal ones take turns.
+        // Equal targets take turns.
         let turns = || (0..count).map(|i| (next + i) % count).filter(|&at| open(at));
         let shortest = || {
             turns().min_by_key(|&at| (loads[at].requests, loads[at].work.prefill, ask.uncached(at)))
@@ -94,7 +94,7 @@ impl Balancer {
             Method::PrefixAware => shortest().map(|shortest| {
                 let worth = |at| (worth(loads, shortest, at, ask), at);
                 let better = turns().map(worth).filter(|&(tokens, _)| tokens > 0);
-                // The first of equals, whose turn it is.
+                // Of equal targets, the one whose turn it is.
                 let best = better.reduce(|best, other| if other.0 > best.0 { other } else { best });
                 best.map_or(shortest, |(_, at)| at)
             }),

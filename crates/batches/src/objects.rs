@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 /// A file, in OpenAI's shape.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileObject {
-    /// The name by which clients know it.
+    /// The id that clients use.
     pub id: String,
     #[serde(default)]
     object: FileKind,
@@ -17,7 +17,7 @@ pub struct FileObject {
     pub created_at: u64,
     /// When it will be deleted, in seconds since 1970.
     pub expires_at: u64,
-    /// The name that its sender gave it.
+    /// The file name that the client gave.
     pub filename: String,
     /// `batch`, or `batch_output` for a file of answers.
     pub purpose: String,
@@ -103,7 +103,7 @@ impl BatchStatus {
 /// A batch, in OpenAI's shape.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchObject {
-    /// The name by which clients know it.
+    /// The id that clients use.
     pub id: String,
     #[serde(default)]
     object: BatchKind,
@@ -160,12 +160,12 @@ pub struct RequestCounts {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchErrors {
     object: ListKind,
-    /// The first of them.
+    /// The first errors.
     pub data: Vec<BatchError>,
 }
 
 impl BatchErrors {
-    /// The list of these.
+    /// The list of these errors.
     #[must_use]
     pub fn new(data: Vec<BatchError>) -> Self {
         Self { object: ListKind::List, data }

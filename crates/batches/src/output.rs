@@ -61,7 +61,7 @@ impl BatchAnswer {
         Self { id, custom_id: name, response: Some(response), error: None }
     }
 
-    /// The answer to a line that no server answers.
+    /// The answer to a line that is not sent to a server, with the reason.
     pub fn from_fault(number: u64, name: Option<String>, fault: LineFault) -> Self {
         let LineFault { code, message, param } = fault;
         let error = Error { code, message, param, line: number };
@@ -165,7 +165,7 @@ pub struct AnsweredLines {
     pub names: BatchNames,
     /// The number of answers.
     pub count: u64,
-    /// The number of those that are errors.
+    /// The number of requests whose answer is an error.
     pub errors: u64,
     /// The bytes of the file.
     pub bytes: u64,

@@ -53,7 +53,7 @@ pub struct ProcessCpu {
 }
 
 impl ProcessCpu {
-    /// The sum of both.
+    /// Seconds in user mode and in the kernel together.
     pub fn seconds(&self) -> f64 {
         self.user_seconds + self.system_seconds
     }

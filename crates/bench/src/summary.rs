@@ -55,7 +55,7 @@ impl Stats {
         }
     }
 
-    /// Each with the name it has in the file.
+    /// The statistics, with their names in the file.
     pub(crate) fn named(&self) -> [(&'static str, f64); 7] {
         [
             ("mean", self.mean),

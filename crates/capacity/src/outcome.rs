@@ -12,13 +12,13 @@ use crate::sparse::SparseOutcome;
 /// refused.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub(crate) struct Latency {
-    /// Half of the requests are at most here.
+    /// The median.
     pub(crate) p50: Option<f64>,
-    /// Nine tenths.
+    /// The 90th percentile.
     pub(crate) p90: Option<f64>,
-    /// 99 of 100.
+    /// The 99th percentile.
     pub(crate) p99: Option<f64>,
-    /// The slowest.
+    /// The maximum.
     pub(crate) max: Option<f64>,
 }
 

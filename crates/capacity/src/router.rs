@@ -139,7 +139,7 @@ impl Routing {
         }
     }
 
-    /// A request got its first token.
+    /// Records that a request got its first token.
     pub(crate) fn first_token(&mut self, id: u64) {
         self.ledger.generated(id, 1);
     }

@@ -17,7 +17,7 @@ const MAX_BLOCKS: u32 = (1 << 31) / BLOCK_TOKENS;
 /// A request of the traffic.
 #[derive(Debug, Clone)]
 pub(crate) struct Arrival {
-    /// Microseconds from the first one.
+    /// Microseconds since the first request.
     pub(crate) at_us: u64,
     /// Tokens of the prompt.
     pub(crate) input: u32,

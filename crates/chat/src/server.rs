@@ -111,7 +111,7 @@ impl StartedServer {
         }
     }
 
-    /// Ends it.
+    /// Ends the server.
     pub(crate) async fn stop(mut self) {
         let pid = self.child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
         if let Some(pid) = pid {

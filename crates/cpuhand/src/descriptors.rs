@@ -80,7 +80,7 @@ fn taken(number: i32) -> io::Result<Option<OwnedFd>> {
     // before it is used.
     let file = unsafe { OwnedFd::from_raw_fd(number) };
     if fcntl_getfd(&file).is_err() {
-        // Nobody's: it must not be closed.
+        // The descriptor is not owned here, so it must not be closed.
         std::mem::forget(file);
         return Ok(None);
     }

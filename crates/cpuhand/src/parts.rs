@@ -54,7 +54,7 @@ impl<'a> DecoderParts<'a> {
                 mixer => match mixer.attention() {
                     Some(attention) => (*attention, None),
                     None => {
-                        // Of any kind: it has no pages.
+                        // Any kind will do, because the layer has no pages.
                         kind_of.push(0);
                         continue;
                     }

@@ -41,7 +41,7 @@ pub(crate) fn randomise(seed: u64, name: &str, number: TorchNumber, to: &mut [u8
         }
         TorchNumber::Bfloat16 => {
             for to in to.as_chunks_mut::<2>().0 {
-                // Cut off: nobody compares such weights with others.
+                // Cut off instead of rounded: dummy weights are not compared with others.
                 *to = ((next().to_bits() >> 16) as u16).to_le_bytes();
             }
         }

@@ -319,7 +319,7 @@ impl Runner {
         let mut states = vec![0.0; tokens.len() * hidden];
         let rows = columns.rows(&self.tables, given, &tokens);
         self.decoder.step(&rows, Wanted::States(&mut states))?;
-        // Each is among them.
+        // Each token is in the list.
         let place = |token| tokens.binary_search(token).unwrap_or(0);
         Ok(wanted().flat_map(|token| &states[place(token) * hidden..][..hidden]).copied().collect())
     }

@@ -22,7 +22,7 @@ pub(crate) struct WindowLayers {
 }
 
 impl WindowLayers {
-    /// Finds them, and decides about their pages.
+    /// Finds the layers with a window, and chooses the pool of their pages.
     pub(crate) fn new(config: &HandConfig, shape: &Shape, states: bool) -> Self {
         let &HandConfig { page_size, context_length, window_ratio, .. } = config;
         let layers = 0..shape.layers.len();

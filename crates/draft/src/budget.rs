@@ -138,7 +138,7 @@ impl DraftBudget {
         (self.saved_us, self.spent_us) = (self.saved_us * FADING, self.spent_us * FADING);
         self.spent_us += f64::from(us);
         if let Some(waited) = waited_us {
-            // A longer one has other reasons.
+            // A wait longer than the step has other reasons.
             let waited = f64::from(waited.min(us));
             self.saved_us -= waited;
             self.wait_us = (self.wait_us * WAITS + waited) / (WAITS + 1.0);

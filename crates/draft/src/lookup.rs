@@ -160,7 +160,7 @@ impl Clone for Lookup {
             history: Arc::clone(history),
             tokens: tokens.clone(),
             places: places.clone(),
-            // Each of the two publishes its later tokens.
+            // Both the original and the copy publish their later tokens.
             shared: shared.as_ref().map(|shared| shared.restarted(tokens.len())),
         }
     }

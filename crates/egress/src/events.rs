@@ -212,7 +212,7 @@ impl Chunks {
     }
 }
 
-/// A chunk, for whom nothing was prepared.
+/// A chunk without a prepared event.
 #[derive(Serialize)]
 struct WholeChunk<'a, T> {
     #[serde(flatten)]

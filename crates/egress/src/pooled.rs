@@ -25,7 +25,7 @@ pub type PooledAnswer = Result<Vec<Box<[f32]>>, ApiError>;
 pub struct PooledRegistration {
     /// The ids of the inputs, at least one. The first is also the id of the call.
     pub ids: Vec<RequestId>,
-    /// Tokens of each.
+    /// The number of tokens of each input.
     pub prompt_tokens: Vec<u32>,
     /// The time at which the client's request came.
     pub arrived: Instant,

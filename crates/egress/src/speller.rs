@@ -18,7 +18,7 @@ pub struct Speller {
     stops: StopStrings,
     /// True if the token that ends the request is included in the text.
     include_stop: bool,
-    /// Stop strings do not count up to here.
+    /// Stop strings within this number of tokens are ignored.
     min_tokens: u32,
     tokens: u32,
     /// The last token was one of reasoning.
@@ -28,7 +28,7 @@ pub struct Speller {
 #[derive(Debug)]
 struct Reader {
     parser: Parser,
-    /// The parts that it has just read.
+    /// The parts that the parser has just read.
     fresh: Parts,
 }
 

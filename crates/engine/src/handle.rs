@@ -58,7 +58,7 @@ pub(crate) enum Order {
 pub(crate) struct Shared {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) waker: Arc<dyn Wake>,
-    /// Requests submitted and never yet admitted.
+    /// Requests that were submitted and never admitted.
     pub(crate) queued: Arc<WaitingPlaces>,
     pub(crate) max_queued: usize,
     pub(crate) page_size: u32,
@@ -318,7 +318,7 @@ impl EngineHandle {
     }
 }
 
-/// Positions that a request may come to.
+/// The largest number of positions that a request may reach.
 pub(crate) fn positions(request: &Request) -> u64 {
     request.prompt.len() as u64 + u64::from(request.max_tokens)
 }

@@ -73,7 +73,7 @@ impl Recovery {
         Verdict::RestartAt(now_us + backoff)
     }
 
-    /// The hand died, and would die again.
+    /// Gives up a hand that died and would die again.
     pub(crate) fn give_up(&mut self, now_us: u64) -> Verdict {
         self.ready_since = None;
         let wait = (LONG_BACKOFF_US << self.given_up.min(4)).min(LONGEST_BACKOFF_US);

@@ -148,7 +148,7 @@ pub trait Peers: Send {
 pub enum FinishReason {
     /// One of its `stop_ids` was sampled. That token is in the last output.
     Stop {
-        /// The id that ended it.
+        /// The id of the stop token.
         token: i32,
     },
     /// `max_tokens` were generated, or the vector was computed.
@@ -217,9 +217,9 @@ pub struct Admission {
 /// Tokens of a predicted answer that were verified.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign)]
 pub struct PredictedTokens {
-    /// The number of tokens that were generated.
+    /// The number of predicted tokens that were generated.
     pub accepted: u32,
-    /// The number of others.
+    /// The number of predicted tokens that were not generated.
     pub rejected: u32,
 }
 
@@ -411,7 +411,7 @@ pub type PauseReply = Box<dyn FnOnce(usize) + Send>;
 /// it then runs with the old ones again.
 pub type ReloadReply = Box<dyn FnOnce(Result<(), String>) + Send>;
 
-/// An order of other weights.
+/// An order to load other weights.
 pub struct Reload {
     /// A unique number of the reload. All members of a step group get the same.
     pub id: u64,

@@ -32,7 +32,7 @@ struct Inner {
 pub(crate) struct Place {
     /// The client of the request.
     pub(crate) client: u64,
-    /// Tokens that it may come to.
+    /// The largest number of tokens that the request may reach.
     pub(crate) tokens: u64,
     /// True if the request is a probe, which is not counted among the others.
     pub(crate) probe: bool,

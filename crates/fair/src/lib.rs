@@ -21,7 +21,7 @@ pub struct Shares {
     pub limit: usize,
     /// The amount beyond the limit for clients that hold little.
     pub reserve: usize,
-    /// The largest amount that is little.
+    /// The largest amount that counts as small.
     pub little: usize,
 }
 

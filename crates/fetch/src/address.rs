@@ -13,7 +13,7 @@ const fn v6(a: u16, b: u16, c: u16, length: u8) -> Ipv6Net {
     Ipv6Net::new_assert(Ipv6Addr::new(a, b, c, 0, 0, 0, 0, 0), length)
 }
 
-/// Networks of one's own.
+/// Private networks.
 const PRIVATE_V4: [Ipv4Net; 5] = [
     v4(10, 0, 0, 0, 8),
     v4(100, 64, 0, 0, 10),

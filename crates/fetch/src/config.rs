@@ -57,7 +57,7 @@ pub enum InvalidConfig {
     Local {
         /// The folder.
         folder: PathBuf,
-        /// The reason for which it can't be used.
+        /// The reason why the folder can't be used.
         reason: String,
     },
 }

@@ -50,7 +50,7 @@ pub(crate) struct LocalFile {
 }
 
 impl LocalFile {
-    /// Bytes that it had when it was opened.
+    /// The size in bytes when the file was opened.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }

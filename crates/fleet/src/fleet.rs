@@ -58,7 +58,7 @@ pub enum FleetRefusal {
     TooLarge {
         /// The planned bytes of the model.
         bytes: u64,
-        /// The bytes that it may have.
+        /// The bytes that the model may take.
         most: u64,
     },
     /// Pinned models have all the places.
@@ -77,14 +77,14 @@ pub enum FleetAction {
     Load {
         /// Its place in the list of models.
         model: usize,
-        /// Bytes that it may take.
+        /// Bytes that the model may take.
         bytes: u64,
     },
     /// Take the model out of memory. Then [`Fleet::emptied`].
     Leave {
         /// Its place in the list of models.
         model: usize,
-        /// The state after it.
+        /// The sleep level afterwards.
         level: SleepLevel,
     },
     /// Have the waiting request run.
@@ -405,7 +405,7 @@ impl Fleet {
     /// not fit, other models are closed, and later loads wait.
     fn load(&mut self, now_ms: u64) {
         while let Some(Waiter { model, client, since_ms }) = self.next_load(now_ms) {
-            // Memory may have shrunk since it came.
+            // The memory may have shrunk since the request came.
             if self.fits(model).is_err() {
                 self.fail_waiting(model);
                 continue;

@@ -49,7 +49,7 @@ impl Gpus {
         Self { named, files }
     }
 
-    /// True if `--device auto` takes one.
+    /// True if `--device auto` chooses a GPU.
     pub(crate) fn any(&self) -> bool {
         self.files > 0 && self.named.as_ref().is_none_or(|named| !named.is_empty())
     }

@@ -68,7 +68,7 @@ pub(crate) fn open(
     Ok((Some(site), placed.transpose()?))
 }
 
-/// An address for people on other machines.
+/// The address, in a form that users of other machines can type.
 fn named(address: SocketAddr) -> String {
     match address.ip().is_unspecified() {
         true => format!("{}:{}", worker::host_name(), address.port()),

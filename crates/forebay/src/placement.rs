@@ -180,10 +180,10 @@ fn watch(joined: Joined, door: &Door, shared: &Shared) -> anyhow::Error {
         warn!("the process that asks Ray takes no orders: {error}");
     }
     let mut state = shared.state.lock();
-    // Without orders it ends at once.
+    // A process whose orders are closed ends at once.
     state.running = Some((child, orders)).filter(|_| !state.over);
     drop(state);
-    // Its end is that of its stdout.
+    // The process has ended when its stdout is closed.
     let read = io::copy(&mut answers, &mut io::sink());
     let running = shared.state.lock().running.take();
     let status = running.map(|(mut child, _)| child.wait()).transpose();

@@ -353,7 +353,7 @@ impl RouteFlags {
             request_timeout: self.request_timeout_secs,
             connect_timeout: trouble.connect_timeout_secs,
             receive_timeout: self.receive_timeout,
-            // Each needs another one to a backend.
+            // Each client connection needs another connection to a backend.
             max_connections: descriptors::connections(self.max_connections, limit / 2, 0)?,
             bodies: BodyLimits {
                 whole: bodies.max_payload_size,

@@ -30,7 +30,7 @@ pub(crate) fn lower(config: &mut HandConfig, pages: u32, host_pages: u32) {
 fn in_proportion(states: Option<u32>, now: u64, before: Option<u64>) -> Option<u32> {
     let states = states?;
     let Some(before) = before.filter(|&before| before > now) else { return Some(states) };
-    // Keep at least one if there was any.
+    // Keep at least one state page if there was any.
     let part = (u64::from(states) * now / before).max(states.min(1).into());
     u32::try_from(part).ok()
 }

@@ -138,7 +138,7 @@ impl HandExecutor {
         };
         spec.config.host_lenders = spec.memories.descriptors();
         if !spec.config.step_group {
-            // Each has its part of every page.
+            // Each rank has its part of every page.
             let tiers = spec.tiers().max(1) as u64;
             spec.config.host_bytes = spec.config.host_bytes.map(|all| all / tiers);
         }
@@ -245,7 +245,7 @@ impl HandExecutor {
                 let config = self.config_frame(index)?;
                 let rank = &mut self.ranks[index];
                 rank.writer.send(&mut rank.socket, &config)?;
-                // It is alive: its watchdog starts again.
+                // The hand is alive, so its watchdog starts again.
                 self.signals.push_back(Signal::Progress("handshake".into()));
             }
             Kind::Progress => {

@@ -11,7 +11,7 @@ use crate::store::StoreError;
 /// Why a connection is unusable.
 #[derive(Debug, Error)]
 pub(crate) enum StreamError {
-    /// The peer closed it.
+    /// The peer closed the connection.
     #[error("the connection was closed")]
     Closed,
     /// The socket failed.

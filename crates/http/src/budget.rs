@@ -74,7 +74,7 @@ struct Account {
 impl Drop for Account {
     fn drop(&mut self) {
         let mut shard = self.budget.shard(self.client).lock();
-        // Another account may have taken its place meanwhile.
+        // Another account may have replaced this one meanwhile.
         if shard.get(&self.client).is_some_and(|account| account.strong_count() == 0) {
             shard.remove(&self.client);
         }
@@ -158,7 +158,7 @@ impl Charge {
         Self { account: Arc::clone(&self.account), bytes: AtomicUsize::new(0) }
     }
 
-    /// Bytes that it is.
+    /// The bytes of the charge.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes.load(Ordering::Relaxed)

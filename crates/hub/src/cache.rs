@@ -127,7 +127,7 @@ impl Lock {
         !matches!(self.file.try_lock(), Err(TryLockError::WouldBlock))
     }
 
-    /// Waits for it.
+    /// Waits for the lock.
     pub(crate) fn take(&self) {
         while let Err(error) = self.file.lock() {
             if error.kind() != io::ErrorKind::Interrupted {

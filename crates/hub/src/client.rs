@@ -50,7 +50,7 @@ pub(crate) struct Refusal {
     pub(crate) status: u16,
     /// The hub's name for the reason.
     pub(crate) code: Option<String>,
-    /// The hub's sentence about it.
+    /// The hub's error message.
     pub(crate) message: Option<String>,
     pub(crate) retry_after: Option<Duration>,
 }

@@ -290,7 +290,7 @@ impl Partial {
         Ok(Self { file, path, name: name.to_owned() })
     }
 
-    /// Makes it the blob.
+    /// Renames the finished file to `blob`.
     fn finish(self, blob: &Path) -> Result<(), HubError> {
         // Otherwise the name could reach the disk before the data.
         let done = self.file.sync_all().and_then(|()| match fs::rename(&self.path, blob) {

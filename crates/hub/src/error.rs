@@ -6,7 +6,7 @@ use std::path::Path;
 /// Why a model can't be found, downloaded or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
-    /// No model is called so.
+    /// No model has this name.
     #[error(
         "'{0}' is neither a file or directory here, nor a model of the hub (org/name), nor 'smollm2'"
     )]
@@ -148,7 +148,7 @@ impl HubError {
     }
 }
 
-/// The system's words without its number.
+/// The system's error message without the error number.
 fn words(error: &io::Error) -> String {
     let text = error.to_string();
     text.split(" (os error").next().unwrap_or_default().to_owned()

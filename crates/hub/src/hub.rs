@@ -51,7 +51,7 @@ pub enum Token {
     Taken,
     /// The token belongs to no user.
     Refused,
-    /// The server does not report it; mirrors need not.
+    /// The server does not report the format; mirrors need not.
     Unknown,
 }
 

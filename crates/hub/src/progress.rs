@@ -22,7 +22,7 @@ pub struct Progress {
     /// Milliseconds from `started` to the last line.
     said: AtomicU64,
     total: AtomicU64,
-    /// The bytes of the total that are here.
+    /// The bytes of the total that are on the disk.
     here: AtomicU64,
     /// The bytes that came over the network.
     came: AtomicU64,

@@ -63,7 +63,7 @@ pub struct Removal {
     folders: Vec<PathBuf>,
     /// Deleted if nothing is in them.
     emptied: Vec<PathBuf>,
-    /// The repository whose downloads have to have ended.
+    /// The repository, which must have no download in progress.
     repository: Option<RepositoryFolder>,
 }
 
@@ -163,7 +163,7 @@ pub fn remove(removal: &Removal) -> Result<u64, HubError> {
         gone(folder, fs::remove_dir_all(folder))?;
     }
     for folder in &removal.emptied {
-        // Where others have files of theirs, it stays.
+        // A folder with other files stays.
         let _ = fs::remove_dir(folder);
     }
     drop(locks);

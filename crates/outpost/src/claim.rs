@@ -42,7 +42,7 @@ impl Claim {
         pairs.any(|((one, _), (other, _))| !Arc::ptr_eq(one, other))
     }
 
-    /// The names of its outposts, for people.
+    /// The names of the claim's outposts, for logs.
     pub(crate) fn names(&self) -> String {
         let mut names: Vec<&str> = self.hands.iter().map(|(member, _)| &*member.name).collect();
         names.dedup();

@@ -20,11 +20,11 @@ pub(crate) struct Life {
     /// The end of the hand, once it has ended.
     ended: Mutex<Option<Exit>>,
     changed: Condvar,
-    /// Asks for its end.
+    /// Asks for the end of the hand.
     pub(crate) doom: Notify,
-    /// The outpost's words about its end.
+    /// The outpost's report on the end of the hand.
     pub(crate) report: watch::Sender<Option<Exit>>,
-    /// Its outpost's, once it has one.
+    /// The mirror of the rank's outpost, once the rank has one.
     pub(crate) mirror: OnceLock<Arc<Mirror>>,
 }
 
@@ -55,7 +55,7 @@ impl Life {
     }
 }
 
-/// The engine's end of it.
+/// The engine's handle of the rank.
 #[derive(Debug)]
 pub(crate) struct Handle(pub(crate) Arc<Life>);
 

@@ -220,7 +220,7 @@ async fn session(door: &Door, spawn: &Spawn, aside: &Aside) -> Over {
     gone.send_replace(true);
     drop(heard);
     drop(writing);
-    // Each waits until its hand is dead.
+    // Each task waits until its hand is dead.
     while ranks.join_next().await.is_some() {}
     over
 }

@@ -233,7 +233,7 @@ macro_rules! columns {
                 if frame.header().kind != $crate::frame::Kind::$kind {
                     return Err(FrameError::Malformed(concat!("not a ", $what)));
                 }
-                // Ids ascend here and there.
+                // Ids ascend in both lists.
                 let mut columns = frame.columns().peekable();
                 $(
                     let words = columns.next_if(|&(id, _)| id == $id).map_or(&[][..], |(_, words)| words);

@@ -328,7 +328,7 @@ impl Replicas {
     /// The number of replicas.
     #[must_use]
     pub fn count(&self) -> u32 {
-        // Their number came as one.
+        // The number of replicas fits: it was given as a `u32`.
         self.0.engines().len() as u32
     }
 
@@ -378,7 +378,7 @@ impl Replicas {
         self.0.clock.now_us()
     }
 
-    /// The handles by which each is watched.
+    /// The handles that watch each engine.
     #[must_use]
     pub fn handles(&self) -> Vec<EngineHandle> {
         self.0.engines().to_vec()
@@ -413,7 +413,7 @@ impl Shared {
         self.most_moves > 0
     }
 
-    /// Empty until all have been started.
+    /// The engines; empty until all have been started.
     pub(crate) fn engines(&self) -> &[EngineHandle] {
         self.engines.get().map_or(&[], Vec::as_slice)
     }

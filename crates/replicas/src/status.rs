@@ -24,7 +24,7 @@ pub struct ReplicaReport {
     pub ahead_tokens: u64,
     /// True if it admits no prompt that leaves, because decode replicas lack pages.
     pub holding: bool,
-    /// How often it began to hold prompts back.
+    /// How often the replica began to hold prompts back.
     pub holds: u64,
 }
 
@@ -47,7 +47,7 @@ pub fn combined_status(all: Vec<Status>, drained: &[bool]) -> Status {
     first.unwrap_or_else(|| Status::Failed("there is no replica".into()))
 }
 
-/// Everything counted, and everything there is.
+/// The counters and gauges of the engine.
 #[must_use]
 pub fn combined_stats(all: impl IntoIterator<Item = Stats>) -> Stats {
     let mut sum = Stats::default();

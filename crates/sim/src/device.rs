@@ -140,7 +140,7 @@ impl Device {
                 });
                 let token = slot.sample(text, mask);
                 if let Some(top) = slot.spec.sampling.logprobs {
-                    // Tokens before this one did not ask.
+                    // Earlier tokens did not request log-probabilities.
                     result.logprob_counts.resize(result.tokens.len(), 0);
                     result.logprob_counts.push(i32::from(top) + 1);
                     push_logprobs(&mut result, text, token, usize::from(top));

@@ -137,9 +137,9 @@ struct UnmaskedStep {
 struct Rank {
     device: Device,
     timeline: Timeline,
-    /// Slots that kill it.
+    /// Slots that kill the device.
     poisoned: Vec<u32>,
-    /// The last step that it took.
+    /// The last step that the device took.
     step: Option<u64>,
     states: States,
 }
@@ -255,7 +255,7 @@ impl SimExecutor {
         });
     }
 
-    /// Plans of which one at least has rows.
+    /// Computes plans, at least one of which has rows.
     fn compute(&mut self, plans: &[StepPlan], now: u64) {
         let begin = |(rank, plan): (&mut Rank, &StepPlan)| {
             rank.timeline.compute(plan, now, || self.control.copy_fault())

@@ -197,7 +197,7 @@ pub struct CopyModel {
     /// GB a second from the host to the device; absent: no time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub restore_gbps: Option<f64>,
-    /// Microseconds that each copy takes besides.
+    /// Microseconds that each copy takes in addition.
     pub latency_us: f64,
     /// GB a second of all copies of a machine together; absent: no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -249,7 +249,7 @@ impl CopyModel {
     }
 }
 
-/// Why there is no profile.
+/// The reason why a profile can't be read.
 #[derive(Debug, Error)]
 pub enum ProfileError {
     /// The name is neither built in nor a file.
@@ -257,7 +257,7 @@ pub enum ProfileError {
     Unknown {
         /// The name that was asked for.
         name: String,
-        /// The names there are.
+        /// The names of all built-in profiles.
         built_in: String,
     },
     /// The file can't be read.

@@ -41,9 +41,9 @@ pub enum FitError {
     /// There are too few steps that took any time.
     #[error("{found} steps that took time are too few to fit a profile: at least {needed}")]
     TooFew {
-        /// Steps there are.
+        /// The number of steps that took time.
         found: usize,
-        /// Steps it takes.
+        /// The number of steps that are needed.
         needed: usize,
     },
 }

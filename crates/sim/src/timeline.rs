@@ -93,7 +93,7 @@ pub struct Timing {
 pub struct Span {
     /// The first microsecond.
     pub start_us: u64,
-    /// The first one after it.
+    /// The first microsecond after the span.
     pub end_us: u64,
     /// The time since the end of the previous step.
     pub gap_us: u64,

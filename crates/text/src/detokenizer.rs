@@ -137,7 +137,7 @@ fn read_lossy<'a>(mut bytes: &'a [u8], out: &mut String) -> &'a [u8] {
 /// The state of a SentencePiece style text.
 #[derive(Debug)]
 struct PiecesState {
-    /// No token so far.
+    /// True before the first token.
     at_start: bool,
     /// The character that may still be stripped from the start of the text, and how often at most.
     strip_left: Option<(char, usize)>,

@@ -292,7 +292,7 @@ impl Encoder {
             .plain
             .iter()
             .filter(|range| overlap(std::slice::from_ref(range), &part.range))
-            // No cut is inside of one.
+            // No cut is inside of such a range.
             .map(|range| range.start - part.range.start..range.end - part.range.start)
             .collect();
         let special = work.add_special_tokens && part.range.len() == text.len();

@@ -51,7 +51,7 @@ struct Table {
 pub(crate) enum Kind {
     /// No token has this id.
     Missing,
-    /// Text of its own.
+    /// The token has text of its own.
     Text,
     /// One byte of a byte-fallback run.
     Byte,

@@ -58,7 +58,7 @@ mod tests {
         assert_ne!(name, Identity::of(b"file", &processing(16, 101)));
     }
 
-    /// Different builds behind one router have to agree.
+    /// Different builds behind one router must compute the same names.
     #[test]
     fn the_name_of_a_file_does_not_change() {
         let processing = Processing::new(16, 2, 65_536, 16_777_216).unwrap();

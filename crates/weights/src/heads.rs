@@ -47,9 +47,9 @@ struct HeadParts {
     /// states.
     taps: Vec<usize>,
     norm_before_residual: bool,
-    /// The number of tokens that it drafts.
+    /// The size of the head's vocabulary.
     vocab_size: usize,
-    /// True if these have numbers of their own.
+    /// True if the drafted tokens have ids of their own.
     mapped: bool,
     own_embedding: bool,
     own_output: bool,

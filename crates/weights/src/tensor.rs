@@ -138,7 +138,7 @@ impl Tensor {
             }
         }
         if let Some(heads) = part.pairs {
-            // A row's blocks go where the row goes.
+            // Moving a row moves its blocks.
             halves(&mut to[begin..], part.rows, heads);
         }
         Ok(Some(()))

@@ -99,7 +99,7 @@ pub enum Bound {
     Amount {
         /// The smallest.
         least: f64,
-        /// The largest that the type holds.
+        /// The largest value of the type.
         most: f64,
     },
     /// A string of at most this many bytes.

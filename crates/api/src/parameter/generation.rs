@@ -83,7 +83,7 @@ pub(crate) struct GenerationParameters {
     pub(crate) routed_dp_rank: Option<i64>,
     pub(crate) cache_salt: Option<String>,
     pub(crate) bad_words: Option<Strings>,
-    /// -1: as many as it takes.
+    /// The largest number of reasoning tokens; -1: no limit.
     pub(crate) thinking_budget: Option<i64>,
     pub(crate) structure: Spellings,
     /// Already checked by [`check_logprobs`](crate::sampling::check_logprobs).

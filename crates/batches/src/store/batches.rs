@@ -30,7 +30,7 @@ pub struct NewBatch {
     pub endpoint: String,
     /// The time in which the batch has to finish: hours such as `24h`, or days such as `7d`.
     pub completion_window: String,
-    /// Pairs that are kept with it.
+    /// Keys and values that the owner attached.
     #[serde(default)]
     pub metadata: Option<BTreeMap<String, String>>,
 }
@@ -41,7 +41,7 @@ pub(crate) struct Job {
     pub(crate) id: String,
     pub(crate) owner: Owner,
     pub(crate) endpoint: String,
-    /// When its time is over, in seconds since 1970.
+    /// The time at which the batch expires, in seconds since 1970.
     pub(crate) expires_at: u64,
     pub(crate) input: PathBuf,
     pub(crate) output: PathBuf,
@@ -49,7 +49,7 @@ pub(crate) struct Job {
 }
 
 impl NewBatch {
-    /// The seconds that it has.
+    /// The seconds that the batch has to finish.
     fn window(&self) -> Option<u64> {
         let (number, unit) = self
             .completion_window

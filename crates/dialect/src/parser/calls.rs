@@ -175,7 +175,7 @@ impl Parser {
         let text = std::mem::take(&mut self.pending);
         let step = alone.push(&text, context(calls, &self.reading.tools));
         if step == Step::Broken {
-            // It is read again as any other text.
+            // The text is read again like any other.
             self.pending = alone.into_text();
             self.mixed = true;
             return true;

@@ -140,7 +140,7 @@ impl Tagged {
                 }
                 Stage::Value => {
                     let close = tags.value.1.trim_end();
-                    // Some models forget to close the last one.
+                    // Some models omit the closing tag of the last argument.
                     let marks = [close, close.trim_start(), context.close];
                     match find(pending, marks.into_iter()) {
                         Found::Nothing { safe } => {

@@ -19,7 +19,7 @@ pub(super) struct Whole {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Syntax {
     Python,
-    /// Strings stand between this.
+    /// The quote around strings.
     Unquoted(&'static str),
 }
 

@@ -63,7 +63,7 @@ impl Pending {
         self.dirty.is_empty() && self.queue.is_empty()
     }
 
-    /// True once more than the bounds was unread.
+    /// True once the unread deltas have exceeded the bounds.
     pub(super) fn is_overflown(&self) -> bool {
         self.overflown.is_some()
     }

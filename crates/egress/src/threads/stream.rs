@@ -107,7 +107,7 @@ impl Stream {
         self.sender.send(&mut self.delta, &mut scratch.chunk)
     }
 
-    /// Ends it with an error.
+    /// Ends the stream with an error.
     pub(super) fn fail(self, error: ApiError) {
         self.sender.finish(End::Error(error));
     }

@@ -99,7 +99,7 @@ impl Member {
             let payloads = match &cargo {
                 Cargo::Of(request) => {
                     let payloads = self.payloads.of(*request).to_vec();
-                    // One that has ended meanwhile has none.
+                    // A request that has ended meanwhile has no payloads.
                     if !payloads.is_empty() {
                         self.carrying.left.insert(*request, payloads.len());
                     }

@@ -42,9 +42,9 @@ const UNKNOWN: u8 = 2;
 #[derive(Debug)]
 struct Held {
     client: u64,
-    /// `None`: a job has it.
+    /// `None`: a mask job owns the constraint now.
     constraint: Option<Box<dyn Constraint>>,
-    /// Tokens that it has not accepted yet.
+    /// Tokens that the constraint has not accepted yet.
     said: Vec<i32>,
     /// The masks for the next tokens, until a token was sampled.
     masks: Option<RowMasks>,
@@ -415,7 +415,7 @@ impl Member {
                 own.spare.extend(masks.into_iter().flat_map(|masks| masks.words));
                 continue;
             };
-            // Each of them.
+            // The time of each mask.
             let us = us / made;
             held.constraint = Some(constraint);
             let before = held.expected_us.unwrap_or(0);

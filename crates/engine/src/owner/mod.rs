@@ -92,7 +92,7 @@ impl Owner {
             self.members.iter_mut().for_each(Member::expire);
             self.feed();
             self.deliver();
-            // After the last outputs before it.
+            // A pause begins after the outputs that precede it.
             self.members.iter_mut().for_each(Member::settle_pause);
             if self.over {
                 break;

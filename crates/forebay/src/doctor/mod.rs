@@ -32,7 +32,7 @@ pub(crate) struct DoctorFlags {
     python: Option<PathBuf>,
 }
 
-/// One thing that was looked at.
+/// A fact that was checked.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct Finding {
     what: &'static str,

@@ -91,7 +91,7 @@ pub(super) fn replicas(all: &ServeFlags) -> Result<ReplicasConfig> {
         load_watch_interval: flags.load_watch_interval,
         queue_moves: !flags.moves.disable_queue_moves,
         pd: pd::config(all),
-        // A decode server asks for what is not cached.
+        // A decode server asks prefill servers for blocks that are not cached.
         tells_cached: all.replicas.pd.apart(),
     };
     let polled = !config.load_watch_interval.is_zero();

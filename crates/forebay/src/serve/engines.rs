@@ -54,7 +54,7 @@ impl Engines {
             Some(_) => simulations(flags, resolved, model, tokenizer)?,
             None => hand_processes(interpreter, resolved, &arena, memories, site.as_ref())?,
         };
-        // With one replica only, which was checked.
+        // There is only one replica: the flags were checked.
         if let Some(file) = &flags.run.record_steps
             && let Some(executor) = executors.pop()
         {

@@ -24,7 +24,7 @@ const LOCK: &str = ".lock";
 #[derive(Default)]
 pub(super) struct Overlays(Mutex<Option<Root>>);
 
-/// The folder that has all others.
+/// The folder that contains all other folders.
 struct Root {
     folder: TempDir,
     /// Holds the lock.
@@ -95,7 +95,7 @@ fn clear(parent: &Path) {
         let Ok(lock) = File::open(path.join(LOCK)) else { continue };
         if own && flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok() {
             tracing::info!("{} is left over from a process that is gone", path.display());
-            // Another process may be at it as well.
+            // Another process may remove the folder at the same time.
             let _ = fs::remove_dir_all(&path);
         }
     }

@@ -32,7 +32,7 @@ pub(super) struct BackedTiers {
     leaving: Vec<u32>,
     /// Host pages whose index keys are not on the device.
     unindexed: Vec<bool>,
-    /// Saves that failed since one was done.
+    /// Saves that failed since the last successful one.
     failed: u32,
     /// The copies of index keys, by block.
     indexing: HashMap<BlockHash, u32, BuildNameHasher>,

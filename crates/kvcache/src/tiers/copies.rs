@@ -84,7 +84,7 @@ impl Tiers {
         }
         self.wanted.push_back(name);
         if self.wanted.len() > 2 * self.hot.size() as usize {
-            // Most of them are gone.
+            // Most of the queued blocks are no longer on the device.
             let (hot, is_wanted) = (&self.hot, &mut self.is_wanted);
             self.wanted.retain(|&name| hot.contains(name) || !is_wanted.remove(&name));
         }

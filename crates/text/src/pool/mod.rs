@@ -413,7 +413,7 @@ impl Drop for TextPool {
     }
 }
 
-/// Says that a thread has ended, however that happened.
+/// Records the end of a thread, also by a panic.
 struct ThreadEnd<'a>(&'a Shared);
 
 impl Drop for ThreadEnd<'_> {

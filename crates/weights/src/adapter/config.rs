@@ -139,7 +139,7 @@ impl Config {
 
 const BAD: &str = "has a pattern of ranks or alphas that is no object of numbers";
 
-/// True for a value that turns something on.
+/// True if a config value turns a feature on.
 fn is_set(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => false,

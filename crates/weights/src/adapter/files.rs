@@ -30,7 +30,7 @@ pub enum AdapterFolder {
 /// An open regular file.
 pub(super) struct OpenFile {
     file: File,
-    /// The path by which others find it.
+    /// The path of the file, for other processes.
     pub(super) path: PathBuf,
 }
 

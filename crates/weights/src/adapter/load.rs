@@ -20,7 +20,7 @@ pub struct AdapterPair {
     pub layer: usize,
     /// The suffix of the module's name, such as `self_attn.q_proj`.
     pub module: String,
-    /// The rank of both.
+    /// The rank of both matrices.
     pub rank: usize,
     /// `[rank, inputs]`
     pub a: Vec<u8>,

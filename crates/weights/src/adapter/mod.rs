@@ -53,7 +53,7 @@ struct Stored {
     warnings: Vec<String>,
 }
 
-/// The two matrices beside one of the base's.
+/// The two low-rank matrices beside a matrix of the base model.
 struct Halves {
     a: Option<Tensor>,
     b: Option<Tensor>,

@@ -7,7 +7,7 @@ use crate::families::{FeedShape, Mixer, Rule, Shape, TensorPart, layer_of, weigh
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Module {
     pub(super) layer: usize,
-    /// The end of its name, such as `self_attn.q_proj`.
+    /// The end of the module's name, such as `self_attn.q_proj`.
     pub(super) end: &'static str,
     pub(super) inputs: usize,
     pub(super) outputs: usize,

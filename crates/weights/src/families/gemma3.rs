@@ -58,7 +58,7 @@ pub(super) const TOWER: Family = Family {
     attention: "grouped-query, windows in five of six layers, both ways within images; a SigLIP tower",
     shape: |config| {
         let mut values = text::text_config(config);
-        // Such a config leaves out what is usual.
+        // Configs of text models omit the usual values.
         for (key, usual) in [
             ("vocab_size", 262_208),
             ("num_attention_heads", 8),

@@ -68,7 +68,7 @@ pub(super) const UNIFIED: Family = Family {
     layers: "dense",
     shape: |config| {
         let mut values = text::text_config(config);
-        // Such a config leaves out what is usual.
+        // Configs of text models omit the usual values.
         for (key, usual) in [("sliding_window", 1024), ("max_position_embeddings", 262_144)] {
             values.entry(key).or_insert_with(|| json!(usual));
         }

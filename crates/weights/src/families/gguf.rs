@@ -141,7 +141,7 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     let config = json!({
         "vocab_size": embedding.shape.first().copied().unwrap_or(0),
         "hidden_size": required(files, "embedding_length")?,
-        // Files whose layers all have experts may lack it.
+        // Files whose layers all have experts may lack this key.
         "intermediate_size": match whole(files, "expert_count")? {
             _ if keys.contains_key("intermediate_size") => None,
             None | Some(0) => Some(required(files, "feed_forward_length")?),

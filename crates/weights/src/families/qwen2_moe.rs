@@ -76,7 +76,7 @@ fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
         "num_experts": required(files, "expert_count")?,
         "num_experts_per_tok": required(files, "expert_used_count")?,
         "moe_intermediate_size": required(files, "expert_feed_forward_length")?,
-        // Older files have that of a dense part.
+        // Older files have the size of a dense part instead.
         "shared_expert_intermediate_size":
             shared.map_or_else(|| required(files, "feed_forward_length"), Ok)?,
         "norm_topk_prob": false,

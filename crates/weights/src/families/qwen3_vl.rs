@@ -44,7 +44,7 @@ pub(super) fn with_tower(
     flat.retain(|key, _| !matches!(key.as_str(), "text_config" | "vision_config"));
     let tied = config.flag("tie_word_embeddings", false);
     let tied = tied || windowed && truthy(text.get("tie_word_embeddings"));
-    // Older checkpoints do not nest it.
+    // Older checkpoints do not nest the text config.
     flat.extend(text.into_iter().filter(|(_, value)| !value.is_null()));
     flat.insert("tie_word_embeddings".into(), json!(tied));
     let there = |key: &str| flat.get(key).filter(|value| truthy(Some(value)))?.as_object().cloned();

@@ -38,7 +38,7 @@ pub struct Shape {
     pub ropes: Vec<Rope>,
     /// The distinct parts that mix positions.
     pub mixers: Vec<Mixer>,
-    /// The distinct parts behind them.
+    /// The distinct feed-forward parts.
     pub feeds: Vec<FeedShape>,
     /// The computed layers. A checkpoint may have more.
     pub layers: Vec<LayerShape>,

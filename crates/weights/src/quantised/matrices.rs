@@ -78,7 +78,7 @@ impl QuantisedParts {
         let matrices = match stored.scheme {
             Scheme::Fp8 { block } => floats(headers, block)?,
             Scheme::Int4(scheme) => integers(headers, scheme)?,
-            // They are stacks, without tensors for each matrix.
+            // MXFP4 experts are stacks, without tensors for each matrix.
             Scheme::Mxfp4 => Vec::new(),
         };
         let not_read = headers.keys().filter(|name| NOT_READ.contains(&split(name).1));

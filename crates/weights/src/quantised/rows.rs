@@ -22,7 +22,7 @@ pub(crate) struct StoredMatrix {
     pub(crate) matrix: QuantisedMatrix,
     /// Its tensors by name suffix, codes first.
     pub(crate) parts: Vec<(&'static str, Placed)>,
-    /// The weights that are parts of it.
+    /// The weights that are parts of the matrix.
     pub(crate) weights: Vec<Weight>,
 }
 

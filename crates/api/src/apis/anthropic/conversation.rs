@@ -23,7 +23,7 @@ const ROLES: [&str; 3] = ["user", "assistant", "system"];
 #[derive(Debug, Deserialize)]
 pub(crate) struct InMessage {
     role: String,
-    /// An answer may have none.
+    /// Messages of the assistant may have no content.
     content: Option<TextOr<Block>>,
 }
 
@@ -248,7 +248,7 @@ fn said(
             }
             turns.called(block.id, &name, input);
         }
-        // Only Anthropic's servers can read it.
+        // Only Anthropic's servers can read this block.
         "redacted_thinking" => {}
         kind => ignored.push(format!("{path}.type={kind}")),
     }
@@ -406,7 +406,7 @@ fn result(
 }
 
 impl Source {
-    /// The image that it is.
+    /// The image of this block.
     fn image(self, path: &str) -> Result<ImageUrl, ApiError> {
         let url = match self.kind.as_str() {
             "base64" => {

@@ -75,7 +75,7 @@ pub(crate) struct Thinking {
     /// `enabled`, `disabled` or `adaptive`.
     #[serde(rename = "type")]
     kind: String,
-    /// The largest number of tokens of it.
+    /// The largest number of reasoning tokens.
     budget_tokens: Option<u32>,
 }
 

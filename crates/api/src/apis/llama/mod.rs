@@ -107,7 +107,7 @@ impl LlamaRequest {
 /// Biases by token id, in either of the two forms. `false` forbids a token.
 fn biases(given: Value) -> Result<HashMap<String, f32>, ApiError> {
     const PARAM: &str = "logit_bias";
-    /// The least that a bias may be.
+    /// The smallest bias, which forbids a token.
     const NEVER: f32 = -BIAS as f32;
     let wrong = |at: &str, reason: &str| {
         Err(ApiError::invalid(format!("{PARAM}{at}"), format!("`{PARAM}{at}`: {reason}")))

@@ -47,7 +47,7 @@ pub(super) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     let settings = &first.resolved.server;
     let (config, http_threads) = (settings.server.clone(), settings.http_threads);
     for model in &mut models {
-        // The front takes it off.
+        // The front removes the root path.
         model.resolved.server.server.root_path = String::new();
     }
     let bounds = bounds(&flags.fleet, &models)?;
