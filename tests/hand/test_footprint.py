@@ -19,7 +19,7 @@ from tests.hand.rank_process import RankGroups
 from tests.hand.support import FAMILIES, hf_config, wire_config
 
 FREE = 8_000_000
-"""Available bytes, so few that they limit the number of pages."""
+"""Available bytes, too few for all pages."""
 GROUP = {"expert_parallel": True, "step_group": True}
 
 

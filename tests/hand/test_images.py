@@ -300,7 +300,7 @@ Wrong = Callable[[Plans, PlanBuilder], None]
 
 
 def two(first: Wrong, second: Wrong) -> Wrong:
-    """Makes both mistakes in one plan."""
+    """A plan with both mistakes."""
 
     def both(plans: Plans, builder: PlanBuilder) -> None:
         first(plans, builder)

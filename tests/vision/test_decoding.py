@@ -70,7 +70,7 @@ def test_jpegs_are_those_of_pillow(vision: Preparing, kind: str, progressive: bo
         path = tmp_path / f"{number}.jpg"
         image.save(path, progressive=progressive, **options)
         if kind == "ycck":
-            # The coefficients stay, and Adobe's segment now says YCCK.
+            # The coefficients stay, and Adobe's segment now declares YCCK.
             file = bytearray(path.read_bytes())
             file[file.index(b"Adobe") + 11] = 2
             path.write_bytes(file)

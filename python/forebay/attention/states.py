@@ -30,7 +30,7 @@ class StatePiece(NamedTuple):
     source: int
     """The row of the table with the state before the tokens."""
     target: int
-    """The row that gets the state behind them."""
+    """The row that gets the state after these tokens."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StepStates:
     chunks: Sequence[StatePiece]
     """The pieces of several tokens."""
     late: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """As `singles`: those that continue the other pieces."""
+    """As `singles`, for the pieces of one token that continue other pieces of the step."""
 
 
 @dataclass(frozen=True)

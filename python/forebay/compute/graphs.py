@@ -47,7 +47,7 @@ class SamplerKind(Enum):
     DRAWN = "drawn"
     """A draw after the filters, for rows with a temperature."""
     WHOLE = "whole"
-    """Penalties before it, and log-probabilities behind it."""
+    """A draw with penalties before it and log-probabilities after it."""
 
 
 def decode_rows(most: int) -> list[int]:

@@ -24,9 +24,9 @@ class _Part:
 
     stack: LowRankStack
     number: int
-    """The module's among those of the product."""
+    """The module's index among the modules of the product."""
     first: int
-    """The first of its outputs."""
+    """The index of the module's first output."""
     outputs: int
 
 

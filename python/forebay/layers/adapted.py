@@ -25,7 +25,7 @@ class LowRank(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
+        """Bytes of both matrices."""
         return self.a.nbytes + self.b.nbytes
 
 

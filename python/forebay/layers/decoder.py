@@ -369,7 +369,7 @@ class Decoder:
         residual: torch.Tensor | None = None
         for number, block in enumerate(self.blocks, start=1):
             if head is not None and number - 1 in head.taps:
-                # Layers write over both.
+                # Later layers overwrite `x` and `residual`.
                 tapped[number - 1] = x.clone() if residual is None else residual + x
             x, residual = block(x, residual, step)
             if images is not None and number < images.rows.shape[1]:

@@ -33,7 +33,7 @@ class HeadLayer(Protocol):
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
-        """The rotary embeddings that it needs in addition to the model's."""
+        """The rotary embeddings that the head needs in addition to the model's."""
 
     def features(self, tapped: Sequence[torch.Tensor]) -> torch.Tensor:
         """Features [n, hidden] of the model's states [n, hidden] at the taps."""
@@ -52,7 +52,7 @@ class DraftHead:
     """A draft head, attached to a model."""
 
     def __init__(self, config: HeadConfig, params: Parameters, model: Decoder) -> None:
-        """Allocates its weights in `params`."""
+        """Allocates the head's weights in `params`."""
         self.params = params
         self.taps = config.taps
         self._model = model
@@ -66,7 +66,7 @@ class DraftHead:
             of_tokens, of_logits = f"{at}embed_tokens.weight", f"{at}shared_head.head.weight"
         hidden, vocabulary, all_tokens = config.shape.hidden_size, config.vocab_size, model.config.vocab_size
         self._embedding: torch.Tensor | None = None
-        """None: it shares the model's, as it shares the matrix of logits."""
+        """None: the head shares the model's embedding. It shares the matrix of logits in the same way."""
         self._output: torch.Tensor | None = None
         if config.own_embedding:
             self._embedding = params.tensor((all_tokens, hidden), {of_tokens: all_tokens})
@@ -83,7 +83,7 @@ class DraftHead:
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
-        """The rotary embeddings that its layer has in addition to the model's."""
+        """The rotary embeddings that the head's layer has in addition to the model's."""
         return self._layer.rotaries
 
     def loaded(self) -> None:
@@ -139,7 +139,7 @@ class EagleLayer:
         self.rotaries = Decoder.rotaries_of(shape, params)
         kind = shape.kinds[0]
         if kind.rope is not None:
-            # After those of the model.
+            # The head's rotary embeddings come after those of the model.
             kind = replace(kind, rope=len(model.rotaries) + kind.rope)
         inputs = len(config.taps) * model.config.hidden_size
         self._features = Linear(params, "", inputs, {"fc": hidden})

@@ -73,7 +73,7 @@ class Draw:
     limited: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
     """Rows int64 [l] with a `top_k`, their `top_k` int64 [l], and their `top_p` float32 [l]; None: there are none."""
     width: int
-    """The largest `top_k` of them."""
+    """The largest `top_k` of the `limited` rows."""
     nucleus: tuple[torch.Tensor, torch.Tensor] | None
     """Rows int64 [n] with only a `top_p`, and their `top_p` float32 [n]; None: there are none."""
     min_p: torch.Tensor | None  # float32 [r]; None: no row has one

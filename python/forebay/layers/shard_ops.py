@@ -26,7 +26,7 @@ class ShardOps:
     """`Ops` for logits [rows, own tokens]. Other methods are passed to other operators."""
 
     def __init__(self, inner: Ops, group: Group, vocabulary: int) -> None:
-        """`inner` does all that concerns no other rank."""
+        """`inner`: the operators for work that needs no other rank."""
         self._inner = inner
         self._group = group
         self._own: Part = Shard(group.rank, group.world).of(vocabulary)

@@ -33,7 +33,7 @@ class Call(Generic[T]):
     failed: Callable[[RequestError], T]
     """Makes the result of an error."""
     weight: int = 1
-    """The choices that are computed for it."""
+    """The number of choices that are computed for the request."""
 
 
 class Gate:

@@ -43,7 +43,7 @@ class Connection:
         return cls(*await asyncio.open_unix_connection(socket, limit=LINE_LIMIT))
 
     def close(self) -> None:
-        """Closes it. The server gives up a request that is not answered."""
+        """Closes the connection. The server aborts a request that is not answered yet."""
         self._writer.close()
 
     def is_usable(self, idle_seconds: float) -> bool:

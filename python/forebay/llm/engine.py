@@ -81,7 +81,7 @@ class BorrowedServer:
         """Does nothing: another process owns the server."""
 
     def death(self) -> EngineDeadError:
-        """The error of requests to it when it is gone."""
+        """The error of requests after the server has ended."""
         return EngineDeadError("the server has ended with the process that started it")
 
 

@@ -14,7 +14,7 @@ class Bar(Protocol):
     """The part of tqdm that is used."""
 
     def update(self, n: float | None = 1) -> object:
-        """Notes that `n` more have ended."""
+        """Counts `n` more ended requests."""
 
 
 def bar(use_tqdm: bool | Callable[..., Any], total: int, what: str) -> AbstractContextManager[Bar | None]:

@@ -33,7 +33,7 @@ STALE_SECONDS = 3600.0
 TAIL = 8192
 """Bytes at the end of the log that are searched for a reason."""
 KEYS = ("FOREBAY_API_KEY", "FOREBAY_ADMIN_API_KEY", "FOREBAY_ROUTER_KEY")
-"""Variables for servers that others reach."""
+"""Variables with the keys of servers that other clients reach. The library's own server gets none."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_LINE = re.compile(r"^\S+\s+(ERROR|WARN)\s+(.*)")
 
@@ -42,7 +42,7 @@ class Server:
     """A `forebay serve` process of this process. It ends with this process, however that ends."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
-        """Starts it with these arguments, without waiting until it is ready."""
+        """Starts the server with these arguments, without waiting until it is ready."""
         _remove_stale_folders()
         folder = tempfile.mkdtemp(prefix=PREFIX)
         if len(os.fsencode(folder)) > LONGEST_PATH - len("/socket"):
@@ -80,11 +80,11 @@ class Server:
         self._stop = weakref.finalize(self, _stop, self.process, folder, self._log, os.getpid())
 
     def is_alive(self) -> bool:
-        """True if it runs."""
+        """True if the server runs."""
         return self._stop.alive and self.process.poll() is None
 
     def stop(self) -> None:
-        """Ends it. A second call does nothing."""
+        """Ends the server. A second call does nothing."""
         self._stop()
 
     def start_error(self) -> StartError:

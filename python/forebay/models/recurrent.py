@@ -55,7 +55,7 @@ class CacheStates:
         self._rows |= {target: copy.deepcopy(self._rows[source]) for source, target in rows.tolist()}
 
     def clear(self, rows: npt.NDArray[np.int64]) -> None:
-        """Makes rows [n] those of no position."""
+        """Resets rows [n] to the state before the first position."""
         self._rows |= {row: self._make() for row in rows.tolist()}
 
     def step(self, pieces: Iterable[StatePiece]) -> list[StateRow]:

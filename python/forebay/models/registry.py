@@ -1,4 +1,4 @@
-"""The models by their parts."""
+"""Builds models from their parts."""
 
 from __future__ import annotations
 

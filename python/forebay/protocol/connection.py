@@ -30,7 +30,7 @@ class _Buffer:
         self.taken = False
 
     def release(self) -> None:
-        # By any thread: it is one assignment.
+        # Any thread may call this, because it is one assignment.
         self.taken = False
 
 

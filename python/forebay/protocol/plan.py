@@ -90,7 +90,7 @@ class Plan(PlanColumns):
         """True if each row's combination of flags is known."""
         flags = self.rows[:, 3]
         bits = int(np.bitwise_or.reduce(flags))
-        # One flag alone, in the rows that have it.
+        # All rows with a flag have the same one, so every combination is known.
         if bits in (0, FLAG_SAMPLE, FLAG_POOL):
             return True
         return 0 <= bits < len(_KNOWN_FLAGS) and bool(_KNOWN_FLAGS[flags].all())

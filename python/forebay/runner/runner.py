@@ -135,7 +135,7 @@ class ModelRunner:
             self.adapters = self._open_places()
             """None: no row has an adapter."""
             self.images = Images.of(config, self.model, self._arena, self.device)
-            """None: the model sees none."""
+            """None: the model takes no images."""
             self._make_pages(self._sizes(available))
             self._make_states(self._state_pages)
             pool = self._open_host(host)
@@ -329,7 +329,7 @@ class ModelRunner:
         if hot is not None:
             sparse = sparse_plan(self.config, self.host_pages)
             if sparse is not None:
-                # The pages that it reads may hold NaN.
+                # Not `_warm`: the pages that this step reads may hold NaN.
                 self.step(self._of_all_ranks(sparse))
             hot.sparse.fill(False)
         began = time.monotonic()
@@ -375,7 +375,7 @@ class ModelRunner:
             "graphs": 0 if self._steps.graphs is None else self._steps.graphs.count,
             "blocks": "",
             "tokens_only": isinstance(self.model, CalledModel),
-            # Its own drafts are all that it verifies.
+            # With a draft model, the hand verifies its own drafts only.
             "verifies_drafts": self._verifies_drafts and self.draft_model is None,
             "tokens_a_row": 1 if self.draft_model is None else 1 + self.draft_model.most,
             "state_page_count": self._state_pages,
@@ -474,7 +474,7 @@ class ModelRunner:
             self.device.queue(self._take_part)
 
     def _take_part(self) -> None:
-        """Work: a step of others."""
+        """Work: takes part in a step in which only other ranks have rows."""
         # The weights are in the order that steps compute with.
         _ = self._compute
         self.decoder.take_part()

@@ -186,7 +186,7 @@ class HostPool:
             end = os.fstat(descriptor).st_size - COUNT_BYTES
             os.pwrite(descriptor, counts.state_pages.to_bytes(COUNT_BYTES, sys.byteorder), end)
         self.mapped: Bytes = np.frombuffer(mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED), np.uint8)
-        """All of it, uint8 [bytes]."""
+        """The whole memory, uint8 [bytes]."""
         self.counts = counts
         self.parts = HostParts(self.mapped, counts, sizes)
         self._page_size = page_size

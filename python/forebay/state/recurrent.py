@@ -215,7 +215,7 @@ class StateStore(Protocol):
         """Copies rows [n, 2], from and to."""
 
     def clear(self, rows: Int64s) -> None:
-        """Makes rows [n] those of no position."""
+        """Resets rows [n] to the state before the first position."""
 
 
 class StateTables:

@@ -23,9 +23,9 @@ class HeadConfig:
     norm_before_residual: bool
     """True if the layer's residual is the normalised feature."""
     vocab_size: int
-    """The number of tokens that it drafts."""
+    """The size of the head's vocabulary."""
     mapped: bool
-    """True if these have numbers of their own."""
+    """True if the drafted tokens have ids of their own."""
     own_embedding: bool
     own_output: bool
     """True if it has its own matrix of logits; False: it shares the model's."""

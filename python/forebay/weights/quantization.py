@@ -26,7 +26,7 @@ class Kept:
 
     scheme: Scheme
     is_wanted: Callable[[str], bool]
-    """The test for the names of their weights."""
+    """True for the name of a weight whose matrix is kept."""
 
     def layout(self, parts: Mapping[str, int], inputs: int) -> Layout | None:
         """The layout of a matrix that joins `parts`, name to rows; None: its products are in the model's type."""

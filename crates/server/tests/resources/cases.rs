@@ -6,7 +6,7 @@ use forebay_api::limits::{Bound, Param, Params};
 /// A parameter of a route, and where its value goes in the body.
 pub(crate) struct Case {
     pub(crate) route: &'static str,
-    /// The parameter's name as errors show it.
+    /// The parameter's name, as errors show it.
     pub(crate) param: String,
     pub(crate) bound: Bound,
     /// The body before and after the value.

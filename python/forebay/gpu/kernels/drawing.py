@@ -302,7 +302,7 @@ def candidates_kernel(
         found = _key(logits, begin + i, vocabulary, top, temperature)
         candidate = (found < _NO_KEY) & (_bin(found) <= edge)
         number = tl.sum(candidate.to(tl.int32), 0)
-        # Most blocks have none.
+        # Most blocks have no candidate.
         if number > 0:
             place = count + tl.cumsum(candidate.to(tl.int32), 0) - 1
             tl.store(candidates + place, found, mask=candidate)

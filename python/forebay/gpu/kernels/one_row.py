@@ -93,7 +93,7 @@ def gated_row_kernel(
     if BIAS:
         gate += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
         up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)
-    # As the two operators round them.
+    # Round as the two separate operators do.
     dtype = out.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     tl.store(out + n, gated(gate, up, ACTIVATION), mask=n < N)
