@@ -70,7 +70,7 @@ pub(crate) struct Ask {
     /// The requirements for a pair of servers that computes the request; `None`: one backend
     /// computes it.
     pub(crate) pair: Option<PairNeeds>,
-    /// How often it has moved from one queue to another.
+    /// How often the request has moved from one queue to another.
     moves: AtomicU8,
     /// Backends that died while they computed the request.
     pub(crate) past: Mutex<Past>,
@@ -96,7 +96,7 @@ pub(crate) struct Resume {
     pub(crate) name: HeaderValue,
     /// Ids of the tokens that the client has, in decimal, each followed by a comma.
     pub(crate) ids: Bytes,
-    /// Their share of memory.
+    /// The share of the memory budget that the ids take.
     pub(crate) share: Arc<IdShare>,
 }
 

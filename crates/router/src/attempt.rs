@@ -238,7 +238,7 @@ pub(crate) async fn answered(
     match response {
         Ok(response) => Ok((link, response)),
         Err(Broken::Link(error)) if stale => {
-            // It was closed before anything was sent.
+            // The connection was closed before anything was sent.
             let unsent = error.is_canceled();
             Err((Trouble::Stale, !unsent))
         }

@@ -40,11 +40,11 @@ pub(crate) enum Broken {
 pub(crate) struct Vigil {
     gone: Pin<Box<OwnedNotified>>,
     deadline: Pin<Box<Sleep>>,
-    /// `None`: it stays where it is.
+    /// Lets the router move the request; `None`: the request stays with this backend.
     place: Option<Place>,
     /// The request to the prefill server, if it may still fail.
     leg: Option<Leg>,
-    /// Its failure.
+    /// The failure of that request.
     failed: Option<Failed>,
 }
 

@@ -18,7 +18,7 @@ const PATH: &str = "/v1/responses/";
 /// The path among them that names no response.
 const COUNT: &str = "/v1/responses/input_tokens";
 
-/// Backends of responses, by their names.
+/// The backends that keep responses, by the names of the responses.
 #[derive(Debug)]
 pub(crate) struct Homes(Mutex<LruCache<Box<str>, u32>>);
 

@@ -31,7 +31,7 @@ use crate::tape::FREE;
 
 /// The largest answer of a prefill server.
 const MAX_ANSWER: usize = 8 << 20;
-/// The time that a leg may take to end once the answer has.
+/// The time that a leg may take to end after the answer has ended.
 const GRACE: Duration = Duration::from_millis(250);
 
 /// A request to a prefill server, beside the one that is answered. Dropping it closes its
@@ -56,12 +56,12 @@ impl Leg {
         match ended {
             Ok(Ok(())) => Poll::Pending,
             Ok(Err(failed)) => Poll::Ready(failed),
-            // It panicked.
+            // The task panicked.
             Err(_) => Poll::Ready(Trouble::Broken(Broken::Prefill).into()),
         }
     }
 
-    /// Lets the leg end, because the answer has.
+    /// Lets the leg end, because the answer has ended.
     pub(crate) fn linger(mut self) {
         if let Some(mut task) = self.0.take() {
             tokio::spawn(async move {

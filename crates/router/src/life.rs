@@ -34,7 +34,7 @@ impl Life {
     pub(crate) fn speak(&mut self, epoch: u64) {
         let known = std::mem::replace(&mut self.epoch, epoch);
         if known != 0 && known != epoch && !self.dead {
-            // It died and came back before anybody asked.
+            // The backend died and came back between two checks.
             self.die();
         }
         self.dead = false;

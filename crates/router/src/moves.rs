@@ -40,7 +40,7 @@ struct Answer {
 struct Brain {
     backend: Arc<Backend>,
     load: Load,
-    /// Its waiting dispatches, the latest first, if it was asked.
+    /// The brain's waiting dispatches, the latest first, if they were requested.
     queued: Vec<QueuedDispatch>,
 }
 
@@ -154,7 +154,7 @@ fn best(
     sources.sort_by_key(|&at| std::cmp::Reverse(brains[at].load.work.prefill));
     for from in sources {
         let here = &brains[from];
-        // One alone waits for nobody.
+        // A single request waits for no other.
         if here.load.requests < 2 {
             continue;
         }

@@ -65,7 +65,7 @@ impl PairEngine {
 /// A server that computes prompts.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrefillServer {
-    /// Its URL.
+    /// The server's URL.
     pub url: String,
     /// The bootstrap port at which SGLang's decode servers find this server; `None`: the one that
     /// it reports, or 8998.

@@ -17,7 +17,7 @@ const MANY: u8 = 2;
 pub(crate) enum Role {
     /// The request was on trial there.
     OnTrial,
-    /// Another was.
+    /// Another request was on trial there.
     Bystander,
     /// No request was on trial there.
     Present,
@@ -78,7 +78,7 @@ impl Past {
         over
     }
 
-    /// Its next trial; `None` if it is no suspect.
+    /// The request's next trial; `None`: the request is no suspect.
     pub(crate) fn trial(&self) -> Option<Trial> {
         let time = (2 * self.lived).max(SHORTEST_TRIAL);
         self.suspect.then_some(match (self.deaths, self.unexplained) {

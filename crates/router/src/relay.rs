@@ -40,7 +40,7 @@ enum State {
     Flowing(Box<Flow>),
     /// Looking for another backend to continue.
     Recovering(Recovery),
-    /// Everything has been given.
+    /// The whole body was passed on.
     Over,
 }
 

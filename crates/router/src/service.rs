@@ -251,7 +251,7 @@ async fn pass_on(
     if let Some(model) = ask.model.as_deref() {
         let backends = shared.registry.current();
         if !is_listed(&backends, model) && shared.unlisted.asks(model) {
-            // It may have been loaded a moment ago.
+            // The model may have been loaded a moment ago.
             renew(&backends, config.health.timeout).await;
         }
     }

@@ -30,7 +30,7 @@ pub(crate) struct Tape {
     ids: Option<Ids>,
     /// The bytes after the last comment.
     held: BytesMut,
-    /// Their share of the memory for unfinished parts.
+    /// The share of the memory for unfinished parts.
     share: Held,
     search: Search,
     /// Something was passed on.
@@ -43,7 +43,7 @@ pub(crate) struct Tape {
 /// Ids of all tokens whose text was passed on to the client.
 #[derive(Debug)]
 struct Ids {
-    /// In decimal, each with a comma.
+    /// The ids in decimal, each with a comma.
     text: Vec<u8>,
     /// The bytes that other brains wrote.
     inherited: usize,
