@@ -67,7 +67,7 @@ pub(crate) struct NamedAdapter {
     pub(crate) digest: String,
     /// Seconds since 1970 at its load.
     pub(crate) loaded: u64,
-    /// Its requests under this name.
+    /// The adapter's requests under this name.
     pub(crate) load: Arc<AdapterLoad>,
 }
 

@@ -200,7 +200,7 @@ impl Call {
             let told = told.filter(|tail| (tail.first as usize) < prompt.len());
             if max_tokens == 0 && told.is_none() {
                 self.alive.push(None);
-                // It needs no computation.
+                // The choice needs no computation.
                 sender.finish(End::Length);
                 continue;
             }

@@ -158,7 +158,7 @@ pub struct ModelInfo {
     pub aliases: Vec<String>,
     /// The loaded model: a hub id or a path.
     pub root: String,
-    /// Facts about its files.
+    /// Facts about the model's files.
     pub facts: ModelFacts,
     /// End-of-sequence token ids.
     pub eos: Arc<[i32]>,

@@ -69,7 +69,7 @@ fn reasoning(state: &Shared, terms: &Terms, prompt: &[i32]) -> Result<Option<Rea
     };
     let matters = match generation.structure {
         Some(_) => start != Start::Answer,
-        // It may begin at any time.
+        // Reasoning may begin at any time.
         None => budget.is_some(),
     };
     Ok(matters.then(|| Reasoning { markers: markers.clone(), start, budget }))

@@ -14,7 +14,7 @@ pub struct TensorFolder {
     pub path: PathBuf,
     /// The largest number of bytes of all files with tensors in it.
     pub most_bytes: u64,
-    /// Its end removes the folder.
+    /// Dropping it removes the folder.
     pub guard: Arc<dyn Any + Send + Sync>,
 }
 
@@ -36,11 +36,11 @@ pub struct TrainerGroup {
 /// A tensor that a trainer sends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NamedTensor {
-    /// Its name in the served checkpoint.
+    /// The tensor's name in the served checkpoint.
     pub name: String,
-    /// Its type, as PyTorch calls it.
+    /// The tensor's type, as PyTorch calls it.
     pub dtype: String,
-    /// Its sizes.
+    /// The tensor's sizes.
     pub shape: Vec<u64>,
 }
 

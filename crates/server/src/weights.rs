@@ -95,7 +95,7 @@ pub(crate) struct Update {
 
 /// The model that hands have.
 struct ServedWeights {
-    /// Its description.
+    /// The model's description.
     model: Value,
     /// The folder with tensors that were sent; `None`: there are none.
     #[expect(dead_code, reason = "its end removes the folder")]

@@ -48,21 +48,21 @@ pub struct ModelEntry {
     pub aliases: Vec<String>,
     /// The model as the user wrote it: a hub id or a path.
     pub root: String,
-    /// Facts about its files.
+    /// Facts about the model's files.
     pub facts: ModelFacts,
-    /// Bytes of its files.
+    /// Bytes of the model's files.
     pub stored_bytes: u64,
-    /// True if it generates text.
+    /// True if the model generates text.
     pub generates: bool,
-    /// Sampling parameters that its generation config sets.
+    /// Sampling parameters that the model's generation config sets.
     pub defaults: GenerationDefaults,
-    /// Its chat template; empty: it has none.
+    /// The chat template; empty: there is none.
     pub template: String,
     /// The longest prompt and answer together, in tokens.
     pub context_length: u32,
     /// True if measured memory replaces the planned numbers after a load.
     pub measures: bool,
-    /// Its place in the plan of memory.
+    /// The model's entry in the fleet's plan of memory.
     pub plan: FleetModel,
 }
 

@@ -106,7 +106,7 @@ impl Intake {
         self.pixel_bytes
     }
 
-    /// This moment.
+    /// The current counts.
     pub(crate) fn stats(&self) -> IntakeStats {
         IntakeStats {
             unread: self.workers.waiting(),

@@ -76,7 +76,7 @@ pub(crate) async fn ask(
         .max_header_size(MAX_HEAD)
         .handshake(TokioIo::new(socket));
     let (mut sender, connection) = handshake.await?;
-    // Its error is the answer's as well.
+    // An error of the connection is an error of the answer too.
     let driver = Driver(tokio::spawn(async move { drop(connection.await) }));
     let response = sender.send_request(request).await?;
     Ok(OpenAnswer { response, _driver: driver })

@@ -20,15 +20,15 @@ pub(crate) enum Outcome {
     Full,
     /// The prefill server takes no more requests now.
     Busy,
-    /// It has no blocks to give.
+    /// The prefill server has no blocks to give.
     Nothing,
-    /// It takes no connection.
+    /// The prefill server takes no connection.
     Unreachable,
     /// It refuses the request: it has another model, other pages or another key.
     Refused,
     /// The connection broke before the end.
     Broken,
-    /// It took too long.
+    /// The prefill server took too long.
     Late,
     /// The prefill server has sent something else than was asked for.
     Wrong,

@@ -142,7 +142,7 @@ impl DecodeSide {
     ) -> (Option<Loan>, Outcome) {
         let Some(facts) = engine.facts() else { return (None, Outcome::Nothing) };
         let size = facts.page_size.max(1) as usize;
-        // One position at least is computed here.
+        // At least one position is computed here.
         let wanted = prompt.tokens.len().saturating_sub(1) / size;
         let names = &prompt.names[..wanted.min(prompt.names.len())];
         let cached = usize::try_from(engine.cached(names)).unwrap_or(0) / size;

@@ -141,7 +141,7 @@ impl BlockSender {
     async fn run(mut self, mut call: Call) {
         let out = self.out.clone();
         tokio::select! {
-            // Its end drops the call, which ends the request.
+            // When either branch ends, the call is dropped, which ends the request.
             _ = self.send_all(&mut call) => {}
             () = out.closed() => {}
         }

@@ -21,7 +21,7 @@ pub(crate) struct ReceivedRoom {
 }
 
 impl ReceivedRoom {
-    /// So many `pages` of blocks and of states, all of them free.
+    /// Creates the room: `counts` has the free pages for blocks and for states.
     pub(crate) fn new(pages: TierPages, counts: [u32; 2], lender: u32) -> Arc<Self> {
         let free = Mutex::new(counts.map(|count| (0..count).rev().collect()));
         Arc::new(Self { pages, lender, free })

@@ -68,7 +68,7 @@ pub(crate) fn header(kind: u32, length: u64, name: u128) -> [u8; HEADER] {
 /// The reason for which an answer is of no use.
 #[derive(Debug, Error)]
 pub(crate) enum WireError {
-    /// It breaks the rules of this module.
+    /// The answer violates the protocol of this module.
     #[error("it sends {0}")]
     Frame(&'static str),
     /// There is no memory for the bytes.

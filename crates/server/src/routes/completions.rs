@@ -143,7 +143,7 @@ fn most_likely(deltas: Vec<Delta>, made: usize, n: usize) -> Vec<Delta> {
     while deltas.peek().is_some() {
         let mut group: Vec<(f64, Delta)> =
             deltas.by_ref().take(made.max(1)).map(|delta| (mean(&delta), delta)).collect();
-        // Of equals the first stays first.
+        // Of equal choices, the first stays first.
         group.sort_by(|(a, _), (b, _)| b.total_cmp(a));
         kept.extend(group.into_iter().take(n).map(|(_, delta)| delta));
     }

@@ -206,7 +206,7 @@ async fn computes(state: &Shared, limits: Limits, arrived: Instant) -> Result<()
         }
         if stats.running + stats.waiting == 0 {
             match one_token(state, limits, arrived).await {
-                // Others have come in the meantime.
+                // Other requests have come in the meantime.
                 Err(ApiError::Overloaded { .. } | ApiError::QueueFull { .. }) => {}
                 answer => return answer,
             }

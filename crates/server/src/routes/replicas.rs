@@ -69,7 +69,7 @@ pub(crate) struct NewRole {
 pub(crate) struct ReplicaRole {
     /// The number of the replica.
     replica: u32,
-    /// Its role.
+    /// The role of the replica.
     role: &'static str,
     /// The role of each replica.
     roles: Vec<&'static str>,

@@ -75,7 +75,7 @@ enum Texts<'a> {
 #[derive(Deserialize, IntoParams, ToSchema)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct ParameterQuery {
-    /// Its name in safetensors, or in transformers.
+    /// The tensor's name in safetensors, or in transformers.
     name: String,
     /// The number of rows to return; of a vector, the number of values.
     #[serde(default = "rows")]

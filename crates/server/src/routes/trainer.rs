@@ -48,9 +48,9 @@ pub(crate) struct DestroyGroup {
 pub(crate) struct UpdateFromGroup {
     /// Names of tensors of the served checkpoint.
     names: Vec<String>,
-    /// Their types, such as `bfloat16` or `torch.bfloat16`.
+    /// The types of the tensors, such as `bfloat16` or `torch.bfloat16`.
     dtypes: Vec<String>,
-    /// Their sizes.
+    /// The sizes of the tensors.
     shapes: Vec<Vec<u64>>,
     #[serde(default = "usual_name")]
     group_name: String,

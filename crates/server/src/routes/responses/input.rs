@@ -37,7 +37,7 @@ impl Input {
                 Some(Value::String(text)) => text,
                 _ => self.arguments,
             },
-            // It was cut off.
+            // The text was cut off.
             _ if self.at.is_some() => self.text.clone(),
             _ => self.arguments,
         };
