@@ -40,9 +40,10 @@ pub struct Ticket(u64);
 /// The answer to a new request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FleetEntry {
-    /// It runs, until [`Fleet::finish`].
+    /// The request runs, until [`Fleet::finish`].
     Running,
-    /// It waits for [`FleetAction::Admit`] or [`FleetAction::Fail`], or until its client gives up.
+    /// The request waits for [`FleetAction::Admit`] or [`FleetAction::Fail`], or until its client
+    /// gives up.
     Waiting(Ticket),
 }
 
@@ -51,7 +52,7 @@ pub enum FleetEntry {
 pub enum FleetRefusal {
     /// The maximum number of requests is waiting for the model already.
     QueueFull {
-        /// Their number.
+        /// The number of waiting requests.
         waiting: usize,
     },
     /// The model never fits with the pinned ones.
@@ -61,7 +62,7 @@ pub enum FleetRefusal {
         /// The bytes that the model may take.
         most: u64,
     },
-    /// Pinned models have all the places.
+    /// Pinned models take all places.
     NoPlace,
     /// The last load has failed, or the model has died, a short while ago.
     Paused {
@@ -75,14 +76,14 @@ pub enum FleetRefusal {
 pub enum FleetAction {
     /// Load the model. Then [`Fleet::loaded`] or [`Fleet::load_failed`].
     Load {
-        /// Its place in the list of models.
+        /// The model's place in the list of models.
         model: usize,
         /// Bytes that the model may take.
         bytes: u64,
     },
     /// Take the model out of memory. Then [`Fleet::emptied`].
     Leave {
-        /// Its place in the list of models.
+        /// The model's place in the list of models.
         model: usize,
         /// The sleep level afterwards.
         level: SleepLevel,

@@ -9,7 +9,7 @@ pub struct FleetModel {
     pub bytes: u64,
     /// True if it never leaves, whether for another model or when idle.
     pub pinned: bool,
-    /// It leaves after this many milliseconds without a request; `None`: never.
+    /// The model is unloaded after this many milliseconds without a request; `None`: never.
     pub idle_ms: Option<u64>,
 }
 
@@ -17,13 +17,13 @@ pub struct FleetModel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ModelState {
-    /// Nothing of it is in memory.
+    /// Nothing of the model is in memory.
     Unloaded,
-    /// It is being loaded.
+    /// The model is being loaded.
     Loading,
-    /// It takes requests.
+    /// The model takes requests.
     Ready,
-    /// It is finishing its last requests, or being unloaded.
+    /// The model is finishing its last requests, or being unloaded.
     Leaving,
     /// Its weights and pages are gone, but state is kept for a fast next load.
     Asleep,
@@ -60,7 +60,7 @@ pub(crate) enum Phase {
         stay_ms: u64,
         closed: Option<SleepLevel>,
     },
-    /// The caller takes it out of memory.
+    /// The caller is removing the model from memory.
     Leaving(SleepLevel),
 }
 
@@ -71,9 +71,9 @@ pub(crate) struct Member {
     pub(crate) phase: Phase,
     /// The sleep level, if an explicit request makes it leave.
     pub(crate) dismissed: Option<SleepLevel>,
-    /// Milliseconds that replace `idle_ms` until it leaves.
+    /// Milliseconds that replace `idle_ms` until the model is unloaded.
     pub(crate) keep: Option<Option<u64>>,
-    /// Bytes that it has in memory.
+    /// Bytes that the model has in memory.
     pub(crate) held: u64,
     pub(crate) running: usize,
     pub(crate) waiting: usize,
@@ -106,12 +106,12 @@ impl Member {
         }
     }
 
-    /// True if it takes requests.
+    /// True if the model takes requests.
     pub(crate) fn is_open(&self) -> bool {
         matches!(self.phase, Phase::In { closed: None, .. })
     }
 
-    /// True if it is about to free its memory.
+    /// True if the model is about to free its memory.
     pub(crate) fn gives_back(&self) -> bool {
         matches!(self.phase, Phase::In { closed: Some(_), .. } | Phase::Leaving(_))
     }
@@ -130,7 +130,7 @@ impl Member {
         }
     }
 
-    /// When it leaves if no request comes.
+    /// When the model is unloaded if no request comes.
     pub(crate) fn idle_until_ms(&self) -> Option<u64> {
         let open_and_idle = self.is_open() && self.running == 0 && self.waiting == 0;
         let may_leave = open_and_idle && !self.model.pinned;
