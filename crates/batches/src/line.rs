@@ -37,7 +37,7 @@ pub struct BatchRequest {
 pub struct LineFault {
     /// A code for programs, OpenAI's if there is one.
     pub code: &'static str,
-    /// One sentence.
+    /// The message, one sentence.
     pub message: String,
     /// The field.
     pub param: Option<&'static str>,

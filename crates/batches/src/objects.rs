@@ -11,11 +11,11 @@ pub struct FileObject {
     pub id: String,
     #[serde(default)]
     object: FileKind,
-    /// Its size.
+    /// The size in bytes.
     pub bytes: u64,
     /// Seconds since 1970.
     pub created_at: u64,
-    /// When it will be deleted, in seconds since 1970.
+    /// When the file will be deleted, in seconds since 1970.
     pub expires_at: u64,
     /// The file name that the client gave.
     pub filename: String,
@@ -74,21 +74,21 @@ enum BatchKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BatchStatus {
-    /// Its lines are being checked, or wait for that.
+    /// The lines of the input are being checked, or wait for the check.
     Validating,
     /// It was not computed, because lines are invalid or there was no room for its answers.
     Failed,
-    /// Its requests are computed.
+    /// The requests are being computed.
     InProgress,
-    /// Its answers become files.
+    /// The answers are being written to files.
     Finalizing,
     /// Every request has an answer.
     Completed,
-    /// Its time ran out before every request had an answer.
+    /// The time ran out before every request had an answer.
     Expired,
-    /// Its owner has cancelled it, and running requests are ending.
+    /// The owner has cancelled the batch, and running requests are ending.
     Cancelling,
-    /// Its owner cancelled it.
+    /// The owner cancelled the batch.
     Cancelled,
 }
 
@@ -115,7 +115,7 @@ pub struct BatchObject {
     pub input_file_id: String,
     /// The time in which it has to finish, as its owner wrote it.
     pub completion_window: String,
-    /// Its state.
+    /// The state of the batch.
     pub status: BatchStatus,
     /// The file of answers, once it is there.
     pub output_file_id: Option<String>,
@@ -139,7 +139,7 @@ pub struct BatchObject {
     pub cancelling_at: Option<u64>,
     /// The time at which the cancelled batch ended.
     pub cancelled_at: Option<u64>,
-    /// Its requests.
+    /// Counts of the batch's requests.
     pub request_counts: RequestCounts,
     /// Keys and values that the owner attached.
     pub metadata: Option<BTreeMap<String, String>>,
@@ -182,9 +182,9 @@ enum ListKind {
 /// A reason why a batch was not computed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchError {
-    /// For programs.
+    /// The code of the error, for programs.
     pub code: String,
-    /// One sentence.
+    /// The message, one sentence.
     pub message: String,
     /// The field.
     pub param: Option<String>,
