@@ -53,7 +53,7 @@ pub enum LocalReason {
     NoPrefill,
     /// No target that decodes takes requests.
     NoDecode,
-    /// Its keys and values can't be lent, because its prompt is embeddings.
+    /// The request's keys and values can't be lent, because the prompt is embeddings.
     Kind,
     /// The client has named a target, or the request needs only one.
     Named,

@@ -176,7 +176,7 @@ impl Replica {
     fn loan(&self, LentBlocks { loan, pages, states }: LentBlocks) -> Arc<Loan> {
         let (number, returned) = (self.number, self.returned.clone());
         let give_back = Box::new(move || {
-            // At the end of the simulation it is not read.
+            // At the end of the simulation the channel is no longer read.
             let _ = returned.send((number, loan));
         });
         Arc::new(Loan::new(number as u32, pages, give_back).with_states(states))

@@ -70,7 +70,7 @@ impl Routing {
         if let Some(index) = &self.index {
             let (prompt, page_size) = (arrival.prompt(), self.page_size as usize);
             names = PromptImage::chain(&Namer::open(), 0, &prompt, &arrival.images, page_size);
-            // One token at least is left to compute.
+            // At least one token is left to compute.
             let held = |blocks: u64| (blocks * u64::from(self.page_size)).min(tokens - 1);
             cached = index.lookup(&names).into_iter().map(held).collect();
         }
@@ -79,7 +79,7 @@ impl Routing {
         let rule = RoleRule { roles: &self.roles, local_tokens: self.local_tokens };
         let apart = !self.roles.is_empty();
         let reason = if apart { rule.narrow(&ask, true, &mut open) } else { None };
-        // One is open at least.
+        // At least one replica is open.
         let at = self.balancer.choose(self.ledger.loads(), |at| open[at], &ask).unwrap_or(0);
         let leaves = apart && rule.stays(at, reason).is_none();
         let lender = if apart { lender(&ask, at) } else { None };
@@ -101,7 +101,7 @@ impl Routing {
             .collect();
         let (ask, roles) = (Ask { tokens, cached: &cached }, &self.roles);
         let open = |at: usize| roles[at].decodes();
-        // There is at least one, and they come last.
+        // There is at least one decode replica, and decode replicas come last.
         let at = self.balancer.choose(self.ledger.loads(), open, &ask).unwrap_or(roles.len() - 1);
         self.ledger.sent(request.id, at, Work { prefill: ask.uncached(at), decode: 0 });
         at

@@ -347,7 +347,7 @@ impl Simulation {
     /// Handles an arrived request or an image that is ready.
     pub(crate) fn feed(&mut self, at: usize, now_us: u64) {
         if self.replicas[at].ends_us().is_some() {
-            // Its next event is known already.
+            // The replica's next event is known already.
             self.replicas[at].feed(now_us);
             self.take_events(at, now_us);
         } else {
@@ -384,7 +384,7 @@ impl Simulation {
                         }
                         2 => {
                             life.second_us = now_us;
-                            // It begins at its second replica.
+                            // The request begins at its second replica.
                             self.routing.first_token(id);
                         }
                         _ => {}

@@ -95,7 +95,7 @@ impl StartedServer {
                         bar.set_message(format!("{model}: {stage}"));
                     }
                 }
-                // It does not listen yet.
+                // The server does not listen yet.
                 Err(_) => {}
             }
             sleep(POLL).await;

@@ -148,7 +148,7 @@ impl AdapterPlaces {
             AdapterOrder::Forget { id } => {
                 self.known.remove(&id);
                 let kept = self.kept.extract_if(.., |(kept, _)| *kept == id);
-                // Nobody names the place any more.
+                // No later plan uses the place.
                 let of_it = self.held.iter().find(|(_, (held, _))| *held == id).map(|(&at, _)| at);
                 let held = of_it.and_then(|at| self.held.remove(&at)).into_iter();
                 let gone = kept.chain(held).map(|(_, matrices)| matrices);

@@ -51,7 +51,7 @@ impl EncoderRunner {
         threads: &Arc<Threads>,
         report: Report<'_>,
     ) -> Result<Loaded, HandError> {
-        // It has no pages.
+        // An encoder has no pages.
         let none = PoolSize { count: 0, bytes: 0 };
         host_counts(config, none, none, None)?;
         let (number, dtype, told) = numbers(&config.dtype)?;

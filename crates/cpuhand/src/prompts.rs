@@ -87,7 +87,7 @@ impl Wanted {
                 let larger = logits.iter().filter(|&&logit| logit > logits[token]).count();
                 (1 + larger as i32, likely(logits, token, self.most[at]))
             });
-            // It is the only one for this row.
+            // Only this call sets the cell of the row.
             let _ = found[index].set(of_token);
         });
         for (index, of_token) in found.into_iter().enumerate() {

@@ -135,7 +135,7 @@ impl States {
                 return wrong(format!("copy of state page {page} of {count}"));
             };
             if !copy.direction.is_save() {
-                // Nobody may load it before it is there.
+                // No slot may load the state before the copy has ended.
                 *seen = None;
                 continue;
             }

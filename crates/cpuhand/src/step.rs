@@ -233,7 +233,7 @@ impl Runner {
                 let ask = Ask { slot, position, mask };
                 Some(SCRATCH.with_borrow_mut(|scratch| sample(logits, &ask, scratch)))
             });
-            // It is the only one for this row.
+            // Only this call sets the cell of the row.
             let _ = found[number].set(given);
         });
         found.into_iter().filter_map(OnceLock::into_inner).collect()

@@ -49,7 +49,7 @@ impl WholeRunner {
         threads: &Arc<Threads>,
         report: Report<'_>,
     ) -> Result<Loaded, HandError> {
-        // It has no pages from step to step.
+        // No page is kept from step to step.
         let none = PoolSize { count: 0, bytes: 0 };
         host_counts(config, none, none, None)?;
         let parts = DecoderParts::new(shape)?;

@@ -30,7 +30,7 @@ const WAITS: f64 = 15.0;
 pub struct DraftOffer {
     /// The match that they come from.
     pub found: DraftMatch,
-    /// Their number.
+    /// The number of these drafts.
     pub most: u32,
     /// The request's acceptance relative to that of others; 1 is average.
     pub ratio: f64,

@@ -149,7 +149,7 @@ pub struct Lookup {
     /// The tokens after the history.
     tokens: Vec<i32>,
     places: Places,
-    /// Its text in the shared history; `None`: it takes no part.
+    /// The request's text in the shared history; `None`: the request takes no part in it.
     shared: Option<SharedText>,
 }
 

@@ -21,7 +21,7 @@ pub struct Speller {
     /// Stop strings within this number of tokens are ignored.
     min_tokens: u32,
     tokens: u32,
-    /// The last token was one of reasoning.
+    /// True if the last token was reasoning.
     reasons: bool,
 }
 

@@ -69,7 +69,7 @@ impl Held {
         self.live.get(&request).map_or(&[], |payloads| payloads)
     }
 
-    /// The requests that have any, in no order.
+    /// The requests with payloads, in no order.
     pub(crate) fn owners(&self) -> impl Iterator<Item = u64> {
         self.live.keys().copied()
     }

@@ -174,7 +174,7 @@ pub enum RequestError {
     /// The request's constraint allows no token any more, or takes too long.
     #[error("{0}")]
     Constraint(String),
-    /// One of its images has no patches.
+    /// One of the request's images has no patches.
     #[error("image {index}: {error}")]
     Image {
         /// The number of the image among the request's.
@@ -393,11 +393,11 @@ pub struct HandStats {
 /// The treatment of live requests when a pause begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PauseMode {
-    /// Abort them.
+    /// Abort the requests.
     Abort,
     /// Finish live requests before the pause begins; new ones wait.
     Wait,
-    /// Keep them where they are, with their pages.
+    /// Keep the requests where they are, with their pages.
     Keep,
     /// Running requests go back to the queue without pages. Their blocks are cached.
     Retract,

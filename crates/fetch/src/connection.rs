@@ -142,7 +142,7 @@ where
         .map_err(|_| FetchError::BadUrl)?;
     let handshake = http1::handshake(TokioIo::new(stream)).await;
     let (mut sender, connection) = handshake.map_err(|_| broken())?;
-    // Its error is the answer's as well.
+    // An error of the connection is an error of the answer too.
     let driver = Driver(tokio::spawn(async move { drop(connection.await) }));
     let response = sender.send_request(request).await.map_err(|_| broken())?;
     Ok(Answer { response, host: place.host, _driver: driver })

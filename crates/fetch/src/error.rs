@@ -30,7 +30,7 @@ pub enum FetchError {
     /// The name has no address.
     #[error("{0} has no address")]
     NoAddress(String),
-    /// One of its addresses is not public.
+    /// One of the host's addresses is not public.
     #[error("{0} is not a public address")]
     NotPublic(String),
     /// The connection failed, or is not trusted.

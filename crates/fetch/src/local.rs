@@ -55,7 +55,7 @@ impl LocalFile {
         self.bytes
     }
 
-    /// These bytes, whatever was added meanwhile.
+    /// Reads as many bytes as the file had at opening, even if it has grown.
     pub(crate) fn read(self) -> Result<Bytes, FetchError> {
         let mut bytes = Vec::with_capacity(self.bytes);
         let mut file = self.file.take(self.bytes as u64);

@@ -25,7 +25,7 @@ impl Attic {
     }
 
     pub(crate) fn free(&self, value: impl Send + 'static) {
-        // Without the thread it is freed here.
+        // Without the thread the value is freed here.
         let _ = self.values.send(Box::new(value));
     }
 }

@@ -251,7 +251,7 @@ pub(crate) fn defined(
                 let target = map.get("$ref").and_then(Value::as_str);
                 let Some(target) = target else { continue };
                 let Some((key, name, definition)) = definition(root, target) else {
-                    // It may be an anchor's name in any of them.
+                    // The target may be the name of an anchor in any definition.
                     all = true;
                     continue;
                 };

@@ -345,7 +345,7 @@ impl HandExecutor {
             return None;
         }
         let regions = self.regions.back_mut()?;
-        // Without room, it goes to each rank through its socket.
+        // Without room in the arena, the frame goes to each rank through its socket.
         let region = self.spec.arena.place(&self.buffer)?;
         let header = self.buffer.first_chunk::<HEADER_BYTES>()?;
         let step = Header::decode(header).ok()?.step;

@@ -103,7 +103,7 @@ impl Downloader<'_> {
     /// counting the bytes.
     async fn counted_size(&self, path: &str) -> Result<u64, Trouble> {
         let response = match self.client.get(path, 1).await {
-            // It has a byte at most.
+            // The file has at most one byte.
             Err(Trouble::Status(refusal)) if refusal.status == 416 => {
                 self.client.get(path, 0).await
             }

@@ -63,7 +63,7 @@ pub enum HubError {
     /// The model is not here, so there is nothing to remove.
     #[error("{0} is not in the cache; `forebay ls` shows what is")]
     NotStored(String),
-    /// Only a part of it is here, and downloads are off.
+    /// Only a part of the model is here, and downloads are off.
     #[error(
         "{repository} is not complete in the cache, and offline nothing is downloaded: {lacks}"
     )]

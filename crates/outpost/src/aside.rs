@@ -27,7 +27,7 @@ impl Aside {
         thread::Builder::new().name("bulk".into()).spawn(move || {
             // The lower priority is optional: if the system refuses, the thread works anyway.
             let _ = rustix::process::nice(NICENESS);
-            // It is never told, only dropped.
+            // Nothing is ever sent: dropping the sender ends the thread.
             let _ = runtime.block_on(stopped);
         })?;
         Ok(Self { handle, _stop: stop })

@@ -520,7 +520,7 @@ async fn run_rank(
     };
     life.end(&how);
     drop(near);
-    // Its device is free once the outpost has reported the end.
+    // The rank's device is free once the outpost has reported the end.
     tokio::select! {
         _ = timeout(BURIAL, life.reported()) => {}
         () = member.lost() => {}

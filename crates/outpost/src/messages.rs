@@ -124,7 +124,7 @@ pub struct HandOrder {
     pub hand: String,
     /// Variables of the hand.
     pub env: Vec<(String, String)>,
-    /// How it reaches the other ranks of its group.
+    /// How the hand reaches the other ranks of its group.
     pub collectives: Collectives,
 }
 

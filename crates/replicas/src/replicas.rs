@@ -353,7 +353,7 @@ impl Replicas {
         combined_facts(self.0.engines().iter().filter_map(EngineHandle::facts))
     }
 
-    /// Each by itself.
+    /// The report of each replica.
     #[must_use]
     pub fn reports(&self) -> Vec<ReplicaReport> {
         let dispatch = self.0.dispatch.lock();
@@ -447,7 +447,7 @@ impl Shared {
         let known = (request.prompt.len() + request.generated.len()) as u64;
         let names = &request.names;
         let mut cached: Vec<u64> = match &self.blocks {
-            // One token at least is left to compute.
+            // At least one token is left to compute.
             Some(blocks) => blocks.cached(names).into_iter().map(|n| n.min(known - 1)).collect(),
             None => Vec::new(),
         };

@@ -24,7 +24,7 @@ pub enum DecodeGap {
     /// A multiple of the measured time of a decode-only step.
     #[default]
     Auto,
-    /// So many microseconds.
+    /// A target in microseconds.
     Micros(u32),
 }
 

@@ -44,10 +44,10 @@ pub(crate) enum Stage {
 /// The state of a request's adapter.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Seat {
-    /// It has no adapter, or is held.
+    /// The request has no adapter, or is held.
     #[default]
     None,
-    /// It waits for its adapter to get a place, and has no turn.
+    /// The request waits for its adapter to get a place, and has no turn.
     Waits,
     /// The request uses this place.
     Place(u32),
@@ -83,7 +83,7 @@ pub(crate) struct Entry {
     pub(crate) waits: bool,
     /// True if its next position was computed by a row that sat out.
     pub(crate) repeats: bool,
-    /// Its drafts.
+    /// The request's drafts.
     pub(crate) expected: ExpectedDrafts,
     pub(crate) seat: Seat,
     /// True while it waits for its blocks to be saved, to go on elsewhere.

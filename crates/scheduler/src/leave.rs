@@ -16,7 +16,7 @@ use crate::{Event, Handle, Scheduler};
 pub struct HandedRequest {
     /// The request, with its generated tokens.
     pub request: Request,
-    /// Its leading blocks; `None`: none can be lent.
+    /// The request's leading blocks; `None`: no block can be lent.
     pub lent: Option<LentBlocks>,
 }
 

@@ -20,7 +20,7 @@ pub(crate) struct FlightRow {
     pub(crate) prompt: Option<PromptLogprobsWant>,
     /// True if sampling was cancelled for this row: its last position is computed again.
     pub(crate) sits_out: bool,
-    /// Its drafts, whose positions are behind `end`.
+    /// The row's drafts, whose positions come after `end`.
     pub(crate) drafts: Option<RowDrafts>,
     /// True if the row is background work.
     pub(crate) background: bool,

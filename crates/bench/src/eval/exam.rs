@@ -20,7 +20,7 @@ pub(super) struct Question {
 /// The questions, with the examples before each.
 #[derive(Debug)]
 pub(super) struct Exam {
-    /// One a question, in the file's order.
+    /// The prompts, one for each question, in the file's order.
     pub(super) prompts: Vec<String>,
     /// The right answer to each.
     pub(super) labels: Vec<u64>,

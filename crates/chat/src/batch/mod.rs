@@ -276,7 +276,7 @@ async fn capacity(link: &Link) -> usize {
         // The key may not read this, or the server is not Forebay.
         _ => UNKNOWN_SERVER,
     };
-    // Each is a connection.
+    // Each request in flight is a connection.
     let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     usize::try_from(told.min(files / 2).max(1)).unwrap_or(1)
 }

@@ -425,7 +425,7 @@ impl Plan {
     pub(crate) fn check(&self, checkpoint: &Checkpoint) -> Result<(), ModelError> {
         let found = checkpoint.shapes();
         let blocks = |name: &str| {
-            // It is the embedding, and has its shape.
+            // A head that is stored so is the embedding, and has the embedding's shape.
             name == HEAD && self.formats.stored.contains_key(HEAD)
         };
         let wanted: HashSet<&str> = self.wanted().map(|(name, _)| name.as_str()).collect();

@@ -5,7 +5,7 @@
 pub(super) struct Items {
     /// The text since the last call, or since the mark that may begin one.
     pub(super) raw: String,
-    /// It began in reasoning.
+    /// True if the text began within reasoning.
     pub(super) reasoning: bool,
     /// True if only the mark of a section has come.
     pub(super) section: bool,

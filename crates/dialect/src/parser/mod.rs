@@ -60,9 +60,9 @@ pub struct Reading {
 /// The part of an answer in which generation starts after a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
-    /// In its reasoning.
+    /// In the reasoning.
     Reasoning,
-    /// After its reasoning.
+    /// After the reasoning.
     Answer,
     /// Before the first part, which may be either.
     Either,
@@ -139,15 +139,15 @@ pub struct Parser {
     blanks: usize,
     /// White space that is held back until the next character is known.
     blank: String,
-    /// Content other than white space was given out.
+    /// True if content other than white space was given out.
     said: bool,
-    /// Reasoning other than white space was given out.
+    /// True if reasoning other than white space was given out.
     reasoned: bool,
-    /// White space that comes now is left out.
+    /// True if the white space that comes next is left out.
     strip: bool,
     /// True if a call has ended reasoning whose closing mark may still come.
     unclosed: bool,
-    /// The answer is more than one object.
+    /// True if the answer is more than one object.
     mixed: bool,
     begun: u32,
     complete: u32,

@@ -5,9 +5,9 @@ use std::fmt::Write as _;
 /// The counts of a server that computes prompts for others, or has them computed.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PdCounts {
-    /// Of a prefill server.
+    /// The counts of a prefill server.
     Prefill(SentCounts),
-    /// Of a decode server.
+    /// The counts of a decode server.
     Decode(FetchCounts),
 }
 

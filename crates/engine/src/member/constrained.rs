@@ -57,9 +57,9 @@ struct Held {
     newest_us: Option<u64>,
     /// A row has sat out, and no cheap mask has followed.
     late: bool,
-    /// The scheduler plans no sampling row for it.
+    /// True if the scheduler plans no sampling row for the request.
     waits: bool,
-    /// Its row of the newest plan lacks its mask.
+    /// True if the request's row in the newest plan lacks its mask.
     due: bool,
 }
 

@@ -76,7 +76,7 @@ impl Member {
                 None => Some(orphan),
             };
             if let Some(mut orphan) = left {
-                // Its blocks are in its own tiers.
+                // The loan is not needed: the blocks are in this member's tiers.
                 orphan.request.request.loan = None;
                 self.adopt(orphan);
             } else {

@@ -13,7 +13,7 @@ use crate::listening::{self, Bound};
 /// The open listeners.
 pub(super) struct Listeners {
     pub(super) main: Bound,
-    /// That for health and metrics alone.
+    /// The listener for health and metrics alone.
     pub(super) health: Option<TcpListener>,
 }
 

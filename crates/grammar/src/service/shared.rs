@@ -170,7 +170,7 @@ impl Shared {
         if let Some(compiled) = state.kept.get(&source, now) {
             self.hits.fetch_add(1, Ordering::Relaxed);
             let template = compiled?;
-            // Its caller has just come.
+            // The caller has just asked, so the receiver is there.
             let _ = reply.send(Ok(template));
             return Ok(());
         }
@@ -183,7 +183,7 @@ impl Shared {
         if known {
             self.hits.fetch_add(1, Ordering::Relaxed);
         }
-        // It waits for a turn of any of its clients.
+        // The source waits for a turn of any of its clients.
         if !waiting.begun && !waiting.clients.contains(&client) {
             waiting.clients.push(client);
             state.turns.push(client, source);

@@ -50,7 +50,7 @@ enum Kind {
     Nothing,
     /// Pages of keys and values.
     Paged,
-    /// Each page has one of the host tier behind it.
+    /// Each page is backed by a page of the host tier.
     Backed(Sparse),
 }
 

@@ -277,7 +277,7 @@ impl Memory {
                         if !self.tiers.name_backed(hot, &pages.host[index], name) {
                             continue;
                         }
-                        // It can be saved and dropped from now on.
+                        // The page can be saved and dropped from now on.
                         pages.settled = pages.settled.min(index as u32);
                         name
                     }

@@ -138,7 +138,7 @@ impl Follow {
         Part { first: only.clone(), last: only.clone(), alone: only, ..Part::default() }
     }
 
-    /// One after the other.
+    /// Parts that match one after the other.
     fn sequence(&mut self, parts: Vec<Part>) -> Option<Part> {
         let mut whole = Part { nullable: true, surely_nullable: true, ..Part::default() };
         for part in parts {

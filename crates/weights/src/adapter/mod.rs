@@ -133,7 +133,7 @@ impl Adapter {
                     return Err(ModelError::broken(format!("{} is changed twice", module.name())));
                 }
             }
-            // Their sizes are the model's by now.
+            // The sizes were compared with the model's before.
             a.check_finite(&weight)?;
             b.check_finite(&weight)?;
         }

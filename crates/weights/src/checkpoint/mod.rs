@@ -199,7 +199,7 @@ impl Checkpoint {
                     "the GGUF file has a tensor '{name}' that the model has no place for"
                 ))
             })?;
-            // One for all experts of a layer.
+            // One tensor has all experts of a layer.
             let source = Tensor::Gguf(Arc::new(tensor.clone()));
             for weight in weights {
                 if weight.part.joined.is_some() {

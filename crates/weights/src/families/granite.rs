@@ -42,7 +42,7 @@ pub(super) fn scales(config: &Config<'_>) -> Result<Scales, ModelError> {
         embeddings: config.real("embedding_multiplier", 1.0)?,
         inputs: config.real("embedding_multiplier", 1.0)?,
         residuals: config.real("residual_multiplier", 1.0)?,
-        // It is a divisor.
+        // The config's value is a divisor.
         logits: 1.0 / config.real("logits_scaling", 1.0)?,
         logit_cap: None,
     })

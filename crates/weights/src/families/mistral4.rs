@@ -49,7 +49,7 @@ pub(super) const STACKS: &[Rule] = &[
 
 pub(super) fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let mut values = config.values.clone();
-    // It refers to a whole head, whose latent part is not rotated.
+    // The factor refers to a whole head, whose latent part is not rotated.
     if let Some(Value::Object(rope)) = values.get_mut("rope_parameters") {
         rope.shift_remove("partial_rotary_factor");
     }

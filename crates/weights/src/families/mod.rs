@@ -156,15 +156,15 @@ pub struct Family {
     pub architecture: &'static str,
     /// The `model_type` in a `config.json`. If several families share it, the first is meant.
     pub model_type: &'static str,
-    /// Its attention, in documents.
+    /// The family's attention, in documents.
     pub attention: &'static str,
-    /// The kinds of its layers, in documents.
+    /// The kinds of the family's layers, in documents.
     pub layers: &'static str,
-    /// True if the compiled kernels of CPUs compute it.
+    /// True if the compiled kernels of CPUs compute the family.
     pub compiled: bool,
     /// The way from a `config.json` to the shape.
     pub(crate) shape: fn(&Config<'_>) -> Result<Shape, ModelError>,
-    /// Its GGUF files; `None`: they are not read.
+    /// The names of the family's GGUF files; `None`: GGUF files are not read.
     pub(crate) gguf: Option<GgufNames>,
     /// Rules for the names in safetensors. Names without a rule stay unchanged.
     pub(crate) rules: &'static [Rule],

@@ -538,7 +538,7 @@ impl Take {
         (part.base, part.times, part.plus) = (base, self.times, self.plus);
         part.log = self.log;
         match *stored {
-            // Its elements are rows.
+            // Each element of a vector is a row.
             [elements] if chooses || self.stack => part.matrix = [elements, 1],
             // The middle one is for convolutions that do not mix channels.
             [_, _] | [_, 1, _] => {}

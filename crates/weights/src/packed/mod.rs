@@ -150,7 +150,7 @@ impl PackedFile {
                 true
             }
             Err(Fault::Data(why)) => {
-                // Its header is valid, so nobody would replace it.
+                // The header is valid, so the file would never be replaced.
                 self.say(&format!("is not used and removed: {why}"));
                 self.remove();
                 false

@@ -53,7 +53,7 @@ pub(super) fn read_all(
         let (offset, sum) = (piece.offset, piece.sum);
         let read = file.read_exact_at(piece.memory, offset);
         let failed = match read {
-            // It is in the processor's cache still.
+            // The piece is still in the processor's cache.
             Ok(()) if crc32fast::hash(piece.memory) == sum => None,
             Ok(()) => Some(Fault::Data(format!("{} is not what was written", piece.name))),
             Err(error) => Some(error.into()),

@@ -122,7 +122,7 @@ pub(super) fn middles(count: usize) -> Vec<u8> {
 /// The group of each input.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Groups {
-    /// So many neighbours are a group.
+    /// This many neighbouring inputs form a group.
     Equal(usize),
     /// The group of each input, in any order.
     Listed(Vec<usize>),

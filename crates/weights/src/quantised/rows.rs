@@ -20,7 +20,7 @@ const BAND: usize = 1 << 22;
 /// A quantised matrix of safetensors, with its names there.
 pub(crate) struct StoredMatrix {
     pub(crate) matrix: QuantisedMatrix,
-    /// Its tensors by name suffix, codes first.
+    /// The matrix's tensors by name suffix, codes first.
     pub(crate) parts: Vec<(&'static str, Placed)>,
     /// The weights that are parts of the matrix.
     pub(crate) weights: Vec<Weight>,

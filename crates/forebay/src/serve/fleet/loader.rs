@@ -96,9 +96,9 @@ impl Loader {
             log_lines_dropped: Arc::clone(&self.log_lines_dropped),
             common: Some(self.common.clone()),
             aliases: entry.aliases.clone(),
-            // The command line was refused with any.
+            // Adapters with several models were refused on the command line.
             adapters: None,
-            // Another model is another name here.
+            // With several models, other weights are another model with a name of its own.
             weights: None,
         };
         let language = language.clone();

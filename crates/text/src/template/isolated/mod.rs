@@ -194,7 +194,7 @@ impl RenderProcess {
 
 impl Drop for RenderProcess {
     fn drop(&mut self) {
-        // It may have ended already, which is fine.
+        // The process may have ended already, which is fine.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
