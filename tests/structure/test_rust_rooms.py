@@ -8,11 +8,11 @@ from tests.structure.repository import files, read
 from tests.structure.rust_modules import arrows, circles, folder, modules
 
 KNOWN = {"engine": 4}
-"""The number of files of a crate that are in circles across folders. Numbers may only become smaller."""
+"""The number of a crate's files in dependency cycles across folders. Numbers may only become smaller."""
 
 
 def across(root: Path, texts: dict[Path, str]) -> list[set[Path]]:
-    """The circles of a crate whose files are in several folders."""
+    """The dependency cycles of a crate whose files are in several folders."""
     found = circles(arrows(modules(root, texts)))
     return [circle for circle in found if len({folder(file, texts) for file in circle}) > 1]
 
@@ -40,7 +40,7 @@ CRATE = {
 
 
 def crate(**changed: str) -> list[set[str]]:
-    """The circles across folders of `CRATE` with changed texts. The argument `a__deep` is the file `a/deep.rs`."""
+    """The dependency cycles across folders of `CRATE` with changed texts. `a__deep` is the file `a/deep.rs`."""
     texts = CRATE | {name.replace("__", "/") + ".rs": text for name, text in changed.items()}
     found = across(Path("src/lib.rs"), {Path("src", name): text for name, text in texts.items()})
     return [{str(file.relative_to("src")) for file in circle} for circle in found]
