@@ -77,7 +77,7 @@ class Graphs:
     ) -> None:
         """`most_rows` of a graph; 0: no graph at all. `step_tokens`: the most tokens of a step.
 
-        `adapted`: each size has a second graph, for steps with adapters, so that the others do no work for them.
+        `adapted`: each size has a second graph for steps with adapters, so that other steps do no work for adapters.
         `chooses`: likewise for steps in which some queries see more positions than an index keeps.
         """
         self._device = device
