@@ -27,7 +27,7 @@ struct Kind {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Groups {
     kinds: Vec<Kind>,
-    /// By request.
+    /// The index of each request's group.
     of: Vec<usize>,
 }
 

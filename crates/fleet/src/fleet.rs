@@ -112,7 +112,7 @@ struct Waiter {
 pub struct Fleet {
     config: FleetBounds,
     members: Vec<Member>,
-    /// In the order of arrival.
+    /// The waiting requests, in the order of arrival.
     queue: BTreeMap<Ticket, Waiter>,
     /// The clients of these requests, in the order of their turns.
     line: Line,

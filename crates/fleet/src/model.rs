@@ -54,7 +54,7 @@ pub(crate) enum Phase {
     Loading {
         began_ms: u64,
     },
-    /// In memory, for requests unless `closed`.
+    /// The model is in memory, and takes requests unless `closed`.
     In {
         since_ms: u64,
         stay_ms: u64,

@@ -48,7 +48,7 @@ pub struct HandSpec {
     /// The configuration of each rank; `rank`, `world_size` and `arena_bytes` are set here.
     /// `host_bytes` is for a whole replica, whose ranks get equal parts.
     pub config: HandConfig,
-    /// For payloads that are too big for the socket.
+    /// The shared memory for payloads that are too big for the socket.
     pub arena: Arena,
     /// The memory of host tiers that is shared with other groups.
     pub memories: HostMemories,

@@ -159,7 +159,7 @@ pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     let file = tempfile::Builder::new()
         .prefix(".")
         .suffix(".tmp")
-        // With the permissions of other files of the user.
+        // The file gets the usual permissions of the user's files.
         .make_in(folder, |path| File::create_new(path))?;
     fs::write(file.path(), content)?;
     file.as_file().sync_all()?;

@@ -187,10 +187,10 @@ fn hold_locks(repository: &RepositoryFolder) -> Result<Vec<File>, HubError> {
     Ok(held)
 }
 
-/// A repository's folder, read.
+/// The content of a repository's folder.
 #[derive(Debug, Default)]
 struct Content {
-    /// Commit to path in it to blob.
+    /// For each commit: the blob of each path in it.
     snapshots: BTreeMap<String, BTreeMap<String, PathBuf>>,
     /// Each blob, also those without a link.
     blobs: BTreeMap<PathBuf, (u64, Option<u64>)>,

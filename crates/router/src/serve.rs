@@ -69,7 +69,7 @@ pub struct Router {
     shared: Arc<Shared>,
     stop: watch::Sender<Stage>,
     threads: Vec<std::thread::JoinHandle<()>>,
-    /// Runs requests to backends that no client caused.
+    /// Runs the router's own requests to backends, such as health checks.
     watching: Runtime,
 }
 

@@ -29,7 +29,7 @@ pub enum DecodeGap {
 }
 
 impl Serialize for DecodeGap {
-    /// In the flag's form: `off`, `auto`, or milliseconds.
+    /// Writes the form of the flag: `off`, `auto`, or milliseconds.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         match self {
             Self::Off => serializer.serialize_str("off"),

@@ -48,7 +48,7 @@ pub(crate) struct Simulated {
 }
 
 impl Simulated {
-    /// One for each replica; replicas of a step group have the same.
+    /// The simulations, one for each replica. Replicas of a step group have the same.
     fn resolve(flags: &SimFlags, replicas: u32) -> Result<Vec<Self>> {
         let output_tokens = flags.sim_output_tokens.unwrap_or(SIM_OUTPUT_TOKENS);
         let tokens_a_row = flags.sim_tokens_a_row.unwrap_or(1);

@@ -269,7 +269,7 @@ fn residents_are_not_blamed_for_what_is_tried_beside_them() {
     let [one, two, three] = &backends[..] else { panic!("three") };
     let killer = held_by(one, &[two, three], &rig, &[POISON]).remove(0);
     let resident = held_by(two, &[one, three], &rig, &["resident"]).remove(0);
-    // So the second backend has the fewest requests.
+    // The second backend then has the fewest requests.
     let _others = held_by(three, &[one, two], &rig, &["1", "2"]);
     one.die();
     assert_eq!(code(&killer.join().unwrap()), (502, "backend_died_twice".into()));

@@ -29,11 +29,11 @@ async fn cost(server: &TestServer, route: &str, body: String) -> (usize, u16, St
 /// How the server treats a value of the right shape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
-    /// It is kept, or converted to something of its size.
+    /// The value is kept, or converted to something of its size.
     Kept,
-    /// It becomes tokens.
+    /// The value becomes tokens.
     Tokenised,
-    /// It is compiled, by a thread that only compiles.
+    /// The value is compiled, by a thread that only compiles.
     Compiled,
 }
 

@@ -202,7 +202,7 @@ async fn choices_that_wait_have_no_matcher() {
     let made = compiler.made(2, &source, CHOICES).await.unwrap();
     let each = peak(before) / CHOICES;
     assert!(each < 1024, "{each} bytes each");
-    // They are charged all the same, because each may need a matcher.
+    // The choices are charged all the same, because each may need a matcher.
     assert!(made.bytes > CHOICES * MIB / 4, "{} bytes", made.bytes);
 }
 

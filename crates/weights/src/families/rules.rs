@@ -85,7 +85,7 @@ pub struct Take {
 enum Turned {
     Never,
     Always,
-    /// By the rows and columns of the matrix.
+    /// Decides by the rows and columns of the matrix.
     Where(fn(&Shape, [usize; 2]) -> bool),
 }
 
@@ -154,7 +154,7 @@ impl Take {
         Self { rows: Rows::Blocks(blocks), ..self }
     }
 
-    /// Of some layers only.
+    /// Restricts the rule to some layers.
     #[must_use]
     pub const fn only(self, only: fn(&Shape, usize) -> bool) -> Self {
         Self { only, ..self }

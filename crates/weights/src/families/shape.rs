@@ -102,11 +102,11 @@ pub enum Norm {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NormPlacement {
-    /// In front of each part.
+    /// Before each part.
     Before,
-    /// In front of the second part.
+    /// Before the second part.
     BeforeFeed,
-    /// Behind each part, before it is added.
+    /// After each part, before its output is added.
     After,
     /// On both sides of each part.
     Around,

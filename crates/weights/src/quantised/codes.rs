@@ -23,7 +23,7 @@ static E5M2: [f32; 256] = floats_of_8_bits(5);
 pub(super) enum CodeForm {
     /// Bytes `[rows, inputs]`: 8-bit floats with 4 exponent bits, without infinities.
     E4m3,
-    /// The same with 5 bits of exponent.
+    /// Bytes `[rows, inputs]`: 8-bit floats with 5 exponent bits.
     E5m2,
     /// Words `[inputs / 8, rows]` of neighbouring inputs.
     Gptq,

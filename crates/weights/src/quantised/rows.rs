@@ -32,7 +32,7 @@ struct Band {
     codes: Vec<u8>,
     /// `[rows, groups]`, for these rows or for those of whole words.
     scales: Vec<f32>,
-    /// The same for zero points; empty: codes are floats.
+    /// Zero points, in the shape of `scales`; empty: codes are floats.
     zeros: Vec<u8>,
 }
 

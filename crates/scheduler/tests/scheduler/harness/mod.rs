@@ -280,7 +280,7 @@ impl Harness {
                     append(&mut client.prompt, logprobs);
                     client.parts += 1;
                 }
-                // It ends without a finish reason, as an aborted request does.
+                // The request ends without a finish reason, as an aborted one does.
                 Event::Finished { reason: Finish::NoAdapter { error }, .. } => {
                     assert!(error > 0 && client.request.adapter.is_some());
                     client.end = Some(None);
