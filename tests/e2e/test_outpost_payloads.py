@@ -23,7 +23,7 @@ from tests.e2e.waiting import eventually, eventually_async
 TOKENS = 800
 """Tokens of each stream: enough that a kill interrupts it."""
 SHOWN = 200
-"""The same for models with slower steps."""
+"""Tokens of each stream of models with slower steps."""
 
 
 @pytest.fixture

@@ -52,7 +52,7 @@ class _Outside:
 
     def tensor(self, operator: object) -> torch.Tensor:
         if not self.nbytes:
-            # Its content is never read, even if the graph itself allocated it.
+            # The content of the tensor is never read, even if the graph itself allocated it.
             return torch.empty(self.shape, dtype=self.dtype)
         if self.storage.expired():
             raise LostMemoryError(f"{operator} of a graph uses memory that is gone: {self.dtype} {list(self.shape)}")

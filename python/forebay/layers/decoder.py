@@ -119,7 +119,7 @@ class AttachedHead(Protocol):
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
-        """Its rotary embeddings in addition to the model's."""
+        """The head's rotary embeddings in addition to the model's."""
 
     def keep(self, tapped: Mapping[int, torch.Tensor], forward: Forward, step: Step) -> None:
         """Stores its inputs for a step's tokens, from the states [n, hidden] at its taps."""

@@ -36,7 +36,7 @@ class WindowRows:
     """The data of a step for layers with pages of the window part, in place of those of other layers."""
 
     layers: frozenset[int]
-    """These layers, by their numbers among the layers with attention."""
+    """The layers of this kind, by their numbers among the layers with attention."""
     writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
     prepared: Any  # prepared by the backend for these rows
 

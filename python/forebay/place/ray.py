@@ -154,7 +154,7 @@ def watch(stream: IO[str], over: threading.Event) -> None:
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     # Ray and its workers may print, but stdout is only for the brain.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

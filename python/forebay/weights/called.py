@@ -36,7 +36,7 @@ class Calls:
     """The results of a probe: one forward pass of a few tokens without weights."""
 
     kept: tuple[KeptShape, ...]
-    """One for each attention call, in order."""
+    """The shape of the kept keys and values of each attention call, in order."""
     uses: tuple[str, ...]
     """The arguments of attention beyond causal order that any call has used, sorted."""
     state_bytes: int
