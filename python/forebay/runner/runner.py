@@ -380,7 +380,7 @@ class ModelRunner:
             "tokens_a_row": 1 if self.draft_model is None else 1 + self.draft_model.most,
             "state_page_count": self._state_pages,
             "state_bytes": self._state_bytes,
-            "kv_layout": f"torch {self._choice.device_name}",
+            "kv_layout": f"torch {self._choice.device_name}" if self.kv.page_count > 0 else "",
             **self._window_facts(),
             **({} if self.images is None else self.images.facts()),
             **({} if self.adapters is None else self.adapters.facts()),
