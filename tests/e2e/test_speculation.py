@@ -100,6 +100,8 @@ def test_the_rust_hand_has_drafts_by_default(
 ) -> None:
     server = serve(tiny, *flags)
     assert server.http.get("/server_info").json()["config"].get("speculative_num_draft_tokens") == drafts
+    eventually(lambda: "Stop: Ctrl-C" in server.log(), "the banner is written")
+    assert ("Speculates with n-grams" in server.log()) == (drafts is not None)
 
 
 def accepted(server: Server) -> float:
@@ -203,7 +205,7 @@ def test_pytorchs_hand_verifies_them_on_a_cpu(serve: Serve, tiny: Model, expecte
     assert torch.metric("vllm:spec_decode_num_draft_tokens_total") > 0
 
 
-@pytest.mark.parametrize("draft", ["llama", "qwen2"])
+@pytest.mark.parametrize("draft", ["llama", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_a_draft_model_changes_no_token(
     serve: Serve, models: Models, tiny: Model, expected: list[dict[str, Any]], draft: str
 ) -> None:

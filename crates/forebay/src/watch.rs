@@ -78,6 +78,14 @@ pub(crate) fn windows_line(facts: &Ready, why_one_pool: &str) -> String {
     }
 }
 
+/// The banner's line about drafts; empty: there are none from text.
+pub(crate) fn drafts_line(drafts: bool) -> &'static str {
+    if !drafts {
+        return "";
+    }
+    "  Speculates with n-grams of each request's text: no token changes (--speculative-algorithm none: off)\n"
+}
+
 /// Prints the first steps for new users.
 pub(crate) fn banner(
     url: &str,

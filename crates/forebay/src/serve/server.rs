@@ -202,6 +202,7 @@ async fn banner(engine: Replicas, resolved: Resolved, url: String, curl: String)
         return None;
     }
     let why_one_pool = why_one_pool(&resolved.engine, &resolved.device).unwrap_or("a flag says so");
+    let drafts = watch::drafts_line(resolved.engine.drafts.is_some());
     let Resolved { model, device, choice, hand, .. } = resolved;
     let samples = match model.pooling {
         None => sampling::banner_line(&model.sampling_defaults),
@@ -220,7 +221,7 @@ async fn banner(engine: Replicas, resolved: Resolved, url: String, curl: String)
         model.pooling.as_ref().map(|pooling| pooling.task),
         model.chat.as_ref(),
         device.simulated.as_ref(),
-        &(choice.line() + &blocks + &windows + &samples),
+        &(choice.line() + &blocks + &windows + drafts + &samples),
     ))
 }
 
