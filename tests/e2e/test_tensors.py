@@ -6,6 +6,7 @@ import base64
 import pickle
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from tests.e2e.models import Model
 from tests.e2e.server import Server
 from tests.e2e.test_weights import ADMIN, generate
 
-SHARED_MEMORY = Path("/dev/shm")
 NORM = "model.layers.0.input_layernorm.weight"
 OTHERS = ["/update_weights_from_ipc", "/init_weight_transfer_engine", "/update_weights"]
 
@@ -57,9 +57,14 @@ def same(found: Any, tensor: Tensor) -> bool:
     return torch.equal(torch.tensor(found), tensor.detach())
 
 
-def folders() -> set[Path]:
-    """The folders of all servers for tensors."""
-    return set(SHARED_MEMORY.glob("forebay-weights-*"))
+def folder_of(server: Server) -> Path | None:
+    """The server's folder for tensors, found by the lock that its process holds; `None`: it has none."""
+    for descriptor in Path(f"/proc/{server.pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            file = descriptor.readlink()
+            if file.parent.name.startswith("forebay-weights-"):
+                return file.parent
+    return None
 
 
 def saved(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> Model:
@@ -75,7 +80,6 @@ def saved(model: Model, tensors: Mapping[str, Tensor], folder: Path) -> Model:
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_server_goes_on_with_sent_tensors(serve: Serve, models: Models, tmp_path: Path, family: str) -> None:
     model = models(family)
-    before = folders()
     server = serve(model, "--admin-api-key", "admin", "--page-size", "4", "--dp-size", "2")
     first = generate(server)
     new = trained(model, 1)
@@ -99,17 +103,18 @@ def test_a_server_goes_on_with_sent_tensors(serve: Serve, models: Models, tmp_pa
     assert third == (generate(serve(saved(model, mixed, tmp_path / "two")))[0], "2")
     server.kill_hands()
     assert generate(server) == third
-    steps = [step for folder in folders() - before for step in folder.glob("step-*")]
-    assert len(steps) == 1, "the files of the first update are gone"
+    folder = folder_of(server)
+    assert folder is not None
+    assert len(list(folder.glob("step-*"))) == 1, "the files of the first update are gone"
     # After an update from a checkpoint no file of a tensor is left.
     answer = server.post("/update_weights_from_disk", {"model_path": str(model.path)}, headers=ADMIN)
     assert answer.json()["success"]
     assert generate(server)[0] == first[0]
-    assert not list(steps[0].parent.glob("step-*"))
+    assert not list(folder.glob("step-*"))
     assert send(server, {NORM: new[NORM]}).json()["success"]
-    assert folders() - before
+    assert folder_of(server) == folder
     assert server.terminate() == 0
-    assert not folders() - before
+    assert not folder.exists()
 
 
 def test_what_has_no_place_leaves_the_last_weights(serve: Serve, tiny: Model) -> None:
