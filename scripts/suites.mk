@@ -74,6 +74,10 @@ test-kills: build-tests ## kill hands and brains under load twenty times each (1
 test-image-sizes: build-tests ## compare a thousand images with transformers' patches, and 2400 JPEGs with Pillow's (5 minutes)
 	FOREBAY_IMAGE_SIZES=1000 $(TEST_BINARY) $(PYTEST) tests/vision $(PYTEST_ARGS)
 
+CASES ?= 20000
+test-properties: ## test all properties of the Rust crates but the kernels with CASES random cases each (40 minutes)
+	PROPTEST_CASES=$(CASES) cargo test $(CARGO_FLAGS) --exclude forebay-kernels --no-fail-fast
+
 test-models: ## simulate 10^5 random histories of models that load, sleep and leave, in virtual time (20 seconds)
 	FOREBAY_STORIES=100000 $(CARGO_TEST) -p forebay-fleet --test stories
 
