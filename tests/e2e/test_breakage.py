@@ -189,7 +189,7 @@ GRAPHS = [
     ("flags", "kills"),
     [
         (["--hand", "rust"], KILLS),
-        (["--hand", "torch"], FEW_KILLS),
+        pytest.param(["--hand", "torch"], FEW_KILLS, marks=pytest.mark.slow),
         pytest.param(["--device", "deferred", "--lookahead", "0"], FEW_KILLS, marks=pytest.mark.slow),
         (["--device", "deferred", "--lookahead", "1"], FEW_KILLS),
         pytest.param([*GRAPHS, "--chunked-prefill-size", "128"], FEW_KILLS, marks=pytest.mark.slow),

@@ -59,6 +59,7 @@ ASKED = [
 ]
 
 
+@pytest.mark.slow
 def test_every_finished_call_has_the_form_of_its_grammar(serve: Serve) -> None:
     coder.build()
     model = Model("coder", coder.original(), TOKENIZER)

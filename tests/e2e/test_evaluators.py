@@ -22,7 +22,7 @@ from tests.e2e.waiting import eventually
 
 TEXTS = 24
 """The number of contexts and continuations for each model."""
-SMOLLM2_TEXTS = int(os.environ.get("FOREBAY_SMOLLM2_TEXTS", "6"))
+SMOLLM2_TEXTS = int(os.environ.get("FOREBAY_SMOLLM2_TEXTS", "3"))
 """The same for SmolLM2, where each takes a second or two: `make test-slow` takes more."""
 SUM = 2e-3
 """The largest error of a sum of log-probabilities in float32. PyTorch's own sums differ by half of that."""

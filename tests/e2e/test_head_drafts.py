@@ -86,9 +86,9 @@ def plain(serve_for_module: Serve, model: Model) -> tuple[list[dict[str, Any]], 
 @pytest.mark.parametrize(
     "flags",
     [
-        ("--lookahead", "0"),
+        pytest.param(("--lookahead", "0"), marks=pytest.mark.slow),
         ("--lookahead", "1", "--chunked-prefill-size", "16"),
-        ("--dp-size", "2"),
+        pytest.param(("--dp-size", "2"), marks=pytest.mark.slow),
         ("--max-total-tokens", "480", "--page-size", "4"),
     ],
     ids=" ".join,

@@ -75,7 +75,7 @@ def settled(server: Server) -> None:
         ("--kv-save", "token"),
         ("--tp-size", "2", "--hot-buffer-tokens", "16"),
         pytest.param(("--tp-size", "2", "--kv-save", "token"), marks=pytest.mark.slow),
-        ("--dp-size", "2", "--enable-dp-attention", "--hot-buffer-tokens", "16"),
+        pytest.param(("--dp-size", "2", "--enable-dp-attention", "--hot-buffer-tokens", "16"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
 )

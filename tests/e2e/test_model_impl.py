@@ -29,7 +29,7 @@ from tests.e2e.server import Server
 PLAIN = ("--max-total-tokens", "8192", "--context-length", "1024", "--chunked-prefill-size", "32")
 CALLED = ("--model-impl", "transformers")
 FLAGS = (*PLAIN, *CALLED)
-COUNT = 6
+COUNT = 4
 
 
 @pytest.fixture(scope="module", params=["starcoder2", "qwen3.5"])
@@ -39,7 +39,7 @@ def model(request: pytest.FixtureRequest, models: Models) -> Model:
 
 @pytest.fixture(scope="module")
 def cases(model: Model) -> list[Case]:
-    return clear_cases(model, COUNT, 80, range(8, 20), seed=4)
+    return clear_cases(model, COUNT, 48, range(8, 20), seed=4)
 
 
 @pytest.fixture(scope="module")

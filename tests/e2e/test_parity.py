@@ -63,14 +63,14 @@ class Setting:
 SETTINGS = [
     Setting("llama", 0, 1024, cache=True),
     Setting("llama", 0, 1024, cache=True, hand="torch"),
-    Setting("llama", 1, 1024, cache=True),
+    pytest.param(Setting("llama", 1, 1024, cache=True), marks=pytest.mark.slow),
     pytest.param(Setting("llama", 0, 1024, cache=False), marks=pytest.mark.slow),
     Setting("llama", 1, None, cache=False),
     pytest.param(Setting("qwen2", 0, None, cache=True), marks=pytest.mark.slow),
     Setting("qwen2", 1, 1024, cache=False),
     pytest.param(Setting("qwen3", 0, 1024, cache=True), marks=pytest.mark.slow),
     Setting("qwen3", 1, 1024, cache=True),
-    Setting("qwen3", 1, 1024, cache=True, hand="torch"),
+    pytest.param(Setting("qwen3", 1, 1024, cache=True, hand="torch"), marks=pytest.mark.slow),
     Setting("qwen3-moe", 1, 1024, cache=True),
     Setting("glm4-moe", 1, 1024, cache=True),
     Setting("gpt-oss", 1, 1024, cache=True),
@@ -79,7 +79,7 @@ SETTINGS = [
     Setting("deepseek-v3", 1, 1024, cache=True),
     pytest.param(Setting("deepseek-v3", 1, 1024, cache=True, hand="torch"), marks=pytest.mark.slow),
     pytest.param(Setting("smollm2", 0, 384, cache=False), marks=pytest.mark.slow),
-    Setting("smollm2", 1, 384, cache=True),
+    pytest.param(Setting("smollm2", 1, 384, cache=True), marks=pytest.mark.slow),
 ]
 
 

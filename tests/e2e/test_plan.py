@@ -35,15 +35,15 @@ def planned(folder: Path, model: Model, *flags: str) -> dict[str, Any]:
     return found
 
 
-ARRANGEMENTS: list[tuple[str, tuple[str, ...], int]] = [
+ARRANGEMENTS: list[Any] = [
     ("llama", (), 1),
-    ("llama", ("--dp-size", "2"), 2),
-    ("llama", ("--tp-size", "2"), 1),
+    pytest.param("llama", ("--dp-size", "2"), 2, marks=pytest.mark.slow),
+    pytest.param("llama", ("--tp-size", "2"), 1, marks=pytest.mark.slow),
     ("llama", ("--tp-size", "2", "--dp-size", "2"), 2),
     ("smollm2", ("--dtype", "auto"), 1),
     ("qwen3", ("--kv-cache-dtype", "int8"), 1),
     ("nemotron-3", (), 1),
-    ("falcon-h1", (), 1),
+    pytest.param("falcon-h1", (), 1, marks=pytest.mark.slow),
     ("qwen3-moe", (), 1),
     ("deepseek-v3", (), 1),
     ("qwen3-moe", ("--tp-size", "2", "--enable-expert-parallel"), 1),

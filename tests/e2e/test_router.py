@@ -267,7 +267,7 @@ def killed_in_the_middle(cluster: Cluster, router: Server, path: str, body: Json
     "sampling",
     [
         pytest.param({"temperature": 0}, marks=pytest.mark.slow),
-        {"temperature": 0.9, "seed": 7, "frequency_penalty": 0.5},
+        pytest.param({"temperature": 0.9, "seed": 7, "frequency_penalty": 0.5}, marks=pytest.mark.slow),
         {"temperature": 0.9, "seed": 7, "guided_regex": WORDS},
     ],
 )

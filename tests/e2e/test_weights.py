@@ -139,7 +139,7 @@ def test_servers_whose_weights_stay_say_so(serve: Serve, tiny: Model, trained: P
 @pytest.mark.parametrize("mode", ["keep", "retract"])
 def test_a_pause_holds_answers_back(serve: Serve, tiny: Model, mode: str) -> None:
     server = serve(tiny, *SLOW)
-    body = {"prompt": PROMPT, "max_tokens": 3000, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {"prompt": PROMPT, "max_tokens": 600, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     undisturbed = server.ask("/v1/completions", body)["choices"]
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(server.ask, "/v1/completions", body)
@@ -166,7 +166,7 @@ def test_a_pause_holds_answers_back(serve: Serve, tiny: Model, mode: str) -> Non
 
 def test_a_pause_aborts_or_waits(serve: Serve, tiny: Model) -> None:
     server = serve(tiny, *SLOW)
-    body = {"prompt": PROMPT, "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
     with ThreadPoolExecutor() as pool:
         asked = pool.submit(server.post, "/v1/completions", body)
         eventually(lambda: server.metric("vllm:num_requests_running") == 1, "the request runs")

@@ -61,8 +61,17 @@ def check(folder: Path, model: dict[str, Any], **changes: Any) -> None:
         np.testing.assert_array_equal(found, plain[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2-tied", "qwen3-moe"])
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", "w8a8_int8")])
+@pytest.mark.parametrize(
+    ("family", "dtype", "quantization"),
+    [
+        ("llama", "float32", None),
+        pytest.param("qwen2-tied", "float32", None, marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", "float32", None, marks=pytest.mark.slow),
+        pytest.param("llama", "bfloat16", "w8a8_int8", marks=pytest.mark.slow),
+        ("qwen2-tied", "bfloat16", "w8a8_int8"),
+        ("qwen3-moe", "bfloat16", "w8a8_int8"),
+    ],
+)
 def test_a_second_start_computes_the_same(tmp_path: Path, family: str, dtype: str, quantization: str | None) -> None:
     check(tmp_path, model_in(tmp_path, family), dtype=dtype, quantization=quantization)
 
@@ -76,7 +85,7 @@ def test_a_second_start_computes_the_same(tmp_path: Path, family: str, dtype: st
     ],
     ids=["q8_0", "mixed", "without-kernels"],
 )
-@pytest.mark.parametrize("quantization", [None, "auto"])
+@pytest.mark.parametrize("quantization", [pytest.param(None, marks=pytest.mark.slow), "auto"])
 def test_a_second_start_from_gguf_computes_the_same(
     tmp_path: Path, types: dict[str, Any], architecture: str, tied: bool, quantization: str | None
 ) -> None:

@@ -21,7 +21,9 @@ from tests.hand.test_recurrent import COUNT, VOCABULARY, check, check_kept, expe
 from tests.hand.test_rust_hand import settings, torch_runner
 
 GRAPHS = pytest.mark.parametrize("graph_rows", [0, 6], ids=["eager", "graphs"])
-MODELS = ["qwen3.5-text", "lfm2-biases", "granite4-h", "nemotron-h", "falcon-h1-norm-last", "kimi-linear"]
+MODELS = ["qwen3.5-text", "granite4-h", "kimi-linear"]
+"""A gated delta net, Mamba-2 and KDA."""
+MORE = ["lfm2-biases", "nemotron-h", "falcon-h1-norm-last"]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +41,7 @@ def runner_of(folder: Path, name: str, graph_rows: int) -> Iterator[ModelRunner]
 
 
 @GRAPHS
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_tokens_of_recurrent_models_in_steps_of_a_gpu(tmp_path: Path, name: str, graph_rows: int) -> None:
     with runner_of(tmp_path, name, graph_rows) as runner:
         for chunk in (7, 1000):

@@ -28,6 +28,7 @@ def files() -> tuple[Path, ...]:
     return tuple(Path(name) for name in names if (ROOT / name).is_file())
 
 
+@cache
 def read(path: Path) -> str:
     """The text of a file of the checkout. Empty if the file is not text."""
     try:

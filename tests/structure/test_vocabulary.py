@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ def rules() -> list[Rule]:
     return found
 
 
+@cache
 def spoken(text: str) -> str:
     """`text` in lower case, with joined words split. Lines stay lines."""
     return "\n".join(_JOINS.sub(" ", _CAMEL.sub(" ", line)).lower() for line in text.splitlines())
