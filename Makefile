@@ -5,6 +5,9 @@
 PYTHON ?=
 # The cargo profile of build and serve, which users run: release or fast.
 PROFILE ?= release
+# The levels of CPU kernels in `make build`: native for the fastest of this machine and the baseline; empty for all, which
+# take 8 minutes of one core. Tests need all of them.
+LEVELS ?= $(if $(filter release,$(PROFILE)),native)
 # The cargo profile of the tests and linters: fast checks debug assertions and overflows, and links quickly.
 TEST_PROFILE ?= fast
 # The cargo profile of the wheel and the tarball, and more of cargo's flags for them. Continuous integration takes the
@@ -76,7 +79,7 @@ $(STAMPS)/agents: requirements/agents/package-lock.json $(STAMPS)/uv
 $(STAMPS)/dev: $(STAMPS)/runtime
 
 build: $(STAMPS)/package ## build the binary: leaves .venv/bin/forebay (some minutes the first time)
-	cargo build --locked --profile $(PROFILE) --package forebay --bin forebay
+	$(LEVELS:%=FOREBAY_LEVELS=%) cargo build --locked --profile $(PROFILE) --package forebay --bin forebay
 	@test $(TARGET_DIR)/$(PROFILE)/forebay -ef $(BIN)/forebay || \
 		ln -f $(TARGET_DIR)/$(PROFILE)/forebay $(BIN)/forebay 2>/dev/null || \
 		cp -f $(TARGET_DIR)/$(PROFILE)/forebay $(BIN)/forebay

@@ -1,8 +1,16 @@
 //! Names the order of packed weights by the sources that decide it: a program of other sources
 //! reads nothing that this one keeps on disk.
+//!
+//! Chooses the levels that are compiled, too. `FOREBAY_LEVELS=native` chooses the fastest level of
+//! the machine that compiles, and the baseline, which every processor has. That takes a third of
+//! the time that all levels take.
 
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};
+
+#[path = "src/processor.rs"]
+#[allow(dead_code, unsafe_code, reason = "the crate uses all of it, and asks the kernel for tiles")]
+mod processor;
 
 /// FNV-1a (Fowler, Noll, Vo) over 128 bits: no library is asked for a name.
 struct Name(u128);
@@ -29,8 +37,25 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
     Ok(())
 }
 
+/// Tells the crate which levels to compile.
+fn choose_levels() {
+    println!("cargo::rerun-if-env-changed=FOREBAY_LEVELS");
+    println!("cargo::rustc-check-cfg=cfg(all_levels)");
+    println!("cargo::rustc-check-cfg=cfg(level, values(any()))");
+    let native = env::var("FOREBAY_LEVELS").is_ok_and(|levels| levels == "native");
+    // A program for another kind of processor runs elsewhere.
+    if native && env::var("HOST") == env::var("TARGET") {
+        let mut levels = processor::LEVELS.iter();
+        let fastest = levels.find(|level| (level.is_there)() && (level.is_fast)());
+        println!("cargo::rustc-cfg=level=\"{}\"", fastest.map_or("baseline", |level| level.name));
+    } else {
+        println!("cargo::rustc-cfg=all_levels");
+    }
+}
+
 fn main() -> io::Result<()> {
     println!("cargo::rerun-if-changed=src");
+    choose_levels();
     let mut found = Vec::new();
     sources(Path::new("src"), &mut found)?;
     found.sort();

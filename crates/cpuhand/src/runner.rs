@@ -373,7 +373,7 @@ fn limit_kernels() -> Result<(), HandError> {
         return Ok(());
     }
     Err(HandError::Config(format!(
-        "FOREBAY_KERNELS is {wanted:?}, which this kind of processor does not have: leave it off, or use --hand torch for PyTorch's operators"
+        "FOREBAY_KERNELS is {wanted:?}, which this kind of processor does not have, or this build has left out: leave it off, or use --hand torch for PyTorch's operators"
     )))
 }
 

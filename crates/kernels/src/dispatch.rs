@@ -7,6 +7,7 @@ use crate::element::{Bf16, Element};
 use crate::isa::plain::{Plain, Portable};
 #[cfg(target_arch = "x86_64")]
 use crate::isa::{amx, avx2, avx512, avx512_bf16, avxvnni};
+use crate::processor;
 use crate::tile::Kernel;
 
 /// Something that is computed with the instructions of a level.
@@ -47,8 +48,6 @@ macro_rules! levels {
         $(#[$target:meta])*
         $level:ident {
             name: $name:literal,
-            is_there: $there:expr,
-            $(is_fast: $fast:expr,)?
             $(features: $features:literal,)?
             f32: $f32:ty,
             bf16: $bf16:ty,
@@ -74,16 +73,12 @@ macro_rules! levels {
 
             /// True if the processor has the level's instructions.
             pub(crate) fn is_there(self) -> bool {
-                match self {
-                    $($(#[$target])* Self::$level => $there,)*
-                }
+                (processor::level(self.name()).is_there)()
             }
 
             /// No level below is faster.
             fn is_fast(self) -> bool {
-                match self {
-                    $($(#[$target])* Self::$level => true $(&& $fast)?,)*
-                }
+                (processor::level(self.name()).is_fast)()
             }
         }
 
@@ -111,57 +106,50 @@ macro_rules! levels {
 
 // A level has the features of every level below it, except for `AvxVnni`.
 levels! {
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(all(target_arch = "x86_64", any(all_levels, level = "amx")))]
     Amx {
         name: "amx",
-        is_there: amx::is_there(),
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16",
         f32: avx512::Avx512,
         bf16: amx::AmxBf16,
         codes: amx::AmxDots,
         turn: amx::hardware::Turn::begin(),
     }
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(all(target_arch = "x86_64", any(all_levels, level = "avx512bf16")))]
     Avx512Bf16 {
         name: "avx512bf16",
-        is_there: avx512_bf16::is_there(),
-        is_fast: avx512_bf16::is_fast(),
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16",
         f32: avx512::Avx512,
         bf16: avx512_bf16::Avx512Bf16,
         codes: avx512::vnni::Vnni,
     }
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(all(target_arch = "x86_64", any(all_levels, level = "avx512vnni")))]
     Avx512Vnni {
         name: "avx512vnni",
-        is_there: avx512::has_vnni(),
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni",
         f32: avx512::Avx512,
         bf16: avx512::Avx512Wide,
         codes: avx512::vnni::Vnni,
     }
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(all(target_arch = "x86_64", any(all_levels, level = "avx512")))]
     Avx512 {
         name: "avx512",
-        is_there: avx512::is_there(),
         features: "avx512f,avx512bw,avx512dq,avx512vl",
         f32: avx512::Avx512,
         bf16: avx512::Avx512Wide,
         codes: avx2::codes::Avx2Dots,
     }
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(all(target_arch = "x86_64", any(all_levels, level = "avxvnni")))]
     AvxVnni {
         name: "avxvnni",
-        is_there: avxvnni::is_there(),
         features: "avx2,fma,f16c,avxvnni",
         f32: avx2::Avx2,
         bf16: avx2::Avx2,
         codes: avxvnni::AvxVnni,
     }
-    #[cfg(target_arch = "x86_64")]
+    #[cfg(all(target_arch = "x86_64", any(all_levels, level = "avx2")))]
     Avx2 {
         name: "avx2",
-        is_there: avx2::is_there(),
         features: "avx2,fma,f16c",
         f32: avx2::Avx2,
         bf16: avx2::Avx2,
@@ -169,7 +157,6 @@ levels! {
     }
     Baseline {
         name: "baseline",
-        is_there: true,
         f32: Plain,
         bf16: Plain,
         codes: Portable,

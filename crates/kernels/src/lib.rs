@@ -8,8 +8,8 @@
 //!
 //! - `tile`, `dots` and `vector`: the traits of the innermost loops, of weights in floats, of
 //!   quantised ones, and of everything else;
-//! - `isa`: the loops themselves, for each set of instructions; `dispatch`: the table of levels
-//!   with their kernels;
+//! - `isa`: the loops themselves, for each set of instructions; `processor`: the levels that the
+//!   machine has; `dispatch`: the table of levels with their kernels;
 //! - `pack` and `pages`: the order of the weights, keys and values that the loops read;
 //!   `quantise` and `codes`: the same for quantised weights; `packing`: both for callers;
 //! - `matmul` and `attention`: products and attention, built of the loops;
@@ -24,6 +24,8 @@
 //!
 //! One thread computes each result, in an order that depends on the result's row only. So tokens do
 //! not change with the batch, the chunking or the number of threads.
+// A build for one level uses the loops of that level alone.
+#![cfg_attr(not(all_levels), allow(dead_code, unused_imports, unused_macros))]
 #![expect(unsafe_code, reason = "vector instructions, and buffers that threads share")]
 
 mod adapters;
@@ -48,6 +50,7 @@ mod pack;
 mod packing;
 mod pages;
 mod pool;
+mod processor;
 mod quantise;
 mod recurrence;
 mod rows;

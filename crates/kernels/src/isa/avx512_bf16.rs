@@ -1,29 +1,13 @@
 //! [`Kernel`](crate::tile::Kernel) of bfloat16 with AVX-512's dot products of pairs.
 
 use std::arch::x86_64::*;
-use std::sync::OnceLock;
 
 use super::avx512::dot::{self, Dot};
-use super::avx512::has_vnni;
 use super::avx512::kernel::kernel;
 use crate::element::Bf16;
 
 /// bfloat16 with AVX-512's dot products of pairs.
 pub(crate) struct Avx512Bf16;
-
-/// True if the processor has dot products of pairs, beside those of bytes.
-pub(crate) fn is_there() -> bool {
-    has_vnni() && is_x86_feature_detected!("avx512bf16")
-}
-
-/// True if the processor's dot products of bfloat16 pairs are fast. Intel's exist for
-/// compatibility: they take two cycles, where two `f32` multiply-adds of the same width take one.
-/// Intel's fast instructions are its matrix extensions. AMD's are twice as fast as multiply-adds.
-pub(crate) fn is_fast() -> bool {
-    static FAST: OnceLock<bool> = OnceLock::new();
-    // CPUID traps to the host of a virtual machine, which is slow.
-    *FAST.get_or_init(|| __cpuid(0).ebx.to_le_bytes() != *b"Genu")
-}
 
 impl Dot for Bf16 {
     #[inline(always)]

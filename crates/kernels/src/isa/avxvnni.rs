@@ -3,7 +3,6 @@
 
 use std::arch::x86_64::*;
 
-use super::avx2;
 use super::avx2::bytes::{Bytes, Quads, Sums, load};
 use super::avx2::dots::dots;
 use super::operands::format;
@@ -11,11 +10,6 @@ use crate::dots::quad_bytes;
 
 /// Codes with AVX-VNNI.
 pub(crate) struct AvxVnni;
-
-/// True if the processor has dot products of bytes beside AVX2, of 256 bits.
-pub(crate) fn is_there() -> bool {
-    avx2::is_there() && is_x86_feature_detected!("avxvnni")
-}
 
 impl Bytes for AvxVnni {
     #[inline(always)]

@@ -8,6 +8,8 @@ use super::plain::{Plain, Portable};
 use super::{amx, avx2, avx512, avx512_bf16, avxvnni};
 use crate::dots::Dots;
 use crate::element::{Bf16, Element};
+#[cfg(target_arch = "x86_64")]
+use crate::processor;
 use crate::tile::Kernel;
 
 /// Something that holds whatever computes.
@@ -22,18 +24,18 @@ pub(crate) fn kernels(check: &impl Check) {
     check.kernel::<Bf16, Plain>();
     #[cfg(target_arch = "x86_64")]
     {
-        if avx2::is_there() {
+        if processor::has_avx2() {
             check.kernel::<f32, avx2::Avx2>();
             check.kernel::<Bf16, avx2::Avx2>();
         }
-        if avx512::is_there() {
+        if processor::has_avx512() {
             check.kernel::<f32, avx512::Avx512>();
             check.kernel::<Bf16, avx512::Avx512Wide>();
         }
-        if avx512_bf16::is_there() {
+        if processor::has_avx512_bf16() {
             check.kernel::<Bf16, avx512_bf16::Avx512Bf16>();
         }
-        if amx::is_there() {
+        if processor::has_amx() {
             check.kernel::<Bf16, amx::AmxBf16>();
         }
     }
@@ -44,7 +46,7 @@ pub(crate) fn kernels(check: &impl Check) {
 pub(crate) fn kernels_and_emulated(check: &impl Check) {
     kernels(check);
     #[cfg(target_arch = "x86_64")]
-    if avx512_bf16::is_there() {
+    if processor::has_avx512_bf16() {
         check.kernel::<Bf16, amx::AmxBf16<amx::unit::Emulated>>();
     }
 }
@@ -65,17 +67,17 @@ pub(crate) fn dots(check: &impl CheckDots) {
         use avx2::codes::Avx2Dots;
         use avx512::vnni::Vnni;
 
-        if avx2::is_there() {
+        if processor::has_avx2() {
             check.dots::<Avx2Dots, Avx2Dots>();
         }
-        if avxvnni::is_there() {
+        if processor::has_avx_vnni() {
             check.dots::<avxvnni::AvxVnni, Avx2Dots>();
         }
-        if avx512::has_vnni() {
+        if processor::has_avx512_vnni() {
             check.dots::<Vnni, Avx2Dots>();
             check.dots::<AmxDots<Emulated>, Vnni>();
         }
-        if amx::is_there() {
+        if processor::has_amx() {
             check.dots::<AmxDots, Vnni>();
         }
     }

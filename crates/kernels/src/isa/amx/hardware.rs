@@ -3,9 +3,7 @@
 //! block to the next.
 
 use std::arch::asm;
-use std::arch::x86_64::__cpuid_count;
 use std::cell::Cell;
-use std::sync::OnceLock;
 
 use super::unit::{Shape, Tiles};
 
@@ -25,40 +23,6 @@ struct Config {
     reserved: [u8; 14],
     bytes: [u16; 16],
     rows: [u8; 16],
-}
-
-impl Hardware {
-    /// True if the processor has tiles of bfloat16 and of bytes, and the kernel lets this process
-    /// use them. They take 8 KiB a thread, which the kernel keeps only for processes that ask
-    /// (Linux 5.16).
-    pub(crate) fn is_there() -> bool {
-        static THERE: OnceLock<bool> = OnceLock::new();
-        *THERE.get_or_init(|| {
-            // Of leaf 7: AMX-BF16, AMX-TILE and AMX-INT8.
-            const WANTED: u32 = 1 << 22 | 1 << 24 | 1 << 25;
-            __cpuid_count(7, 0).edx & WANTED == WANTED && Self::is_permitted()
-        })
-    }
-
-    fn is_permitted() -> bool {
-        const ARCH_PRCTL: i64 = 158;
-        const ARCH_REQ_XCOMP_PERM: u64 = 0x1023;
-        const XFEATURE_XTILEDATA: u64 = 18;
-        let mut result = ARCH_PRCTL;
-        // SAFETY: a system call that changes nothing but what the process is permitted.
-        unsafe {
-            asm!(
-                "syscall",
-                inlateout("rax") result,
-                in("rdi") ARCH_REQ_XCOMP_PERM,
-                in("rsi") XFEATURE_XTILEDATA,
-                lateout("rcx") _,
-                lateout("r11") _,
-                options(nostack)
-            );
-        }
-        result == 0
-    }
 }
 
 /// A thread's use of the tiles. An earlier user may have left them with another shape. When it is

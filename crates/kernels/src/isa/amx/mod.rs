@@ -23,7 +23,7 @@ use self::unit::{HIGH, Shape, Tiles, WIDE};
 use super::avx512::sums::ask;
 use super::avx512::vector::Zmm;
 use super::avx512::vnni::{Vnni, scale};
-use super::avx512_bf16::{self, Avx512Bf16};
+use super::avx512_bf16::Avx512Bf16;
 use super::operands::Operands;
 use crate::codes::{Codes, Format};
 use crate::dots::{Dots, QUAD, quad_bytes};
@@ -45,11 +45,6 @@ pub(crate) struct AmxBf16<U = Hardware>(PhantomData<U>);
 /// Tiles for codes with one scale per output. Few rows, and formats with more scales, are computed
 /// by [`Vnni`].
 pub(crate) struct AmxDots<U = Hardware>(PhantomData<U>);
-
-/// True if the processor has tiles, and the features that are used beside them.
-pub(crate) fn is_there() -> bool {
-    avx512_bf16::is_there() && Hardware::is_there()
-}
 
 /// Prefetches `lines` cache lines from an address that need not be valid.
 #[inline(always)]

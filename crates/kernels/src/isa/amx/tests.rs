@@ -4,6 +4,7 @@ use proptest::prelude::*;
 
 use super::unit::Emulated;
 use super::*;
+use crate::processor;
 use crate::tile::tests::{arranged, numbers};
 
 /// Operands of products and of attention.
@@ -92,7 +93,7 @@ proptest! {
         seed: u32,
         small in prop::sample::select(vec![1.0, 1e-20]),
     ) {
-        if is_there() {
+        if processor::has_amx() {
             let operands = Operands::new(2 * k, rows, seed, small);
             // SAFETY: detected.
             unsafe {
@@ -109,7 +110,7 @@ proptest! {
         rows in 1usize..=few::MOST,
         seed: u32,
     ) {
-        if avx512_bf16::is_there() {
+        if processor::has_avx512_bf16() {
             let operands = Operands::new(2 * k, rows, seed, 1.0);
             // SAFETY: detected.
             unsafe {

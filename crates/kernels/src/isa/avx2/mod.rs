@@ -16,14 +16,6 @@ use vector::Ymms;
 /// `f32`, and bfloat16 multiplied as `f32`.
 pub(crate) struct Avx2;
 
-/// True if the processor has AVX2 and the features that are used beside it; some processors have
-/// AVX2 alone.
-pub(crate) fn is_there() -> bool {
-    is_x86_feature_detected!("avx2")
-        && is_x86_feature_detected!("fma")
-        && is_x86_feature_detected!("f16c")
-}
-
 /// Calls the function for `M` rows (the last one if there are more), each with `C` vectors of
 /// columns at a time. The 2 `M` `C` sums take at most 12 of 16 registers, which leaves some for
 /// weights and a row's number. If possible they take at least 8, so that no sum waits for its own

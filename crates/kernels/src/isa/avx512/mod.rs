@@ -16,15 +16,5 @@ pub(crate) struct Avx512;
 /// bfloat16 with AVX-512's multiply-add of `f32`.
 pub(crate) struct Avx512Wide;
 
-/// True if the processor has the parts of AVX-512 that are used.
-pub(crate) fn is_there() -> bool {
-    is_x86_feature_detected!("avx512bw") && is_x86_feature_detected!("avx512dq")
-}
-
-/// True if the processor has dot products of bytes beside these parts.
-pub(crate) fn has_vnni() -> bool {
-    is_there() && is_x86_feature_detected!("avx512vnni")
-}
-
 kernel!(Avx512: f32 as f32, "avx512f,avx512bw,avx512dq,avx512vl", dot);
 kernel!(Avx512Wide: Bf16 as f32, "avx512f,avx512bw,avx512dq,avx512vl", wide);
