@@ -3,11 +3,12 @@
 
 # The Python that makes .venv; empty means the first fitting one on PATH.
 PYTHON ?=
-# The cargo profile of build and serve, which users run: release or fast.
-PROFILE ?= release
+# The cargo profile of build and serve: serve, or release, which takes minutes longer and is what wheels and benchmarks
+# have, or fast, with debug assertions.
+PROFILE ?= serve
 # The levels of CPU kernels in `make build`: native for the fastest of this machine and the baseline; empty for all, which
 # take 8 minutes of one core. Tests need all of them.
-LEVELS ?= $(if $(filter release,$(PROFILE)),native)
+LEVELS ?= $(if $(filter-out $(TEST_PROFILE),$(PROFILE)),native)
 # The cargo profile of the tests and linters: fast checks debug assertions and overflows, and links quickly.
 TEST_PROFILE ?= fast
 # The cargo profile of the wheel and the tarball, and more of cargo's flags for them. Continuous integration takes the
@@ -23,6 +24,7 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 TARGET_DIR := $(or $(CARGO_TARGET_DIR),target)
 CARGO_FLAGS := --workspace --locked --profile $(TEST_PROFILE)
+CARGO_BUILD = $(LEVELS:%=FOREBAY_LEVELS=%) cargo build --locked --profile $(PROFILE)
 # On a GPU host its targets need no set-up and no network: what the host lacks comes out of .gpu.
 HOST_PYTHON = $(or $(wildcard $(BIN)/python),python3)
 UV := UV_PYTHON_DOWNLOADS=never $(BIN)/uv
@@ -41,7 +43,7 @@ help: ## print this list
 		while IFS='|' read -r name text; do printf '  %-21s %s\n' "$$name" "$$text"; done
 	@echo
 	@echo 'make test SUITE="kills moves" is make test-kills test-moves; make bench NAME=startup is make bench-startup.'
-	@echo 'Variables: PYTHON=python3.12  MODEL=smollm2  ARGS="--port 8001"  PROFILE=fast|release  PYTEST_ARGS="-k word"'
+	@echo 'Variables: PYTHON=python3.12  MODEL=smollm2  ARGS="--port 8001"  PROFILE=serve|release|fast  PYTEST_ARGS="-k word"'
 	@echo '           PEERS="vllm llama"  ROUNDS=3  STREAMS=64,1024 (of the benchmarks)'
 
 # Set-up. A stamp is older than the lock file it was made from only when the lock file has changed.
@@ -79,7 +81,7 @@ $(STAMPS)/agents: requirements/agents/package-lock.json $(STAMPS)/uv
 $(STAMPS)/dev: $(STAMPS)/runtime
 
 build: $(STAMPS)/package ## build the binary: leaves .venv/bin/forebay (some minutes the first time)
-	$(LEVELS:%=FOREBAY_LEVELS=%) cargo build --locked --profile $(PROFILE) --package forebay --bin forebay
+	$(CARGO_BUILD) --package forebay --bin forebay
 	@test $(TARGET_DIR)/$(PROFILE)/forebay -ef $(BIN)/forebay || \
 		ln -f $(TARGET_DIR)/$(PROFILE)/forebay $(BIN)/forebay 2>/dev/null || \
 		cp -f $(TARGET_DIR)/$(PROFILE)/forebay $(BIN)/forebay

@@ -32,9 +32,10 @@ bench-%: setup
 bench-gpu bench-gpu-peers: ## measure an NVIDIA GPU, and others on it (15 minutes; skipped with the reason elsewhere)
 	$(HOST_PYTHON) -m benchmarks $(@:bench-%=%) $(ARGS)
 
+bench-build: PROFILE = release
 bench-build: setup $(STAMPS)/model
-	@$(MAKE) --no-print-directory build
-	cargo build --locked --profile $(PROFILE) --package forebay --package forebay-weights --bin forebay --example describe
+	@$(MAKE) --no-print-directory build PROFILE=$(PROFILE)
+	$(CARGO_BUILD) --package forebay --package forebay-weights --bin forebay --example describe
 
 bench-setup: $(PEERS_OF_SETUP:%=$(BENCH_STAMPS)/%) ## install the peers in PEERS that benchmarks compare with (12 GB, 20 minutes)
 

@@ -37,7 +37,7 @@ test-gpu: ## run the tests that need an NVIDIA GPU (200 seconds; skipped with th
 	$(HOST_PYTHON) scripts/gpu.py test $(PYTEST_ARGS)
 
 # Of several profiles the one that was built last: an older binary may speak another protocol.
-BUILT = $(wildcard $(foreach profile,release $(TEST_PROFILE),$(TARGET_DIR)/$(profile)/forebay))
+BUILT = $(wildcard $(foreach profile,serve release $(TEST_PROFILE),$(TARGET_DIR)/$(profile)/forebay))
 gpu-pack: setup-dev ## make .gpu, what an offline GPU host lacks: packages, and the binary if `make build` has made one
 	$(BIN)/python scripts/gpu.py pack $(if $(BUILT),--binary $(firstword $(shell ls -t $(BUILT))))
 

@@ -70,13 +70,14 @@ def test_what_is_read_of_a_model_is_downloaded() -> None:
     assert not [name for name in read_files - made if f'"{name}"' not in read(Path("crates/hub/src/choose.rs"))]
 
 
-def test_users_get_the_release_and_tests_the_checks() -> None:
+def test_packages_and_benchmarks_get_the_release_and_tests_the_checks() -> None:
     """`make build` compiles without debug assertions. Tests compile only the profile that has them."""
 
     def profiles(target: str) -> set[str]:
         return set(re.findall(r"--profile (\w+)", plan("--always-make", target)))
 
-    assert profiles("build") == {"release"}
+    assert profiles("build") == {"serve"}
+    assert profiles("bench-build") == profiles("wheel") == {"release"}
     assert profiles("test") == {"fast"}
     sections = re.split(r"^\[", read(Path("Cargo.toml")), flags=re.MULTILINE)
     checked = [section.split("]")[0] for section in sections if "\ndebug-assertions = true" in section]
