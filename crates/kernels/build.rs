@@ -2,7 +2,7 @@
 //! reads nothing that this one keeps on disk.
 //!
 //! Chooses the levels that are compiled, too. `FOREBAY_LEVELS=native` chooses the fastest level of
-//! the machine that compiles, and the baseline, which every processor has. That takes a third of
+//! the machine that compiles, and the baseline, which every processor has. That takes a fifth of
 //! the time that all levels take.
 
 use std::path::{Path, PathBuf};

@@ -155,8 +155,7 @@ impl Tiers {
     /// True if only copies hold some page. The page becomes free when they end.
     #[must_use]
     pub fn expects_pages(&self) -> bool {
-        let copies = self.copies_of_pages();
-        self.leased_by_copies().any(|page| self.hot.leases(page) == copies[page as usize])
+        self.copies_of_pages().iter().any(|(&page, &copies)| self.hot.leases(page) == copies)
     }
 
     /// Leases a hot page without content. It never waits for a save, so it may evict an unsaved
@@ -263,7 +262,7 @@ impl Tiers {
         for copy in self.copies.values_mut() {
             copy.publish = false;
             if let (Some(hot), Some(name)) = (&copy.hot, copy.name)
-                && self.hot.leases(hot.page()) == copies[hot.page() as usize]
+                && self.hot.leases(hot.page()) == copies[&hot.page()]
             {
                 self.hot.forget(name);
             }
@@ -358,11 +357,11 @@ impl Tiers {
         self.copies.values().filter_map(|copy| copy.hot.as_ref()).map(Lease::page)
     }
 
-    /// For each hot page, how many copies lease it. Two saves can: one that began before a flush,
+    /// For each hot page that copies lease, how many do. Two saves can: one that began before a flush,
     /// and one that began after it.
-    fn copies_of_pages(&self) -> Vec<u32> {
-        let mut copies = vec![0; self.hot.size() as usize];
-        self.leased_by_copies().for_each(|page| copies[page as usize] += 1);
+    fn copies_of_pages(&self) -> BTreeMap<u32, u32> {
+        let mut copies = BTreeMap::new();
+        self.leased_by_copies().for_each(|page| *copies.entry(page).or_default() += 1);
         copies
     }
 
