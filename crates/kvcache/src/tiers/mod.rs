@@ -357,8 +357,8 @@ impl Tiers {
         self.copies.values().filter_map(|copy| copy.hot.as_ref()).map(Lease::page)
     }
 
-    /// For each hot page that copies lease, how many do. Two saves can: one that began before a flush,
-    /// and one that began after it.
+    /// For each hot page that copies lease, how many do. Two saves can: one that began before a
+    /// flush, and one that began after it.
     fn copies_of_pages(&self) -> BTreeMap<u32, u32> {
         let mut copies = BTreeMap::new();
         self.leased_by_copies().for_each(|page| *copies.entry(page).or_default() += 1);
