@@ -22,9 +22,10 @@ test: $(SUITE:%=test-%) ## run every test that needs no GPU, or the suites of SU
 test-rust: ## run the Rust tests
 	cargo test $(CARGO_FLAGS) $(TEST_RUST_FLAGS)
 
-test-python: build-tests ## run the Python tests, the end-to-end tests among them
+test-python: test-units e2e ## run the Python tests, the end-to-end tests among them
+
+test-units: build-tests ## run the Python tests without the end-to-end tests
 	$(TEST_BINARY) OMP_NUM_THREADS=1 $(PYTEST) $(BESIDE) -m 'not slow' --ignore tests/e2e $(PYTEST_ARGS)
-	$(TEST_BINARY) $(PYTEST) $(BESIDE) -m 'not slow' tests/e2e $(PYTEST_ARGS)
 
 e2e test-e2e: build-tests ## run the end-to-end tests only
 	$(TEST_BINARY) $(PYTEST) $(BESIDE) -m 'not slow' tests/e2e $(PYTEST_ARGS)

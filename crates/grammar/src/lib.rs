@@ -9,7 +9,7 @@
 //! ```
 //! use std::sync::Arc;
 //!
-//! use forebay_grammar::{Bounds, Form, GrammarConfig, Grammars, ThreadStart, Wanted};
+//! use forebay_grammar::{Bounds, Form, GrammarConfig, Grammars, ThreadStart, WantedForm};
 //! use forebay_text::Tokenizer;
 //!
 //! # let end = 0;
@@ -21,7 +21,8 @@
 //! let grammars = Grammars::new(config, Arc::clone(&tokenizer), &[end], vocabulary, &start)?;
 //! let bounds = Bounds { ends: [end].into(), ..Bounds::default() };
 //! let source = Some(Form::Choice(["yes".to_owned(), "no".to_owned()].into()).into());
-//! let wanted = Wanted { source, reasoning: None, bounds, choices: 1, said: Vec::new(), client: 0 };
+//! let wanted =
+//!     WantedForm { source, reasoning: None, bounds, choices: 1, said: Vec::new(), client: 0 };
 //!
 //! let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
 //! let mut constraints = runtime.block_on(grammars.constraints(wanted))?;
