@@ -45,9 +45,10 @@ fn choose_levels() {
     let native = env::var("FOREBAY_LEVELS").is_ok_and(|levels| levels == "native");
     // A program for another kind of processor runs elsewhere.
     if native && env::var("HOST") == env::var("TARGET") {
-        let mut levels = processor::LEVELS.iter();
-        let fastest = levels.find(|level| (level.is_there)() && (level.is_fast)());
-        println!("cargo::rustc-cfg=level=\"{}\"", fastest.map_or("baseline", |level| level.name));
+        let mut levels = processor::Level::ALL.iter();
+        let fastest = levels.find(|level| level.is_in_processor() && level.is_fast());
+        let fastest = fastest.unwrap_or(&processor::Level::Baseline);
+        println!("cargo::rustc-cfg=level=\"{}\"", fastest.name());
     } else {
         println!("cargo::rustc-cfg=all_levels");
     }

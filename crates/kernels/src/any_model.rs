@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use crate::adapters::Groups;
-use crate::dispatch::{Level, Number};
+use crate::dispatch::Number;
 use crate::element::Bf16;
 use crate::memory::Room;
 use crate::model::{Model, StepError};
 use crate::packing::Dtype;
 use crate::pool::Threads;
+use crate::processor::Level;
 use crate::rows::{Rows, Wanted};
 use crate::sizes::Sizes;
 use crate::weights::Weights;

@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 use crate::adapters::{AdapterMatrices, AdapterSizes, Groups};
 use crate::any_model::AnyModel;
-use crate::dispatch::Level;
 use crate::memory::Room;
 use crate::model::StepError;
 use crate::packing::{Unfit, unfit};
 use crate::pool::Threads;
+use crate::processor::Level;
 use crate::rows::{Rows, Wanted};
 use crate::sizes::Sizes;
 use crate::weights::{Layer, Weights};
@@ -210,7 +210,7 @@ pub fn level() -> &'static str {
     Level::current().name()
 }
 
-/// Restricts the kernels to levels up to this one. Returns false if this processor lacks the level.
+/// Restricts the kernels to levels up to this one. Returns false if the program has no such level.
 #[must_use]
 pub fn limit(level: &str) -> bool {
     Level::limit(level)

@@ -1,4 +1,4 @@
-//! The table of levels: the features that each level needs, and its kernels.
+//! The kernels of each level, and the features that they need.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -7,7 +7,7 @@ use crate::element::{Bf16, Element};
 use crate::isa::plain::{Plain, Portable};
 #[cfg(target_arch = "x86_64")]
 use crate::isa::{amx, avx2, avx512, avx512_bf16, avxvnni};
-use crate::processor;
+use crate::processor::Level;
 use crate::tile::Kernel;
 
 /// Something that is computed with the instructions of a level.
@@ -43,11 +43,10 @@ macro_rules! compute {
     }};
 }
 
-macro_rules! levels {
+macro_rules! kernels {
     ($(
-        $(#[$target:meta])*
+        $(#[$built:meta])*
         $level:ident {
-            name: $name:literal,
             $(features: $features:literal,)?
             f32: $f32:ty,
             bf16: $bf16:ty,
@@ -55,49 +54,32 @@ macro_rules! levels {
             $(turn: $turn:expr,)?
         }
     )*) => {
-        /// The instructions of a processor, best first.
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        pub(crate) enum Level {
-            $($(#[$target])* $level,)*
-        }
-
         impl Level {
-            /// Best first.
-            pub(crate) const ALL: &[Self] = &[$($(#[$target])* Self::$level,)*];
-
-            pub(crate) fn name(self) -> &'static str {
+            /// True if the program has the level's kernels.
+            #[allow(unreachable_patterns, reason = "most programs have all of them")]
+            fn is_built(self) -> bool {
                 match self {
-                    $($(#[$target])* Self::$level => $name,)*
-                }
-            }
-
-            /// True if the processor has the level's instructions.
-            pub(crate) fn is_there(self) -> bool {
-                (processor::level(self.name()).is_there)()
-            }
-
-            /// No level below is faster.
-            fn is_fast(self) -> bool {
-                (processor::level(self.name()).is_fast)()
-            }
-        }
-
-        impl Number for f32 {
-            unsafe fn compute<W: Work<Self>>(level: Level, work: W) {
-                match level {
-                    $($(#[$target])* Level::$level => {
-                        compute!(work: f32, $f32, $codes, [$($features)?], [$($turn)?])
-                    })*
+                    $($(#[$built])* Self::$level => true,)*
+                    _ => false,
                 }
             }
         }
 
-        impl Number for Bf16 {
+        kernels!(compute f32 [$($(#[$built])* $level: $f32, $codes, [$($features)?], [$($turn)?];)*]);
+        kernels!(compute Bf16 [$($(#[$built])* $level: $bf16, $codes, [$($features)?], [$($turn)?];)*]);
+    };
+    (compute $element:ty [$(
+        $(#[$built:meta])*
+        $level:ident: $kernel:ty, $codes:ty, [$($features:literal)?], [$($turn:expr)?];
+    )*]) => {
+        impl Number for $element {
+            #[allow(unreachable_patterns, reason = "most programs have all levels")]
             unsafe fn compute<W: Work<Self>>(level: Level, work: W) {
                 match level {
-                    $($(#[$target])* Level::$level => {
-                        compute!(work: Bf16, $bf16, $codes, [$($features)?], [$($turn)?])
+                    $($(#[$built])* Level::$level => {
+                        compute!(work: $element, $kernel, $codes, [$($features)?], [$($turn)?])
                     })*
+                    _ => unreachable!("the program has no kernels for {level:?}"),
                 }
             }
         }
@@ -105,10 +87,9 @@ macro_rules! levels {
 }
 
 // A level has the features of every level below it, except for `AvxVnni`.
-levels! {
+kernels! {
     #[cfg(all(target_arch = "x86_64", any(all_levels, level = "amx")))]
     Amx {
-        name: "amx",
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16",
         f32: avx512::Avx512,
         bf16: amx::AmxBf16,
@@ -117,7 +98,6 @@ levels! {
     }
     #[cfg(all(target_arch = "x86_64", any(all_levels, level = "avx512bf16")))]
     Avx512Bf16 {
-        name: "avx512bf16",
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512bf16",
         f32: avx512::Avx512,
         bf16: avx512_bf16::Avx512Bf16,
@@ -125,7 +105,6 @@ levels! {
     }
     #[cfg(all(target_arch = "x86_64", any(all_levels, level = "avx512vnni")))]
     Avx512Vnni {
-        name: "avx512vnni",
         features: "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni",
         f32: avx512::Avx512,
         bf16: avx512::Avx512Wide,
@@ -133,7 +112,6 @@ levels! {
     }
     #[cfg(all(target_arch = "x86_64", any(all_levels, level = "avx512")))]
     Avx512 {
-        name: "avx512",
         features: "avx512f,avx512bw,avx512dq,avx512vl",
         f32: avx512::Avx512,
         bf16: avx512::Avx512Wide,
@@ -141,7 +119,6 @@ levels! {
     }
     #[cfg(all(target_arch = "x86_64", any(all_levels, level = "avxvnni")))]
     AvxVnni {
-        name: "avxvnni",
         features: "avx2,fma,f16c,avxvnni",
         f32: avx2::Avx2,
         bf16: avx2::Avx2,
@@ -149,14 +126,12 @@ levels! {
     }
     #[cfg(all(target_arch = "x86_64", any(all_levels, level = "avx2")))]
     Avx2 {
-        name: "avx2",
         features: "avx2,fma,f16c",
         f32: avx2::Avx2,
         bf16: avx2::Avx2,
         codes: avx2::codes::Avx2Dots,
     }
     Baseline {
-        name: "baseline",
         f32: Plain,
         bf16: Plain,
         codes: Portable,
@@ -169,6 +144,11 @@ static LIMIT: AtomicUsize = AtomicUsize::new(PREFERRED);
 const PREFERRED: usize = usize::MAX;
 
 impl Level {
+    /// True if the processor has the level's instructions, and the program its kernels.
+    pub(crate) fn is_there(self) -> bool {
+        self.is_built() && self.is_in_processor()
+    }
+
     /// The level in use.
     pub(crate) fn current() -> Self {
         Self::within(LIMIT.load(Ordering::Relaxed))
@@ -183,10 +163,10 @@ impl Level {
         found.copied().unwrap_or(Self::Baseline)
     }
 
-    /// Permits no level above the one of this name from now on. Returns false if no level has the
-    /// name.
+    /// Permits no level above the one of this name from now on. Returns false if the program has no
+    /// level of the name.
     pub(crate) fn limit(name: &str) -> bool {
-        let limit = Self::ALL.iter().position(|level| level.name() == name);
+        let limit = Self::ALL.iter().position(|level| level.name() == name && level.is_built());
         if let Some(limit) = limit {
             LIMIT.store(limit, Ordering::Relaxed);
         }

@@ -3,10 +3,11 @@
 use std::fmt;
 
 use crate::codes::Format;
-use crate::dispatch::{Level, Number, Work};
+use crate::dispatch::{Number, Work};
 use crate::dots::Dots;
 use crate::element::{Bf16, Element};
 use crate::pack::{pack, packed_len, padded_outputs};
+use crate::processor::Level;
 use crate::quantise::{self, quantised_bytes, stored_len};
 use crate::tile::Kernel;
 

@@ -1,41 +1,60 @@
-//! The levels of instructions that the processor has. The build script includes this file, so it
-//! uses no other part of the crate.
+//! The levels of instructions, and which of them the processor has. The build script includes this
+//! file, so it uses no other part of the crate.
 
-/// A level as the processor sees it.
-pub(crate) struct Found {
-    pub(crate) name: &'static str,
-    /// True if the processor has the level's instructions.
-    pub(crate) is_there: fn() -> bool,
-    /// True if no level below is faster on the processor.
-    pub(crate) is_fast: fn() -> bool,
+macro_rules! levels {
+    ($($(#[$target:meta])* $level:ident: $name:literal, $has:path, $fast:path;)*) => {
+        /// The instructions of a processor, best first.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub(crate) enum Level {
+            $($(#[$target])* $level,)*
+        }
+
+        impl Level {
+            /// Best first.
+            pub(crate) const ALL: &[Self] = &[$($(#[$target])* Self::$level,)*];
+
+            pub(crate) fn name(self) -> &'static str {
+                match self {
+                    $($(#[$target])* Self::$level => $name,)*
+                }
+            }
+
+            /// True if the processor has the level's instructions.
+            pub(crate) fn is_in_processor(self) -> bool {
+                match self {
+                    $($(#[$target])* Self::$level => $has(),)*
+                }
+            }
+
+            /// True if no level below is faster on the processor.
+            pub(crate) fn is_fast(self) -> bool {
+                match self {
+                    $($(#[$target])* Self::$level => $fast(),)*
+                }
+            }
+        }
+    };
+}
+
+levels! {
+    #[cfg(target_arch = "x86_64")]
+    Amx: "amx", has_amx, always;
+    #[cfg(target_arch = "x86_64")]
+    Avx512Bf16: "avx512bf16", has_avx512_bf16, is_avx512_bf16_fast;
+    #[cfg(target_arch = "x86_64")]
+    Avx512Vnni: "avx512vnni", has_avx512_vnni, always;
+    #[cfg(target_arch = "x86_64")]
+    Avx512: "avx512", has_avx512, always;
+    #[cfg(target_arch = "x86_64")]
+    AvxVnni: "avxvnni", has_avx_vnni, always;
+    #[cfg(target_arch = "x86_64")]
+    Avx2: "avx2", has_avx2, always;
+    Baseline: "baseline", always, always;
 }
 
 /// Always true.
 fn always() -> bool {
     true
-}
-
-/// All levels, best first.
-pub(crate) const LEVELS: &[Found] = &[
-    #[cfg(target_arch = "x86_64")]
-    Found { name: "amx", is_there: has_amx, is_fast: always },
-    #[cfg(target_arch = "x86_64")]
-    Found { name: "avx512bf16", is_there: has_avx512_bf16, is_fast: is_avx512_bf16_fast },
-    #[cfg(target_arch = "x86_64")]
-    Found { name: "avx512vnni", is_there: has_avx512_vnni, is_fast: always },
-    #[cfg(target_arch = "x86_64")]
-    Found { name: "avx512", is_there: has_avx512, is_fast: always },
-    #[cfg(target_arch = "x86_64")]
-    Found { name: "avxvnni", is_there: has_avx_vnni, is_fast: always },
-    #[cfg(target_arch = "x86_64")]
-    Found { name: "avx2", is_there: has_avx2, is_fast: always },
-    Found { name: "baseline", is_there: always, is_fast: always },
-];
-
-/// The level of this name.
-pub(crate) fn level(name: &str) -> &'static Found {
-    let found = LEVELS.iter().find(|level| level.name == name);
-    found.expect("every level is listed")
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use super::model::{Encoder, Refused};
 use super::weights::{BertSizes, BertWeights};
-use crate::dispatch::{Level, Number};
+use crate::dispatch::Number;
 use crate::element::Bf16;
 use crate::packing::{Dtype, Unfit, unfit};
 use crate::pool::Threads;
+use crate::processor::Level;
 
 /// Prompts, and the table of their tokens.
 #[derive(Clone, Copy)]
