@@ -300,8 +300,10 @@ def bytes_read(group: Group, config: dict[str, Any]) -> dict[str, int]:
 def facts(group: Group, config: dict[str, Any], available: list[int]) -> dict[str, Any]:
     """A rank's report to the brain about a model that is not loaded, with this much memory free."""
     config = {**config, "rank": group.rank, "world_size": group.world}
-    with patch.object(cpu, "host_available", lambda: available[group.rank]):
-        return ModelRunner(RunnerConfig.from_dict(config), meet=lambda device: group).facts()
+    near, far = socket.socketpair()
+    with near, far, patch.object(cpu, "host_available", lambda: available[group.rank]):
+        host = HostMemory(os.memfd_create("host"), far.fileno())
+        return ModelRunner(RunnerConfig.from_dict(config), None, host, lambda device: group).facts()
 
 
 def refusal(group: Group, config: dict[str, Any]) -> str:

@@ -315,6 +315,14 @@ def test_each_rank_saves_and_restores_its_part_of_a_block(
     assert [rank["errors"] for rank in given] == [[COPY_OK] * whole, [COPY_FAILED] * whole]
 
 
+def test_ranks_agree_on_the_host_pages_that_fit(groups: RankGroups, folder: Path) -> None:
+    config = wired(model_of("llama"), folder, host_ratio=1e6, host_fits=True)
+    given = groups.run(2, "facts", config=config, available=[1 << 30, 900 << 20])
+    (pages,) = {facts["host_page_count"] for facts in given}
+    (page_bytes,) = {facts["page_bytes"] for facts in given}
+    assert 0.5 * config["host_share"] * (900 << 20) < pages * page_bytes <= config["host_share"] * (900 << 20)
+
+
 SIX = {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     (
