@@ -221,21 +221,13 @@ impl Drop for Placed {
 #[cfg(test)]
 mod tests {
     use std::fs;
-    use std::os::unix::fs::PermissionsExt;
     use std::time::Instant;
 
     use super::*;
+    use crate::python::testing::interpreter;
 
     fn asked() -> Asked {
         Asked { replicas: 2, ranks: 1, cuda: false, apart: false, program: "/bin/forebay".into() }
-    }
-
-    /// A shell script in place of the Python interpreter.
-    fn interpreter(folder: &Path, script: &str) -> PathBuf {
-        let file = folder.join("python");
-        fs::write(&file, format!("#!/bin/sh\n{script}\n")).expect("a file");
-        fs::set_permissions(&file, fs::Permissions::from_mode(0o755)).expect("a program");
-        file
     }
 
     fn eventually(mut is_so: impl FnMut() -> bool) {

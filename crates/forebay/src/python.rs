@@ -80,9 +80,25 @@ fn ask(python: &Path) -> Result<()> {
 }
 
 #[cfg(test)]
+pub(crate) mod testing {
+    use super::*;
+
+    /// A shell script in place of the interpreter.
+    ///
+    /// Another process writes it. If this one did, processes that tests beside this one start could
+    /// inherit the open file, and a file that is open for writing can't be run.
+    pub(crate) fn interpreter(folder: &Path, script: &str) -> PathBuf {
+        let file = folder.join("python");
+        let write = "printf '#!/bin/sh\n%s\n' \"$1\" > \"$0\" && chmod 755 \"$0\"";
+        let written = Command::new("sh").args(["-c", write]).arg(&file).arg(script).status();
+        assert!(written.expect("sh runs").success());
+        file
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use std::fs;
-    use std::os::unix::fs::PermissionsExt;
     use std::process::Output;
 
     use super::*;
@@ -127,11 +143,8 @@ mod tests {
     fn packages_that_are_not_there_are_named() {
         let folder = tempfile::tempdir().expect("a folder");
         let script = folder.path().join("python");
-        let run = |printed: &str| {
-            fs::write(&script, format!("#!/bin/sh\necho {printed}\n")).expect("a file");
-            fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).expect("a program");
-            ask(&script)
-        };
+        let run =
+            |printed: &str| ask(&testing::interpreter(folder.path(), &format!("echo {printed}")));
         let error = run("; exit 3").unwrap_err().to_string();
         assert!(error.contains("has no forebay: run `pip install 'forebay[torch]'`"), "{error}");
         assert!(run("").is_ok());
