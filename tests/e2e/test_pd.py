@@ -63,6 +63,31 @@ def test_tokens_are_those_of_one_replica(serve: Serve, tiny: Model, expected: Ex
     assert recomputed <= 3 * server.metric("vllm:num_preemptions_total")
 
 
+@pytest.mark.parametrize(
+    ("family", "flags"),
+    [
+        ("llama", ()),
+        # All ranks have the same rows, and one host tier.
+        ("deepseek-v3", ()),
+        pytest.param("qwen3-moe", ("--enable-expert-parallel",), marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_lends_to_its_equal(serve: Serve, models: Models, family: str, flags: tuple[str, ...]) -> None:
+    model = models(family)
+    alone = serve(model, "--device", "deferred", "--dtype", "float32")
+    wanted = undisturbed(alone, requests(model, 12))
+    alone.kill()
+    server = serve(model, "--pd", "1:1", "--tp-size", "2", *PD, "--page-size", "4", "--dtype", "float32", *flags)
+    assert len(server.hands()) == 4
+    answers = native_together(server, [request for request, _ in wanted])
+    assert [answer["output_ids"] for answer in answers] == [tokens for _, tokens in wanted]
+    assert server.metric(HANDED) == len(wanted)
+    assert server.metric("forebay:copies_failed_total") == 0
+    at_rest(server)
+    computed = server.replicas()[1]["prompt_tokens"]
+    assert computed < 4 * len(wanted), "the decode replica computes only positions that fill no page"
+
+
 def test_chosen_tokens_have_the_same_log_probabilities(serve: Serve, tiny: Model, expected: Expected) -> None:
     asked = [
         {**request, "return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": 0} for request, _ in expected
@@ -202,15 +227,17 @@ async def kill_under_load(server: Server, load: Load, victim: int) -> None:
     try:
         await eventually_async(lambda: running.done() or len(load.live) == STREAMS, "all streams run")
         hands = sorted(server.hands())
+        ranks = len(hands) // 2
+        others = hands[: victim * ranks] + hands[(victim + 1) * ranks :]
         for number in range(1, KILLS + 1):
             moves = asyncio.create_task(load.everyone_moves())
             await asyncio.wait([running, moves], return_when=asyncio.FIRST_COMPLETED)
             if running.done():
                 running.result()
             await moves
-            others = hands[:victim] + hands[victim + 1 :]
-            (hand,) = set(server.hands()) - set(others)
-            os.kill(hand, signal.SIGKILL)
+            own = sorted(set(server.hands()) - set(others))
+            assert len(own) == ranks
+            os.kill(own[number % ranks], signal.SIGKILL)
             await eventually_async(
                 lambda n=number: (  # type: ignore[misc]
                     server.metric("forebay:hand_deaths_total") == n
@@ -224,10 +251,17 @@ async def kill_under_load(server: Server, load: Load, victim: int) -> None:
         running.cancel()
 
 
-@pytest.mark.parametrize("hand", ["rust", pytest.param("torch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(("--hand", "rust"), id="rust"),
+        pytest.param(("--hand", "torch"), id="torch", marks=pytest.mark.slow),
+        pytest.param(("--tp-size", "2"), id="ranks", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("victim", [0, 1], ids=["prefill", "decode"])
-def test_deaths_under_load(serve: Serve, tiny: Model, expected: Expected, victim: int, hand: str) -> None:
-    server = serve(tiny, "--pd", "1:1", *PD, "--debug-kv-copy-gbps", "0.2", "--hand", hand)
+def test_deaths_under_load(serve: Serve, tiny: Model, expected: Expected, victim: int, flags: tuple[str, str]) -> None:
+    server = serve(tiny, "--pd", "1:1", *PD, "--debug-kv-copy-gbps", "0.2", *flags)
     load = Load(server, tiny, expected)
     asyncio.run(kill_under_load(server, load, victim))
     assert load.finished >= STREAMS
@@ -240,7 +274,7 @@ def test_deaths_under_load(serve: Serve, tiny: Model, expected: Expected, victim
     ("family", "flags", "why"),
     [
         ("llama", ("--dp-size", "3"), "--pd 1:1 is 2 replicas, and --dp-size says 3: leave it off"),
-        ("llama", ("--tp-size", "2"), "--pd: --tp-size: ranks lend no pages yet"),
+        ("qwen3-moe", ("--ep-size", "2"), "--pd: replicas that share experts step together, and lend no pages yet"),
         ("llama", ("--hicache-write-policy", "write_back"), "--hicache-write-policy has to be write_through"),
         ("llama", ("--disable-radix-cache",), "--pd: --disable-radix-cache leaves no blocks to lend"),
     ],

@@ -200,13 +200,14 @@ def test_who_does_not_write_saves_nothing_and_waits_for_its_rows(device: str) ->
     assert not any(os.pread(hand.memory, os.fstat(hand.memory).st_size, 0))
 
 
-def test_a_page_is_borrowed_from_the_memory_of_another_hand(hand: Hand) -> None:
+@DEVICES
+def test_a_page_is_borrowed_from_the_memory_of_another_hand(hand: Hand, device: str) -> None:
     hand.step((1, COPY_SAVE, 1, 5), (2, COPY_SAVE, 2, 0), rows=True)
     hand.until_ended(2)
     saved, before = page(hand.runner, 1), hand.memory
     content = os.pread(before, os.fstat(before).st_size, 0)
     # Replica 1 lends its memory, and replicas 0 and 2 do not.
-    borrower = Hand(kv_checksum=True, host_lenders=[None, before, None])
+    borrower = Hand(device=device, kv_checksum=True, host_lenders=[None, before, None])
     borrower.step((4, COPY_RESTORE, 20, 5), (5, COPY_RESTORE, 21, 5), sources=[0, 2])
     assert borrower.until_ended(2) == [[4, COPY_FAILED], [5, COPY_OK]], "its own page 5 is not page 5 of replica 1"
     assert page(borrower.runner, 21) == saved

@@ -169,6 +169,15 @@ def test_pages_are_moved_to_shared_memory_and_back(fake: FakeCuda, scattered: bo
         assert piece[0] == 8
 
 
+def test_pages_of_other_replicas_go_through_pinned_memory(fake: FakeCuda) -> None:
+    device, memory = CudaDevice(), np.arange(30, dtype=np.uint8)
+    memory.flags.writeable = False
+    pieces, places = [torch.zeros(size, dtype=torch.uint8) for size in (10, 20)], [memory[:10], memory[10:]]
+    device.move(list(zip(pieces, places, strict=True)), save=False)
+    assert [piece.tolist() for piece in pieces] == [list(range(10)), list(range(10, 30))]
+    assert [end - first for first, end in fake.pinned] == [30]
+
+
 def test_positions_of_a_page_are_moved_too(fake: FakeCuda) -> None:
     device = CudaDevice()
     page, there = np.zeros((2, 4, 3), np.uint8), torch.arange(24, dtype=torch.uint8).view(2, 4, 3)

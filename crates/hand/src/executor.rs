@@ -62,7 +62,7 @@ pub struct HandSpec {
 impl HandSpec {
     /// The number of ranks with a host tier of their own.
     fn tiers(&self) -> usize {
-        if self.config.host_shared { 1 } else { self.ranks.len() }
+        self.config.host_tiers(self.ranks.len())
     }
 }
 
@@ -131,10 +131,10 @@ impl HandExecutor {
         let world = spec.ranks.len();
         spec.config.world_size = u32::try_from(world).unwrap_or(u32::MAX);
         let wanted = spec.config.host_bytes.is_some() || spec.config.host_ratio.is_some();
-        let host = match spec.memories.own() {
-            Some(own) => vec![own?],
-            None if wanted => memory::of_ranks(spec.tiers())?,
-            None => Vec::new(),
+        let host = match spec.memories.own()? {
+            own if !own.is_empty() => own,
+            _ if wanted => memory::of_ranks(spec.tiers())?,
+            _ => Vec::new(),
         };
         spec.config.host_lenders = spec.memories.descriptors();
         if !spec.config.step_group {
@@ -163,10 +163,10 @@ impl HandExecutor {
             let ranks = self.spec.ranks.iter().enumerate().map(|(index, rank)| {
                 let mut command = Command::new(&self.spec.program);
                 command.args(&self.spec.args).envs(env(rank));
-                let host = self.host.get(index % self.spec.tiers().max(1));
-                let host = host.map(|host| (HOST_FD, host.as_fd()));
+                let tier = index % self.spec.tiers().max(1);
+                let host = self.host.get(tier).map(|host| (HOST_FD, host.as_fd()));
                 let memories: Vec<_> =
-                    host.into_iter().chain(self.spec.memories.borrowed()).collect();
+                    host.into_iter().chain(self.spec.memories.borrowed(tier)).collect();
                 let (process, socket) =
                     RankProcess::spawn(command, &self.spec.arena, &memories, &rank.cpus)?;
                 Ok(Rank::new(Process::Here(process), socket))

@@ -16,11 +16,11 @@ const LENDERS_FD: i32 = 6;
 /// The memory of host tiers that several rank groups map. By default each group has only its own.
 #[derive(Debug, Clone, Default)]
 pub struct HostMemories {
-    /// The memory of the group's own tier; `None`: the group allocates it if needed.
-    own: Option<Arc<OwnedFd>>,
-    /// The memory of each replica that lends pages to this group, by the replica's number. The
-    /// memory of pages from other servers is last.
-    lenders: Vec<Option<Arc<OwnedFd>>>,
+    /// The memory of each of the group's own tiers; empty: the group allocates it if needed.
+    own: Vec<Arc<OwnedFd>>,
+    /// The memories of each replica that lends pages to this group, by the replica's number. Each
+    /// of the group's tiers has one of them. The memory of pages from other servers is last.
+    lenders: Vec<Option<Vec<Arc<OwnedFd>>>>,
 }
 
 /// The memory of a host tier in this process. A clone is the same memory.
@@ -81,50 +81,61 @@ impl TierMemory for HostMemory {
 }
 
 impl HostMemories {
-    /// The memories of `replicas` groups of one rank each. Each lends to all others, and `received`
-    /// to all, as if it were one replica more.
+    /// The memories of `replicas` groups with this many tiers each. Each group lends to all others,
+    /// tier by tier.
     ///
     /// # Errors
     /// The system gives no such memory.
-    pub fn lent(replicas: usize, received: Option<&HostMemory>) -> io::Result<Vec<Self>> {
-        let memories: Vec<Arc<OwnedFd>> =
-            (0..replicas).map(|_| Ok(Arc::new(new()?))).collect::<io::Result<_>>()?;
+    pub fn lent(replicas: usize, tiers: usize) -> io::Result<Vec<Self>> {
+        let memories: Vec<Vec<Arc<OwnedFd>>> =
+            (0..replicas).map(|_| shared(tiers)).collect::<io::Result<_>>()?;
         let others = |at: usize| {
             let numbered = memories.iter().enumerate();
-            let of_others =
-                numbered.map(|(other, memory)| (other != at).then(|| Arc::clone(memory)));
-            of_others.chain(received.map(|memory| Some(Arc::clone(&memory.0)))).collect()
+            numbered.map(|(other, memory)| (other != at).then(|| memory.clone())).collect()
         };
-        let of = |at: usize| Self { own: Some(Arc::clone(&memories[at])), lenders: others(at) };
-        Ok((0..replicas).map(of).collect())
+        Ok((0..replicas)
+            .map(|at| Self { own: memories[at].clone(), lenders: others(at) })
+            .collect())
     }
 
-    /// The memory of the group's own tier; `None`: nobody else reads it.
+    /// Adds a lender, as if it were one replica more. Its pages are for groups with one tier.
+    #[must_use]
+    pub fn and(mut self, received: &HostMemory) -> Self {
+        self.lenders.push(Some(vec![Arc::clone(&received.0)]));
+        self
+    }
+
+    /// The memory of the group's own tier; `None`: nobody else reads it, or the group has several.
     #[must_use]
     pub fn tier(&self) -> Option<HostMemory> {
-        self.own.clone().map(HostMemory)
+        match &self.own[..] {
+            [own] => Some(HostMemory(Arc::clone(own))),
+            _ => None,
+        }
     }
 
-    /// The group's own memory, which others map too.
-    pub(crate) fn own(&self) -> Option<io::Result<OwnedFd>> {
-        self.own.as_ref().map(|own| own.try_clone())
+    /// The memory of the group's own tiers, which others map too; empty: nobody does.
+    pub(crate) fn own(&self) -> io::Result<Vec<OwnedFd>> {
+        self.own.iter().map(|own| own.try_clone()).collect()
     }
 
     /// True if others read the group's own memory.
     pub(crate) fn lends(&self) -> bool {
-        self.own.is_some()
+        !self.own.is_empty()
     }
 
-    /// The memory of each lender, with its descriptor in the hand.
-    pub(crate) fn borrowed(&self) -> impl Iterator<Item = (i32, BorrowedFd<'_>)> {
+    /// The memory of each lender for this tier of the group, with its descriptor in the hand.
+    pub(crate) fn borrowed(&self, tier: usize) -> impl Iterator<Item = (i32, BorrowedFd<'_>)> {
         let numbered = (LENDERS_FD..).zip(&self.lenders);
-        numbered.filter_map(|(number, memory)| Some((number, memory.as_ref()?.as_fd())))
+        numbered.filter_map(move |(number, memories)| {
+            Some((number, memories.as_ref()?.get(tier)?.as_fd()))
+        })
     }
 
-    /// The descriptor of each lender in the hand, by the number of its replica.
+    /// The descriptor of each lender in a hand of the group, by the number of its replica.
     pub(crate) fn descriptors(&self) -> Vec<Option<u32>> {
         let numbered = (LENDERS_FD.cast_unsigned()..).zip(&self.lenders);
-        numbered.map(|(number, memory)| memory.as_ref().map(|_| number)).collect()
+        numbered.map(|(number, memories)| memories.as_ref().map(|_| number)).collect()
     }
 }
 
@@ -134,6 +145,11 @@ impl HostMemories {
 /// The system refuses the memory.
 pub(crate) fn of_ranks(world: usize) -> io::Result<Vec<OwnedFd>> {
     (0..world).map(|_| new()).collect()
+}
+
+/// Memory for as many host tiers, for several owners.
+fn shared(tiers: usize) -> io::Result<Vec<Arc<OwnedFd>>> {
+    (0..tiers).map(|_| new().map(Arc::new)).collect()
 }
 
 /// Memory for a host tier. The first hand sets its length, and pages are allocated as they are
@@ -146,29 +162,47 @@ fn new() -> io::Result<OwnedFd> {
 mod tests {
     use super::*;
 
+    fn inode(fd: BorrowedFd<'_>) -> u64 {
+        fstat(fd).expect("a file").st_ino
+    }
+
     #[test]
     fn each_replica_maps_what_the_others_write() {
-        let memories = HostMemories::lent(3, None).expect("memory");
+        let memories = HostMemories::lent(3, 1).expect("memory");
         let named: Vec<_> = memories.iter().map(HostMemories::descriptors).collect();
         let expected =
             [[None, Some(7), Some(8)], [Some(6), None, Some(8)], [Some(6), Some(7), None]];
         assert_eq!(named, expected);
         assert!(memories.iter().all(HostMemories::lends));
         assert!(!HostMemories::default().lends());
-        let inode = |fd: BorrowedFd<'_>| rustix::fs::fstat(fd).expect("a file").st_ino;
-        let own = memories[1].own().expect("its own").expect("a copy");
-        let (number, lent) = memories[2].borrowed().nth(1).expect("two");
+        let [own] = &memories[1].own().expect("copies")[..] else { panic!("one tier") };
+        let (number, lent) = memories[2].borrowed(0).nth(1).expect("two");
         assert_eq!((number, inode(lent)), (7, inode(own.as_fd())));
+    }
+
+    #[test]
+    fn each_rank_maps_the_memory_of_its_equals() {
+        let memories = HostMemories::lent(2, 3).expect("memory");
+        assert_eq!(memories[0].descriptors(), [None, Some(7)]);
+        assert!(memories[0].tier().is_none(), "a page has parts in several memories");
+        let of_ranks = memories[1].own().expect("copies");
+        for (rank, own) in of_ranks.iter().enumerate() {
+            let lent: Vec<_> = memories[0].borrowed(rank).collect();
+            assert_eq!((lent.len(), lent[0].0), (1, 7));
+            assert_eq!(inode(lent[0].1), inode(own.as_fd()));
+        }
+        let inodes = of_ranks.iter().map(|own| inode(own.as_fd()));
+        assert_eq!(inodes.collect::<std::collections::HashSet<_>>().len(), 3);
     }
 
     #[test]
     fn pages_from_other_servers_come_as_from_one_replica_more() {
         let received = HostMemory::new().expect("memory");
-        let memories = HostMemories::lent(2, Some(&received)).expect("memory");
+        let memories = HostMemories::lent(2, 1).expect("memory").into_iter();
+        let memories: Vec<_> = memories.map(|memories| memories.and(&received)).collect();
         let named: Vec<_> = memories.iter().map(HostMemories::descriptors).collect();
         assert_eq!(named, [[None, Some(7), Some(8)], [Some(6), None, Some(8)]]);
-        let inode = |fd: BorrowedFd<'_>| rustix::fs::fstat(fd).expect("a file").st_ino;
-        let (_, lent) = memories[1].borrowed().last().expect("one");
+        let (_, lent) = memories[1].borrowed(0).last().expect("one");
         assert_eq!(inode(lent), inode(received.0.as_fd()));
     }
 

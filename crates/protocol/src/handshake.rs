@@ -170,6 +170,14 @@ pub struct HandConfig {
     pub kv_save_order: String,
 }
 
+impl HandConfig {
+    /// The number of host tiers of a group with this many ranks: one each, or one in common.
+    #[must_use]
+    pub fn host_tiers(&self, ranks: usize) -> usize {
+        if self.host_shared { 1 } else { ranks }
+    }
+}
+
 /// Hand to brain, between `config` and `ready`: a request to the store with which ranks find each
 /// other. Values are in base64.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

@@ -44,6 +44,9 @@ class PageCopies:
     def move(self, moves: Sequence[tuple[torch.Tensor, Bytes]], *, save: bool) -> None:
         """Copies bytes as `Device.move` does, from any thread."""
         stream, whole = self._streams[save], joined([at_host for _, at_host in moves])
+        if whole is not None and not whole.flags.writeable:
+            # Pages of other replicas are not pinned.
+            whole = None
         there = [piece for piece, _ in moves]
         with torch.inference_mode(), torch.cuda.stream(stream):
             if save:

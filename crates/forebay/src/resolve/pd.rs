@@ -77,23 +77,18 @@ pub(super) fn check(flags: &ServeFlags, model: &Model, device: Device, drafts: b
         (None, DisaggregationMode::Prefill | DisaggregationMode::Decode) => "--disaggregation-mode",
     };
     check_apart(flags, device, drafts)?;
-    let ranks = &flags.replicas.ranks;
-    let experts = ranks.enable_dp_attention
-        || ranks.enable_expert_parallel
-        || ranks.ep_size.is_some_and(|size| size > 1);
+    let together = flags.replicas.ranks.arrangement()?.step_group();
     let policy = flags.tiers.hicache_write_policy;
     let refused = [
         (model.pooling.is_some(), "a model that pools generates nothing"),
         (flags.sparse.enable_hisparse, "--enable-hisparse has host pages of its own"),
-        (experts, "--enable-dp-attention and experts by rank: ranks lend no pages yet"),
-        (ranks.tp_size > 1, "--tp-size: ranks lend no pages yet"),
+        (together, "replicas that share experts step together, and lend no pages yet"),
         (flags.replicas.elsewhere().is_some(), "the hands have to be on this machine"),
         (
             policy.is_some_and(|policy| policy != WritePolicy::WriteThrough),
             "--hicache-write-policy has to be write_through: what is not saved is not lent",
         ),
         (flags.schedule.disable_radix_cache, "--disable-radix-cache leaves no blocks to lend"),
-        (device == Device::Cuda, "on --device cuda nobody has tried it yet: it is for CPUs"),
     ];
     match refused.into_iter().find(|(given, _)| *given) {
         Some((_, why)) => bail!("{flag}: {why}"),
@@ -112,6 +107,7 @@ fn check_apart(flags: &ServeFlags, device: Device, drafts: bool) -> Result<()> {
     let refused = [
         (device == Device::Sim, "--device sim keeps no keys and values to send"),
         (drafts, "the pages of a draft model are not sent yet: leave it off"),
+        (flags.replicas.ranks.tp_size > 1, "--tp-size: the parts of ranks are not sent yet"),
         (
             flags.sharing.cache_secret_file.is_none(),
             "--cache-secret-file has to be the same for all of its servers, so that blocks have \

@@ -112,19 +112,23 @@ fn simulations(
 type Memories = (Vec<HostMemories>, Vec<Arc<dyn TierMemory>>);
 
 fn memories(resolved: &Resolved) -> Result<Memories> {
-    let groups = resolved.device.arrangement.groups as usize;
+    let arrangement = resolved.device.arrangement;
+    let groups = arrangement.groups as usize;
+    let tiers = resolved.hand.host_tiers(arrangement.ranks as usize);
     let shared = |memory: HostMemory| -> Arc<dyn TierMemory> { Arc::new(memory) };
     match (resolved.replicas.pd, &resolved.disaggregation) {
         (None, None) => Ok((vec![HostMemories::default(); groups], Vec::new())),
-        (Some(_), _) => Ok((HostMemories::lent(groups, None)?, Vec::new())),
+        (Some(_), _) => Ok((HostMemories::lent(groups, tiers)?, Vec::new())),
         (None, Some(Disaggregation::Prefill)) => {
-            let memories = HostMemories::lent(groups, None)?;
+            let memories = HostMemories::lent(groups, tiers)?;
             let tiers = memories.iter().filter_map(HostMemories::tier).map(shared).collect();
             Ok((memories, tiers))
         }
         (None, Some(Disaggregation::Decode(_))) => {
             let received = HostMemory::new()?;
-            Ok((HostMemories::lent(groups, Some(&received))?, vec![shared(received)]))
+            let memories = HostMemories::lent(groups, tiers)?.into_iter();
+            let memories = memories.map(|memories| memories.and(&received)).collect();
+            Ok((memories, vec![shared(received)]))
         }
     }
 }
