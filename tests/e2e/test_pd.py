@@ -174,16 +174,22 @@ def test_clients_that_leave_take_nothing_along(serve: Serve, tiny: Model, expect
 def test_the_next_turn_computes_what_is_new(serve: Serve, tiny: Model, hand: str) -> None:
     server = serve(tiny, "--pd", "1:1", *PD, "--page-size", "4", "--hand", hand)
     said = [3 + at * 7 % 200 for at in range(150)]
+    computed = declined = 0
     for turn in range(3):
         sampling = {"max_new_tokens": 30, "temperature": 0, "ignore_eos": True}
         answer = server.ask("/generate", {"input_ids": said, "sampling_params": sampling})
         # The last token of the previous turn was never computed.
         known = len(said) - 12 - 1 if turn else 0
-        assert answer["meta_info"]["cached_tokens"] == known // 4 * 4, f"turn {turn}"
+        # What a copy costs is measured: on a busy machine it may be slower than to compute.
+        before, declined = declined, int(server.metric("forebay:restores_declined_total"))
+        cached = known if declined == before else computed
+        assert answer["meta_info"]["cached_tokens"] == cached // 4 * 4, f"turn {turn}"
+        computed = len(said)
         at_rest(server)
         said += answer["output_ids"] + [5 + at * 11 % 200 + turn for at in range(12)]
     assert server.metric(HANDED) == 3
     assert server.metric("forebay:copies_failed_total") == 0
+    assert declined < 2
     alone = serve(tiny, "--page-size", "4")
     again = alone.ask("/generate", {"input_ids": said[: -12 - 30], "sampling_params": sampling})
     assert again["output_ids"] == answer["output_ids"]
