@@ -53,12 +53,15 @@ def test_pages_of_both_tiers_are_copied_beside_a_busy_stream(device: Device) -> 
         device.move(list(zip([p[page] for p in pieces], np.split(memory[page], 8), strict=True)), save=True)
     assert not busy.query()
     assert all(torch.equal(torch.from_numpy(memory[page]), wanted[page]) for page in range(8))
-    for piece in pieces:
-        piece.zero_()
-    torch.cuda.synchronize()
-    for page in range(8):
-        device.move(list(zip([p[page] for p in pieces], np.split(memory[page], 8), strict=True)), save=False)
-    assert all(torch.equal(torch.cat([p[page] for p in pieces]).cpu(), wanted[page]) for page in range(8))
+    # Another replica maps the same pages to read them alone.
+    lent = np.frombuffer(mmap.mmap(file, 8 << 20, prot=mmap.PROT_READ), np.uint8).reshape(8, 1 << 20)
+    for pages in (memory, lent):
+        for piece in pieces:
+            piece.zero_()
+        torch.cuda.synchronize()
+        for page in range(8):
+            device.move(list(zip([p[page] for p in pieces], np.split(pages[page], 8), strict=True)), save=False)
+        assert all(torch.equal(torch.cat([p[page] for p in pieces]).cpu(), wanted[page]) for page in range(8))
 
 
 def test_the_pool_takes_what_steps_leave_and_no_more() -> None:

@@ -1,4 +1,4 @@
-"""The server with a hand on a GPU: after the hand is killed, requests continue with the same tokens."""
+"""The server with hands on a GPU: requests continue with the same tokens when a hand is killed, or at another one."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +41,26 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Server:
-    def __init__(self, directory: Path, log: Path) -> None:
+    def __init__(self, directory: Path, log: Path, *more: str, env: dict[str, str] | None = None) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{port}"
         self.log = log
         flags = ["--device", "cuda", "--dtype", "float32", "--port", str(port), "--max-running-requests", "64"]
         with log.open("wb") as file:
-            self.process = subprocess.Popen([binary(), "serve", directory, *flags], stdout=file, stderr=file)
+            command = [str(binary()), "serve", str(directory), *flags, *more]
+            self.process = subprocess.Popen(command, stdout=file, stderr=file, env={**os.environ, **(env or {})})
 
     def wait(self) -> None:
         until = time.monotonic() + START_SECONDS
         while time.monotonic() < until and self.process.poll() is None:
             try:
-                with urllib.request.urlopen(f"{self.url}/health", timeout=5):
-                    return
+                with urllib.request.urlopen(f"{self.url}/server_info", timeout=5) as answer:
+                    if all(replica["status"] == "ready" for replica in json.load(answer)["internal_states"]):
+                        return
             except (urllib.error.URLError, ConnectionError, TimeoutError):
-                time.sleep(0.1)
+                pass
+            time.sleep(0.1)
         pytest.fail(f"the server did not come up:\n{self.log.read_text()[-4000:]}")
 
     def ask(self, request: dict[str, Any]) -> list[int]:
@@ -67,6 +71,12 @@ class Server:
         ) as answer:
             tokens: list[int] = json.load(answer)["output_ids"]
             return tokens
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over all labels."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=30) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
     def hand(self) -> int:
         """The process id of the hand."""
@@ -81,11 +91,11 @@ class Server:
         pytest.fail("there is no hand")
 
 
-@pytest.fixture
-def server(directory: Path, tmp_path: Path) -> Iterator[Server]:
+@contextmanager
+def serving(directory: Path, log: Path, *more: str, env: dict[str, str] | None = None) -> Iterator[Server]:
     if not binary().is_file():
         pytest.skip("no binary was packed: `make gpu-pack` where there is one")
-    server = Server(directory, tmp_path / "log")
+    server = Server(directory, log, *more, env=env)
     try:
         server.wait()
         yield server
@@ -95,6 +105,12 @@ def server(directory: Path, tmp_path: Path) -> Iterator[Server]:
             server.process.wait(30)
         except subprocess.TimeoutExpired:
             server.process.kill()
+
+
+@pytest.fixture
+def server(directory: Path, tmp_path: Path) -> Iterator[Server]:
+    with serving(directory, tmp_path / "log") as server:
+        yield server
 
 
 def requests() -> list[dict[str, Any]]:
@@ -126,3 +142,17 @@ def test_all_streams_end_with_the_same_tokens_when_the_hand_is_killed(server: Se
         assert [answer.result() for answer in answers] == together
     assert server.hand() != killed
     assert not Path(f"/proc/{killed}").exists() or Path(f"/proc/{killed}/cmdline").read_bytes() == b""
+
+
+def test_a_prefill_and_a_decode_replica_share_the_gpu(directory: Path, tmp_path: Path) -> None:
+    asked = [{**request, "input_ids": request["input_ids"] * 5} for request in requests()]
+    with serving(directory, tmp_path / "one") as one, ThreadPoolExecutor(STREAMS) as pool:
+        wanted = list(pool.map(one.ask, asked))
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    flags = ["--pd", "1:1", "--pd-local-tokens", "0", "--debug-kv-checksum"]
+    memory = ["--max-total-tokens", "20000", "--mem-fraction-static", "0.4"]
+    twice = {"CUDA_VISIBLE_DEVICES": f"{gpu},{gpu}"}
+    with serving(directory, tmp_path / "two", *flags, *memory, env=twice) as two, ThreadPoolExecutor(STREAMS) as pool:
+        assert list(pool.map(two.ask, asked)) == wanted
+        assert two.metric("forebay:pd_handed_total") == STREAMS
+        assert two.metric("forebay:copies_failed_total") == 0

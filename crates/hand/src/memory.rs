@@ -100,7 +100,7 @@ impl HostMemories {
 
     /// Adds a lender, as if it were one replica more. Its pages are for groups with one tier.
     #[must_use]
-    pub fn and(mut self, received: &HostMemory) -> Self {
+    pub fn with_received(mut self, received: &HostMemory) -> Self {
         self.lenders.push(Some(vec![Arc::clone(&received.0)]));
         self
     }
@@ -199,7 +199,7 @@ mod tests {
     fn pages_from_other_servers_come_as_from_one_replica_more() {
         let received = HostMemory::new().expect("memory");
         let memories = HostMemories::lent(2, 1).expect("memory").into_iter();
-        let memories: Vec<_> = memories.map(|memories| memories.and(&received)).collect();
+        let memories: Vec<_> = memories.map(|memories| memories.with_received(&received)).collect();
         let named: Vec<_> = memories.iter().map(HostMemories::descriptors).collect();
         assert_eq!(named, [[None, Some(7), Some(8)], [Some(6), None, Some(8)]]);
         let (_, lent) = memories[1].borrowed(0).last().expect("one");

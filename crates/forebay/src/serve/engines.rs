@@ -127,7 +127,7 @@ fn memories(resolved: &Resolved) -> Result<Memories> {
         (None, Some(Disaggregation::Decode(_))) => {
             let received = HostMemory::new()?;
             let memories = HostMemories::lent(groups, tiers)?.into_iter();
-            let memories = memories.map(|memories| memories.and(&received)).collect();
+            let memories = memories.map(|memories| memories.with_received(&received)).collect();
             Ok((memories, vec![shared(received)]))
         }
     }
