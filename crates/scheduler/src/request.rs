@@ -80,8 +80,8 @@ pub struct Request {
 /// ([`crate::Scheduler::surrender`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Past {
-    /// True if the other scheduler had admitted the request. It then goes before requests that were
-    /// never admitted, and its next admission is a replay.
+    /// True if the other scheduler had admitted the request. Unless it was handed on, it then goes
+    /// before requests that were never admitted, and its next admission is a replay.
     pub admitted: bool,
     /// True if another scheduler has handed the request on as planned
     /// ([`crate::Scheduler::hand_on`]), or has computed its prompt for this one. The next admission
@@ -94,6 +94,14 @@ pub struct Past {
     pub moves_left: u8,
 }
 
+impl Past {
+    /// True if the request goes before all that were never admitted. A request that was handed on
+    /// takes turns with them: as long as others follow it, they would wait for ever.
+    pub(crate) fn goes_first(&self) -> bool {
+        self.admitted && !self.handed
+    }
+}
+
 /// The rank of background work, behind every priority.
 pub(crate) const BACKGROUND_RANK: i64 = i64::MAX;
 
@@ -103,7 +111,8 @@ pub(crate) const BACKGROUND_RANK: i64 = i64::MAX;
 pub(crate) struct Key {
     /// The negated priority, or 0 for all requests.
     pub(crate) rank: i64,
-    /// The arrival number; below 0 if another scheduler had admitted the request.
+    /// The arrival number; below 0 if another scheduler had admitted the request, and did not hand
+    /// it on.
     pub(crate) arrival: i64,
 }
 

@@ -17,7 +17,8 @@ pub(crate) struct Roster {
     pub(crate) requests: Slab<Entry>,
     by_id: HashMap<u64, Handle>,
     next_arrival: i64,
-    /// The arrival number of the next request that another scheduler had admitted.
+    /// The arrival number of the next request that another scheduler had admitted, and did not hand
+    /// on.
     next_return: i64,
 
     slots: u32,
@@ -56,7 +57,7 @@ impl Roster {
     /// Adds a request. It has no slot yet.
     pub(crate) fn add(&mut self, request: Request, rank: i64, namer: &Namer) -> Handle {
         let counter =
-            if request.past.admitted { &mut self.next_return } else { &mut self.next_arrival };
+            if request.past.goes_first() { &mut self.next_return } else { &mut self.next_arrival };
         let key = Key { rank, arrival: *counter };
         *counter += 1;
         let id = request.id;

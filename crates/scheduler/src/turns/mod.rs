@@ -89,7 +89,7 @@ impl Turns {
             self.suspects.insert(entry.key, handle);
         } else {
             let ticket = entry.ticket(handle);
-            self.queue.insert(ticket, entry.request.past.admitted);
+            self.queue.insert(ticket, entry.request.past.goes_first());
             if let Some(claims) = &mut self.claims {
                 claims.insert(ticket, entry.goal().saturating_sub(memory.expected_prefix(entry)));
             }

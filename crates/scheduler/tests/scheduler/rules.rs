@@ -1,7 +1,9 @@
 //! The rules of planning and applying, one test for each.
 
 use forebay_protocol::{Row, SamplingParams, SlotSpec, StepPlan, StepResult, Want};
-use forebay_scheduler::{ApplyError, Event, Finish, Policy, Request, Scheduler, SchedulerConfig};
+use forebay_scheduler::{
+    ApplyError, Event, Finish, Past, Policy, Request, Scheduler, SchedulerConfig,
+};
 
 use crate::device::{NAN_TOKEN, VOCAB};
 use crate::harness::{Harness, alone, config, pooled, request, telling};
@@ -74,6 +76,32 @@ fn priority_counts_only_under_its_policy() {
         assert!(harness.clients[&first].resident);
         harness.drain();
     }
+}
+
+#[test]
+fn a_request_that_is_handed_on_waits_its_turn() {
+    let mut harness = Harness::new(SchedulerConfig { max_running: 1, ..config() }, 1);
+    harness.submit(request(1, text(2), 2));
+    let past = Past { admitted: true, handed: true, ..Past::default() };
+    harness.submit(Request { past, ..request(2, text(3), 2) });
+    assert!(harness.plan());
+    assert!(harness.clients[&1].resident);
+    harness.drain();
+}
+
+#[test]
+fn a_request_keeps_its_pages_while_others_are_handed_on() {
+    // Pages for two of these requests.
+    let mut harness = Harness::new(SchedulerConfig { pages: 12, ..config() }, 1);
+    harness.submit(request(1, text(4), 18));
+    for id in 2..8 {
+        assert!(harness.plan() && harness.apply());
+        let past = Past { admitted: true, handed: true, ..Past::default() };
+        harness.submit(Request { past, ..request(id, vec![id as i32; 4], 18) });
+    }
+    harness.drain();
+    assert_eq!(harness.clients[&1].preemptions, 0);
+    assert!((2..8).any(|id| harness.clients[&id].preemptions > 0));
 }
 
 #[test]
