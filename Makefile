@@ -119,6 +119,8 @@ lint: setup-dev ## check formatting, lints and types of both languages
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	cargo clippy $(CARGO_FLAGS) --all-targets -- -D warnings
+
+lint-native: ## check the lints of the CPU kernels as `make build` compiles them
 	FOREBAY_LEVELS=native cargo clippy --locked --profile $(TEST_PROFILE) --package forebay-kernels --lib \
 		--target-dir $(TARGET_DIR)/native -- -D warnings
 
