@@ -55,7 +55,7 @@ from forebay.runner.measured import largest_plans, telling_of_memory
 from forebay.runner.planned import PlannedRows
 from forebay.runner.warm import sparse_plan, warm_plans
 from forebay.state.config import DTYPES, ConfigError, RunnerConfig
-from forebay.state.host import HostCounts, HostPool, PageSizes, host_counts
+from forebay.state.host import HostPool, PageSizes, host_counts
 from forebay.state.hot_rows import HotRows
 from forebay.state.inputs import PromptRows
 from forebay.state.pages import KvPool
@@ -265,11 +265,7 @@ class ModelRunner:
         state_bytes = slot_bytes(config) + self._state_pages * self._state_bytes
         left = self.device.host_bytes(self.weight_bytes + self._image_bytes + self.kv.nbytes + state_bytes)
         counts = host_counts(config, self.kv, (self._state_pages, self._state_bytes), left)
-        if self._group is not None:
-            # The brain uses the same host pages on all ranks.
-            least = self._group.least
-            counts = HostCounts(least(counts.pages), least(counts.state_pages))
-        self.host_counts = counts
+        self.host_counts = counts = counts if self._group is None else counts.agreed(self._group.least)
         """Pages of the host's tier; 0 without one."""
         if counts.pages == 0:
             return None

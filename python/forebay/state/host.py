@@ -12,6 +12,7 @@ import mmap
 import os
 import sys
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -38,6 +39,13 @@ class HostCounts:
 
     pages: int = 0
     state_pages: int = 0
+
+    def agreed(self, least: Callable[[int], int]) -> HostCounts:
+        """The numbers that all ranks of a group have, because the brain uses the same pages on all of them.
+
+        `least` gives the smallest of all ranks' numbers.
+        """
+        return HostCounts(least(self.pages), least(self.state_pages))
 
 
 @dataclass(frozen=True)
