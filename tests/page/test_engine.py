@@ -13,8 +13,8 @@ from tests.page.conftest import Open, Serve, until
 from tests.page.engine import Engine, Router
 from tests.page.server import PageServer
 
-STEP = "Number(document.querySelector('.timeline').dataset.step)"
-"""The sum of the numbers of the last steps."""
+STEP = "Number(document.querySelector('.timeline')?.dataset.step ?? 0)"
+"""The sum of the numbers of the last steps. 0 until the timeline is there."""
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_timeline_advances(page: Any) -> None:
     assert drawn(page) > 1000
     page.get_by_text("The last steps as a table").click()
     rows = timeline.get_by_role("row")
-    assert rows.count() > 12
+    rows.nth(12).wait_for()
     # A held timeline does not move.
     page.get_by_role("button", name="Hold the timeline").click()
     page.get_by_role("button", name="Earlier").click()
