@@ -105,7 +105,7 @@ pub(crate) fn gelu<V: Vector>(x: V) -> V {
     positive.sub(size.mul(tail))
 }
 
-/// [`gelu`] of one number.
+/// GELU of one number, with the error function.
 #[must_use]
 pub fn gelu_of(x: f32) -> f32 {
     gelu(Array::splat(x)).to_array()[0]

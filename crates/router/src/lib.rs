@@ -2,7 +2,7 @@
 //! failover.
 //!
 //! The path of a request: `admission` checks its key, `intake` reads its body, and `ask` finds the
-//! few fields that matter. [`Shared::dispatch`](shared) chooses a backend and notes the dispatch in
+//! few fields that matter. `Shared::dispatch` chooses a backend and notes the dispatch in
 //! its [`Ledger`]. `reach` makes an `attempt` with that backend, and further attempts with others
 //! as long as nothing was produced. The response arrives as a `flow`, which the client's own task
 //! reads and passes on as a `relay`. Bytes pass unchanged, except in streams of brains: their

@@ -43,7 +43,7 @@ impl Serialize for DecodeGap {
 #[derive(Debug, Clone)]
 pub struct SchedulerConfig {
     /// Rows of the device tables. More than `max_running`, because a slot stays retired for up to
-    /// [`MAX_IN_FLIGHT`] steps.
+    /// [`crate::MAX_IN_FLIGHT`] steps.
     pub slots: u32,
     /// The largest number of requests that have a slot at the same time.
     pub max_running: u32,
@@ -59,7 +59,7 @@ pub struct SchedulerConfig {
     pub prefix_cache: bool,
     /// The source of block names.
     pub namer: Namer,
-    /// True if block events are collected for [`Scheduler::take_block_events`].
+    /// True if block events are collected for [`crate::Scheduler::take_block_events`].
     pub block_events: bool,
     /// The order of admission.
     pub policy: Policy,
@@ -74,8 +74,8 @@ pub struct SchedulerConfig {
     pub decode_gap: DecodeGap,
     /// The share of foreground step time, in percent, that background rows may add; 100: unbounded.
     pub background_share: u32,
-    /// The size in words up to which a plan may admit a further request; [`STEP_WORDS`], except in
-    /// tests.
+    /// The size in words up to which a plan may admit a further request; [`crate::STEP_WORDS`],
+    /// except in tests.
     pub step_words: usize,
     /// The number of elements of a pooled vector; 0: the model does not pool. The size of results
     /// depends on it.

@@ -176,7 +176,7 @@ pub enum ApplyError {
     },
 }
 
-/// Numbers for display. Counters only grow, also across [`Scheduler::reset`].
+/// Numbers for display. Counters only grow, also across [`crate::Scheduler::reset`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct Stats {
     /// Requests with a slot.

@@ -21,7 +21,7 @@ pub struct QueuedRequest<'a> {
 const LOOKED_AT: usize = 64;
 
 impl Scheduler {
-    /// Requests that may move elsewhere, of the last [`LOOKED_AT`] in the queue, last turn first.
+    /// Requests that may move elsewhere, of the last `LOOKED_AT` in the queue, last turn first.
     /// They were never admitted, so only their place in the queue is here.
     pub fn movable(&self) -> impl Iterator<Item = QueuedRequest<'_>> {
         let latest = self.turns.queue.latest();

@@ -33,7 +33,7 @@ pub(crate) struct AccessFlags {
     /// against DNS rebinding]
     #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
     pub(crate) allowed_hosts: Vec<String>,
-    /// Origins of web pages that may send requests, such as https://chat.example.com,
+    /// Origins of web pages that may send requests, such as `https://chat.example.com`,
     /// comma-separated. `*` means any [default: none].
     #[arg(long, value_name = "ORIGINS", value_delimiter = ',')]
     pub(crate) allowed_origins: Vec<String>,

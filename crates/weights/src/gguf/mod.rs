@@ -1,7 +1,7 @@
 //! GGUF: metadata, where each tensor is, and the model's `tokenizer.json`, which is rebuilt from
 //! metadata.
 //!
-//! The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+//! The format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>
 
 mod blocks;
 mod few_bits;
