@@ -7,7 +7,7 @@ PYTHON ?=
 # have, or fast, with debug assertions.
 PROFILE ?= serve
 # The levels of CPU kernels in `make build`: native for the fastest of this machine and the baseline; empty for all, which
-# take 8 minutes of one core. Tests need all of them.
+# take 8 minutes of one core. Tests test all that are built.
 LEVELS ?= $(if $(filter-out $(TEST_PROFILE),$(PROFILE)),native)
 # The cargo profile of the tests and linters: fast checks debug assertions and overflows, and links quickly.
 TEST_PROFILE ?= fast

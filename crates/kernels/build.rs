@@ -1,9 +1,9 @@
 //! Names the order of packed weights by the sources that decide it: a program of other sources
 //! reads nothing that this one keeps on disk.
 //!
-//! Chooses the levels that are compiled, too. `FOREBAY_LEVELS=native` chooses the fastest level of
-//! the machine that compiles, and the baseline, which every processor has. That takes a fifth of
-//! the time that all levels take.
+//! Chooses the levels that are compiled, too: `FOREBAY_LEVELS` lists their names, and unset means
+//! all. `native` is the fastest level of the machine that compiles. The baseline, which every
+//! processor has, is always there. `FOREBAY_LEVELS=native` takes a fifth of the time of all levels.
 
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};
@@ -11,6 +11,8 @@ use std::{env, fs, io};
 #[path = "src/processor.rs"]
 #[allow(dead_code, unsafe_code, reason = "the crate uses all of it, and asks the kernel for tiles")]
 mod processor;
+
+use processor::Level;
 
 /// FNV-1a (Fowler, Noll, Vo) over 128 bits: no library is asked for a name.
 struct Name(u128);
@@ -37,20 +39,30 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
     Ok(())
 }
 
+/// The name of the machine's fastest level in `FOREBAY_LEVELS`.
+const NATIVE: &str = "native";
+
 /// Tells the crate which levels to compile.
 fn choose_levels() {
     println!("cargo::rerun-if-env-changed=FOREBAY_LEVELS");
     println!("cargo::rustc-check-cfg=cfg(all_levels)");
     println!("cargo::rustc-check-cfg=cfg(level, values(any()))");
-    let native = env::var("FOREBAY_LEVELS").is_ok_and(|levels| levels == "native");
+    let asked = env::var("FOREBAY_LEVELS").unwrap_or_default();
     // A program for another kind of processor runs elsewhere.
-    if native && env::var("HOST") == env::var("TARGET") {
-        let mut levels = processor::Level::ALL.iter();
-        let fastest = levels.find(|level| level.is_in_processor() && level.is_fast());
-        let fastest = fastest.unwrap_or(&processor::Level::Baseline);
-        println!("cargo::rustc-cfg=level=\"{}\"", fastest.name());
-    } else {
+    let runs_here = env::var("HOST") == env::var("TARGET");
+    if asked.is_empty() || (asked.split(',').any(|name| name == NATIVE) && !runs_here) {
         println!("cargo::rustc-cfg=all_levels");
+        return;
+    }
+    for name in asked.split(',') {
+        let level = match name {
+            NATIVE => Some(Level::fastest()),
+            _ => Level::ALL.iter().copied().find(|level| level.name() == name),
+        };
+        match level {
+            Some(level) => println!("cargo::rustc-cfg=level=\"{}\"", level.name()),
+            None => println!("cargo::error=FOREBAY_LEVELS has no level {name:?}"),
+        }
     }
 }
 

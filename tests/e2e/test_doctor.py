@@ -16,7 +16,7 @@ from tests.e2e.hub_server import Hub, serve
 from tests.e2e.server import BINARY
 
 LOOKED_AT = [
-    "system", "processor", "cgroup limits", "memory", "huge pages", "GPU", "open files",
+    "system", "processor", "CPU kernels", "cgroup limits", "memory", "huge pages", "GPU", "open files",
     "Python", "PyTorch", "models", "cache", "hub",
 ]  # fmt: skip
 

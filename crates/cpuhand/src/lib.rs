@@ -33,5 +33,6 @@ mod whole;
 mod windows;
 
 pub use footprint::{Footprint, footprint};
+pub use forebay_kernels::{Levels, levels};
 pub use process::main;
 pub use serves::{Asked, serves, why_no_codes, why_not_stored};

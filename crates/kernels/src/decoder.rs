@@ -210,6 +210,28 @@ pub fn level() -> &'static str {
     Level::current().name()
 }
 
+/// The levels of instructions that the program has kernels for, by name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Levels {
+    /// The one in use.
+    pub used: &'static str,
+    /// All, best first.
+    pub built: Vec<&'static str>,
+    /// The processor's fastest, if the program has no kernels for it.
+    pub missing: Option<&'static str>,
+}
+
+/// The levels of instructions that the program has kernels for.
+#[must_use]
+pub fn levels() -> Levels {
+    let (all, fastest) = (Level::ALL.iter(), Level::fastest());
+    Levels {
+        used: level(),
+        built: all.filter(|level| level.is_built()).map(|level| level.name()).collect(),
+        missing: (!fastest.is_built()).then(|| fastest.name()),
+    }
+}
+
 /// Restricts the kernels to levels up to this one. Returns false if the program has no such level.
 #[must_use]
 pub fn limit(level: &str) -> bool {

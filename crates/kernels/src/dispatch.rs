@@ -57,7 +57,7 @@ macro_rules! kernels {
         impl Level {
             /// True if the program has the level's kernels.
             #[allow(unreachable_patterns, reason = "most programs have all of them")]
-            fn is_built(self) -> bool {
+            pub(crate) fn is_built(self) -> bool {
                 match self {
                     $($(#[$built])* Self::$level => true,)*
                     _ => false,

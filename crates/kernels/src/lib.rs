@@ -65,7 +65,7 @@ mod weights;
 pub use crate::adapters::{
     AdaptedModule, AdapterMatrices, AdapterSizes, ModuleMatrices, PackError,
 };
-pub use crate::decoder::{Decoder, build, level, limit};
+pub use crate::decoder::{Decoder, Levels, build, level, levels, limit};
 pub use crate::encoder::{
     Bert, BertActivation, BertLayer, BertLinear, BertNorm, BertSizes, BertWeights, Texts,
 };

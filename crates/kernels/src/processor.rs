@@ -19,6 +19,13 @@ macro_rules! levels {
                 }
             }
 
+            /// The processor's fastest level, whether or not the program has its kernels.
+            pub(crate) fn fastest() -> Self {
+                let mut levels = Self::ALL.iter();
+                let fastest = levels.find(|level| level.is_in_processor() && level.is_fast());
+                *fastest.unwrap_or(&Self::Baseline)
+            }
+
             /// True if the processor has the level's instructions.
             pub(crate) fn is_in_processor(self) -> bool {
                 match self {

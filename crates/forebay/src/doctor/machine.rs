@@ -5,6 +5,7 @@ use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use forebay_cpuhand::{Levels, levels};
 use forebay_hub::size;
 use forebay_machine::{Machine, MachineMemory, Processors};
 use rustix::fs::{Access, access};
@@ -38,6 +39,7 @@ pub(super) fn findings() -> Vec<Finding> {
     vec![
         system(&read("/proc/version")),
         processor(&read("/proc/cpuinfo"), processors.cores.len()),
+        kernels(&levels()),
         limits(&found, &processors),
         memory(&found),
         huge_pages(&read("/sys/kernel/mm/transparent_hugepage/enabled")),
@@ -88,6 +90,18 @@ fn processor(info: &str, cores: usize) -> Finding {
         WHAT,
         says,
         "the fast loops are for AVX2 and AVX-512: models run here, and slowly",
+    )
+}
+
+/// The levels of the compiled kernels, of which `make build` chooses a few.
+fn kernels(levels: &Levels) -> Finding {
+    const WHAT: &str = "CPU kernels";
+    let says = format!("{}; this program has {}", levels.used, levels.built.join(", "));
+    let Some(missing) = levels.missing else { return Finding::ok(WHAT, says) };
+    Finding::note(
+        WHAT,
+        format!("{says}; the processor has {missing}"),
+        "this program was built on another machine: wheels and tarballs have all kernels, or run `make build` here",
     )
 }
 
@@ -223,6 +237,19 @@ mod tests {
         assert_eq!(old.says, "Old, 1 core; no vector instructions");
         assert_eq!(processor("Features : fp asimd bf16\n", 4).state, State::Note);
         assert_eq!(processor("", 4).state, State::Ok, "nothing is known");
+    }
+
+    #[test]
+    fn kernels_that_the_program_lacks_are_named() {
+        let built = vec!["avx512bf16", "baseline"];
+        let native = Levels { used: "avx512bf16", built, missing: None };
+        let found = kernels(&native);
+        assert_eq!(found.state, State::Ok);
+        assert_eq!(found.says, "avx512bf16; this program has avx512bf16, baseline");
+        let elsewhere = Levels { used: "baseline", missing: Some("avx2"), ..native };
+        let found = kernels(&elsewhere);
+        assert_eq!(found.state, State::Note);
+        assert!(found.says.ends_with("; the processor has avx2"), "{}", found.says);
     }
 
     #[test]
