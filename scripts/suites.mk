@@ -43,7 +43,7 @@ gpu-pack: setup-dev ## make .gpu, what an offline GPU host lacks: packages, and 
 	$(BIN)/python scripts/gpu.py pack $(if $(BUILT),--binary $(firstword $(shell ls -t $(BUILT))))
 
 test-page: setup-page ## run the tests of the page in a browser (needs chromium; skipped with a line without it)
-	$(VENV)/page/bin/python -m pytest tests/page $(PYTEST_ARGS)
+	$(VENV)/page/bin/python -m pytest --override-ini cache_dir=.pytest_cache/page tests/page $(PYTEST_ARGS)
 
 test-asan: ## run the tests of the CPU kernels under the address sanitizer; needs a nightly Rust toolchain
 	RUSTFLAGS='-Zsanitizer=address' cargo +nightly test --locked --profile $(TEST_PROFILE) --package forebay-kernels --lib \
