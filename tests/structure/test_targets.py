@@ -38,7 +38,7 @@ def test_every_target_that_a_file_names_exists() -> None:
 
 
 def test_continuous_integration_runs_targets() -> None:
-    stages = re.findall(r"^\s*(?:tested|make) ([a-z][a-z-]*)", read(Path(".ci/run")), re.MULTILINE)
+    stages = re.findall(r"^\s*(?:tested|make) ([a-z][a-z0-9-]*)", read(Path(".ci/run")), re.MULTILINE)
     lists = re.findall(r"\bsetup\+?=\(([a-z -]+)\)", read(Path(".ci/run")))
     assert {"lint", "test-rust", "wheel-test"} <= set(stages)
     assert {*stages, *" ".join(lists).split()} <= targets()
