@@ -38,7 +38,8 @@ pub struct EngineConfig {
     pub drafts: Option<DraftConfig>,
     /// Steps planned ahead of the one that computes: 0 (serial) or 1.
     pub lookahead: u32,
-    /// The largest number of requests that wait; see [`crate::WaitingPlaces`] for each client's share.
+    /// The largest number of requests that wait; see [`crate::WaitingPlaces`] for each client's
+    /// share.
     pub max_queued_requests: usize,
     /// The time that a request may wait for its first admission; 0: without a limit.
     #[serde(serialize_with = "as_seconds")]
