@@ -172,7 +172,7 @@ impl Peers for OtherReplicas {
     }
 
     fn holds_prompts(&self) -> bool {
-        self.shared.pressed.load(Ordering::Acquire)
+        self.shared.holding[self.at].load(Ordering::Acquire)
     }
 
     fn abort(&self, id: RequestId) {

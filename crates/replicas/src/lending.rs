@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use forebay_balance::{LocalReason, lender};
-use forebay_engine::{EngineHandle, Entrant, Loan, LoanReply, Orphan, SubmitError};
+use forebay_engine::{Entrant, Loan, LoanReply, Orphan, SubmitError};
 
 use crate::dispatch::{Dispatch, RequestProfile};
 use crate::replicas::Shared;
@@ -95,16 +95,18 @@ impl Shared {
         if self.pd.is_none() {
             return;
         }
-        let held = dispatch.is_pressed();
-        if self.pressed.swap(held, Ordering::AcqRel) == held {
-            return;
-        }
-        if held {
-            let Dispatch { holds, roles, .. } = dispatch;
-            let prefills = holds.iter_mut().zip(roles).filter(|(_, role)| !role.decodes());
-            prefills.for_each(|(holds, _)| *holds += 1);
-        } else {
-            self.engines().iter().for_each(EngineHandle::wake);
+        let pressed = dispatch.is_pressed();
+        for (at, holding) in self.holding.iter().enumerate() {
+            // Prompts at a replica that decodes stay there, so they need no other's pages.
+            let holds = pressed && !dispatch.roles[at].decodes();
+            if holding.swap(holds, Ordering::AcqRel) == holds {
+                continue;
+            }
+            if holds {
+                dispatch.holds[at] += 1;
+            } else if let Some(engine) = self.engines().get(at) {
+                engine.wake();
+            }
         }
     }
 }

@@ -80,8 +80,8 @@ pub(crate) struct Shared {
     /// How often a queued request may move.
     most_moves: u8,
     pub(crate) pd: Option<PdConfig>,
-    /// True while prefill replicas admit no prompt that leaves.
-    pub(crate) pressed: AtomicBool,
+    /// True for each replica that admits no prompt that leaves.
+    pub(crate) holding: Vec<AtomicBool>,
 }
 
 /// The replicas of one brain. Cheap to clone; no call blocks.
@@ -126,7 +126,7 @@ impl Replicas {
                 0
             },
             pd: config.pd,
-            pressed: AtomicBool::new(false),
+            holding: (0..count).map(|_| AtomicBool::new(false)).collect(),
         });
         let queued = Arc::new(WaitingPlaces::default());
         let on_exit = Arc::new(Mutex::new(Some(on_exit)));
@@ -357,7 +357,6 @@ impl Replicas {
     #[must_use]
     pub fn reports(&self) -> Vec<ReplicaReport> {
         let dispatch = self.0.dispatch.lock();
-        let pressed = self.0.pressed.load(Ordering::Acquire);
         let report = |(at, engine): (usize, &EngineHandle)| ReplicaReport {
             status: engine.status(),
             stats: engine.stats(),
@@ -366,7 +365,7 @@ impl Replicas {
             local: dispatch.local[at],
             role: dispatch.roles[at],
             ahead_tokens: dispatch.pressure.ahead(at),
-            holding: pressed && !dispatch.roles[at].decodes(),
+            holding: self.0.holding[at].load(Ordering::Acquire),
             holds: dispatch.holds[at],
         };
         self.0.engines().iter().enumerate().map(report).collect()

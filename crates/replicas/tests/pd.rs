@@ -32,17 +32,17 @@ struct Rig {
 
 impl Rig {
     fn start(prefill: u32, decode: u32, local_tokens: u32, host_pages: u32) -> Self {
-        Self::with(prefill, decode, local_tokens, host_pages, 2000, 0.02)
+        Self::with(prefill, decode, local_tokens, host_pages, [2000; 2], 0.02)
     }
 
-    /// The decode replicas have this many hot pages. At 1 GB/s a page is copied in a sixth of
+    /// `pages` are the hot pages of each prefill replica, and of each decode replica. At 1 GB/s a page is copied in a sixth of
     /// the time that its tokens take to compute.
     fn with(
         prefill: u32,
         decode: u32,
         local_tokens: u32,
         host_pages: u32,
-        pages: u32,
+        pages: [u32; 2],
         gbps: f64,
     ) -> Self {
         let clock = SimClock::real();
@@ -64,7 +64,7 @@ impl Rig {
                 },
                 load_us: 1000,
                 host_pages,
-                page_count: if at < prefill { 2000 } else { pages },
+                page_count: pages[usize::from(at >= prefill)],
                 vocab_size: VOCAB,
                 text: text(),
                 ..SimConfig::default()
@@ -320,7 +320,7 @@ fn aborted_requests_end_wherever_they_are() {
 #[test]
 fn the_next_turn_borrows_back_what_decode_replicas_have() {
     for prefill in [1, 2] {
-        let mut rig = Rig::with(prefill, 1, 0, HOST_PAGES, 2000, 1.0);
+        let mut rig = Rig::with(prefill, 1, 0, HOST_PAGES, [2000; 2], 1.0);
         let mut said: Vec<i32> = (0..100).collect();
         for turn in 0..4 {
             rig.submit(turn, said.clone(), 42);
@@ -415,7 +415,7 @@ fn roles_that_change_under_load_lose_nothing() {
 #[test]
 fn prompts_wait_while_decode_replicas_have_no_pages() {
     // Pages for two requests at a time.
-    let mut rig = Rig::with(1, 1, 0, HOST_PAGES, 90, 1.0);
+    let mut rig = Rig::with(1, 1, 0, HOST_PAGES, [2000, 90], 1.0);
     for id in 0..60 {
         rig.submit(id, (0..100).map(|at| (id as i32 * 7 + at) % 1000).collect(), 60);
     }
@@ -435,6 +435,24 @@ fn prompts_wait_while_decode_replicas_have_no_pages() {
     // The pages of the replica, and the prompts that were admitted before.
     assert!(most <= 90 * 4 + 4 * 100, "{most} tokens waited");
     assert!(!reports[0].holding, "no request waits any more");
+}
+
+#[test]
+fn roles_that_swap_while_prompts_wait_lose_nothing() {
+    // Replica 0 has pages for two requests at a time, and replica 1 for more than it runs.
+    let mut rig = Rig::with(1, 1, 0, HOST_PAGES, [90, 2000], 1.0);
+    let long = |id: u64| (0..100).map(|at| (id as i32 * 7 + at) % 1000).collect();
+    for id in 0..60 {
+        rig.submit(id, long(id), 60);
+    }
+    // Prompts that were to leave replica 0 stay there, and others are handed on to it.
+    assert!(rig.replicas.set_role(0, Role::Decode) && rig.replicas.set_role(1, Role::Prefill));
+    for id in 60..120 {
+        rig.submit(id, long(id), 60);
+    }
+    rig.follow(120);
+    rig.assert_exact();
+    rig.assert_idle();
 }
 
 /// Kills the workers of `victims` in turn while requests run, each time after some tokens.

@@ -200,6 +200,7 @@ impl Scheduler {
         let past = &mut entry.request.past;
         let known = std::mem::replace(&mut past.admitted, true);
         let handed = std::mem::take(&mut past.handed);
+        past.returned = false;
         let replayed = known && !handed;
         let cached_tokens = if known { 0 } else { entry.cached.min(entry.prompt_len) };
         if !known && self.memory.caches(entry) {

@@ -280,7 +280,7 @@ pub struct PlaceStats {
     pub used: usize,
     /// Places that hold an unused adapter.
     pub unused: usize,
-    /// Places that an adapter comes to.
+    /// Places into which an adapter is being loaded.
     pub coming: usize,
     /// Places without an adapter.
     pub empty: usize,
@@ -288,7 +288,7 @@ pub struct PlaceStats {
     pub waiting: usize,
 }
 
-/// Numbers of drafts, which only grow.
+/// Statistics of drafts, which only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct DraftStats {
     /// Rows that had drafts.
@@ -348,7 +348,7 @@ pub struct ImageStats {
     pub position_layers: u64,
 }
 
-/// Numbers of sparse decoding. Counts of requests are gauges. All others only grow.
+/// Statistics of sparse decoding. Counts of requests are gauges. All others only grow.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct SparseStats {
     /// The number of sparse requests.

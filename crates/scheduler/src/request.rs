@@ -80,13 +80,16 @@ pub struct Request {
 /// ([`crate::Scheduler::surrender`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Past {
-    /// True if the other scheduler had admitted the request. Unless it was handed on, it then goes
-    /// before requests that were never admitted, and its next admission is a replay.
+    /// True if the other scheduler had admitted the request. Unless it was handed on, its next
+    /// admission is a replay.
     pub admitted: bool,
     /// True if another scheduler has handed the request on as planned
     /// ([`crate::Scheduler::hand_on`]), or has computed its prompt for this one. The next admission
     /// is not a replay, and takes what was lent rather than compute it.
     pub handed: bool,
+    /// True if a request that was handed on found no scheduler to continue it, or the hand of that
+    /// scheduler died first. It then goes before requests that were never admitted.
+    pub returned: bool,
     /// The number of positions up to which a suspect runs alone. `None`: it is not suspected of
     /// having killed the other scheduler's hand.
     pub suspect: Option<u32>,
@@ -98,7 +101,7 @@ impl Past {
     /// True if the request goes before all that were never admitted. A request that was handed on
     /// takes turns with them: as long as others follow it, they would wait for ever.
     pub(crate) fn goes_first(&self) -> bool {
-        self.admitted && !self.handed
+        self.admitted && (!self.handed || self.returned)
     }
 }
 
@@ -111,8 +114,7 @@ pub(crate) const BACKGROUND_RANK: i64 = i64::MAX;
 pub(crate) struct Key {
     /// The negated priority, or 0 for all requests.
     pub(crate) rank: i64,
-    /// The arrival number; below 0 if another scheduler had admitted the request, and did not hand
-    /// it on.
+    /// The arrival number; below 0 if the request goes first ([`Past::goes_first`]).
     pub(crate) arrival: i64,
 }
 

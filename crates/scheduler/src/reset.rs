@@ -115,6 +115,10 @@ impl Scheduler {
         self.empty_places();
         self.turns.clear();
         self.leaving.clear();
-        self.roster.take_all().map(Entry::into_request).collect()
+        let with_place = |mut request: Request| {
+            request.past.returned = request.past.handed;
+            request
+        };
+        self.roster.take_all().map(Entry::into_request).map(with_place).collect()
     }
 }

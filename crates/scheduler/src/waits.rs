@@ -13,7 +13,7 @@ use crate::entry::Entry;
 use crate::steps::FlightRow;
 
 impl Scheduler {
-    /// Makes the request wait, and its masked row of the newest plan give no token. The caller
+    /// Lets the request wait: its masked row of the newest plan will have no token. The caller
     /// tells the hand the same, and calls this before it makes the next plan. False: there is no
     /// such row, or its request has ended.
     pub fn sit_out(&mut self, id: u64) -> bool {

@@ -78,6 +78,7 @@ impl Member {
             if let Some(mut orphan) = left {
                 // The loan is not needed: the blocks are in this member's tiers.
                 orphan.request.request.loan = None;
+                orphan.request.request.past.returned = true;
                 self.adopt(orphan);
             } else {
                 self.stats.handed += 1;

@@ -1,9 +1,9 @@
 //! The order in which prompts pass others in a step ([`crate::passing`]).
 //!
 //! The order is by rank, then by client: the one that has received the fewest tokens of steps goes
-//! first, with its prompt that has the least remaining work. A client that begins to wait starts at
-//! the count of the poorest client that waits or computes. So it carries neither debt nor credit
-//! from earlier.
+//! first, with its prompt that has the least remaining work. The count of a client that begins to
+//! wait starts at the smallest of all clients with requests, as virtual time in fair queueing. What
+//! a client received or missed earlier does not matter.
 
 use std::collections::{BTreeMap, HashMap};
 

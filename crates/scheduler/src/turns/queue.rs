@@ -1,7 +1,7 @@
 //! Waiting requests, and the order in which they are admitted.
 //!
-//! Ranks (priorities) are served strictly in order. Within a rank, requests that were admitted
-//! before go first, by arrival. The others take turns by client ([`FairQueue`]). The cost of a
+//! Ranks (priorities) are served strictly in order. Within a rank, requests that were preempted go
+//! first, by arrival. The others take turns by client ([`FairQueue`]). The cost of a
 //! request is its prompt and the tokens that it may generate. When no request of a rank waits, its
 //! clients have no debts any more.
 

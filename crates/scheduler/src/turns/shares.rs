@@ -74,7 +74,7 @@ impl Shares {
         let own = counts.get(&ticket.client).copied().unwrap_or(0) as usize;
         let clients = counts.len() + usize::from(own == 0);
         let even = (roster.residents.len() / clients).max(1);
-        if own >= even || roster[ticket.handle].request.past.admitted {
+        if own >= even || roster[ticket.handle].request.past.goes_first() {
             return None;
         }
         let least = roster.residents.iter().rev();

@@ -90,6 +90,30 @@ fn a_request_that_is_handed_on_waits_its_turn() {
 }
 
 #[test]
+fn a_request_that_nobody_continues_goes_first() {
+    // With fair turns the harness expects no order of its own.
+    let config = SchedulerConfig { max_running: 1, fair: true, ..config() };
+    let mut harness = Harness::new(config, 1);
+    harness.submit(request(1, text(2), 2));
+    let past = Past { admitted: true, handed: true, returned: true, ..Past::default() };
+    harness.submit(Request { past, ..request(2, text(3), 2) });
+    assert!(harness.plan());
+    assert!(harness.clients[&2].resident);
+    harness.drain();
+}
+
+#[test]
+fn a_request_that_was_handed_on_to_a_dead_hand_goes_first_elsewhere() {
+    let mut scheduler = Scheduler::new(SchedulerConfig { max_running: 1, ..config() });
+    let past = Past { admitted: true, handed: true, ..Past::default() };
+    scheduler.submit(request(1, text(2), 2));
+    scheduler.submit(Request { past, ..request(2, text(3), 2) });
+    let given = scheduler.surrender();
+    let pasts: Vec<Past> = given.into_iter().map(|request| request.past).collect();
+    assert_eq!(pasts, [Past::default(), Past { returned: true, ..past }]);
+}
+
+#[test]
 fn a_request_keeps_its_pages_while_others_are_handed_on() {
     // Pages for two of these requests.
     let mut harness = Harness::new(SchedulerConfig { pages: 12, ..config() }, 1);

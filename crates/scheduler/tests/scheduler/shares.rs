@@ -2,7 +2,7 @@
 
 use forebay_protocol::{ROW_OK, SamplingParams, SlotSpec, StepPlan, StepResult};
 use forebay_scheduler::{
-    Event, MAX_REQUEST_WORDS, Phase, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
+    Event, MAX_REQUEST_WORDS, Past, Phase, Policy, Request, STEP_WORDS, Scheduler, SchedulerConfig,
     request_words,
 };
 
@@ -84,6 +84,21 @@ fn a_crowd_of_long_requests_does_not_keep_another_client_out() {
         }
         assert_eq!(replica.scheduler.check_integrity(), Ok(()));
     }
+}
+
+#[test]
+fn a_request_that_was_handed_on_gets_its_share_and_keeps_no_other_from_theirs() {
+    let mut replica = Replica::new(SchedulerConfig { max_running: 4, slots: 8, ..large() });
+    for id in 0..4 {
+        replica.submit(1, id, vec![1; 20], 2000);
+    }
+    assert_eq!(replica.step().len(), 4);
+    let past = Past { admitted: true, handed: true, ..Past::default() };
+    let handed = Request { client: 2, past, ..request(100, vec![1; 20], 2000) };
+    replica.scheduler.submit(handed);
+    replica.submit(3, 101, vec![1; 20], 2000);
+    assert!(replica.steps_until(100, 30).is_some());
+    assert!(replica.steps_until(101, 30).is_some());
 }
 
 #[test]
