@@ -15,7 +15,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     by_file: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    whole = not any("::" in argument for argument in config.args)
+    # With --last-failed, only the cases that failed.
+    whole = not any("::" in argument for argument in config.args) and not config.getoption("lf", False)
     for line in LIST.read_text().splitlines():
         if not line or line.startswith("#"):
             continue

@@ -10,6 +10,9 @@ macro_rules! levels {
         }
 
         impl Level {
+            /// The names of all levels, those of other kinds of processors too.
+            #[allow(dead_code, reason = "the build script compares names with it")]
+            pub(crate) const NAMES: &[&str] = &[$($name,)*];
             /// Best first.
             pub(crate) const ALL: &[Self] = &[$($(#[$target])* Self::$level,)*];
 
