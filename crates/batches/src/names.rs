@@ -46,7 +46,7 @@ impl BatchNames {
         self.0.extend(other.0);
     }
 
-    /// The input has a request with a name.
+    /// Records the name of a request of the input. Returns where the name was seen before.
     pub fn add_request(&mut self, name: &str) -> SeenBefore {
         let key = key(LineIdentity::Name(name));
         if !self.0.insert(key | OF_INPUT) {

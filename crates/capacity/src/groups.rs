@@ -118,7 +118,7 @@ impl Waits {
 /// The outcome of a group.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct GroupOutcome {
-    /// The client, unless there are many.
+    /// The client; `None` if there are so many that groups are by length only.
     client: Option<u64>,
     /// Tokens of its shortest prompts.
     prompts_from: u32,

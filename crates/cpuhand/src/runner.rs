@@ -79,8 +79,8 @@ pub(crate) trait Executes {
         masks: &mut MaskSource<'_>,
     ) -> Result<Option<StepResult>, HandError>;
 
-    /// Adds finished page copies to a plan's result. Waits for one first if the plan says so, or
-    /// until `socket` is readable, unless it is `None`.
+    /// Adds finished page copies to a plan's result. If the plan is to wait for one, waits first
+    /// until a copy ends, or until `socket`, if there is one, is readable.
     fn end_copies(
         &mut self,
         _plan: &StepPlan,

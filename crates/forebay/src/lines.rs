@@ -100,7 +100,7 @@ impl Lines {
         }
     }
 
-    /// Writes panics as lines: a panicking thread may not wait for a reader either.
+    /// Writes panics as lines: a panicking thread must not wait for a reader of the log.
     pub(crate) fn take_panics(&self) {
         let lines = self.clone();
         std::panic::set_hook(Box::new(move |panic| {

@@ -36,7 +36,7 @@ pub struct ConnectionSetup {
     pub router: Router,
     /// How long a head and a TLS handshake may take to arrive.
     pub header_timeout: Duration,
-    /// How long a client may accept no bytes while some wait for it.
+    /// How long a client may leave pending output unread before its connection is closed.
     pub send_timeout: Duration,
     /// True if a connection may carry a second request.
     pub keep_alive: bool,

@@ -265,7 +265,7 @@ impl Job {
 
 /// How many requests keep a server busy: as many as it runs, and as many again waiting.
 async fn capacity(link: &Link) -> usize {
-    let told = match link.ask(Method::GET, "/server_info").await {
+    let allowed = match link.ask(Method::GET, "/server_info").await {
         Ok((StatusCode::OK, info)) => {
             let number = |name: &str| info["config"][name].as_u64();
             let running = number("max_running_requests").unwrap_or(UNKNOWN_SERVER / 2);
@@ -273,12 +273,12 @@ async fn capacity(link: &Link) -> usize {
             let queued = number("max_queued_requests").unwrap_or(u64::MAX);
             (2 * running * replicas).min(queued)
         }
-        // The key may not read this, or the server is not Forebay.
+        // The key has no access to this route, or the server is not Forebay.
         _ => UNKNOWN_SERVER,
     };
     // Each request in flight is a connection.
     let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
-    usize::try_from(told.min(files / 2).max(1)).unwrap_or(1)
+    usize::try_from(allowed.min(files / 2).max(1)).unwrap_or(1)
 }
 
 fn interruption() -> Result<Interruption> {

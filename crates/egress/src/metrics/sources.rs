@@ -27,7 +27,7 @@ macro_rules! pd_local {
     ($reason:ident, $name:literal) => {
         (
             "forebay:pd_local_total",
-            "Requests that one replica serves alone although prefill is apart from decode.",
+            "Requests that one replica serves alone although prefill is disaggregated.",
             $name,
             |r| r.local.of(LocalReason::$reason) as f64,
         )

@@ -34,8 +34,8 @@ pub(crate) struct FleetFlags {
     /// loading it took.
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
     pub(crate) models_min_stay: Duration,
-    /// Seconds without a request after which a model is unloaded: its hands end, and the next
-    /// request starts them again [default: never].
+    /// Seconds without a request after which a model sleeps: its hands end, and the next request
+    /// starts them again [default: never].
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) sleep_idle_seconds: Option<Duration>,
 }

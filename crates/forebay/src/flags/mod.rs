@@ -254,7 +254,8 @@ pub(crate) struct ModelFlags {
     /// needed.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_format: LoadFormat,
-    /// Data type of the model; `auto` is bfloat16 if the processor computes it natively.
+    /// Data type of the model; `auto` is bfloat16 on CUDA and if the processor computes it
+    /// natively, else float32.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) dtype: Dtype,
     /// Weight format for matrix products. `auto` is `gguf` for a GGUF file on a CPU unless --dtype
@@ -267,10 +268,10 @@ pub(crate) struct ModelFlags {
     #[arg(long, value_enum, default_value_t)]
     pub(crate) quantization: Quantization,
     /// Data type of the KV cache; `auto` follows --dtype. `int8` (CPU): 8-bit integers with a scale
-    /// for every 32, which takes 17 bytes instead of 32. It needs the compiled kernels, head sizes
-    /// in multiples of 32, and pages in multiples of 16 tokens. `fp8_e4m3` (`fp8`, GPU): 8-bit
-    /// floats without scales. It needs the Triton kernels, and a generating model without latent
-    /// attention.
+    /// for every 32, which take 34 bytes instead of the 64 of bfloat16. It needs the compiled
+    /// kernels, head sizes in multiples of 32, and pages in multiples of 16 tokens. `fp8_e4m3`
+    /// (`fp8`, GPU): 8-bit floats without scales. It needs the Triton kernels, and a generating
+    /// model without latent attention.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) kv_cache_dtype: KvCacheDtype,
     /// Disk space in GiB for caching packed weights, so that the next start loads them directly; 0:
@@ -425,7 +426,7 @@ pub(crate) enum Dtype {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub(crate) enum Quantization {
-    /// The fastest format with next to no loss.
+    /// `gguf` for a GGUF file on a CPU, otherwise `none`.
     #[default]
     Auto,
     /// Weights in DTYPE.

@@ -351,7 +351,7 @@ pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
 /// One piece of [`multiply_codes`]: a block of [`BLOCK_ROWS`] times a panel.
 ///
 /// # Safety
-/// As of [`multiply_codes`], of what this piece reads and writes.
+/// As for [`multiply_codes`], restricted to what this piece reads and writes.
 #[inline(always)]
 pub(crate) unsafe fn multiply_codes_piece<E: Element, K: Kernel<E>, D: Dots>(
     rows: Codes,

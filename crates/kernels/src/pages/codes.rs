@@ -179,7 +179,7 @@ fn repeated<E: Element>(scales: &[f32; GROUP], half: usize) -> [f32; LANES] {
     if E::PAIR == 1 {
         return *scales;
     }
-    // Whole words: compilers make vectors of that.
+    // Whole 64-bit words, so that the compiler vectorises the loop.
     let mut pairs = [0_u64; LANES / 2];
     for (pair, scale) in pairs.iter_mut().zip(&scales[half * LANES / 2..]) {
         *pair = u64::from(scale.to_bits()) * 0x1_0000_0001;

@@ -4,7 +4,7 @@
 //! hot pages, because index keys choose the few positions that each token reads. The number of a
 //! host page names two things: room for a block in host memory, and the *index page* on the device
 //! that holds the block's index keys. So a block is known in the hot tier only if it is known in
-//! the host tier. Whether host memory has its content is the flag *saved*.
+//! the host tier. The flag *saved* is true if host memory has its content.
 //!
 //! Rules beyond those of [`Tiers`]: a block that the hot tier evicts unsaved is forgotten
 //! everywhere. Evicting a host page forgets the block in the hot tier too. Index keys are lost with

@@ -356,8 +356,7 @@ impl Front {
         self.books.lock().slots[model].running.clone()
     }
 
-    /// Sets the idle time, in seconds, after which a model is unloaded for the first time; `None`:
-    /// never.
+    /// Sets the idle time after which a model sleeps, until it has slept once; `None`: never.
     pub(crate) fn keep(&self, model: usize, idle: Option<Duration>) {
         let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         self.books.lock().fleet.keep(model, Some(idle.map(millis)));

@@ -24,7 +24,7 @@ pub(super) struct Shape {
     /// The form of an assistant's message without content.
     nothing: EmptyContent,
     arguments: Arguments,
-    /// Call ids that are not nine letters and digits.
+    /// Call ids other than nine letters and digits, which some templates demand.
     long_ids: bool,
     /// Descriptions of tools.
     tools: bool,

@@ -48,7 +48,7 @@ pub struct Recurrence {
     /// The rank between the two products that compute the gates, and likewise the decays; 0: each
     /// has a single product.
     pub low_rank: usize,
-    /// The number of elements over which this norm takes a mean.
+    /// The number of elements over which `norm` takes a mean.
     pub norm_size: usize,
 }
 

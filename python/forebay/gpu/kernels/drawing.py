@@ -108,7 +108,7 @@ def _reach(
 
 @triton.jit
 def _goal(top_p, mass):
-    """The least mass that is a share `top_p` of the mass; int64."""
+    """The smallest integer that is at least `top_p` times `mass`; int64."""
     return tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
 
 

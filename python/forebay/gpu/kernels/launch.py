@@ -1,8 +1,8 @@
 """The only way to launch a kernel, with the common options of launches and a count of compilations.
 
 A launch with a new combination of types, constants and alignments compiles. That takes up to a second, in which the
-device is idle. A hand with graphs compiles everything before it serves, and tests seal the count behind that. A hand
-without graphs compiles for the first step with some number of rows.
+device is idle. A hand with graphs compiles everything before it serves, and tests check that nothing compiles after
+that. A hand without graphs compiles at the first step of each number of rows.
 """
 
 from __future__ import annotations

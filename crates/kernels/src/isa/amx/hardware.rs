@@ -48,7 +48,7 @@ impl Drop for Turn {
     }
 }
 
-// SAFETY: callers ask whether tiles are there.
+// SAFETY: callers have checked that the processor has tiles and the kernel permits them.
 unsafe impl Tiles for Hardware {
     #[inline(always)]
     unsafe fn shape(shape: Shape) {

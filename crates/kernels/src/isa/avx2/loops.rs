@@ -160,12 +160,12 @@ impl Numbers for Arranged {
     }
 }
 
-/// Adds the rows' numbers of a position times the columns (the even or the odd elements of pairs)
-/// to the sums. The operand with fewer values, numbers or columns, stays in registers. The other
-/// one is loaded value by value.
+/// Adds the product of each row's number at a position and each column (the even or the odd
+/// elements of its pairs) to the sums. Whichever of rows and columns has fewer values stays in
+/// registers. The values of the other are loaded one by one.
 ///
 /// # Safety
-/// Every row has a number there, and every column [`LANES`] pairs.
+/// Every row has a number at the position, and every column has [`LANES`] pairs.
 #[inline(always)]
 unsafe fn add<E: Wide, N: Numbers, const ODD: bool, const M: usize, const C: usize>(
     numbers: *const f32,
