@@ -35,8 +35,8 @@ impl Rig {
         Self::with(prefill, decode, local_tokens, host_pages, [2000; 2], 0.02)
     }
 
-    /// `pages` are the hot pages of each prefill replica, and of each decode replica. At 1 GB/s a page is copied in a sixth of
-    /// the time that its tokens take to compute.
+    /// `pages` are the hot pages of each prefill replica, and of each decode replica. At 1 GB/s a
+    /// page is copied in a sixth of the time that its tokens take to compute.
     fn with(
         prefill: u32,
         decode: u32,
