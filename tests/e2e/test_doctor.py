@@ -76,15 +76,15 @@ def test_a_hub_that_is_away_keeps_nobody_from_serving(hub: Hub, tmp_path: Path) 
     assert not hub.requests
 
 
-def test_what_prevents_serving_is_told(hub: Hub, tmp_path: Path) -> None:
+def test_a_processor_needs_no_python(hub: Hub, tmp_path: Path) -> None:
     done = doctor(hub, tmp_path, "--json", "--python", "/nowhere/python3")
-    assert (done.returncode, done.stderr) == (1, "error: one thing prevents serving\n")
-    assert findings(done)["Python"]["state"] == "problem"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert findings(done)["Python"]["state"] == "note"
 
     bare = tmp_path / "python3"
     bare.write_text("#!/bin/sh\necho '" + json.dumps({**dict.fromkeys(PACKAGES), "python": "3.9.1"}) + "'\n")
     bare.chmod(0o755)
     done = doctor(hub, tmp_path, "--json", "--python", bare)
-    assert (done.returncode, done.stderr) == (1, "error: 2 things prevent serving\n")
+    assert (done.returncode, done.stderr) == (0, "")
     found = findings(done)
-    assert [found[what]["state"] for what in ("Python", "PyTorch")] == ["problem", "problem"]
+    assert [found[what]["state"] for what in ("Python", "PyTorch")] == ["note", "note"]

@@ -9,13 +9,14 @@ use forebay_hub::{Settings, Token, free, size};
 use serde::Deserialize;
 
 use super::Finding;
+use crate::gpus::Gpus;
 use crate::{models, python};
 
 /// Less room than this is for few models.
 const LITTLE_ROOM: u64 = 2_000_000_000;
 /// The hub should have answered by then.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// The packages that a hand imports.
+/// The packages that PyTorch's hand imports.
 const NEEDED: &str = "torch, numpy, safetensors, tokenizers, gguf";
 
 /// The output of `python -m forebay.installed`.
@@ -31,14 +32,23 @@ struct Installed {
 
 /// Everything that is installed, kept or asked.
 pub(super) fn findings(python: &Path, settings: &Settings) -> Vec<Finding> {
-    let mut findings = interpreter(python);
+    let mut findings = interpreter(python, Gpus::find().any());
     findings.push(cache("models", &settings.hub_cache, "HF_HOME"));
     findings.push(cache("cache", &settings.cache, "FOREBAY_CACHE"));
     findings.push(hub(settings, python));
     findings
 }
 
-fn interpreter(path: &Path) -> Vec<Finding> {
+/// Python or a part of it is missing or too old. A GPU needs PyTorch's hand, and a processor has the
+/// Rust hand.
+fn lacking(what: &'static str, says: &str, advice: impl Into<String>, gpu: bool) -> Finding {
+    if gpu {
+        return Finding::problem(what, says, advice);
+    }
+    Finding::note(what, format!("{says}; the Rust hand serves without it"), advice)
+}
+
+fn interpreter(path: &Path, gpu: bool) -> Vec<Finding> {
     const WHAT: &str = "Python";
     let mut command = Command::new(path);
     without_keys(&mut command);
@@ -47,35 +57,32 @@ fn interpreter(path: &Path) -> Vec<Finding> {
     let output = match command.output() {
         Ok(output) => output,
         Err(error) => {
-            return vec![Finding::problem(
-                WHAT,
-                format!("{shown} can't be run: {error}"),
-                "install Python 3.10 or newer, or name one with --python",
-            )];
+            let says = format!("{shown} can't be run: {error}");
+            let advice = "install Python 3.10 or newer, or name one with --python";
+            return vec![lacking(WHAT, &says, advice, gpu)];
         }
     };
     match serde_json::from_slice(&output.stdout) {
-        Ok(installed) if output.status.success() => packages(&installed, &shown.to_string()),
+        Ok(installed) if output.status.success() => packages(&installed, &shown.to_string(), gpu),
         _ => {
             let errors = String::from_utf8_lossy(&output.stderr);
             let last = errors.lines().last().unwrap_or("no answer").to_owned();
-            vec![Finding::problem(
-                WHAT,
-                format!("{shown} does not find Forebay's package: {last}"),
-                "install Forebay with the pip of this Python, or name another one with --python",
-            )]
+            let says = format!("{shown} does not find Forebay's package: {last}");
+            let advice =
+                "install Forebay with the pip of this Python, or name another one with --python";
+            vec![lacking(WHAT, &says, advice, gpu)]
         }
     }
 }
 
-fn packages(installed: &Installed, python: &str) -> Vec<Finding> {
+fn packages(installed: &Installed, python: &str, gpu: bool) -> Vec<Finding> {
     let mut findings = Vec::new();
     let version = &installed.python;
     let mut numbers = version.split('.').map(|part| part.parse::<u32>().unwrap_or_default());
     let old = (numbers.next().unwrap_or_default(), numbers.next().unwrap_or_default()) < (3, 10);
     findings.push(if old {
-        let advice = "Forebay needs Python 3.10 or newer: name one with --python";
-        Finding::problem("Python", format!("{version} ({python})"), advice)
+        let advice = "PyTorch's hand needs Python 3.10 or newer: name one with --python";
+        lacking("Python", &format!("{version} ({python})"), advice, gpu)
     } else {
         Finding::ok("Python", format!("{version} ({python})"))
     });
@@ -89,8 +96,9 @@ fn packages(installed: &Installed, python: &str) -> Vec<Finding> {
                 None => "it is not installed".to_owned(),
                 Some(torch) => format!("{torch}, and a package beside it is missing"),
             };
-            let advice = format!("hands need {NEEDED}: `{python} -m pip install` what is missing");
-            Finding::problem("PyTorch", says, advice)
+            let advice =
+                format!("PyTorch's hand needs {NEEDED}: `{python} -m pip install` what is missing");
+            lacking("PyTorch", &says, advice, gpu)
         }
     });
     findings
@@ -148,7 +156,7 @@ mod tests {
     use super::super::State;
     use super::*;
 
-    fn installed(python: &str, torch: Option<&str>, gguf: Option<&str>) -> Vec<State> {
+    fn installed(python: &str, torch: Option<&str>, gguf: Option<&str>, gpu: bool) -> Vec<State> {
         let version = || Some("1".to_owned());
         let installed = Installed {
             python: python.to_owned(),
@@ -158,22 +166,24 @@ mod tests {
             tokenizers: version(),
             gguf: gguf.map(str::to_owned),
         };
-        packages(&installed, "python3").iter().map(|finding| finding.state).collect()
+        packages(&installed, "python3", gpu).iter().map(|finding| finding.state).collect()
     }
 
     #[test]
-    fn a_hand_needs_packages() {
-        let (ok, bad) = (State::Ok, State::Problem);
-        assert_eq!(installed("3.12.1", Some("2.9.1"), Some("1")), [ok, ok]);
-        assert_eq!(installed("3.9.1", Some("2.9.1"), Some("1")), [bad, ok]);
-        assert_eq!(installed("3.12.1", None, Some("1")), [ok, bad]);
-        assert_eq!(installed("3.12.1", Some("2.9.1"), None), [ok, bad]);
+    fn a_gpu_needs_packages_and_a_processor_does_not() {
+        for (gpu, bad) in [(true, State::Problem), (false, State::Note)] {
+            let ok = State::Ok;
+            assert_eq!(installed("3.12.1", Some("2.9.1"), Some("1"), gpu), [ok, ok]);
+            assert_eq!(installed("3.9.1", Some("2.9.1"), Some("1"), gpu), [bad, ok]);
+            assert_eq!(installed("3.12.1", None, Some("1"), gpu), [ok, bad]);
+            assert_eq!(installed("3.12.1", Some("2.9.1"), None, gpu), [ok, bad]);
+        }
     }
 
     #[test]
     fn an_interpreter_that_is_none_is_a_problem() {
         for path in ["/nowhere/python3", "/bin/false"] {
-            let found = interpreter(Path::new(path));
+            let found = interpreter(Path::new(path), true);
             assert_eq!(found[0].state, State::Problem, "{found:?}");
         }
     }
