@@ -39,8 +39,8 @@ pub(super) fn findings(python: &Path, settings: &Settings) -> Vec<Finding> {
     findings
 }
 
-/// Python or a part of it is missing or too old. A GPU needs PyTorch's hand, and a processor has the
-/// Rust hand.
+/// Python or a part of it is missing or too old. A GPU needs PyTorch's hand, and a processor has
+/// the Rust hand.
 fn lacking(what: &'static str, says: &str, advice: impl Into<String>, gpu: bool) -> Finding {
     if gpu {
         return Finding::problem(what, says, advice);
