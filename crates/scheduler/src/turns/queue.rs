@@ -1,9 +1,9 @@
 //! Waiting requests, and the order in which they are admitted.
 //!
-//! Ranks (priorities) are served strictly in order. Within a rank, requests that were preempted go
-//! first, by arrival. The others take turns by client ([`FairQueue`]). The cost of a
-//! request is its prompt and the tokens that it may generate. When no request of a rank waits, its
-//! clients have no debts any more.
+//! Ranks (priorities) are served strictly in order. Within a rank, requests that lost their pages
+//! to a preemption or a death go first, by arrival. The others take turns by client
+//! ([`FairQueue`]). The cost of a request is its prompt and the tokens that it may generate. When
+//! no request of a rank waits, its clients have no debts any more.
 
 use std::collections::BTreeMap;
 
