@@ -1,9 +1,9 @@
-//! Checks which hosts and pages requests may name.
+//! Checks a request's `Host` and `Origin` headers against the allowed hosts and origins.
 //!
-//! A browser sends requests for any page that it shows, even to servers that only the user's
-//! machine can reach. Three headers reveal such a request. `Host` is the name by which the page
-//! reaches the server; a page can make its own domain resolve to this machine. `Origin` names the
-//! page. And a browser sends no `Content-Type: application/json` without a preflight request.
+//! A page open in a browser can send requests to any server that the user's machine can reach.
+//! Three headers reveal such a request. `Host` is the name under which the page reached the server;
+//! a page can make its own domain resolve to this machine. `Origin` names the page. A browser sends
+//! `Content-Type: application/json` only after a preflight request.
 
 use http::header::{HOST, ORIGIN};
 use http::{HeaderMap, Uri, Version};
@@ -12,16 +12,16 @@ use crate::error::ApiError;
 
 const ANY: &str = "*";
 
-/// Hosts and pages whose requests are answered.
+/// The hosts and origins whose requests are served.
 #[derive(Debug, Clone, Default)]
 pub struct Access {
-    /// Names that requests may use for the server. `*.example.com` means all names below it, and
-    /// `*` any. `None`: any.
+    /// Host names that requests may use for the server. `*.example.com` means all of its
+    /// subdomains, and `*` any host. `None` allows any.
     pub allowed_hosts: Option<Vec<String>>,
-    /// Pages that may send requests from a browser, such as `https://example.com`; `*` means any.
+    /// Origins that may send requests from a browser, such as `https://example.com`; `*` means any.
     pub allowed_origins: Vec<String>,
-    /// True if requests of other pages are refused. Otherwise they are answered, and the browser
-    /// hides the answer from the page.
+    /// True if requests from other origins are refused. Otherwise they are served, and the browser
+    /// hides the response from the page.
     pub refuse_other_origins: bool,
 }
 
@@ -30,16 +30,16 @@ impl Access {
         self.allowed_origins.iter().any(|allowed| allowed == ANY || allowed == origin)
     }
 
-    /// True if any page may send requests from a browser.
+    /// True if pages of any origin may send requests from a browser.
     #[must_use]
     pub fn allows_every_origin(&self) -> bool {
         self.allowed_origins.iter().any(|origin| origin == ANY)
     }
 
-    /// Checks a request's head.
+    /// Checks the `Host` and `Origin` headers of a request.
     ///
     /// # Errors
-    /// The request names another host, or comes from a page that is not allowed.
+    /// The request names another host, or comes from an origin that is not allowed.
     pub fn check(&self, headers: &HeaderMap, uri: &Uri, version: Version) -> Result<(), ApiError> {
         let mut hosts = headers.get_all(HOST).iter();
         let (host, second) = (hosts.next(), hosts.next());
@@ -51,7 +51,7 @@ impl Access {
             return Err(invalid("HTTP/1.1 needs it"));
         }
         let host = host.map(|host| host.to_str().map_err(|_| invalid("not a name"))).transpose()?;
-        // A request with an absolute URL names the host there too.
+        // A request with an absolute URL names the host in the URL too.
         let named = uri.authority().map(|authority| authority.as_str());
         if let Some(allowed) = &self.allowed_hosts
             && let Some(other) = [host, named].into_iter().flatten().find(|h| !matches(allowed, h))
@@ -72,7 +72,7 @@ impl Access {
     }
 }
 
-/// A host without its port and the brackets of an IPv6 address.
+/// Returns a host without its port and without the brackets of an IPv6 address.
 fn bare(host: &str) -> &str {
     if let Some((address, _)) = host.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         return address;
@@ -96,13 +96,13 @@ fn matches(allowed: &[String], host: &str) -> bool {
     })
 }
 
-/// True if a page comes from the server itself.
+/// True if the origin is this server itself.
 fn is_own(origin: &str, host: &str) -> bool {
     let authority = origin.split_once("://").map(|(_, authority)| authority);
     authority.is_some_and(|authority| authority.eq_ignore_ascii_case(host))
 }
 
-/// True if a request comes from a page of the same server.
+/// True if the request comes from a page of this server.
 #[must_use]
 pub fn is_from_own_page(headers: &HeaderMap) -> bool {
     let text = |name| headers.get(name).and_then(|value| value.to_str().ok());

@@ -1,4 +1,4 @@
-//! Validated chats, from whichever API.
+//! A validated chat request, independent of the API that it came from.
 
 use serde_json::{Map, Value};
 
@@ -9,18 +9,18 @@ use crate::tools::OfferedTools;
 /// A conversation ready for the chat template.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChatPrompt {
-    /// Messages in the template's form, an array of objects: `content` is a string, or a list of
-    /// parts if there are images.
+    /// The messages as the chat template expects them, an array of objects. `content` is a string,
+    /// or a list of parts if the message has images.
     pub messages: Value,
-    /// The images in them, in order.
+    /// The images of the messages, in order.
     pub images: Vec<ImagePart>,
-    /// True if the template opens the assistant's turn.
+    /// True if the template appends the header of the assistant's message.
     pub add_generation_prompt: bool,
-    /// True if the last message is left open.
+    /// True if the model continues the last message, which the template does not close.
     pub continue_final_message: bool,
-    /// Descriptions of tools; `None`: the request has none.
+    /// Descriptions of the tools, or `None` if the request has none.
     pub tools: Option<Value>,
-    /// More variables for the template.
+    /// Additional variables for the template.
     pub kwargs: Map<String, Value>,
     /// The effort of the model's reasoning.
     pub effort: Effort,
@@ -46,9 +46,9 @@ impl Default for EffortParams {
 pub struct Effort {
     /// The effort level: `low`, `medium`, `high`, or another word that the template accepts.
     pub level: Option<String>,
-    /// True if the model should think; `None` leaves it to the template.
+    /// Whether the model should think; `None` leaves the choice to the template.
     pub thinks: Option<bool>,
-    /// The parameters of both.
+    /// The names of the parameters for `level` and `thinks`.
     pub params: EffortParams,
 }
 
@@ -59,43 +59,43 @@ pub struct ValidChat {
     pub prompt: ChatPrompt,
     /// Tools that the model may call.
     pub tools: OfferedTools,
-    /// The treatment of its reasoning.
+    /// How the model's reasoning is returned.
     pub reasoning: ReasoningOutput,
     /// How tokens are returned in addition to their text.
     pub tokens: TokenOutput,
-    /// The answer that the client predicts.
+    /// The output that the client predicts.
     pub prediction: Option<String>,
     /// The parameters that all routes share.
     pub generation: Generation,
-    /// The options of the stream; `None`: one response.
+    /// The options of the stream; `None` for a single response.
     pub streaming: Option<Streaming>,
 }
 
-/// The treatment of a model's reasoning.
+/// How a model's reasoning is returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ReasoningOutput {
-    /// Reasoning stands apart from the content.
+    /// Reasoning is returned in a field beside the content.
     Apart,
     /// Reasoning is left out.
     LeftOut,
-    /// Reasoning is content, as the model writes it.
+    /// Reasoning stays in the content, as the model writes it.
     Content,
 }
 
 /// The options of a requested stream.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Streaming {
-    /// True if a last chunk has the usage.
+    /// True if a last chunk reports the usage.
     pub include_usage: bool,
-    /// True if every chunk has the usage so far.
+    /// True if every chunk reports the usage so far.
     pub continuous_usage: bool,
 }
 
 /// How tokens are returned in addition to their text.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TokenOutput {
-    /// True if the answer includes the tokens' ids.
+    /// True if the response includes the ids of the tokens.
     pub ids: bool,
-    /// True if log-probabilities name tokens by their ids.
+    /// True if log-probabilities identify tokens by their ids.
     pub as_ids: bool,
 }

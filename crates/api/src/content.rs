@@ -1,4 +1,4 @@
-//! Contents that are either a string or a list of parts.
+//! Fields that hold either a string or a list of parts.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -52,19 +52,20 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for TextOr<T> {
     }
 }
 
-/// A field whose shape depends on the entry's kind; in skipped kinds it may have any shape.
+/// A field whose type depends on the kind of its object; in objects of a skipped kind it may have
+/// any type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Loose<T> {
-    /// The shape of kinds that are read.
+    /// A value of the expected type.
     Known(T),
-    /// A string, if another shape is expected.
+    /// A string where another type is expected.
     Text(String),
-    /// Any other shape.
+    /// A value of any other type.
     Other,
 }
 
 impl<T> Loose<T> {
-    /// The value, if it has the expected shape.
+    /// Returns the value if it has the expected type.
     pub(crate) fn known(self) -> Option<T> {
         match self {
             Self::Known(value) => Some(value),
@@ -72,7 +73,7 @@ impl<T> Loose<T> {
         }
     }
 
-    /// The value, if it has the expected shape.
+    /// Returns the value if it has the expected type.
     pub(crate) fn as_known(&self) -> Option<&T> {
         match self {
             Self::Known(value) => Some(value),
@@ -91,11 +92,11 @@ impl<T: Serialize> Serialize for Loose<T> {
     }
 }
 
-/// The shapes in which a field is known.
+/// The JSON types that [`Loose::Known`] accepts.
 pub(crate) trait KnownShapes {
     /// True for an object, false for a string or a list.
     const IS_OBJECT: bool;
-    /// The value of a string.
+    /// Builds the value from a string.
     fn from_text(text: String) -> Result<Self, String>
     where
         Self: Sized;

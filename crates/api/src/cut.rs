@@ -1,9 +1,10 @@
-//! Shortens clients' texts for error messages.
+//! Shortens text from clients for error messages.
 
-/// The longest string that is read where no string is expected. The error shows it.
+/// The largest length in bytes of text from a client that an error quotes: a name, or a string
+/// where another type is expected.
 pub const SHOWN_BYTES: usize = 64;
 
-/// `text`, cut to at most `bytes` bytes. Used to quote clients in errors.
+/// Cuts `text` to at most `bytes` bytes, so that an error can quote it.
 pub fn cut(text: &str, bytes: usize) -> std::borrow::Cow<'_, str> {
     if text.len() <= bytes {
         return text.into();

@@ -1,4 +1,4 @@
-//! Prompts as embeddings: safetensors bytes in base64. Each is a matrix with a row for each
+//! Prompts given as embeddings: safetensors files in base64. Each holds a matrix with one row per
 //! position.
 
 use std::fmt;
@@ -14,7 +14,7 @@ use serde::de::{Deserialize, Deserializer, Error, IntoDeserializer, SeqAccess, V
 
 use crate::error::ApiError;
 
-/// Elements that are converted at a time, so that they stay in the processor's L1 cache.
+/// The number of elements to convert at a time, so that they stay in the L1 cache.
 const BATCH: usize = 16384;
 
 /// The `prompt_embeds` parameter: the content of one or more safetensors files.
@@ -25,7 +25,7 @@ impl PromptEmbeds {
     /// Checks that each matrix has rows of `hidden_size` elements.
     ///
     /// # Errors
-    /// [`ApiError::Invalid`] with `param` in its path.
+    /// [`ApiError::Invalid`] names the parameter at fault, `param` or one of its elements.
     pub fn check(mut self, param: &str, hidden_size: u32) -> Result<Vec<EmbeddedPrompt>, ApiError> {
         let is_one = self.0.len() == 1;
         for (index, prompt) in self.0.iter_mut().enumerate() {
@@ -46,28 +46,27 @@ impl PromptEmbeds {
         self.0.len()
     }
 
-    /// True if there is no prompt. Clients send empty values for parameters that they do not use.
+    /// True if there are no prompts. Clients send empty values for parameters that they do not use.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 }
 
-/// A prompt whose embeddings the client has computed. It is a matrix with a row for each position,
-/// and at least one row.
+/// A prompt given as embeddings: a matrix with one row per position, and at least one row.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EmbeddedPrompt {
     file: Vec<u8>,
-    /// The matrix, within the file.
+    /// The bytes of the matrix within the file.
     data: Range<usize>,
     stored: Stored,
     rows: u32,
     width: usize,
-    /// The parameter that the prompt came from, for errors.
+    /// The name of the parameter with the prompt, for errors.
     param: String,
 }
 
 impl EmbeddedPrompt {
-    /// Reads the header.
+    /// Reads the header of a safetensors file.
     fn new(file: Vec<u8>) -> Result<Self, String> {
         let (header, metadata) = SafeTensors::read_metadata(&file)
             .map_err(|error| format!("not the bytes of safetensors: {error}"))?;
@@ -86,27 +85,27 @@ impl EmbeddedPrompt {
         let Some(rows) = u32::try_from(rows).ok().filter(|&rows| rows > 0) else {
             return Err(format!("{rows} positions"));
         };
-        // The header is a length of 8 bytes, and JSON text.
+        // The file begins with 8 bytes that hold the length of the JSON header, then the header.
         let start = 8 + header;
         let data = start + info.data_offsets.0..start + info.data_offsets.1;
         Ok(Self { data, stored, rows, width, file, param: String::new() })
     }
 
-    /// The number of positions.
+    /// The number of rows, which are the positions of the prompt.
     pub fn rows(&self) -> u32 {
         self.rows
     }
 
-    /// Bytes of the matrix after a conversion to the model's type.
+    /// The size of the matrix in bytes after conversion to the model's data type.
     pub fn bytes(&self, dtype: Dtype) -> usize {
         self.rows as usize * self.width * dtype.bytes()
     }
 
-    /// Gives the matrix piece by piece, in the model's type.
+    /// Converts the matrix to the model's data type and passes it to `write` chunk by chunk.
     ///
     /// # Errors
-    /// [`ApiError::Invalid`]: an element is not finite, or not representable in the model's type.
-    /// Errors of `write` are passed on.
+    /// [`ApiError::Invalid`] if an element is not finite, or not representable in the model's data
+    /// type. Also returns the errors of `write`.
     pub fn convert(
         &self,
         dtype: Dtype,
@@ -119,8 +118,7 @@ impl EmbeddedPrompt {
                 (Stored::F32, Dtype::Float32) | (Stored::BF16, Dtype::Bfloat16) => bytes,
                 _ => buffers.convert(self.stored, bytes, dtype),
             };
-            // Checked after conversion: a single-precision number may be too large for half
-            // precision.
+            // Checked after conversion: a single-precision value may overflow half precision.
             if let Some(at) = first_not_finite(converted, dtype) {
                 return Err(self.not_finite(done + at));
             }
@@ -146,7 +144,7 @@ impl EmbeddedPrompt {
     }
 }
 
-/// Buffers for converting a piece of a matrix from one type to another.
+/// Buffers for converting a chunk of a matrix to another data type.
 #[derive(Default)]
 struct Buffers {
     wide: Vec<f32>,
@@ -154,7 +152,7 @@ struct Buffers {
 }
 
 impl Buffers {
-    /// Converts the little-endian elements of `bytes`, which need no alignment, to another type.
+    /// Converts little-endian elements, which need not be aligned, to another data type.
     fn convert(&mut self, stored: Stored, bytes: &[u8], dtype: Dtype) -> &[u8] {
         self.wide.clear();
         match stored {
@@ -166,7 +164,7 @@ impl Buffers {
                 self.wide.resize(bits.len(), 0.0);
                 bits.reinterpret_cast::<f16>().convert_to_f32_slice(&mut self.wide);
             }
-            // The header was checked, so no other type is possible.
+            // The header was checked, so the only other type is bfloat16.
             _ => self.wide.extend(halves(bytes).map(|bits| bf16::from_bits(bits).to_f32())),
         }
         match dtype {
@@ -185,13 +183,13 @@ fn halves(bytes: &[u8]) -> impl Iterator<Item = u16> {
     bytes.chunks_exact(2).map(|half| u16::from_le_bytes([half[0], half[1]]))
 }
 
-/// The index of the first element that is infinite or NaN. Its exponent bits, in the upper half of
-/// either type, are all set.
+/// The index of the first element that is infinite or NaN. All exponent bits of such an element are
+/// set. Float32 and bfloat16 both have these bits in the upper two bytes.
 fn first_not_finite(elements: &[u8], dtype: Dtype) -> Option<usize> {
     const EXPONENT: u16 = 0x7f80;
     let size = dtype.bytes();
     let upper = |element: &[u8]| u16::from_le_bytes([element[size - 2], element[size - 1]]);
-    // One branchless pass, which suffices nearly always.
+    // A pass without branches, after which nearly all inputs are known to be finite.
     let worst = match dtype {
         Dtype::Float32 => {
             elements.chunks_exact(4).fold(0, |worst, element| worst.max(upper(element) & EXPONENT))
@@ -215,9 +213,10 @@ impl<'de> Deserialize<'de> for EmbeddedPrompt {
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("safetensors bytes in base64")
             }
-            /// Decoded directly from the body, without a copy as text.
+            /// Decodes directly from the body, without a copy of the text.
             fn visit_str<E: Error>(self, text: &str) -> Result<EmbeddedPrompt, E> {
-                // This decoder is several times as fast, but reports no details of an error.
+                // This decoder is several times as fast as the fallback, but reports no details of
+                // an error.
                 let file = base64_simd::STANDARD.decode_to_vec(text).or_else(|_| {
                     let not_base64 = |error| E::custom(format_args!("not base64: {error}"));
                     BASE64_STANDARD.decode(text).map_err(not_base64)
@@ -274,7 +273,7 @@ mod tests {
         safetensors::serialize([("any", view)], None).unwrap()
     }
 
-    /// A request with embeddings of prompts.
+    /// A request whose prompts are embeddings.
     #[derive(Debug, Default)]
     struct Body {
         e: PromptEmbeds,
@@ -378,7 +377,7 @@ mod tests {
     }
 
     proptest! {
-        /// Compared with converting one element at a time, in all six combinations and for any
+        /// Compares with converting one element at a time, for all six pairs of types and any
         /// length.
         #[test]
         fn elements_are_converted_one_by_one(

@@ -1,4 +1,4 @@
-//! All errors for clients, in the shape of OpenAI's errors.
+//! All errors that clients receive, in the format of OpenAI's API.
 
 use forebay_fair::Refusal;
 use serde::{Deserialize, Serialize};
@@ -7,34 +7,34 @@ use utoipa::ToSchema;
 
 use crate::cut::cut;
 
-/// The largest size of a message in bytes. Some messages quote the client.
+/// The largest size of an error message in bytes. Some messages quote the client.
 const MESSAGE_BYTES: usize = 1024;
-/// The largest number of bytes of a parameter's path.
+/// The largest size of a parameter's path in bytes.
 const PARAM_BYTES: usize = 256;
 
 /// The reason for an error response.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum ApiError {
-    /// The body is not JSON.
+    /// The body is not valid JSON.
     #[error("the request body is not valid JSON: {reason} at line {line} column {column}")]
     MalformedJson {
-        /// The parser's expectation.
+        /// The syntax that the parser expected.
         reason: String,
-        /// Line, from 1.
+        /// The line, counted from 1.
         line: usize,
-        /// Column, from 1.
+        /// The column, counted from 1.
         column: usize,
     },
-    /// The body is not text.
+    /// The body is not valid UTF-8.
     #[error("the request body is not valid UTF-8 at byte {offset}")]
     InvalidUtf8 {
-        /// Bytes before the first invalid one.
+        /// The number of bytes before the first invalid one.
         offset: usize,
     },
     /// The connection broke or the framing was wrong while the body was read.
     #[error("the request body could not be read: {reason}")]
     BrokenBody {
-        /// The transport's words.
+        /// The error message of the transport.
         reason: String,
     },
     /// A parameter is missing, or its type or value is wrong.
@@ -42,10 +42,10 @@ pub enum ApiError {
     Invalid {
         /// Path of the parameter, as in `messages[0].content`.
         param: String,
-        /// The fault of the parameter.
+        /// Why the parameter is invalid.
         reason: String,
     },
-    /// A known parameter that this server does not serve.
+    /// The parameter is known, but this server does not support it.
     #[error("`{param}` is not supported yet")]
     Unsupported {
         /// Path of the parameter.
@@ -58,72 +58,73 @@ pub enum ApiError {
         param: &'static str,
         /// The largest number of positions of a request.
         limit: u32,
-        /// Tokens of the prompt.
+        /// The number of tokens of the prompt.
         prompt: usize,
-        /// The requested number of tokens, if the client has given one.
+        /// The requested number of tokens, or `None` if the client gave none.
         max_tokens: Option<u32>,
     },
-    /// A text has too many tokens, which was found before it was fully encoded.
+    /// A text has too many tokens. The encoder stopped before the end of the text.
     #[error(
         "This model's maximum context length is {limit} tokens. However, `{param}` has at least {at_least}. \
          Please reduce the length of the text."
     )]
     TextTooLong {
-        /// Path of the text.
+        /// Path of the parameter with the text.
         param: String,
-        /// The largest number of tokens of the text.
+        /// The largest number of tokens that the text may have.
         limit: usize,
-        /// The least number of tokens that the text has.
+        /// The least number of tokens that the text has, counted until the encoder stopped.
         at_least: usize,
     },
-    /// An input of a request that generates nothing does not fit.
+    /// An input of a pooling request, which generates nothing, exceeds the context.
     #[error(
         "This model's maximum context length is {limit} tokens. However, `{param}` has {tokens}. \
          Please cut it, or let the server do so with `truncate_prompt_tokens`."
     )]
     InputTooLong {
-        /// Path of the input.
+        /// Path of the parameter with the input.
         param: String,
         /// The largest number of positions of an input.
         limit: u32,
-        /// Tokens of the input.
+        /// The number of tokens of the input.
         tokens: usize,
     },
-    /// There is no model with this name.
+    /// No model has this name.
     #[error("The model `{model}` does not exist. This server has {}.", quoted(.served))]
     UnknownModel {
         /// The model's name, as the client wrote it.
         model: String,
-        /// The names of the served model.
+        /// The names that requests may use.
         served: Vec<String>,
     },
-    /// No kept response has such an item.
+    /// No stored response contains this item.
     #[error(
         "`{param}`: no item `{item}` is kept: its response was not stored, or is deleted or too old."
     )]
     UnknownItem {
-        /// The item's name, as the client wrote it.
+        /// The item's id, as the client wrote it.
         item: String,
-        /// The path of the name.
+        /// The path of the parameter with the id.
         param: String,
     },
-    /// No such response, or none any more.
+    /// No stored response has this id, or it was removed.
     #[error(
         "No response `{response}` is kept: it was not stored, or is deleted, too old, or was the oldest when room was needed."
     )]
     UnknownResponse {
-        /// The response's name, as the client wrote it.
+        /// The response's id, as the client wrote it.
         response: String,
-        /// The parameter with the name; `None`: the path has it.
+        /// The parameter with the id; `None` if the id is in the URL's path.
         param: Option<&'static str>,
     },
-    /// There is no such request, or its moments are no longer kept.
+    /// No request has this id, or its timestamps are no longer kept.
     #[error("Nothing is known of request `{id}`, or not any more: only the last are remembered.")]
     UnknownRequest {
         /// The request's id, as the client wrote it.
         id: String,
     },
-    /// The client has nothing with this name, or the server stores nothing of this kind.
+    /// The client has no stored object with this name, or the server stores no objects of this
+    /// kind.
     #[error("{reason}")]
     NotKept {
         /// The reason, in one line.
@@ -131,7 +132,8 @@ pub enum ApiError {
         /// A machine-readable code.
         code: &'static str,
     },
-    /// Another operation has to finish first, or has already ended this one.
+    /// The operation conflicts with the current state: another operation is running, or an earlier
+    /// one has to be undone first.
     #[error("{reason}")]
     Conflict {
         /// The reason, in one line.
@@ -143,7 +145,7 @@ pub enum ApiError {
     /// The request comes from a host or page that is not allowed.
     #[error("{reason}")]
     Forbidden {
-        /// One line, with the name of the flag.
+        /// The reason, in one line, with the name of the flag.
         reason: String,
         /// A machine-readable code.
         code: &'static str,
@@ -154,42 +156,42 @@ pub enum ApiError {
     /// The body has a content encoding that is not supported.
     #[error("`Content-Encoding: {encoding}` is not supported: send gzip, or the body as it is")]
     UnsupportedEncoding {
-        /// The encoding's name.
+        /// The value of the header.
         encoding: String,
     },
-    /// There is no such route.
+    /// No route has this path.
     #[error("Unknown request URL: {method} {path}. {}/openapi.json lists the routes.", hint(.near))]
     UnknownRoute {
-        /// HTTP method.
+        /// The HTTP method.
         method: String,
-        /// Path of the URL.
+        /// The path of the URL.
         path: String,
-        /// The path of the route that was probably meant.
+        /// The path of the most similar route, which the client probably meant.
         near: Option<String>,
     },
-    /// The route does not take this method.
+    /// The route does not support this method.
     #[error("Not allowed to {method} on {path}. /openapi.json lists the routes.")]
     MethodNotAllowed {
-        /// HTTP method.
+        /// The HTTP method.
         method: String,
-        /// Path of the URL.
+        /// The path of the URL.
         path: String,
     },
-    /// The route exists on another server, and has no counterpart here.
+    /// Other servers have this route, but this one has no counterpart.
     #[error("{reason}")]
     NotImplemented {
-        /// The replacement, in one line.
+        /// The replacement for the route, in one line.
         reason: String,
     },
-    /// The body is over the limit.
+    /// The body is larger than the limit.
     #[error("the request body is larger than the limit of {limit} bytes ({flag})")]
     BodyTooLarge {
         /// The limit in bytes.
         limit: usize,
-        /// The flag that sets the limit, or from which it follows.
+        /// The flag that sets the limit, directly or indirectly.
         flag: &'static str,
     },
-    /// The request needs more memory than all requests together may have.
+    /// The request needs more memory than the limit for all requests together.
     #[error(
         "the request needs about {bytes} bytes, and all requests together have {limit}: \
          --max-request-bytes-in-flight makes that more"
@@ -197,22 +199,22 @@ pub enum ApiError {
     RequestTooLarge {
         /// The bytes that the request needs.
         bytes: usize,
-        /// The bytes that an idle server has.
+        /// The limit in bytes for all requests together.
         limit: usize,
     },
-    /// A prompt's embeddings exceed the arena.
+    /// The embeddings of a prompt are larger than the arena.
     #[error(
         "`{param}` needs {bytes} bytes of the arena, which has {limit}: --arena-bytes makes it larger"
     )]
     PayloadTooLarge {
-        /// The parameter.
+        /// The parameter with the embeddings.
         param: &'static str,
         /// The bytes that the request needs.
         bytes: usize,
-        /// The bytes that an idle server has.
+        /// The size of the arena in bytes.
         limit: usize,
     },
-    /// The client has left more of an answer unread than the server keeps.
+    /// The client has left more unread bytes of a response than the server buffers.
     #[error(
         "more than {limit} bytes of the answer wait to be read: read faster, ask for less, or have it streamed \
          (--max-unread-bytes allows more)"
@@ -230,23 +232,23 @@ pub enum ApiError {
     /// A bounded queue in front of the device is full.
     #[error("the server is overloaded, try again later: {reason}")]
     Overloaded {
-        /// The queue that is full.
+        /// Which queue is full.
         reason: String,
     },
-    /// The waiting queue is full, or the client's share of it.
+    /// The waiting queue is full, or this client's share of the queue is.
     #[error("the server is overloaded, try again later: {reason}")]
     QueueFull {
         /// The reason, in one line.
         reason: String,
-        /// Seconds after which there may be room.
+        /// Seconds after which the client may try again.
         retry_after: u32,
     },
-    /// The request waited too long for its turn.
+    /// The request waited too long in the queue.
     #[error("{reason}")]
     QueueTimeout {
         /// The reason, in one line.
         reason: String,
-        /// Seconds after which the queue may be shorter.
+        /// Seconds after which the client may try again.
         retry_after: u32,
     },
     /// The server is shutting down.
@@ -260,15 +262,15 @@ pub enum ApiError {
         /// The engine's state, as a machine-readable code.
         code: &'static str,
     },
-    /// Backends of a router died while they had the request, which may be the cause.
+    /// Backends of a router died while they computed the request, which may be the cause.
     #[error(
         "{deaths} servers died while they had this request; it is not tried again, as it may be what they died of"
     )]
     BackendDied {
-        /// The number of backends that died while they had the request.
+        /// The number of backends that died while they computed the request.
         deaths: u8,
     },
-    /// A backend of a router sent an answer that cannot be passed on.
+    /// A backend of a router sent a response that cannot be forwarded.
     #[error("{reason}")]
     BadAnswer {
         /// The reason, in one line.
@@ -276,19 +278,19 @@ pub enum ApiError {
         /// A machine-readable code.
         code: &'static str,
     },
-    /// A backend of a router did not answer in time.
+    /// A backend of a router did not respond in time.
     #[error("{reason}")]
     BackendTimeout {
         /// The reason, in one line.
         reason: String,
     },
-    /// The server gave the request up.
+    /// The server aborted the request.
     #[error("the request was aborted by the server before it was finished")]
     Aborted,
-    /// The prefix cache can be flushed only while nothing runs.
+    /// The prefix cache is in use, and can be flushed only while no request runs.
     #[error("requests are running, the cache was not flushed")]
     CacheInUse,
-    /// The server is at fault.
+    /// The server failed.
     #[error("{reason}")]
     Internal {
         /// The reason, in one line.
@@ -298,13 +300,13 @@ pub enum ApiError {
     },
 }
 
-/// Names in a sentence.
+/// Joins the names for a sentence, each in backquotes.
 fn quoted(names: &[String]) -> String {
     let names: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
     if names.is_empty() { "no model".to_owned() } else { names.join(", ") }
 }
 
-/// The question after an unknown path.
+/// The question that suggests a similar path.
 fn hint(near: &Option<String>) -> String {
     near.as_ref().map_or_else(String::new, |near| format!("Did you mean {near}? "))
 }
@@ -325,17 +327,17 @@ fn context_message(limit: u32, prompt: usize, max_tokens: Option<u32>) -> String
 }
 
 impl ApiError {
-    /// The error for a parameter with an invalid value.
+    /// Creates the error for a parameter with an invalid value.
     pub fn invalid(param: impl Into<String>, reason: impl Into<String>) -> Self {
         Self::Invalid { param: param.into(), reason: reason.into() }
     }
 
-    /// The error for a known parameter that is not served.
+    /// Creates the error for a known parameter that is not supported.
     pub fn unsupported(param: impl Into<String>) -> Self {
         Self::Unsupported { param: param.into() }
     }
 
-    /// The error with other names of its parameter.
+    /// Renames the parameter in the error's path and message.
     pub(crate) fn renamed(self, rename: impl Fn(&str) -> String) -> Self {
         match self {
             Self::Invalid { param, reason } => {
@@ -346,7 +348,7 @@ impl ApiError {
         }
     }
 
-    /// HTTP status code.
+    /// Returns the HTTP status code.
     pub fn status(&self) -> u16 {
         match self {
             Self::MalformedJson { .. }
@@ -386,7 +388,7 @@ impl ApiError {
         }
     }
 
-    /// After how many seconds a client may try again, for the `Retry-After` header.
+    /// The seconds after which a client may try again, for the `Retry-After` header.
     pub fn retry_after(&self) -> Option<u32> {
         match self {
             Self::QueueFull { retry_after, .. } | Self::QueueTimeout { retry_after, .. } => {
@@ -397,7 +399,7 @@ impl ApiError {
         }
     }
 
-    /// OpenAI's error type.
+    /// Returns the type of the error in OpenAI's API.
     fn kind(&self) -> &'static str {
         match self.status() {
             401 => "authentication_error",
@@ -465,7 +467,7 @@ impl ApiError {
         }
     }
 
-    /// The body of the response.
+    /// Returns the body of the error response.
     pub fn body(&self) -> ErrorBody {
         ErrorBody {
             error: ErrorObject {
@@ -479,7 +481,7 @@ impl ApiError {
 }
 
 impl From<Refusal> for ApiError {
-    /// The error for a client whose request gets no memory.
+    /// Converts the refusal of memory for a request.
     fn from(refusal: Refusal) -> Self {
         match refusal {
             Refusal::TooLarge { bytes, limit } => Self::RequestTooLarge { bytes, limit },
@@ -495,7 +497,7 @@ impl From<Refusal> for ApiError {
     }
 }
 
-/// An error in its response, or in an error event of a stream.
+/// The body of an error response, or of an error event in a stream.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ErrorBody {
     /// The error.

@@ -1,4 +1,4 @@
-//! Bodies that come compressed.
+//! Decompresses request bodies.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -10,14 +10,15 @@ use http::header::CONTENT_ENCODING;
 use crate::cut::{SHOWN_BYTES, cut};
 use crate::error::ApiError;
 
-/// Compressed bytes that are inflated at a time. They inflate to at most about a thousand times as
-/// many.
+/// The number of compressed bytes to inflate at a time. Gzip inflates them to at most about a
+/// thousand times as many.
 const STEP: usize = 256;
-/// The largest number of compressed bytes that may produce no output. Honest senders only have a
-/// header like that.
+/// The largest number of bytes by which the compressed input may exceed the output. Valid input
+/// exceeds its output by little more than a header; endless empty blocks would never produce
+/// output.
 const IDLE: usize = 64 << 10;
 
-/// Inflates a gzip body step by step, so that the inflated bytes are limited.
+/// Inflates a gzip body step by step, so that the size of the output can be limited.
 pub struct Inflater {
     decoder: MultiGzDecoder<Vec<u8>>,
     read: usize,
@@ -31,10 +32,11 @@ impl fmt::Debug for Inflater {
 }
 
 impl Inflater {
-    /// The inflater for a body with these headers; `None`: it is not compressed.
+    /// Creates the inflater for a body with these headers, or returns `None` if the body is not
+    /// compressed.
     ///
     /// # Errors
-    /// The encoding is not supported.
+    /// The content encoding is not supported.
     pub fn of(headers: &HeaderMap) -> Result<Option<Self>, ApiError> {
         let mut inflater = None;
         for value in headers.get_all(CONTENT_ENCODING) {
@@ -57,7 +59,7 @@ impl Inflater {
         Self { decoder: MultiGzDecoder::new(Vec::new()), read: 0, written: 0 }
     }
 
-    /// Inflates the beginning of `input`, and removes it from there. The output is less than a
+    /// Inflates the first bytes of `input` and removes them from `input`. The output is less than a
     /// megabyte.
     pub fn step(&mut self, input: &mut &[u8]) -> Result<Vec<u8>, ApiError> {
         let (now, later) = input.split_at(input.len().min(STEP));
@@ -76,7 +78,7 @@ impl Inflater {
         Ok(out)
     }
 
-    /// The rest of the output, after all input was taken.
+    /// Returns the rest of the output, after all input was read.
     pub fn finish(&mut self) -> Result<Vec<u8>, ApiError> {
         self.decoder.try_finish().map_err(broken)?;
         Ok(std::mem::take(self.decoder.get_mut()))
@@ -101,7 +103,7 @@ mod tests {
         encoder.finish().expect("memory")
     }
 
-    /// The content, and the largest piece of it.
+    /// Returns the inflated data, and the size of the largest step's output.
     fn inflate(data: &[u8], piece: usize) -> Result<(Vec<u8>, usize), ApiError> {
         let (mut inflater, mut all, mut most) = (Inflater::new(), Vec::new(), 0);
         for mut piece in data.chunks(piece) {
@@ -144,7 +146,7 @@ mod tests {
         for bad in [b"{\"a\": 1}".as_slice(), cut, &wrong] {
             assert!(matches!(inflate(bad, 64), Err(ApiError::BrokenBody { .. })), "{bad:?}");
         }
-        // Empty stored blocks.
+        // Empty stored blocks, which inflate to nothing.
         let mut idle = whole[..10].to_vec();
         idle.extend([0, 0, 0, 0xff, 0xff].repeat(20_000));
         assert!(inflate(&idle, 4096).is_err());

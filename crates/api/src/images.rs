@@ -1,4 +1,4 @@
-//! Images in requests: where they are, and to which prompts they belong.
+//! The images of a request, and the prompts that they belong to.
 
 use std::fmt;
 
@@ -14,7 +14,7 @@ use crate::limits::{Bound, Param};
 /// The URL of an image.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImageUrl {
-    /// `data:`, with the file in base64, or `http:`, `https:`, `file:`.
+    /// A `data:` URL with the file in base64, or an `http:`, `https:` or `file:` URL.
     pub url: String,
 }
 
@@ -46,7 +46,7 @@ impl<'de> Deserialize<'de> for ImageUrl {
 #[derive(Deserialize)]
 pub(crate) struct ImageObject {
     url: String,
-    /// Accepted with any value: no answer depends on it.
+    /// Accepted with any value: it has no effect.
     #[serde(default, rename = "detail")]
     _detail: Inert,
 }
@@ -56,33 +56,33 @@ pub(crate) const IMAGE: &[Param] = &[param("url", Bound::Url), param("detail", B
 /// An image of a request.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ImagePart {
-    /// The image's path, which errors name.
+    /// The path of the parameter with the image, for errors.
     pub param: String,
     /// The URL of the image.
     pub url: String,
 }
 
-/// The images of a prompt that were found so far.
+/// The images of a prompt found so far.
 pub(crate) struct Images {
     most: u32,
     pub(crate) found: Vec<ImagePart>,
 }
 
 impl Images {
-    /// An empty list of at most `most` images; 0: the model takes none.
+    /// Creates an empty list of at most `most` images; 0 means that the model takes none.
     pub(crate) fn new(most: u32) -> Self {
         Self { most, found: Vec::new() }
     }
 
-    /// True if the model takes no images.
+    /// True if the model does not take images.
     pub(crate) fn are_unseen(&self) -> bool {
         self.most == 0
     }
 
-    /// Takes the image at `path`.
+    /// Adds the image at `path`.
     ///
     /// # Errors
-    /// There are more than the server takes.
+    /// The prompt has more images than the server allows.
     pub(crate) fn take(&mut self, path: String, image: ImageUrl) -> Result<(), ApiError> {
         if self.found.len() >= self.most as usize {
             let reason = format!(
@@ -96,7 +96,7 @@ impl Images {
     }
 }
 
-/// `image_data` of the native dialect: an image, a list of them, or a list of lists.
+/// `image_data` of SGLang's native API: an image, a list of images, or a list of lists.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum ImageData {
     One(ImageUrl),
@@ -126,13 +126,13 @@ impl ImageData {
         }
     }
 
-    /// The images of each of `count` prompts, each with at most `most`. In a batch (`many`) each
-    /// prompt has one entry of the list, and a single image goes to all prompts. A single prompt
+    /// Distributes the images over `count` prompts, with at most `most` each. In a batch (`many`)
+    /// each prompt gets one entry of the list, or all get the same single image. A single prompt
     /// gets the whole list.
     ///
     /// # Errors
-    /// The numbers of entries and prompts differ, there are too many images, or the model takes
-    /// none.
+    /// The number of entries differs from the number of prompts, there are too many images, or the
+    /// model takes none.
     pub(crate) fn share(
         self,
         count: usize,
@@ -184,7 +184,7 @@ impl ImageData {
     }
 }
 
-/// SGLang's clients send a file as plain base64, without a scheme.
+/// Adds the scheme `data:` to plain base64, which SGLang's clients send.
 fn with_scheme(url: String) -> String {
     if url.contains(':') { url } else { format!("data:;base64,{url}") }
 }

@@ -1,12 +1,12 @@
-//! Values without an effect.
+//! Detects parameter values that have no effect.
 //!
 //! Clients send `null`, `false`, `""`, `[]` and `{}` for parameters that they do not use.
 
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-/// Parameters of other servers that this server does not read and whose default there is true, so
-/// `false` has an effect there.
+/// Parameters of other servers that this server ignores. Their default on those servers is true, so
+/// `false` would have an effect.
 const TRUE_BY_DEFAULT: [&str; 14] = [
     "activation",
     "detokenize",
@@ -29,22 +29,22 @@ pub(crate) fn switches_off(name: &str, value: &RawValue) -> bool {
     value.get() == "false" && TRUE_BY_DEFAULT.contains(&name)
 }
 
-/// A value that is not kept: true if it would have an effect.
+/// A value that is not kept, only whether it would have an effect.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Inert(bool);
 
 impl Inert {
-    /// True if the value asks for an effect.
+    /// True if the value would have an effect.
     pub(crate) fn asks(self) -> bool {
         self.0
     }
 }
 
-/// True if a value would have an effect. With `words`, these strings have none, and all others have
-/// one.
+/// True if a value would have an effect. If `words` is not empty, these are the only strings
+/// without an effect.
 pub(crate) fn asks(value: &RawValue, words: &[&str]) -> bool {
     let mut deserializer = serde_json::Deserializer::from_str(value.get());
-    // Numbers out of range count as having an effect too.
+    // A number out of range counts as having an effect.
     deserializer.deserialize_any(Asks { words }).unwrap_or(true)
 }
 
@@ -54,9 +54,9 @@ impl<'de> Deserialize<'de> for Inert {
     }
 }
 
-/// Checks whether a value would have an effect, and stores nothing.
+/// A visitor that checks whether a value would have an effect, and stores nothing.
 struct Asks<'a> {
-    /// The strings without an effect; an empty list means the empty string.
+    /// The strings without an effect. If the list is empty, only the empty string has none.
     words: &'a [&'a str],
 }
 

@@ -1,16 +1,16 @@
-//! The types of the HTTP API: requests with their validation, responses, and errors. It has no
-//! server and no I/O.
+//! The types of the HTTP API: requests with their validation, responses, and errors. The crate has
+//! no server and does no I/O.
 //!
-//! Each API has a folder in `apis`: OpenAI's chats and completions with vLLM's common extensions,
-//! OpenAI's responses, Anthropic's messages, Ollama's, llama.cpp's and SGLang's. Their requests
-//! become one validated [`Generation`]. After that only the prompt's length is unchecked, which is
-//! known after the text is tokenised ([`Generation::room`]). Models that make vectors and scores
-//! have requests of their own: OpenAI's embeddings, Jina's and Cohere's rerank, vLLM's score and
-//! classify.
+//! Each API has a folder or file in `apis`: OpenAI's chat completions, completions and responses
+//! with vLLM's common extensions, Anthropic's messages, and the APIs of Ollama, llama.cpp and
+//! SGLang. Their requests become one validated [`Generation`]. After that, only the length of the
+//! prompt is unchecked: it is known once the text is tokenised ([`Generation::room`]). Pooling
+//! models have requests of their own: OpenAI's embeddings, Jina's and Cohere's rerank, vLLM's score
+//! and classify.
 //!
-//! A parameter is declared once: `parameter::generation` has those that several APIs share, with
-//! name, bound, description and target field. An API accepts one by a line in its table. One pass
-//! over a body reads it by the table.
+//! A parameter is declared once. `parameter::generation` declares those that several APIs share,
+//! each with its name, bound, description and target field. An API accepts such a parameter by a
+//! line in its table. A single pass over a body reads it according to the table.
 //!
 //! ```
 //! use forebay_api::{ApiError, ChatRequest, GenerationDefaults, Limits, parse_request};

@@ -1,4 +1,4 @@
-//! Parses a body into a request type. Errors name the location.
+//! Parses a body into a request type. Errors name the position or the parameter.
 
 use crate::error::ApiError;
 use crate::limits::{Limited, Walk, Weight};
@@ -10,24 +10,24 @@ pub struct ParsedRequest<T> {
     pub request: T,
     /// The weight of the parsed value.
     pub weight: Weight,
-    /// Names of parameters of the request that no type reads.
+    /// Names of parameters of the body that the request type does not read.
     pub unread: Vec<String>,
 }
 
-/// Reads a request from a body, within the limits of its type.
+/// Parses a body into a request, within the limits of its type.
 ///
 /// # Errors
 /// [`ApiError::InvalidUtf8`], [`ApiError::MalformedJson`] with the position, or
-/// [`ApiError::Invalid`] with the path of the first parameter that is missing, of a wrong type or
-/// over its limit. [`ApiError::Unsupported`] for a parameter that is not served. An error of `fits`
-/// about the body's weight.
+/// [`ApiError::Invalid`] with the path of the first parameter that is missing, over its limit or
+/// of a wrong type. [`ApiError::Unsupported`] for a parameter that is not supported. Also returns
+/// the error of `fits`, which checks the body's weight.
 pub fn parse_request<T: Limited>(
     body: &[u8],
     fits: impl FnOnce(Weight) -> Result<(), ApiError>,
 ) -> Result<ParsedRequest<T>, ApiError> {
     let text = std::str::from_utf8(body)
         .map_err(|error| ApiError::InvalidUtf8 { offset: error.valid_up_to() })?;
-    // Some platforms begin texts with a byte order mark.
+    // Some platforms begin text with a byte order mark.
     let mut walk = Walk::new(text.strip_prefix('\u{feff}').unwrap_or(text));
     let request = T::read(&mut walk)?;
     let (weight, unread) = walk.finish();
@@ -53,7 +53,7 @@ mod tests {
         assert!(matches!(fail(b""), ApiError::MalformedJson { line: 1, column: 0, .. }));
         let trailing = fail(b"{\"messages\":[]} x");
         assert!(matches!(trailing, ApiError::MalformedJson { column: 17, .. }), "{trailing:?}");
-        // A nested value is read separately, but its errors have positions in the body.
+        // A nested value is parsed separately, but positions in its errors refer to the whole body.
         let inside = fail(b"{\"messages\": [],\n \"n\": 1e999}");
         assert!(
             matches!(inside, ApiError::MalformedJson { line: 2, column: 11, .. }),

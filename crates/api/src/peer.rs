@@ -1,7 +1,7 @@
-//! Messages between a router and a brain that accompany a client's request: request headers,
-//! response headers, and comments in streams.
+//! The data that a router and a brain exchange beside a client's request: request headers, response
+//! headers, and comments in streams.
 //!
-//! Only senders of a [`ROUTER_HEADER`] get any of these.
+//! A brain sends these only to peers that send a [`ROUTER_HEADER`].
 
 use std::io::Write;
 use std::str::FromStr;
@@ -9,47 +9,48 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-/// The request header in which a router names itself: [`RouterTag`].
+/// The request header that identifies a router and its dispatch: [`RouterTag`].
 pub const ROUTER_HEADER: &str = "x-forebay-router";
-/// The request header with a router's key. A brain with a key serves only routers that send it.
+/// The request header with a router's key. A brain with a key serves only routers that send the
+/// key.
 pub const ROUTER_KEY_HEADER: &str = "x-forebay-router-key";
-/// The response header with the number of backends that died while they had the request. The
+/// The response header with the number of backends that died while they computed the request. The
 /// request must not be sent again.
 pub const DEATHS_HEADER: &str = "x-forebay-deaths";
-/// The header of RFC 9218 with which a client prioritises its requests, and the urgency that the
-/// RFC reserves for background work.
+/// The header of RFC 9218 that sets a request's priority, with the urgency that the RFC reserves
+/// for background work.
 pub const BACKGROUND: (&str, &str) = ("priority", "u=7");
-/// The header by which a router names the prefill server that a decode server asks for a prompt. In
-/// the response it has the outcome: [`PREFILL_CAME`], [`PREFILL_FAILED`], or nothing if that server
-/// was not asked.
+/// The request header that names the prefill server from which a decode server is to get the
+/// prompt's blocks. As a response header it contains the outcome: [`PREFILL_CAME`] or
+/// [`PREFILL_FAILED`]. It is absent if the prefill server was not used.
 pub const PREFILL_HEADER: &str = "x-forebay-prefill";
-/// The value of [`PREFILL_HEADER`] where blocks of the prompt came from the prefill server.
+/// The value of [`PREFILL_HEADER`] if blocks of the prompt came from the prefill server.
 pub const PREFILL_CAME: &str = "came";
-/// The value of [`PREFILL_HEADER`] where the prefill server has failed.
+/// The value of [`PREFILL_HEADER`] if the prefill server failed.
 pub const PREFILL_FAILED: &str = "failed";
 /// The response header with a [`LoadReport`].
 pub const LOAD_HEADER: &str = "x-forebay-load";
 /// The response header with the id of a stored response, which clients can continue.
 pub const RESPONSE_HEADER: &str = "x-forebay-response";
-/// The header with the name of a stream. A response carries it if another brain can continue the
-/// stream. A request carries it to continue that stream.
+/// The header with the name of a stream. In a response: another brain can continue this stream. In
+/// a request: continue this stream.
 pub const STREAM_HEADER: &str = "x-forebay-stream";
-/// The request header of a continued stream. It gives the number of bytes of token ids that precede
-/// the client's body.
+/// The request header of a continued stream: the number of bytes of token ids that precede the
+/// client's body.
 pub const RESUME_HEADER: &str = "x-forebay-resume";
-/// The response header with names of blocks of the prompt: [`sample_blocks`].
+/// The response header with the names of some blocks of the prompt: [`sample_blocks`].
 pub const BLOCKS_HEADER: &str = "x-forebay-blocks";
-/// The beginning of a comment of a stream.
+/// The prefix of a comment in a stream.
 pub const COMMENT: &[u8] = b": forebay ";
 /// The largest number of names in [`BLOCKS_HEADER`].
 pub const MAX_SAMPLED_BLOCKS: usize = 32;
 
-/// A header or comment of a wrong form.
+/// The error for a header or comment that is missing or malformed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[error("`{0}` is missing or malformed")]
 pub struct PeerError(pub &'static str);
 
-/// `key=value` pairs joined with semicolons, looked up one by one.
+/// `key=value` pairs joined with semicolons.
 struct Pairs<'a>(&'a str);
 
 impl Pairs<'_> {
@@ -63,24 +64,24 @@ impl Pairs<'_> {
     }
 }
 
-/// A router's data for each request.
+/// The data that a router sends with each request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RouterTag {
     /// The router's random id, chosen at its start.
     pub router: u64,
-    /// The number of this dispatch to this backend, from 1.
+    /// The sequence number of this dispatch to this backend, from 1.
     pub seq: u64,
-    /// The number of the first dispatch that may still be in transit. All earlier dispatches have
-    /// arrived, or never will.
+    /// The sequence number of the first dispatch that may still be in transit. All earlier
+    /// dispatches have arrived, or never will.
     pub floor: u64,
-    /// The seed for requests without one, with which another brain samples the same tokens.
+    /// The seed for requests that have none, so that another brain samples the same tokens.
     pub seed: u64,
     /// True if the response should name the prompt's blocks.
     pub blocks: bool,
 }
 
 impl RouterTag {
-    /// The value of [`ROUTER_HEADER`].
+    /// Formats the value of [`ROUTER_HEADER`].
     #[must_use]
     pub fn encode(&self) -> String {
         let Self { router, seq, floor, seed, blocks } = self;
@@ -88,10 +89,10 @@ impl RouterTag {
         format!("router={router};seq={seq};floor={floor};seed={seed};blocks={blocks}")
     }
 
-    /// Reads the value of [`ROUTER_HEADER`].
+    /// Parses the value of [`ROUTER_HEADER`].
     ///
     /// # Errors
-    /// A part is missing, or is not a number.
+    /// A field is missing, or is not a number.
     pub fn decode(text: &str) -> Result<Self, PeerError> {
         let pairs = Pairs(text);
         Ok(Self {
@@ -104,40 +105,41 @@ impl RouterTag {
     }
 }
 
-/// A brain's load at one moment, for one router.
+/// A brain's load at one moment, as reported to one router.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LoadReport {
-    /// A random number chosen at the brain's start. Numbers of another epoch are meaningless.
+    /// A random number chosen at the brain's start. Sequence numbers of another epoch are
+    /// meaningless.
     pub epoch: u64,
-    /// The number of this report; a larger one is later.
+    /// The sequence number of this report; a later report has a larger one.
     pub at: u64,
-    /// The number of a dispatch. Each of this router's dispatches up to it is counted here, or has
-    /// ended.
+    /// The sequence number of a dispatch. This router's dispatches up to this number are counted in
+    /// the report, or have ended.
     pub seen: u64,
-    /// Requests of this router that are alive.
+    /// Requests of this router that have not ended.
     pub own: u32,
     /// Running requests of all clients, streamed or not.
     pub requests: u32,
-    /// Choices with a slot.
+    /// Choices that have a slot.
     pub running: u32,
     /// Choices that wait for a slot.
     pub waiting: u32,
     /// The remaining work in tokens: prompt tokens to compute, and an estimate of the tokens to
     /// generate.
     pub tokens: u64,
-    /// Pages that are not held.
+    /// Hot pages that no request uses: free pages, and pages with cached blocks.
     pub pages_free: u64,
-    /// Prompt tokens to compute before those of a new request, averaged over replicas.
+    /// Prompt tokens that are computed before those of a new request, averaged over the replicas.
     #[serde(default)]
     pub ahead: u64,
-    /// An id of this brain's block namer. Brains with the same id give the same content the same
-    /// name.
+    /// An id of the brain's hash for block names. Brains with the same id give equal names to equal
+    /// content.
     #[serde(default)]
     pub names: u64,
 }
 
 impl LoadReport {
-    /// Appends the report in the form of [`LOAD_HEADER`] and of comments.
+    /// Appends the report in the format of [`LOAD_HEADER`] and of comments.
     pub fn encode(&self, out: &mut Vec<u8>) {
         let Self { epoch, at, seen, own, requests, running, waiting, tokens, .. } = self;
         let Self { pages_free, ahead, names, .. } = self;
@@ -149,10 +151,10 @@ impl LoadReport {
         );
     }
 
-    /// Reads the output of [`LoadReport::encode`].
+    /// Parses the output of [`LoadReport::encode`].
     ///
     /// # Errors
-    /// A part is missing, or is not a number.
+    /// A field is missing, or is not a number.
     pub fn decode(text: &str) -> Result<Self, PeerError> {
         let pairs = Pairs(text);
         Ok(Self {
@@ -165,34 +167,35 @@ impl LoadReport {
             waiting: pairs.get("waiting")?,
             tokens: pairs.get("tokens")?,
             pages_free: pairs.get("pages")?,
-            // Older brains send none of these fields.
+            // Older brains do not send these fields.
             ahead: pairs.get("ahead").unwrap_or(0),
             names: pairs.get("names").unwrap_or(0),
         })
     }
 }
 
-/// A dispatch of a router that waits in a brain's queue. It was never admitted, so nothing is lost
-/// if the router sends it elsewhere.
+/// A router's dispatch that waits in a brain's queue. It was not admitted yet, so the router can
+/// send it elsewhere without loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct QueuedDispatch {
-    /// The number of the dispatch.
+    /// The sequence number of the dispatch.
     pub seq: u64,
-    /// Tokens of its prompts.
+    /// The number of tokens of its prompts.
     pub tokens: u64,
 }
 
-/// A comment in a stream. All bytes before it are complete. With these bytes, and the ids of all
-/// comments so far, another brain can continue the stream.
+/// A comment in a stream. The stream is complete up to the comment. Another brain can continue the
+/// stream from these bytes and the token ids of all comments so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Comment<'a> {
-    /// Ids of the tokens since the last comment, in decimal, joined with commas.
+    /// The token ids since the last comment, in decimal, joined with commas.
     pub ids: &'a str,
-    /// The load, every few milliseconds.
+    /// The brain's load; `None` in most comments, because the load is only reported every few
+    /// milliseconds.
     pub report: Option<LoadReport>,
 }
 
-/// Appends a comment with its line end.
+/// Appends a comment, with its line end.
 pub fn write_comment(ids: &[i32], report: Option<&LoadReport>, out: &mut Vec<u8>) {
     out.extend_from_slice(COMMENT);
     write_ids(ids, out);
@@ -203,7 +206,7 @@ pub fn write_comment(ids: &[i32], report: Option<&LoadReport>, out: &mut Vec<u8>
     out.push(b'\n');
 }
 
-/// Reads a line that begins with [`COMMENT`]. The line has no line end.
+/// Parses a line that begins with [`COMMENT`]. `line` has no line end.
 #[must_use]
 pub fn read_comment(line: &[u8]) -> Option<Comment<'_>> {
     let text = std::str::from_utf8(line.strip_prefix(COMMENT)?).ok()?;
@@ -224,7 +227,7 @@ fn write_ids(ids: &[i32], out: &mut Vec<u8>) {
     }
 }
 
-/// Reads ids in decimal, joined with commas.
+/// Parses ids in decimal, joined with commas.
 ///
 /// # Errors
 /// An id is not a number.
@@ -233,26 +236,26 @@ pub fn read_ids(text: &str) -> Result<Vec<i32>, PeerError> {
     ids.map(|id| id.parse().map_err(|_| PeerError(RESUME_HEADER))).collect()
 }
 
-/// The name of a stream. A brain that continues the stream uses the same name in its chunks.
+/// The name of a stream. A brain that continues the stream uses this name in its chunks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StreamName {
     /// The response's id.
     pub id: String,
-    /// Seconds since 1970.
+    /// When the stream was created, in seconds since 1970.
     pub created: u64,
 }
 
 impl StreamName {
-    /// The value of [`STREAM_HEADER`].
+    /// Formats the value of [`STREAM_HEADER`].
     #[must_use]
     pub fn encode(&self) -> String {
         format!("{};{}", self.created, self.id)
     }
 
-    /// Reads the value of [`STREAM_HEADER`].
+    /// Parses the value of [`STREAM_HEADER`].
     ///
     /// # Errors
-    /// The time is missing.
+    /// The creation time is missing.
     pub fn decode(text: &str) -> Result<Self, PeerError> {
         let (created, id) = text.split_once(';').ok_or(PeerError(STREAM_HEADER))?;
         let created = created.parse().map_err(|_| PeerError(STREAM_HEADER))?;
@@ -260,21 +263,21 @@ impl StreamName {
     }
 }
 
-/// A sample of a chain of block names: at most [`MAX_SAMPLED_BLOCKS`], evenly spread, including the
-/// last. A header of half a kilobyte so shows how much of a prompt is cached.
+/// Samples a chain of block names: at most [`MAX_SAMPLED_BLOCKS`] of them, evenly spaced, including
+/// the last. So half a kilobyte of header shows how much of a prompt is cached.
 #[must_use]
 pub fn sample_blocks(names: &[u64]) -> Vec<u64> {
     let count = names.len().min(MAX_SAMPLED_BLOCKS);
     (1..=count).map(|part| names[part * names.len() / count - 1]).collect()
 }
 
-/// The value of [`BLOCKS_HEADER`]: hexadecimal names joined with commas.
+/// Formats the value of [`BLOCKS_HEADER`]: hexadecimal names joined with commas.
 #[must_use]
 pub fn encode_blocks(names: &[u64]) -> String {
     names.iter().map(|name| format!("{name:x}")).collect::<Vec<_>>().join(",")
 }
 
-/// Reads the value of [`BLOCKS_HEADER`].
+/// Parses the value of [`BLOCKS_HEADER`].
 ///
 /// # Errors
 /// A name is not a hexadecimal number.

@@ -1,4 +1,4 @@
-//! Parts of all requests of models that pool.
+//! Types and checks that all pooling requests share.
 
 use serde::Serialize;
 use utoipa::ToSchema;
@@ -7,7 +7,7 @@ use crate::error::ApiError;
 use crate::limits::INPUTS;
 use crate::sampling::Limits;
 
-/// Refuses more inputs than a request may have.
+/// Checks that a request has no more inputs than allowed.
 pub(crate) fn check_inputs(param: &str, count: usize) -> Result<(), ApiError> {
     if count <= INPUTS {
         return Ok(());
@@ -16,7 +16,7 @@ pub(crate) fn check_inputs(param: &str, count: usize) -> Result<(), ApiError> {
     Err(ApiError::invalid(param, reason))
 }
 
-/// The tokens that prompts are cut to.
+/// Returns the number of tokens that prompts are cut to, or `None` for no cut.
 pub(crate) fn check_truncate(
     asked: Option<i64>,
     limits: Limits,
@@ -36,12 +36,12 @@ pub(crate) fn check_truncate(
     }
 }
 
-/// The numbers of tokens of a request whose answer has no text.
+/// The token counts of a request whose answer has no text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, ToSchema)]
 pub struct PoolingUsage {
-    /// Tokens of all inputs.
+    /// The number of tokens of all inputs.
     pub prompt_tokens: u32,
-    /// The number of all tokens. They are the prompts' tokens.
+    /// Equal to `prompt_tokens`, because nothing is generated.
     pub total_tokens: u32,
 }
 

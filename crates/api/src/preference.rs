@@ -1,4 +1,4 @@
-//! Clients' preferences for a replica.
+//! The client's preference for a replica.
 
 use forebay_engine::Preference;
 
@@ -6,7 +6,7 @@ use crate::error::ApiError;
 use crate::limits::ROUTING_KEY_BYTES;
 use crate::sampling::Limits;
 
-/// Checks a routing key and the number of a replica, each with the name of its parameter.
+/// Checks a routing key and a replica's index, each given with the name of its parameter.
 ///
 /// # Errors
 /// The key is empty or too long, or there is no such replica.

@@ -35,12 +35,12 @@ impl Default for Prompts {
 }
 
 impl Prompts {
-    /// True if there are several prompts in a batch.
+    /// True if the parameter is a list of prompts.
     pub fn is_many(&self) -> bool {
         matches!(self, Self::Texts(_) | Self::TokenLists(_))
     }
 
-    /// True if the prompt, or the list of prompts, is empty.
+    /// True if the single prompt, or the list of prompts, is empty.
     pub fn is_empty(&self) -> bool {
         match self {
             Self::Text(text) => text.is_empty(),
@@ -50,11 +50,11 @@ impl Prompts {
         }
     }
 
-    /// Checks the ids against the vocabulary and splits the batch.
+    /// Checks the ids against the vocabulary and returns the prompts one by one.
     ///
     /// # Errors
-    /// [`ApiError::Invalid`] with `param` in its path: no prompt, an empty list of ids, or an id
-    /// out of range.
+    /// [`ApiError::Invalid`] names the parameter at fault, `param` or one of its elements: there is
+    /// no prompt, a list of ids is empty, or an id is out of range.
     pub fn validate(self, param: &str, vocab_size: u32) -> Result<Vec<Prompt>, ApiError> {
         let prompts: Vec<Prompt> = match self {
             Self::Text(text) => vec![Prompt::Text(text)],
@@ -90,12 +90,12 @@ fn check_ids(ids: &[i32], param: &str, vocab_size: u32) -> Result<(), ApiError> 
     ))
 }
 
-/// True if `id` names a token.
+/// True if `id` is within the vocabulary.
 pub(crate) fn in_vocabulary(id: i32, vocab_size: u32) -> bool {
     u32::try_from(id).is_ok_and(|id| id < vocab_size)
 }
 
-/// An element of a prompt list. The first element decides the kind of the list.
+/// An element of the `prompt` list. All elements must have the type of the first one.
 enum Element {
     Text(String),
     Id(i32),

@@ -1,13 +1,13 @@
-//! Responses of OpenAI's APIs, complete and as chunks of a stream.
+//! Responses of OpenAI's APIs, as a whole or as chunks of a stream.
 
 use serde::{Serialize, Serializer};
 use serde_json::{Map, Value};
 use utoipa::ToSchema;
 
-/// The numbers of tokens of a request.
+/// The token counts of a request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, ToSchema)]
 pub struct Usage {
-    /// Tokens of the prompts, each counted once.
+    /// The number of tokens of all prompts. Each prompt counts once, even with several choices.
     pub prompt_tokens: u32,
     /// The number of tokens of prompt and answer together.
     pub total_tokens: u32,
@@ -42,7 +42,7 @@ pub struct PromptTokensDetails {
 }
 
 impl Usage {
-    /// Builds a usage from its counts. `cached_tokens` is `None` if it is hidden.
+    /// Creates a usage from its counts. `cached_tokens` is `None` if the server hides it.
     pub fn new(prompt_tokens: u32, completion_tokens: u32, cached_tokens: Option<u32>) -> Self {
         let details = |cached_tokens| PromptTokensDetails { cached_tokens };
         Self {
@@ -54,7 +54,7 @@ impl Usage {
         }
     }
 
-    /// Adds the number of generated tokens that are reasoning.
+    /// Sets the number of generated tokens that are reasoning.
     #[must_use]
     pub fn with_reasoning(self, reasoning_tokens: u32) -> Self {
         let details = self.completion_tokens_details.unwrap_or_default();
@@ -62,7 +62,7 @@ impl Usage {
         Self { completion_tokens_details: Some(details), ..self }
     }
 
-    /// Adds the numbers of tokens of a predicted answer.
+    /// Sets the numbers of accepted and rejected tokens of a predicted output.
     #[must_use]
     pub fn with_prediction(self, accepted: u32, rejected: u32) -> Self {
         let details = CompletionTokensDetails {
@@ -97,7 +97,7 @@ pub struct ChatCompletion {
     pub model: String,
     /// The choices.
     pub choices: Vec<ChatChoice>,
-    /// The request's numbers of tokens.
+    /// The token counts of the request.
     pub usage: Usage,
     /// The prompt's token ids, if requested.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -111,7 +111,7 @@ pub struct ChatCompletion {
 /// A choice of a chat completion.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct ChatChoice {
-    /// The number of the choice.
+    /// The index of the choice.
     pub index: u32,
     /// The model's message.
     pub message: ResponseMessage,
@@ -153,7 +153,7 @@ pub struct ResponseMessage {
 /// A call of a tool.
 #[derive(Debug, Clone, PartialEq, Serialize, ToSchema)]
 pub struct ToolCall {
-    /// The name by which the tool's answer refers to it.
+    /// The id of the call. The message with the tool's result repeats it as `tool_call_id`.
     pub id: String,
     /// `function`.
     #[serde(rename = "type")]
@@ -174,7 +174,7 @@ pub struct FunctionCall {
 /// A choice in a chunk of a chat completion's stream.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct ChatChunkChoice<'a> {
-    /// The number of the choice.
+    /// The index of the choice.
     pub index: u32,
     /// The new part.
     pub delta: ChatDelta<'a>,
@@ -217,7 +217,7 @@ pub struct ChatDelta<'a> {
 /// The new part of a call.
 #[derive(Debug, Clone, Copy, Serialize, ToSchema)]
 pub struct ToolCallDelta<'a> {
-    /// The number of the call in the choice.
+    /// The index of the call in the choice.
     pub index: u32,
     /// The id that the tool's answer refers to; only in the first chunk of a call.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -283,14 +283,14 @@ pub struct Completion {
     pub model: String,
     /// The choices: first those of the first prompt, then those of the second, and so on.
     pub choices: Vec<CompletionChoice>,
-    /// The request's numbers of tokens.
+    /// The token counts of the request.
     pub usage: Usage,
 }
 
 /// A choice of a completion.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct CompletionChoice {
-    /// The number of the choice over all prompts.
+    /// The index of the choice, counted over all prompts.
     pub index: u32,
     /// The text; in a stream, the new text.
     pub text: String,
@@ -315,8 +315,8 @@ pub struct CompletionChoice {
     pub prompt_logprobs: Option<Vec<Option<PromptTokenLogprobs>>>,
 }
 
-/// A prompt token and the most likely tokens at its position, in vLLM's form: an object by token
-/// ids.
+/// A prompt token and the most likely tokens at its position, in vLLM's format: a JSON object keyed
+/// by token id.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PromptTokenLogprobs(pub Vec<(i32, PromptTokenLogprob)>);
 
@@ -326,7 +326,7 @@ impl Serialize for PromptTokenLogprobs {
     }
 }
 
-/// A token that could stand in a prompt.
+/// The log-probability of a token at a prompt position.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PromptTokenLogprob {
     /// Natural logarithm.
@@ -361,7 +361,7 @@ pub struct ModelList {
     pub data: Vec<ModelCard>,
     /// The id of the first item. This and the next two fields are for Anthropic's clients.
     pub first_id: Option<String>,
-    /// The last name.
+    /// The id of the last item.
     pub last_id: Option<String>,
     /// Always false: the list is whole.
     pub has_more: bool,
@@ -377,7 +377,7 @@ pub struct ModelCard {
     /// `model`. This and the next two fields are for Anthropic's clients.
     #[serde(rename = "type")]
     pub kind: &'static str,
-    /// The name again.
+    /// The same as `id`.
     pub display_name: String,
     /// When the server started, in RFC 3339 format.
     pub created_at: String,
@@ -385,7 +385,7 @@ pub struct ModelCard {
     pub created: u64,
     /// `forebay`.
     pub owned_by: &'static str,
-    /// The loaded model.
+    /// The hub id or path of the loaded model, or the path of an adapter.
     pub root: String,
     /// The base model of an adapter; absent for a model.
     #[serde(skip_serializing_if = "Option::is_none")]

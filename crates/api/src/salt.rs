@@ -1,4 +1,4 @@
-//! The salt that keeps a request's cached blocks apart from others.
+//! The salt of a request. Cached blocks are shared only between requests with the same salt.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ const PARAM: &str = "cache_salt";
 /// Checks a `cache_salt`.
 ///
 /// # Errors
-/// It is empty.
+/// The salt is empty.
 pub(crate) fn check_salt(salt: Option<&str>) -> Result<Option<Arc<str>>, ApiError> {
     match salt {
         Some("") => Err(ApiError::invalid(PARAM, format!("`{PARAM}`: must not be empty"))),

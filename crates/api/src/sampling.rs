@@ -1,4 +1,4 @@
-//! The validation of the parameters of a generation.
+//! Validates the generation parameters of a request.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,28 +14,29 @@ use crate::prompt::{Strings, in_vocabulary};
 use crate::salt::check_salt;
 use crate::structure::Structure;
 
-/// The limits of a request by the model.
+/// The limits on a request that follow from the model and the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// The largest number of positions of a request, prompt and generated tokens together.
     pub context_length: u32,
-    /// The largest number of positions of a prompt. It is smaller than `context_length` if answers
-    /// may outgrow the device's memory, which prompts may not.
+    /// The largest number of positions of a prompt. It is smaller than `context_length` if outputs
+    /// may exceed the device's memory; prompts may not.
     pub prompt_length: u32,
-    /// The size of the vocabulary; token ids are below it.
+    /// The size of the vocabulary. Token ids are below it.
     pub vocab_size: u32,
-    /// The number of replicas; their numbers are below it.
+    /// The number of replicas. Replica indices are below it.
     pub replicas: u32,
-    /// The largest number of images of a request; 0: the model takes none.
+    /// The largest number of images of a request; 0 means that the model takes none.
     pub images: u32,
 }
 
 /// The limit on the tokens to generate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaxTokens {
-    /// The client's number. It is reduced if the context has no room for it, and a header says so.
+    /// The client's limit. If the context has less room, the limit is reduced and a header reports
+    /// it.
     Exactly(u32),
-    /// A default, which is reduced if the context has no room for it.
+    /// A default limit, which is reduced if the context has less room.
     AtMost(u32),
     /// The rest of the context.
     Rest,
@@ -48,44 +49,45 @@ pub struct Generation {
     pub sampling: SamplingParams,
     /// The client's seed.
     pub seed: Option<u64>,
-    /// Choices for each prompt.
+    /// The number of choices per prompt.
     pub n: u32,
     /// The limit on the tokens to generate.
     pub max_tokens: MaxTokens,
-    /// Strings that end the text; none is empty.
+    /// Strings that end the text. None of them is empty.
     pub stop: Vec<String>,
-    /// True if the stop string, or the text of the stop token, belongs to the output.
+    /// True if the stop string, or the text of the stop token, stays in the output.
     pub include_stop: bool,
-    /// Token ids that end the text besides end-of-sequence; ascending, without repetitions.
+    /// Token ids that end the text besides end-of-sequence; ascending, without duplicates.
     pub stop_token_ids: Vec<i32>,
     /// True if end-of-sequence tokens do not end the text.
     pub ignore_eos: bool,
-    /// True if special tokens leave no text.
+    /// True if special tokens are left out of the text.
     pub skip_special_tokens: bool,
-    /// The priority; larger goes first under the priority policy.
+    /// The priority. Under the priority policy, a larger value is scheduled earlier.
     pub priority: i32,
-    /// The number of tokens for a chunk of a stream, at least one.
+    /// The number of tokens per chunk of a stream, at least one; `None` for the server's default.
     pub stream_interval: Option<u32>,
     /// The preference for a replica.
     pub preference: Preference,
-    /// The salt, which keeps the request's cached blocks apart from others.
+    /// The salt. Cached blocks are shared only between requests with the same salt.
     pub cache_salt: Option<Arc<str>>,
-    /// The form of the answer.
+    /// The grammar or schema of the output; `None` for free text.
     pub structure: Option<Structure>,
-    /// Words that the answer must not contain; none is empty.
+    /// Words that the output must not contain. None of them is empty.
     pub bad_words: Vec<String>,
-    /// The largest number of tokens of the reasoning before the answer.
+    /// The largest number of reasoning tokens before the answer.
     pub thinking_budget: Option<u32>,
-    /// The request for log-probabilities of each prompt. The first choice of a prompt reports them.
+    /// Which log-probabilities of each prompt are requested. The first choice of a prompt reports
+    /// them.
     pub prompt_logprobs: Option<PromptTail>,
 }
 
 impl Generation {
-    /// The number of tokens to generate after a prompt of `prompt` tokens. `param`: the parameter
-    /// that holds the prompt.
+    /// Returns how many tokens to generate after a prompt of `prompt` tokens. `param` is the
+    /// parameter with the prompt.
     ///
     /// # Errors
-    /// The prompt is empty, or the context has no room for it and the least output.
+    /// The prompt is empty, or the context has no room for the prompt and the least output.
     pub fn room(
         &self,
         prompt: usize,
@@ -121,28 +123,28 @@ impl Generation {
         Ok(tokens)
     }
 
-    /// The sampling parameters of one choice of a request with the seed `seed`.
+    /// Returns the sampling parameters of one choice of a request whose seed is `seed`.
     pub fn params(&self, seed: u64, choice: u32) -> SamplingParams {
         SamplingParams { seed: choice_seed(seed, choice), ..self.sampling.clone() }
     }
 
-    /// Ids that end the request in the engine, ascending and without repetitions. The choices of a
-    /// request share them.
+    /// Returns the ids that end the request in the engine, ascending and without duplicates. All
+    /// choices of the request share them.
     pub fn stop_ids(&self, eos: &[i32]) -> Arc<[i32]> {
         let eos = if self.ignore_eos { &[] } else { eos };
         ascending([eos, &self.stop_token_ids].concat()).into()
     }
 }
 
-/// The ids in order, each once.
+/// Sorts the ids and removes duplicates.
 fn ascending(mut ids: Vec<i32>) -> Vec<i32> {
     ids.sort_unstable();
     ids.dedup();
     ids
 }
 
-/// The seed of choice `choice`, given the request's `seed`. Choice 0 samples like a request with
-/// one choice.
+/// Derives the seed of choice `choice` from the request's seed. Choice 0 uses the request's seed
+/// itself, as a request with one choice does.
 pub fn choice_seed(seed: u64, choice: u32) -> u64 {
     if choice == 0 {
         return seed;
@@ -156,9 +158,9 @@ pub fn choice_seed(seed: u64, choice: u32) -> u64 {
 }
 
 impl GenerationParameters {
-    /// Checks the model's limits, and combinations of parameters. Each parameter by itself is
-    /// within its limit already ([`crate::limits`]). `defaults` replace absent parameters. `prefix`
-    /// is the path of their object, with a trailing dot.
+    /// Checks the model's limits, and combinations of parameters. Each single parameter is already
+    /// within its bound ([`crate::limits`]). Absent parameters take their values from `defaults`.
+    /// `prefix` is the path of the object with the parameters, with a trailing dot.
     pub(crate) fn validate(
         self,
         prefix: &str,
@@ -195,7 +197,7 @@ impl GenerationParameters {
         let allowed = self.allowed_token_ids.map(|ids| ascending(ids).into());
         Ok(Generation {
             sampling: SamplingParams { logit_bias, allowed, ..sampling },
-            // Negative seeds are accepted as their unsigned 64-bit value (two's complement).
+            // A negative seed is read as its unsigned 64-bit value (two's complement).
             seed: self.seed.map(|seed| seed as u64),
             n: self.n.unwrap_or(1),
             max_tokens,
@@ -216,7 +218,7 @@ impl GenerationParameters {
     }
 }
 
-/// Strings of which none is empty.
+/// Returns the strings, or an error if one of them is empty.
 fn filled(strings: Option<Strings>, param: &str) -> Result<Vec<String>, ApiError> {
     let strings = strings.unwrap_or_default().0;
     match strings.iter().position(String::is_empty) {
@@ -238,7 +240,7 @@ fn out_of_range(param: &str, reason: String) -> ApiError {
     ApiError::invalid(param, format!("`{param}`: {reason}"))
 }
 
-/// Biases in the order of their ids, so that equal requests give equal plans.
+/// Returns the biases sorted by token id, so that equal requests give equal plans.
 fn biases(
     prefix: &str,
     given: HashMap<String, f32>,
@@ -258,7 +260,7 @@ fn biases(
     Ok(biases.into())
 }
 
-/// Checks the number of choices of all prompts of a request together.
+/// Checks the total number of choices of all prompts of a request.
 pub(crate) fn check_total(param: &str, choices: usize) -> Result<(), ApiError> {
     if choices > TOTAL_CHOICES {
         let reason = format!("{choices} choices in all are more than {TOTAL_CHOICES}");
@@ -267,12 +269,12 @@ pub(crate) fn check_total(param: &str, choices: usize) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Log-probabilities of a whole prompt, except the first token, which nothing precedes.
+/// Requests log-probabilities of the whole prompt except its first token, which no token precedes.
 pub(crate) fn whole_prompt(most: u8) -> PromptTail {
     PromptTail { first: 1, most }
 }
 
-/// Checks a number of alternatives.
+/// Checks the requested number of alternatives.
 pub(crate) fn check_logprobs(param: &str, count: i32) -> Result<u8, ApiError> {
     u8::try_from(count)
         .ok()

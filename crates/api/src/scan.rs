@@ -1,12 +1,12 @@
-//! Fields of a JSON object, found without a parser: the places of its top-level members.
+//! Finds the top-level members of a JSON object without a parser.
 //!
-//! The backend parses and validates the body. Only a few fields matter here, and wrong results for
-//! invalid bodies are harmless.
+//! The router needs only a few fields of a body. The backend parses and validates the body, so a
+//! wrong result for an invalid body is harmless.
 
 use memchr::{memchr, memchr2};
 
-/// Iterates over the top-level members of `json`: name and value as written, the name without its
-/// quotes.
+/// Iterates over the top-level members of `json`. Yields name and value as written, the name
+/// without its quotes.
 #[must_use]
 pub fn members(json: &[u8]) -> Members<'_> {
     let mut members = Members { json, at: 0 };
@@ -17,7 +17,7 @@ pub fn members(json: &[u8]) -> Members<'_> {
     members
 }
 
-/// The top-level members of an object: see [`members`]. Ends at the first malformed member.
+/// The iterator of [`members`]. It ends at the first malformed member.
 #[derive(Debug)]
 pub struct Members<'a> {
     json: &'a [u8],
@@ -39,7 +39,7 @@ impl<'a> Iterator for Members<'a> {
         self.skip_value()?;
         let value = self.json[value..self.at].trim_ascii_end();
         self.skip_spaces();
-        // The last member has no comma, and then the next call finds no name.
+        // No comma follows the last member; the next call then finds no name.
         let _ = self.eat(b',');
         Some((name, value))
     }
@@ -93,7 +93,8 @@ impl Members<'_> {
     }
 }
 
-/// The text of a JSON string without escapes, which most names and keys are.
+/// Returns the text of a JSON string without escapes, as most names and keys are, or `None` for any
+/// other value.
 #[must_use]
 pub fn plain_string(value: &[u8]) -> Option<&[u8]> {
     let text = value.strip_prefix(b"\"")?.strip_suffix(b"\"")?;

@@ -1,4 +1,4 @@
-//! The form of an answer, as OpenAI, vLLM and SGLang express it.
+//! Structured output: the form of the output, as OpenAI, vLLM and SGLang specify it.
 
 use std::sync::Arc;
 
@@ -13,17 +13,17 @@ use crate::error::ApiError;
 use crate::limits::bounds::{ANSWERS, GRAMMAR, NAME, PATTERN, SOURCE, WORD, param};
 use crate::limits::{Bound, Param, string_bytes};
 
-/// A requested form, and the parameter that errors name.
+/// The requested form of the output.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Structure {
-    /// Path of the parameter.
+    /// The path of the parameter with the form, for errors.
     pub param: String,
     /// The form.
     pub source: Source,
 }
 
-/// A JSON value kept as text, within [`SOURCE`]. Schemas are large, and this crate does not inspect
-/// them.
+/// A JSON value kept as text, of at most `SCHEMA_BYTES` as a string. Schemas are large, and this
+/// crate does not inspect them.
 #[derive(Debug, Clone)]
 pub(crate) struct Raw(Box<RawValue>);
 
@@ -53,7 +53,7 @@ pub(crate) struct ResponseFormat {
     /// `text`, `json_object`, `json_schema` or `structural_tag`.
     #[serde(rename = "type")]
     pub kind: String,
-    /// The schema, of `json_schema`.
+    /// The schema, if the type is `json_schema`.
     pub json_schema: Option<JsonSchemaFormat>,
     /// A schema in addition to `json_object`, as llama.cpp accepts it.
     #[schema(value_type = Option<Object>)]
@@ -105,7 +105,7 @@ pub(crate) struct StructuredOutputs {
     pub(crate) structural_tag: Option<Raw>,
     /// A regular expression for white space between JSON tokens.
     pub whitespace_pattern: Option<String>,
-    /// No white space in JSON.
+    /// True if JSON must not contain white space.
     pub disable_any_whitespace: Option<bool>,
     /// Accepted, without an effect: there is one backend.
     #[expect(dead_code, reason = "its type is checked, and nothing else")]
@@ -143,7 +143,8 @@ pub(crate) const STRUCTURED_OUTPUTS: &[Param] = &[
     param("disable_additional_properties", Bound::Flag),
 ];
 
-/// The parameters of vLLM's older API, and those of SGLang.
+/// The parameters for the form of the output in the APIs of OpenAI, vLLM (with its older names) and
+/// SGLang.
 #[derive(Debug, Default)]
 pub(crate) struct Spellings {
     pub(crate) response_format: Option<ResponseFormat>,
@@ -159,7 +160,7 @@ pub(crate) struct Spellings {
     pub(crate) structural_tag: Option<Raw>,
 }
 
-/// The form found so far; a second one is an error.
+/// The form found so far. A second form is an error.
 #[derive(Default)]
 struct Found(Option<Structure>);
 
@@ -167,7 +168,7 @@ impl Found {
     fn add(&mut self, param: String, form: Option<Form>) -> Result<(), ApiError> {
         let Some(form) = form else { return Ok(()) };
         if form.is_empty() {
-            // Without a form the answer could be any text, which the client can't have intended.
+            // With an empty form any text would match, which the client can't have intended.
             let reason = format!("`{param}`: a form of answers must not be empty");
             return Err(ApiError::invalid(param, reason));
         }
@@ -187,8 +188,8 @@ impl Found {
 }
 
 impl Spellings {
-    /// The requested form; more than one is an error. `prefix` is the path of the parameters'
-    /// object, with a trailing dot.
+    /// Returns the requested form. More than one form is an error. `prefix` is the path of the
+    /// object with the parameters, with a trailing dot.
     pub(crate) fn resolve(self, prefix: &str) -> Result<Option<Structure>, ApiError> {
         let named = |name: &str| format!("{prefix}{name}");
         let mut found = Found::default();
@@ -303,7 +304,7 @@ fn schema(raw: Option<Raw>, param: &str) -> Result<Option<Form>, ApiError> {
     Ok(text(raw, param)?.map(Form::JsonSchema))
 }
 
-/// The JSON text of a value that was sent as an object, or as a string that contains it.
+/// Returns the JSON text of a value that is either an object or a string that contains JSON.
 fn text(raw: Option<Raw>, param: &str) -> Result<Option<Arc<str>>, ApiError> {
     let Some(raw) = raw else { return Ok(None) };
     let json = raw.get();
@@ -443,7 +444,7 @@ mod tests {
         }
     }
 
-    /// Free text instead of the requested form would be a wrong answer.
+    /// To ignore the form and return free text would be wrong.
     #[test]
     fn an_empty_form_is_refused() {
         let in_outputs = |name: &str, value: Value| json!({"structured_outputs": {name: value}});

@@ -1,4 +1,4 @@
-//! Tools that a model may call, and what a request requires of its calls.
+//! The tools that a model may call, and the calls that a request requires.
 
 use std::collections::HashSet;
 
@@ -7,14 +7,14 @@ use serde_json::{Map, Value, json};
 use crate::error::ApiError;
 use crate::limits::WORD_BYTES;
 
-/// A required call, beyond the model's own choice.
+/// A restriction of the model's calls: required calls, or a subset of the tools.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallDemand {
     /// Indices of the tools that may be called, ascending.
     pub callable: Vec<usize>,
-    /// The number of calls that the request demands.
+    /// Which calls are required.
     pub calls: Calls,
-    /// The parameter with the demand.
+    /// The path of the parameter with the restriction.
     pub param: String,
 }
 
@@ -36,15 +36,15 @@ pub struct OfferedTool {
     pub name: String,
     /// The JSON schema of its arguments.
     pub schema: Value,
-    /// True if arguments have to match the schema. Otherwise the model decides their form.
+    /// True if arguments must match the schema; otherwise their form is not enforced.
     pub strict: bool,
-    /// The schema's path in the request.
+    /// The path of the schema in the request.
     pub path: String,
-    /// The form of its only argument, a text.
+    /// The form of a custom tool's input, which is its only argument; `None` for other tools.
     pub text: Option<TextForm>,
 }
 
-/// The form of a text, as the client specified it.
+/// The required form of a text, as the client specified it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TextForm {
     /// A grammar in Lark, or a regular expression.
@@ -58,31 +58,31 @@ pub struct TextForm {
 /// The tools of a request.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct OfferedTools {
-    /// The tools for the chat template. Empty: there are none, or none may be called.
+    /// The tools for the chat template. Empty if there are none, or if none may be called.
     pub described: Vec<Value>,
     /// The tools as functions that may be called.
     pub functions: Vec<OfferedTool>,
-    /// True if an answer may have several calls.
+    /// True if one response may have several calls.
     pub parallel: bool,
-    /// The demand on calls; `None`: there is none.
+    /// The restriction of the calls; `None` if the model may call any tools or none.
     pub demand: Option<CallDemand>,
-    /// Tools of types that are not served, as paths with the types.
+    /// Tools of unsupported types: their paths, with the types.
     pub skipped: Vec<String>,
 }
 
-/// An API's names for tools and their parts, for errors.
+/// The names of tools and their fields in an API, for errors.
 #[derive(Clone, Copy)]
 pub(crate) struct ToolNames<'a> {
-    /// The path of each function; `None`: the paths of the chat API.
+    /// The path of each function; `None` for the paths of the chat API.
     pub(crate) paths: Option<&'a [String]>,
-    /// The field of a function with the schema of its arguments.
+    /// The name of a function's field with the schema of its arguments.
     pub(crate) schema: &'static str,
-    /// The path of a function's name in `tool_choice`.
+    /// The path of the function's name within `tool_choice`.
     pub(crate) name: &'static str,
 }
 
 impl ToolNames<'_> {
-    /// The names of the chat API.
+    /// The names that the chat API uses.
     pub(crate) const CHAT: Self =
         Self { paths: None, schema: "parameters", name: ".function.name" };
 
@@ -109,8 +109,8 @@ impl OfferedTools {
     /// Checks `tools`, `tool_choice` and `parallel_tool_calls`.
     ///
     /// # Errors
-    /// A tool has no name, two have the same name, a schema is not an object, or the required tool
-    /// is not offered.
+    /// A tool has no name, two tools have the same name, a schema is not an object, or the required
+    /// tool is not among the tools.
     pub(crate) fn new(
         tools: Option<Vec<Value>>,
         api: ToolNames<'_>,
@@ -146,7 +146,7 @@ impl OfferedTools {
                 offered.functions.clear();
             }
             ToolChoice::Some(calls, callable) => {
-                // A named tool is called exactly once, as with OpenAI's models and vLLM.
+                // A named tool is called exactly once, as in OpenAI's API and vLLM.
                 offered.parallel &= calls != Calls::Named;
                 let asked = calls != Calls::Any || callable.len() < offered.functions.len();
                 let strict = callable.iter().find(|&&tool| offered.functions[tool].strict);
@@ -164,8 +164,8 @@ impl OfferedTools {
         Ok(offered)
     }
 
-    /// Sets the text forms of tools by name. They apply if the request restricts calls in no other
-    /// way.
+    /// Sets the forms of tools' inputs, by tool name. They take effect only if the request does not
+    /// restrict calls otherwise.
     pub(crate) fn bind(&mut self, texts: Vec<(String, TextForm)>) {
         for (name, text) in texts {
             let callable = (0..self.functions.len()).collect();
@@ -201,7 +201,8 @@ impl OfferedTools {
         }
     }
 
-    /// Selects one function by name, or some of the tools.
+    /// Reads `tool_choice` given as an object, which selects one function by name or a subset of
+    /// the tools.
     fn choose_object(
         &self,
         fields: &Map<String, Value>,
@@ -213,7 +214,8 @@ impl OfferedTools {
                 Ok(ToolChoice::Some(Calls::Named, vec![tool]))
             }
             Some(Some("allowed_tools")) => {
-                // The chat API nests in an object what the Responses API has at the top level.
+                // The chat API nests the fields in an object; the Responses API has them at the top
+                // level.
                 let (path, allowed) = match fields.get("allowed_tools") {
                     Some(Value::Object(inner)) => (format!("{CHOICE}.allowed_tools"), inner),
                     Some(_) => {
@@ -251,8 +253,8 @@ impl OfferedTools {
         }
     }
 
-    /// The index of the tool that an object names, in the format of the chat API or the Responses
-    /// API.
+    /// Returns the index of the tool that the object names, in the format of the chat API or of the
+    /// Responses API.
     fn named(
         &self,
         fields: &Map<String, Value>,
@@ -268,7 +270,7 @@ impl OfferedTools {
     }
 }
 
-/// The function at `path`, as the tool describes it. `parameters` is the API's name for the schema.
+/// Reads the function at `path` from a tool. `parameters` is the API's name for the schema.
 fn function(
     path: &str,
     parameters: &str,

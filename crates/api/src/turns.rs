@@ -1,17 +1,17 @@
-//! Conversations of other APIs, in the form for chat templates.
+//! Converts conversations of other APIs to the messages of a chat template.
 
 use serde_json::{Map, Value, json};
 
 use crate::error::ApiError;
 use crate::images::{ImagePart, ImageUrl, Images};
 
-/// Messages that are built one after the other.
+/// Builds the messages one by one.
 pub(crate) struct Turns {
     messages: Vec<Value>,
     images: Images,
 }
 
-/// The content of a message: texts and images in order.
+/// The content of a message: its texts and images, in order.
 #[derive(Default)]
 pub(crate) struct Content {
     views: Vec<Value>,
@@ -27,7 +27,7 @@ impl Content {
         self.views.is_empty()
     }
 
-    /// The texts in it, a paragraph each.
+    /// Joins the texts, one paragraph each.
     pub(crate) fn into_text(self) -> String {
         let texts = self.views.into_iter().filter_map(|mut view| match view["text"].take() {
             Value::String(text) => Some(text),
@@ -36,7 +36,7 @@ impl Content {
         texts.collect::<Vec<_>>().join("\n")
     }
 
-    /// A string if there are only texts, because not all templates accept lists.
+    /// Returns a string if there are only texts, because not all templates accept lists.
     fn view(self) -> Value {
         if self.has_images {
             return Value::Array(self.views);
@@ -46,7 +46,7 @@ impl Content {
 }
 
 impl Turns {
-    /// A conversation with at most `most` images; 0: the model takes none.
+    /// Creates an empty conversation with at most `most` images; 0 means that the model takes none.
     pub(crate) fn new(most: u32) -> Self {
         Self { messages: Vec::new(), images: Images::new(most) }
     }
@@ -54,7 +54,7 @@ impl Turns {
     /// Appends an image at `path` to `content`.
     ///
     /// # Errors
-    /// The model takes no images, or there are too many.
+    /// The model takes no images, or the conversation has too many.
     pub(crate) fn image(
         &mut self,
         content: &mut Content,
@@ -75,7 +75,7 @@ impl Turns {
         self.messages.push(json!({"role": role, "content": content.view()}));
     }
 
-    /// Appends the answer of the tool that was called as `id`.
+    /// Appends the result of the tool call with id `id`.
     pub(crate) fn tool(&mut self, id: Option<String>, content: Content) {
         let mut message = json!({"role": "tool", "content": content.view()});
         if let Some(id) = id {
@@ -84,7 +84,8 @@ impl Turns {
         self.messages.push(message);
     }
 
-    /// The final assistant turn, or a new one: its content arrives in several items.
+    /// Returns the last message if it is the assistant's, else a new one. The assistant's message
+    /// may arrive in several items.
     fn assistant(&mut self) -> &mut Map<String, Value> {
         let is_open = self.messages.last().is_some_and(|last| last["role"] == "assistant");
         if !is_open {
@@ -96,17 +97,18 @@ impl Turns {
         }
     }
 
-    /// Appends text to the assistant's turn.
+    /// Appends text to the assistant's message.
     pub(crate) fn said(&mut self, text: &str) {
         append(self.assistant(), "content", text);
     }
 
-    /// Appends reasoning to the assistant's turn.
+    /// Appends reasoning to the assistant's message.
     pub(crate) fn thought(&mut self, text: &str) {
         append(self.assistant(), "reasoning_content", text);
     }
 
-    /// Appends a call to the assistant's turn. Arguments are JSON as a string, or an object.
+    /// Appends a tool call to the assistant's message. `arguments` is a JSON object, or a string
+    /// with JSON.
     pub(crate) fn called(&mut self, id: Option<String>, name: &str, arguments: Value) {
         let mut call =
             json!({"type": "function", "function": {"name": name, "arguments": arguments}});
@@ -119,13 +121,13 @@ impl Turns {
         }
     }
 
-    /// The messages, and the images in them.
+    /// Returns the messages, and their images.
     pub(crate) fn finish(self) -> (Value, Vec<ImagePart>) {
         (Value::Array(self.messages), self.images.found)
     }
 }
 
-/// Appends a paragraph to a text of a message.
+/// Appends a paragraph to a text field of a message.
 fn append(message: &mut Map<String, Value>, field: &str, text: &str) {
     match message.get_mut(field) {
         Some(Value::String(before)) => {

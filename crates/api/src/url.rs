@@ -1,4 +1,4 @@
-//! Addresses of servers that another server or a router asks.
+//! URLs of backends, which a router or another server sends requests to.
 
 use http::uri::Authority;
 use thiserror::Error;
@@ -9,7 +9,7 @@ use thiserror::Error;
 pub struct UrlError {
     /// The URL as the user wrote it.
     pub url: String,
-    /// The reason, for the user.
+    /// Why the URL is invalid.
     pub reason: &'static str,
 }
 
@@ -20,11 +20,11 @@ pub struct BackendUrl {
 }
 
 impl BackendUrl {
-    /// Reads `http://host:port`. The scheme is optional, and so is the port (80).
+    /// Parses `http://host:port`. The scheme is optional; the port defaults to 80.
     ///
     /// # Errors
     ///
-    /// The text is something else: https, a path, or a name without a host.
+    /// The text has another scheme such as https, a path, or no host.
     pub fn parse(url: &str) -> Result<Self, UrlError> {
         let error = |reason| UrlError { url: url.to_owned(), reason };
         let rest = match url.trim().split_once("://") {
@@ -43,25 +43,25 @@ impl BackendUrl {
         Ok(Self { authority })
     }
 
-    /// `http://host:port`.
+    /// Returns `http://host:port`.
     #[must_use]
     pub fn url(&self) -> String {
         format!("http://{}", self.authority)
     }
 
-    /// Host and port as they are written.
+    /// Returns host and port as they are written.
     #[must_use]
     pub fn authority(&self) -> &str {
         self.authority.as_str()
     }
 
-    /// The host as it is written, an address of IPv6 in brackets.
+    /// Returns the host as it is written, an IPv6 address in brackets.
     #[must_use]
     pub fn host(&self) -> &str {
         self.authority.host()
     }
 
-    /// Host and port to connect to.
+    /// Returns the host and port to connect to.
     #[must_use]
     pub fn address(&self) -> (String, u16) {
         let host = self.authority.host();

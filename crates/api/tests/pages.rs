@@ -1,6 +1,6 @@
-//! The tables of docs/api.md and docs/trust.md that are generated from the tables of parameters.
+//! Checks the tables of docs/api.md and docs/trust.md that are generated from the parameter tables.
 //!
-//! `RECORD=1` writes them again.
+//! With `RECORD=1` the test writes the tables instead.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use forebay_api::limits::{Bound, DEPTH, Param, Params, VALUES};
 use forebay_api::{Field, ROUTES};
 
-/// The part of a page between two marks.
+/// The generated text of a page between two markers.
 struct Generated {
     page: &'static str,
     /// The name in both markers.
@@ -68,7 +68,7 @@ fn fields_of_chat_and_completions() {
     table.check();
 }
 
-/// A number with spaces between its thousands.
+/// Formats a number with spaces between its thousands.
 fn shown(number: usize) -> String {
     let digits = number.to_string();
     let mut text = String::new();
@@ -81,7 +81,7 @@ fn shown(number: usize) -> String {
     text
 }
 
-/// A limit in words; `None` if the value has no size, or the model limits it.
+/// Describes a limit in words; `None` if the value has no size, or only the model limits it.
 fn limit(bound: Bound) -> Option<String> {
     let entries = |most: usize| Some(format!("{} entries", shown(most)));
     match bound {
@@ -103,12 +103,15 @@ fn limit(bound: Bound) -> Option<String> {
         Bound::Documents(most, _) | Bound::Objects(most, _) | Bound::Messages(most, _) => {
             entries(most)
         }
-        Bound::Tree => Some(format!("{} values in all of them; {DEPTH} deep", shown(VALUES))),
+        Bound::Tree => {
+            Some(format!("{} values together, nested at most {DEPTH} deep", shown(VALUES)))
+        }
         _ => None,
     }
 }
 
-/// Adds the parameters that have a limit. Those in objects get the object's name as a prefix.
+/// Adds the parameters that have a limit. A parameter inside an object gets the object's name as a
+/// prefix.
 fn add(found: &mut Vec<(String, BTreeSet<String>)>, path: &str, params: Params) {
     for Param { name, bound } in params.iter().flat_map(|group| group.iter()) {
         let name = format!("{path}{name}");

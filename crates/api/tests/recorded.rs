@@ -1,7 +1,7 @@
-//! How each API handles each field, compared with the recordings in `recorded/`.
+//! Compares how each API handles each field with the recordings in `recorded/`.
 //!
-//! The fields and values are listed here by hand, apart from the tables in `src`. `RECORD=1` writes
-//! the recordings again; then `git diff` shows what changed for clients.
+//! The fields and values are listed here by hand, independent of the tables in `src`. `RECORD=1`
+//! writes the recordings again; then `git diff` shows what changed for clients.
 
 mod corpus;
 
@@ -30,13 +30,13 @@ const DEFAULTS: GenerationDefaults = GenerationDefaults {
     repetition_penalty: Some(1.1),
 };
 
-/// The result of a body.
+/// The result of parsing and validating a body.
 struct Outcome {
-    /// The checked request, or the error.
+    /// The validated request, or the error.
     result: Result<String, ApiError>,
-    /// Names of parameters without an effect.
+    /// Names of parameters that have no effect.
     unread: Vec<String>,
-    /// Values that are kept as JSON, and bytes of embeddings and images.
+    /// The number of values kept unparsed, and the bytes of embeddings and images.
     weight: String,
 }
 
@@ -60,7 +60,7 @@ fn outcome<T: Limited, V: Debug>(
     Outcome { result, unread, weight }
 }
 
-/// `text`, or its beginning with its length and a hash of the whole.
+/// Returns `text`, or for a long text its beginning, its length and a hash of the whole.
 fn short(text: &str) -> String {
     const MOST: usize = 160;
     if text.len() <= MOST {
@@ -73,7 +73,7 @@ fn short(text: &str) -> String {
     format!("{}...{} {hash:016x}", &text[..end], text.len())
 }
 
-/// The beginning of a body's label, in one line.
+/// Returns the beginning of a body on one line, as its label.
 fn beginning(label: &str) -> String {
     let line = short(label).replace('\n', "\\n");
     if line.chars().count() <= 60 {
@@ -82,7 +82,7 @@ fn beginning(label: &str) -> String {
     line.chars().take(57).chain("...".chars()).collect()
 }
 
-/// The lines of `found` that differ from those of `base`, in one line.
+/// Returns the lines of `found` that differ from those of `base`, joined to one line.
 fn difference(base: &str, found: &str) -> String {
     let (base, found): (Vec<&str>, Vec<&str>) = (base.lines().collect(), found.lines().collect());
     let same = |(a, b): &(&&str, &&str)| a == b;
@@ -96,7 +96,7 @@ fn difference(base: &str, found: &str) -> String {
     changed.iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")
 }
 
-/// `body` with `value` at a path such as `messages.0.role`.
+/// Returns `body` with `value` at a path such as `messages.0.role`.
 fn with(mut body: Value, path: &str, value: Value) -> Value {
     let mut place = &mut body;
     for step in path.split('.') {
@@ -323,7 +323,7 @@ fn detokenize() {
     });
 }
 
-/// The schemas of all requests, as `/openapi.json` has them.
+/// Compares the schemas of all requests, as they are in `/openapi.json`.
 #[test]
 fn types() {
     use utoipa::ToSchema;

@@ -1,4 +1,4 @@
-//! `/classify`: probabilities of labels, in the shape of vLLM.
+//! `/classify`: the probabilities of labels, in vLLM's format.
 
 use serde::Serialize;
 use utoipa::ToSchema;
@@ -12,10 +12,10 @@ use crate::pooling::PoolingUsage;
 use crate::prompt::Prompts;
 use crate::sampling::Limits;
 
-/// Texts to classify.
+/// A request to classify texts.
 #[derive(Debug, Default)]
 pub struct ClassifyRequest {
-    /// The name of the model; the served one if absent.
+    /// The name of the model; `None` means the served one.
     pub model: Option<String>,
     input: Prompts,
     use_activation: Option<bool>,
@@ -40,11 +40,11 @@ const LINES: &[Line<ClassifyRequest>] = &[
 tabled!(ClassifyRequest, "Texts to classify, in the shape of vLLM.", [LINES]);
 
 impl ClassifyRequest {
-    /// Checks everything that can be checked before the inputs are tokenised. Answers have `size`
-    /// scores.
+    /// Checks everything that can be checked before the inputs are tokenised. `size` is the number
+    /// of scores per input.
     ///
     /// # Errors
-    /// A parameter is out of range; the error names the first.
+    /// A parameter is out of range. The error names the first such parameter.
     pub fn validate(self, limits: Limits, size: usize) -> Result<ValidEmbedding, ApiError> {
         let Self { model, input, use_activation, .. } = self;
         let same = EmbeddingRequest {
@@ -75,16 +75,16 @@ pub struct ClassifyResponse {
     pub model: String,
     /// The results, one for each input, in order.
     pub data: Vec<ClassifyData>,
-    /// The request's numbers of tokens.
+    /// The token counts of the request.
     pub usage: PoolingUsage,
 }
 
 /// The classes of one input.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct ClassifyData {
-    /// The number of the input.
+    /// The index of the input.
     pub index: usize,
-    /// The label of the largest number.
+    /// The label with the largest number in `probs`.
     pub label: String,
     /// A number for each label, in the order of the model's `id2label`.
     pub probs: Vec<f32>,

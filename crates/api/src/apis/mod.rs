@@ -1,4 +1,4 @@
-//! The APIs, each in a folder or file: requests with the tables of their parameters, and responses.
+//! The APIs, each in a folder or file: responses, and requests with the tables of their parameters.
 
 pub(crate) mod anthropic;
 pub(crate) mod classify;
@@ -26,18 +26,18 @@ use responses::ResponsesRequest;
 use sglang::GenerateRequest;
 use tokens::{DetokenizeRequest, TokenizeRequest};
 
-/// The limits of a route that takes a body: the bounds of its parameters.
+/// The bounds of the parameters of a route that takes a body.
 #[derive(Debug)]
 pub struct RouteLimits {
     /// The path of the route, as in the documentation.
     pub path: &'static str,
     /// The parameters of the route.
     pub params: Params,
-    /// The parameters as the documentation has them.
+    /// Lists the parameters as they are documented.
     pub fields: fn() -> Vec<Field>,
 }
 
-/// The limits of the route at `path`, whose body is a `T`.
+/// Creates the limits of the route at `path`, whose body is a `T`.
 const fn route<T: Limited + TabledRequest>(path: &'static str) -> RouteLimits {
     RouteLimits { path, params: T::PARAMS, fields: fields::<T> }
 }
@@ -84,7 +84,7 @@ mod tests {
         StructuredOutputs,
     };
 
-    /// A deserializer that only collects the names of a type's fields, including aliases.
+    /// A deserializer that collects the names of a type's fields, including aliases.
     struct Fields<'a>(&'a mut Vec<&'static str>);
 
     impl<'de> Deserializer<'de> for Fields<'_> {
@@ -118,7 +118,8 @@ mod tests {
         assert_eq!(fields, names, "{}: fields and limits", std::any::type_name::<T>());
     }
 
-    /// Requests have exactly the fields of their tables, and so do the objects in their parameters.
+    /// Compares the fields of each type with its table or list of bounds, for requests and for the
+    /// objects in their parameters.
     #[test]
     fn every_field_of_every_object_has_a_limit() {
         use anthropic::conversation as blocks;

@@ -16,10 +16,10 @@ use crate::prompt::Strings;
 use crate::salt::check_salt;
 use crate::sampling::Limits;
 
-/// Documents to sort by relevance to a query, in the shape of Jina and Cohere.
+/// A request to sort documents by relevance to a query, in the format of Jina and Cohere.
 #[derive(Debug, Default)]
 pub struct RerankRequest {
-    /// The name of the model; the served one if absent.
+    /// The name of the model; `None` means the served one.
     pub model: Option<String>,
     query: String,
     documents: Vec<Document>,
@@ -55,7 +55,7 @@ pub(crate) const DOCUMENT: &[Param] = &[param("text", Bound::Prompt)];
 
 const ACTIVATION: &str =
     "False: the model's own scores, without a sigmoid that its authors may use.";
-/// One or many texts.
+/// The bound of a text or a list of texts.
 const TEXTS: Bound = Bound::Strings { count: INPUTS, each: usize::MAX, total: usize::MAX };
 
 component!(Document);
@@ -73,7 +73,7 @@ pub enum Document {
     },
 }
 
-// An untagged enum would buffer the whole object before it finds the text.
+// A derived untagged enum would buffer the whole object before it finds the text.
 impl<'de> Deserialize<'de> for Document {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct DocumentVisitor;
@@ -117,10 +117,10 @@ impl Document {
     }
 }
 
-/// Texts to compare, in the shape of vLLM.
+/// A request to score pairs of texts, in the format of vLLM.
 #[derive(Debug, Default)]
 pub struct ScoreRequest {
-    /// The name of the model; the served one if absent.
+    /// The name of the model; `None` means the served one.
     pub model: Option<String>,
     text_1: Option<Strings>,
     text_2: Option<Strings>,
@@ -157,33 +157,33 @@ const SCORE: &[Line<ScoreRequest>] = &[
 
 tabled!(ScoreRequest, "Texts to compare, in the shape of vLLM.", [SCORE]);
 
-/// Pairs of texts to score. They are checked, except for their lengths.
+/// Pairs of texts to score, checked except for their lengths.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Pairs {
-    /// The first texts: one, or as many as in `second`.
+    /// The first texts: a single one for all pairs, or one per pair.
     pub first: Vec<String>,
-    /// The second texts, at least one.
+    /// The second texts, one per pair, at least one.
     pub second: Vec<String>,
-    /// The number of tokens to keep of a pair.
+    /// The number of tokens that a pair is truncated to; `None` for no truncation.
     pub truncate: Option<usize>,
-    /// The priority in the queue.
+    /// The scheduling priority.
     pub priority: i32,
-    /// The salt, which keeps the request's cached blocks apart from others.
+    /// The salt. Cached blocks are shared only between requests with the same salt.
     pub cache_salt: Option<Arc<str>>,
-    /// True if scores are returned without the sigmoid.
+    /// True if scores are returned without applying the sigmoid.
     pub raw: bool,
-    /// The names of the parameters with `first` and `second`.
+    /// The names of the parameters that hold `first` and `second`, for errors.
     pub params: [&'static str; 2],
 }
 
-/// A valid rerank request.
+/// A validated rerank request.
 #[derive(Debug, PartialEq, Eq)]
 pub struct ValidRerank {
-    /// The query with each document.
+    /// The query paired with each document.
     pub pairs: Pairs,
-    /// The number of documents to return, at most as many as there are.
+    /// The number of documents to return, at most the number of documents in the request.
     pub top_n: usize,
-    /// True if the response has the documents' texts.
+    /// True if the response includes the texts of the documents.
     pub return_documents: bool,
 }
 
@@ -191,7 +191,7 @@ impl RerankRequest {
     /// Checks everything that can be checked before the texts are tokenised.
     ///
     /// # Errors
-    /// A parameter is out of range; the error names the first.
+    /// A parameter is out of range. The error names the first such parameter.
     pub fn validate(self, limits: Limits) -> Result<ValidRerank, ApiError> {
         let second: Vec<String> = self.documents.into_iter().map(Document::into_text).collect();
         let top_n = self.top_n.filter(|&n| n > 0).unwrap_or(second.len()).min(second.len());
@@ -213,7 +213,7 @@ impl ScoreRequest {
     /// Checks everything that can be checked before the texts are tokenised.
     ///
     /// # Errors
-    /// A parameter is out of range; the error names the first.
+    /// A parameter is out of range. The error names the first such parameter.
     pub fn validate(self, limits: Limits) -> Result<Pairs, ApiError> {
         let (first, first_param) = one_of(
             [
@@ -224,7 +224,8 @@ impl ScoreRequest {
             ],
             "text_1",
         )?;
-        // The second texts use the name that belongs to that of the first texts.
+        // If the second texts are missing, the error names the counterpart of the parameter that
+        // has the first texts.
         let other = match first_param {
             "queries" => "documents",
             "data_1" => "data_2",
@@ -255,8 +256,8 @@ impl ScoreRequest {
     }
 }
 
-/// The texts that were given under one of several names, and that name. Without texts, the error is
-/// about `missing`.
+/// Returns the texts given under one of several parameter names, and that name. If there are none,
+/// the error names `missing`.
 fn one_of(
     spellings: [(&'static str, Option<Strings>); 4],
     missing: &'static str,
@@ -296,20 +297,20 @@ impl Pairs {
         Ok(())
     }
 
-    /// The first text of pair `index`.
+    /// Returns the first text of pair `index`.
     pub fn first_of(&self, index: usize) -> &str {
         self.first.get(index).or(self.first.first()).map_or("", String::as_str)
     }
 }
 
-/// Documents, sorted by their fit to the query.
+/// Documents, sorted by their relevance to the query.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct RerankResponse {
     /// `rerank-` and a random number.
     pub id: String,
     /// The name of the model.
     pub model: String,
-    /// The request's numbers of tokens.
+    /// The token counts of the request.
     pub usage: PoolingUsage,
     /// The documents, the best first.
     pub results: Vec<RerankResult>,
@@ -318,7 +319,7 @@ pub struct RerankResponse {
 /// A document with its score.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct RerankResult {
-    /// The number of the document in the request.
+    /// The index of the document in the request.
     pub index: usize,
     /// The document, if requested.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -347,14 +348,14 @@ pub struct ScoreResponse {
     pub model: String,
     /// The scores, one for each pair, in order.
     pub data: Vec<ScoreData>,
-    /// The request's numbers of tokens.
+    /// The token counts of the request.
     pub usage: PoolingUsage,
 }
 
 /// The score of a pair.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct ScoreData {
-    /// The number of the pair.
+    /// The index of the pair.
     pub index: usize,
     /// `score`.
     pub object: &'static str,

@@ -1,17 +1,17 @@
-//! The requests of a router's own routes.
+//! Requests of the routes that only a router has.
 
 use crate::limits::Bound;
 use crate::parameter::{Line, own, tabled};
 
-/// The bytes of a backend's address.
+/// The largest size of a backend's URL in bytes.
 const URL_BYTES: usize = 2048;
 
-/// A backend that registers at a router.
+/// A request to register a backend at a router.
 #[derive(Debug, Default)]
 pub struct RegistrationRequest {
-    /// The address of the backend.
+    /// The URL of the backend.
     pub url: String,
-    /// Seconds until the registration expires, unless it is renewed; a minute if absent.
+    /// Seconds until the registration expires unless renewed; `None` means a minute.
     pub ttl: Option<f32>,
 }
 

@@ -13,15 +13,15 @@ use crate::parameter::{Line, own, tabled};
 use crate::prompt::{Strings, in_vocabulary};
 use crate::tools::{OfferedTools, ToolNames};
 
-/// Text, or a conversation, to tokenise.
+/// A request to tokenise text or a conversation.
 #[derive(Debug, Default)]
 pub struct TokenizeRequest {
-    /// The name of the model; the served one if absent.
+    /// The name of the model; `None` means the served one.
     pub model: Option<String>,
     prompt: Option<Strings>,
     content: Option<String>,
     add_special: Option<bool>,
-    /// Return tokens as objects with their `id` and `piece`, as llama.cpp does.
+    /// True if tokens are returned as objects with `id` and `piece`, as llama.cpp does.
     pub with_pieces: Option<bool>,
     messages: Option<Vec<ChatMessage>>,
     add_special_tokens: Option<bool>,
@@ -29,7 +29,7 @@ pub struct TokenizeRequest {
     continue_final_message: Option<bool>,
     chat_template_kwargs: Option<Map<String, Value>>,
     tools: Option<Vec<Value>>,
-    /// Return the tokens' text too.
+    /// True if the text of each token is returned too.
     pub return_token_strs: Option<bool>,
 }
 
@@ -56,11 +56,11 @@ tabled!(TokenizeRequest, "Text, or a conversation, to tokenise.", [TOKENIZE]);
 pub enum TokenizeInput {
     /// Texts.
     Texts {
-        /// The texts, at least one.
+        /// The list of texts, which has at least one.
         texts: Vec<String>,
-        /// True if the texts came in a list.
+        /// True if the texts were given as a list.
         many: bool,
-        /// True if the tokenizer's special tokens are added around the text.
+        /// True if the tokenizer adds its special tokens around each text.
         add_special_tokens: bool,
     },
     /// A conversation.
@@ -68,10 +68,10 @@ pub enum TokenizeInput {
 }
 
 impl TokenizeRequest {
-    /// The input to tokenise.
+    /// Checks the request and returns the input to tokenise.
     ///
     /// # Errors
-    /// Neither or both of `prompt` and `messages` are given, or a message is not served.
+    /// Neither or both of `prompt` and `messages` are given, or a message has unsupported content.
     pub fn validate(self) -> Result<TokenizeInput, ApiError> {
         let asked = self.add_special_tokens.or(self.add_special);
         if let (Some(content), None, None) = (&self.content, &self.prompt, &self.messages) {
@@ -133,7 +133,7 @@ pub struct TokenPieces {
 /// A token with its text.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct TokenPiece {
-    /// The token.
+    /// The id of the token.
     pub id: i32,
     /// The text of the token; U+FFFD if the token is part of a character.
     pub piece: String,
@@ -153,13 +153,13 @@ pub struct TokenizeResponse {
     pub token_strs: Option<Vec<String>>,
 }
 
-/// Tokens to turn into text.
+/// A request to convert tokens to text.
 #[derive(Debug, Default)]
 pub struct DetokenizeRequest {
-    /// The name of the model; the served one if absent.
+    /// The name of the model; `None` means the served one.
     pub model: Option<String>,
     tokens: Vec<i32>,
-    /// Return the text of each token too.
+    /// True if the text of each token is returned too.
     pub with_pieces: Option<bool>,
 }
 
@@ -176,7 +176,7 @@ impl DetokenizeRequest {
     /// Checks the ids against the vocabulary.
     ///
     /// # Errors
-    /// An id is out of range; [`ApiError::Invalid`] names the first.
+    /// An id is out of range. [`ApiError::Invalid`] names the first such id.
     pub fn validate(self, vocab_size: u32) -> Result<Vec<i32>, ApiError> {
         match self.tokens.iter().position(|&id| !in_vocabulary(id, vocab_size)) {
             None => Ok(self.tokens),

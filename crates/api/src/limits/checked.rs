@@ -1,5 +1,5 @@
-//! A deserializer that wraps another one. It compares values with their bounds as they are read,
-//! and tracks the path for errors.
+//! A deserializer wrapper that compares values with their bounds while they are read, and tracks
+//! the path for errors.
 
 use std::fmt;
 
@@ -13,19 +13,19 @@ use super::walk::{LastValue, Step, Walk};
 use super::{BIAS, Bound, DEPTH, Param, Params, SHOWN_BYTES};
 use crate::inert::Inert;
 
-/// The longest key of an object of numbers.
+/// The largest size in bytes of a key of an object whose values are numbers.
 const KEY_BYTES: usize = SHOWN_BYTES;
-/// The bound of a token id. The model's vocabulary, which is checked later, may be smaller.
+/// The bound of a token id. The size of the model's vocabulary is checked later.
 const ID: Bound = Bound::Number { least: i32::MIN as f64, most: i32::MAX as f64 };
-/// The name by which serde_json marks values that are kept as text.
+/// The newtype name by which serde_json requests a value as raw text.
 const RAW_VALUE: &str = "$serde_json::private::RawValue";
 
-/// A place in a body, and its bound.
+/// A value's position in the body, and its bound.
 pub(crate) struct Place<'w, 'b> {
     bound: Bound,
-    /// Within a tree.
+    /// The nesting depth within a [`Bound::Tree`].
     depth: usize,
-    /// The number of steps of the path that errors about limits name.
+    /// The number of leading steps of the path that an error about a limit includes.
     named: usize,
     walk: &'w mut Walk<'b>,
 }
@@ -35,7 +35,7 @@ impl<'w, 'b> Place<'w, 'b> {
         Self { bound, depth: 0, named: usize::MAX, walk }
     }
 
-    /// A place inside of this one.
+    /// Creates the position of a value inside this one.
     fn inside(&mut self, bound: Bound) -> Place<'_, 'b> {
         Place { bound, depth: 0, named: self.named, walk: &mut *self.walk }
     }
@@ -64,7 +64,8 @@ impl<'w, 'b> Place<'w, 'b> {
         Ok(())
     }
 
-    /// Checks a number. Returns the parameter's largest value if this one exceeds it.
+    /// Checks a number. If a number above the largest value means "everything", returns the largest
+    /// value in its place.
     fn number<E: Error>(&mut self, value: f64, shown: impl fmt::Display) -> Result<Option<i64>, E> {
         self.walk.seen = LastValue::Number;
         match self.bound {
@@ -91,7 +92,7 @@ impl<'w, 'b> Place<'w, 'b> {
     }
 }
 
-/// A range in words.
+/// Describes a range in words.
 fn range(least: f64, most: f64) -> String {
     let above = if least > 0.0 && least < 1e-9 {
         "above 0".to_owned()
@@ -105,7 +106,7 @@ impl Bound {
     /// The largest number of bytes of a string in a value with this bound.
     fn text_bytes(self, depth: usize) -> usize {
         match self {
-            // The value must be an object or a list, so a string only appears in the error.
+            // The value must be an object or a list. A string here is only quoted in the error.
             Self::Tree if depth == 0 => SHOWN_BYTES,
             Self::Text(most) | Self::Form(most) => most,
             Self::Strings { each, total, .. } => each.min(total),
@@ -139,7 +140,8 @@ impl Bound {
             Self::Embeds(0) => (usize::MAX, Self::Ignored),
             Self::Embeds(most) => (most, Self::Embeds(0)),
             Self::Prompt => (usize::MAX, ID),
-            // This is an element of the list. A list within it is left to the parser.
+            // This bound is for an element of the list. A nested list is left to the parser, which
+            // rejects it.
             Self::Documents(0, _) => (usize::MAX, Self::Ignored),
             Self::Documents(most, params) => (most, Self::Documents(0, params)),
             Self::Objects(most, params) | Self::Messages(most, params) => {
@@ -162,7 +164,7 @@ impl Bound {
         }
     }
 
-    /// The parameters of an object with this bound.
+    /// The parameters that an object with this bound may have.
     fn params(self) -> Option<Params> {
         match self {
             Self::Object(params)
@@ -175,7 +177,7 @@ impl Bound {
     }
 }
 
-/// A deserializer whose values are compared with a bound.
+/// A deserializer that compares values with a bound.
 pub(crate) struct BoundedDeserializer<'w, 'b, D> {
     inner: D,
     place: Place<'w, 'b>,
@@ -190,7 +192,8 @@ impl<'w, 'b, D> BoundedDeserializer<'w, 'b, D> {
 impl<'de, D: Deserializer<'de>> Deserializer<'de> for BoundedDeserializer<'_, '_, D> {
     type Error = D::Error;
 
-    // A number's visitor would not see strings, so every shape is accepted here.
+    // serde_json would not pass a string to a visitor that expects a number, and its length would
+    // remain unchecked. So every value is read with `deserialize_any`.
     fn deserialize_any<V: Visitor<'de>>(mut self, visitor: V) -> Result<V::Value, D::Error> {
         if self.place.is_tree() {
             self.place.keep()?;
@@ -232,7 +235,7 @@ impl<'de, D: Deserializer<'de>> Deserializer<'de> for BoundedDeserializer<'_, '_
     }
 }
 
-/// A visitor that compares a value with a bound, and passes it on.
+/// A visitor that compares a value with a bound before it forwards the value.
 struct BoundedVisitor<'w, 'b, V> {
     visitor: V,
     place: Place<'w, 'b>,
@@ -260,11 +263,11 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for BoundedVisitor<'_, '_, V> {
         }
     }
     fn visit_f64<E: Error>(mut self, value: f64) -> Result<V::Value, E> {
-        /// Above this, doubles can't represent every whole number.
+        /// The largest double up to which every integer is representable.
         const WHOLE: f64 = 9_007_199_254_740_992.0;
         let most = self.place.number(value, value)?;
-        // Some languages write whole numbers with a decimal point. JSON values that are kept stay
-        // unchanged.
+        // Some languages write integers with a decimal point. JSON values that are kept unparsed
+        // stay unchanged.
         let is_whole = value.fract() == 0.0 && value.abs() <= WHOLE && !self.place.is_tree();
         match most.or(is_whole.then_some(value as i64)) {
             Some(whole) => self.visitor.visit_i64(whole),
@@ -318,14 +321,14 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for BoundedVisitor<'_, '_, V> {
     }
 }
 
-/// The entries of a list.
+/// The elements of a list, each checked against a bound.
 struct CheckedList<'w, 'b, A> {
     seq: A,
     place: Place<'w, 'b>,
-    /// The largest number of entries, and the bound of each.
+    /// The largest number of elements. `bound` is that of each element.
     most: usize,
     bound: Bound,
-    /// The largest number of bytes of all.
+    /// The largest total number of bytes of the elements.
     total: usize,
     index: usize,
     counted: usize,
@@ -340,7 +343,7 @@ impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for CheckedList<'_, '_, A> {
         seed: S,
     ) -> Result<Option<S::Value>, A::Error> {
         let depth = self.place.depth + 1;
-        // Within a JSON tree, the error names the parameter and not the path inside it.
+        // Within a JSON tree, the error names only the parameter, not the path inside its value.
         let is_named = !self.place.is_tree();
         if is_named {
             self.place.walk.enter(Step::Index(self.index));
@@ -354,7 +357,7 @@ impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for CheckedList<'_, '_, A> {
         }
         let Some(found) = found else { return Ok(None) };
         self.index += 1;
-        // The ids of a single prompt are not a list of prompts.
+        // The ids of a single prompt do not count as prompts.
         let is_id = matches!((self.place.bound, seen), (Bound::Prompts(_), LastValue::Number));
         self.counted += usize::from(!is_id);
         if let LastValue::Text(length) = seen {
@@ -374,21 +377,21 @@ impl<'de, A: SeqAccess<'de>> SeqAccess<'de> for CheckedList<'_, '_, A> {
     }
 }
 
-/// The entries of an object.
+/// The entries of an object, each checked against its bound.
 struct CheckedMap<'w, 'b, A> {
     map: A,
     place: Place<'w, 'b>,
-    /// The key whose value is next.
+    /// The last key, whose value is read next.
     key: Key,
     entries: usize,
 }
 
-/// The meaning of a key.
+/// The kinds of keys in an object.
 enum Key {
     Known(&'static Param),
-    /// A name that nothing reads.
+    /// The name of a parameter that is not read.
     Unread(String),
-    /// A key of an object of numbers.
+    /// A key of an object whose values are numbers.
     Entry(String),
     /// Any other key.
     Passed,
@@ -438,7 +441,7 @@ impl<'de, A: MapAccess<'de>> MapAccess<'de> for CheckedMap<'_, '_, A> {
                 if self.map.next_value::<Inert>()?.asks() {
                     self.place.walk.note_unread(&name);
                 }
-                // Nothing is made of it.
+                // The value is not read.
                 return seed.deserialize(().into_deserializer());
             }
             Key::Entry(key) => (Step::Key(key), Bound::Number { least: -BIAS, most: BIAS }),
@@ -453,7 +456,7 @@ impl<'de, A: MapAccess<'de>> MapAccess<'de> for CheckedMap<'_, '_, A> {
             }
         };
         let named = match step {
-            // Limits on numbers belong to the whole object.
+            // An error about a bias names the whole object, not the key.
             Step::Key(_) => self.place.walk.steps(),
             _ => self.place.named,
         };
@@ -479,7 +482,7 @@ impl<'de, S: DeserializeSeed<'de>> DeserializeSeed<'de> for CheckedSeed<'_, '_, 
     }
 }
 
-/// A wrapper around a key's seed, deserializer or visitor that also captures the key's name.
+/// Wraps a key's seed, deserializer or visitor, and captures the key's name.
 struct NamedKey<'n, T> {
     inner: T,
     name: &'n mut String,
@@ -517,7 +520,7 @@ impl<'de, V: Visitor<'de>> Visitor<'de> for NamedKey<'_, V> {
     }
 }
 
-/// The number of bytes of a string in JSON; `None` for any other value.
+/// Returns the length in bytes of a JSON string after unescaping; `None` for any other value.
 pub(crate) fn string_bytes(json: &str) -> Option<usize> {
     let inner = json.strip_prefix('"')?.strip_suffix('"')?;
     if !inner.contains('\\') {

@@ -1,4 +1,4 @@
-//! The state of the single pass over a body: its position, and its findings.
+//! The state of the single pass over a body: the current path, and what was found.
 
 use serde::de::Error;
 use serde_json::error::Category;
@@ -6,12 +6,12 @@ use serde_json::error::Category;
 use super::{INERT, SHOWN_BYTES, UNREAD, VALUES, cut};
 use crate::error::ApiError;
 
-/// The weight of a parsed body.
+/// The size of those parts of a parsed body that can be large.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Weight {
     /// The number of JSON values that are kept unparsed, at most [`VALUES`].
     pub values: usize,
-    /// Bytes of embeddings and images.
+    /// The size of embeddings and images in bytes.
     pub embeds: usize,
 }
 
@@ -23,7 +23,7 @@ pub(crate) enum Step {
     Index(usize),
 }
 
-/// The last value that was read.
+/// The kind of the last value that was read.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) enum LastValue {
     /// The length of a string in bytes.
@@ -33,17 +33,17 @@ pub(super) enum LastValue {
     Other,
 }
 
-/// A pass over a body. It tracks bounds, paths, weight and unread names.
+/// A pass over a body. It tracks the path, weight and unread names.
 #[derive(Debug)]
 pub struct Walk<'de> {
     body: &'de str,
     pub(super) weight: Weight,
     /// Names of parameters that nothing reads, at most [`UNREAD`].
     pub(super) unread: Vec<String>,
-    /// The path to the value being read. After an error it stays at the faulty value.
+    /// The path to the value that is being read; after an error, the path to the faulty value.
     path: Vec<Step>,
     pub(super) seen: LastValue,
-    /// The error that ended the pass, unless it is a JSON or type error.
+    /// The error that ended the pass, unless it is a syntax or type error of the parser.
     pub(super) failure: Option<ApiError>,
 }
 
@@ -59,18 +59,18 @@ impl<'de> Walk<'de> {
         }
     }
 
-    /// The body.
+    /// Returns the body.
     pub(crate) fn body(&self) -> &'de str {
         self.body
     }
 
-    /// Keeps the error that ends the walk.
+    /// Stores the error that ends the pass.
     pub(crate) fn end<E: Error>(&mut self, error: ApiError) -> E {
         self.failure = Some(error);
         E::custom("the walk has ended")
     }
 
-    /// The findings.
+    /// Returns the weight of the body, and the names of unread parameters.
     pub(crate) fn finish(self) -> (Weight, Vec<String>) {
         (self.weight, self.unread)
     }
@@ -79,17 +79,17 @@ impl<'de> Walk<'de> {
         self.path.push(step);
     }
 
-    /// Goes back, after a value without a fault.
+    /// Removes the last step of the path, after a value was read without error.
     pub(crate) fn leave(&mut self) {
         self.path.pop();
     }
 
-    /// The number of steps to the value that is being read.
+    /// Returns the number of steps to the value that is being read.
     pub(super) fn steps(&self) -> usize {
         self.path.len()
     }
 
-    /// The path of a parameter; `body` for the whole body.
+    /// Formats the path of a parameter; `body` for the whole body.
     fn param(&self, steps: usize) -> String {
         let mut param = String::new();
         for step in self.path.iter().take(steps) {
@@ -102,7 +102,7 @@ impl<'de> Walk<'de> {
         if param.is_empty() { "body".to_owned() } else { param }
     }
 
-    /// The names on the path, without list indices.
+    /// Formats the names on the path, without list indices.
     fn names(&self) -> String {
         let mut names = String::new();
         for step in &self.path {
@@ -113,25 +113,25 @@ impl<'de> Walk<'de> {
         names
     }
 
-    /// The error for the value that is being read.
+    /// Creates the error for the value that is being read.
     pub(crate) fn invalid(&self, reason: &str) -> ApiError {
         let param = self.param(usize::MAX);
         ApiError::Invalid { reason: format!("`{param}`: {reason}"), param }
     }
 
-    /// The error for a parameter that is known and not served.
+    /// Creates the error for a known parameter that is not supported.
     pub(crate) fn unsupported(&self) -> ApiError {
         ApiError::unsupported(self.names())
     }
 
-    /// Ends the walk for the value after the first `steps` steps.
+    /// Ends the pass with an error for the value at the first `steps` steps of the path.
     pub(super) fn fail<E: Error>(&mut self, steps: usize, reason: &str) -> E {
         let param = self.param(steps);
         self.failure = Some(ApiError::Invalid { reason: format!("`{param}`: {reason}"), param });
         E::custom("over a limit")
     }
 
-    /// Counts a value that is kept as JSON.
+    /// Counts a value that is kept unparsed.
     pub(super) fn keep<E: Error>(&mut self, steps: usize) -> Result<(), E> {
         self.weight.values += 1;
         if self.weight.values <= VALUES {
@@ -143,7 +143,7 @@ impl<'de> Walk<'de> {
         Err(self.fail(steps, &reason))
     }
 
-    /// Records an unread parameter whose value asks for an effect.
+    /// Records an unread parameter whose value would have an effect.
     pub(crate) fn note_unread(&mut self, name: &str) {
         if self.unread.len() >= UNREAD || self.path.is_empty() && INERT.contains(&name) {
             return;
@@ -155,7 +155,7 @@ impl<'de> Walk<'de> {
         }
     }
 
-    /// Turns an error found while reading `text`, a part of the body, into one for the client.
+    /// Converts an error in `text`, a part of the body, to an error for the client.
     pub(crate) fn explain(&mut self, error: &serde_json::Error, text: &str) -> ApiError {
         if let Some(failure) = self.failure.take() {
             return failure;
@@ -178,7 +178,7 @@ impl<'de> Walk<'de> {
         }
     }
 
-    /// The place of an error in the body.
+    /// Returns the line and column of an error in the body.
     fn position(&self, text: &str, error: &serde_json::Error) -> (usize, usize) {
         let offset = (text.as_ptr() as usize).saturating_sub(self.body.as_ptr() as usize);
         let before = self.body.get(..offset).unwrap_or_default();
@@ -191,7 +191,7 @@ impl<'de> Walk<'de> {
     }
 }
 
-/// A type error's message, without Rust's type names.
+/// Rewrites the message of a type error without Rust's type names.
 fn in_words(reason: &str) -> String {
     let Some((found, expected)) = reason.rsplit_once(", expected ") else {
         return reason.to_owned();

@@ -1,7 +1,7 @@
-//! The generation parameters that several APIs share. Each has bounds, a description, a target
+//! The generation parameters that several APIs share. Each has a bound, a description, a target
 //! field, and a mapping to the sampling parameters of a slot.
 //!
-//! An API accepts one by a line in its table.
+//! An API accepts such a parameter by a line in its table.
 
 use std::collections::HashMap;
 
@@ -30,35 +30,35 @@ pub(crate) const SEED: Parameter = Parameter::new(SEEDS, "The seed, which makes 
 pub(crate) const N: Parameter = Parameter::new(Bound::Number { least: 1.0, most: CHOICES as f64 }, "Choices to generate for each prompt.", |g, v| v.put(&mut g.n));
 pub(crate) const PRESENCE_PENALTY: Parameter = Parameter::new(PENALTY, "A number that is subtracted from the logits of generated tokens.", |g, v| v.put(&mut g.presence_penalty));
 pub(crate) const FREQUENCY_PENALTY: Parameter = Parameter::new(PENALTY, "A number that is subtracted from the logits of generated tokens, for each occurrence.", |g, v| v.put(&mut g.frequency_penalty));
-// Logits are multiplied and divided by it. Extreme values would make them infinite or NaN.
+// Logits are multiplied or divided by this value. Extreme values would make them infinite or NaN.
 pub(crate) const REPETITION_PENALTY: Parameter = Parameter::new(Bound::Number { least: 1e-3, most: 1e3 }, "A number that divides positive logits of earlier tokens, and multiplies negative ones.", |g, v| v.put(&mut g.repetition_penalty));
 pub(crate) const LOGIT_BIAS: Parameter = Parameter::new(Bound::Biases(BIASES), "Numbers that are added to the logits, by token id.", |g, v| v.put(&mut g.logit_bias));
 pub(crate) const ALLOWED_TOKEN_IDS: Parameter = Parameter::new(Bound::Ids(ALLOWED_IDS), "The only token ids that may be sampled.", |g, v| v.put(&mut g.allowed_token_ids));
 pub(crate) const STOP: Parameter = Parameter::new(Bound::Strings { count: STOPS, each: STOP_BYTES, total: STOP_BYTES }, "A string or a list of strings that end the text.", |g, v| v.put(&mut g.stop));
 pub(crate) const STOP_TOKEN_IDS: Parameter = Parameter::new(Bound::Ids(STOP_IDS), "Token ids that end the text.", |g, v| v.put(&mut g.stop_token_ids));
 pub(crate) const INCLUDE_STOP: Parameter = Parameter::new(Bound::Flag, "Keep the stop string in the output.", |g, v| v.put(&mut g.include_stop));
-pub(crate) const IGNORE_EOS: Parameter = Parameter::new(Bound::Flag, "Go on after an end-of-sequence token.", |g, v| v.put(&mut g.ignore_eos));
-pub(crate) const SKIP_SPECIAL_TOKENS: Parameter = Parameter::new(Bound::Flag, "Leave special tokens out of the text.", |g, v| v.put(&mut g.skip_special_tokens)).note("Marks of calls and reasoning are read all the same.");
+pub(crate) const IGNORE_EOS: Parameter = Parameter::new(Bound::Flag, "Continue after an end-of-sequence token.", |g, v| v.put(&mut g.ignore_eos));
+pub(crate) const SKIP_SPECIAL_TOKENS: Parameter = Parameter::new(Bound::Flag, "Leave special tokens out of the text.", |g, v| v.put(&mut g.skip_special_tokens)).note("Marks of calls and reasoning are parsed all the same.");
 pub(crate) const SPACES_BETWEEN_SPECIAL_TOKENS: Parameter = Parameter::new(Bound::Flag, "Accepted, without an effect: tokenizers with fast detokenisation have no such spaces.", |_, v| v.skip::<Option<bool>>());
 pub(crate) const MAX_TOKENS: Parameter = Parameter::new(count(0), "The largest number of tokens to generate.", |g, v| v.put(&mut g.max_tokens));
 pub(crate) const MIN_TOKENS: Parameter = Parameter::new(count(0), "Tokens to generate before a stop string or stop token counts.", |g, v| v.put(&mut g.min_tokens));
 pub(crate) const PRIORITY: Parameter = Parameter::new(I32, "The priority; larger is sooner, under the priority policy.", |g, v| v.put(&mut g.priority));
-pub(crate) const STREAM_INTERVAL: Parameter = Parameter::new(count(1), "The number of tokens for a chunk of the stream; the server's flag if absent. The first token does not wait.", |g, v| v.put(&mut g.stream_interval));
+pub(crate) const STREAM_INTERVAL: Parameter = Parameter::new(count(1), "The number of tokens per chunk of the stream; the server's flag if absent. The first token does not wait.", |g, v| v.put(&mut g.stream_interval));
 pub(crate) const ROUTING_KEY: Parameter = Parameter::new(Bound::Text(ROUTING_KEY_BYTES), "Requests with the same key are computed by the same replica.", |g, v| v.put(&mut g.routing_key));
 pub(crate) const ROUTED_DP_RANK: Parameter = Parameter::new(I64, "The number of the replica for the request; `data_parallel_rank` is its older name.", |g, v| v.put(&mut g.routed_dp_rank)).also(&["data_parallel_rank"]);
 pub(crate) const CACHE_SALT: Parameter = Parameter::new(Bound::Text(CACHE_SALT_BYTES), "Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes.", |g, v| v.put(&mut g.cache_salt));
-pub(crate) const BAD_WORDS_LIST: Parameter = Parameter::new(Bound::Strings { count: BAD_WORDS, each: STOP_BYTES, total: BAD_WORD_BYTES }, "Words that the answer does not have.", |g, v| v.put(&mut g.bad_words));
+pub(crate) const BAD_WORDS_LIST: Parameter = Parameter::new(Bound::Strings { count: BAD_WORDS, each: STOP_BYTES, total: BAD_WORD_BYTES }, "Words that must not appear in the answer.", |g, v| v.put(&mut g.bad_words));
 pub(crate) const THINKING_BUDGET: Parameter = Parameter::new(COUNT_OR_ALL, "The largest number of tokens of the reasoning before the answer. Then the reasoning is ended. -1: without a limit.", |g, v| v.put(&mut g.thinking_budget)).also(&["thinking_token_budget", "reasoning_budget"]).note("Also `thinking_token_budget`, `reasoning_budget`.");
 pub(crate) const JSON_SCHEMA: Parameter = Parameter::new(SOURCE, "The form of the answer: a JSON schema, as text or as an object.", |g, v| v.put(&mut g.structure.json_schema)).shown(TEXT);
 pub(crate) const REGEX: Parameter = Parameter::new(PATTERN, "The form of the answer: a regular expression.", |g, v| v.put(&mut g.structure.regex));
 pub(crate) const EBNF: Parameter = Parameter::new(GRAMMAR, "The form of the answer: a grammar in GBNF.", |g, v| v.put(&mut g.structure.ebnf));
 pub(crate) const STRUCTURAL_TAG: Parameter = Parameter::new(SOURCE, "The form of the answer: a structural tag, as text or as an object.", |g, v| v.put(&mut g.structure.structural_tag)).shown(TEXT);
 
-/// The parameters of a generation as the client gave them, in whichever API.
+/// The generation parameters as the client gave them, independent of the API.
 #[derive(Debug, Default)]
 pub(crate) struct GenerationParameters {
     pub(crate) max_tokens: Option<u32>,
-    /// The number of tokens if the client gives none.
+    /// The default number of tokens to generate.
     pub(crate) default_max_tokens: Option<u32>,
     pub(crate) min_tokens: Option<u32>,
     pub(crate) n: Option<u32>,
@@ -86,17 +86,17 @@ pub(crate) struct GenerationParameters {
     /// The largest number of reasoning tokens; -1: no limit.
     pub(crate) thinking_budget: Option<i64>,
     pub(crate) structure: Spellings,
-    /// Already checked by [`check_logprobs`](crate::sampling::check_logprobs).
+    /// Checked by [`check_logprobs`](crate::sampling::check_logprobs).
     pub(crate) logprobs: Option<u8>,
-    /// Likewise.
+    /// Checked by [`check_logprobs`](crate::sampling::check_logprobs) as well.
     pub(crate) prompt_logprobs: Option<PromptTail>,
 }
 
 impl GenerationParameters {
-    /// The sampling parameters of a token, with `defaults` for absent ones. Lists of ids and the
-    /// seed are set elsewhere.
+    /// Returns the sampling parameters, with `defaults` for absent ones. Lists of ids and the seed
+    /// are set elsewhere.
     pub(crate) fn sampling(&self, defaults: &GenerationDefaults) -> SamplingParams {
-        // Only the most likely token is left.
+        // A `top_p` of 0 leaves only the most likely token.
         let is_greedy = self.top_p == Some(0.0);
         let top_p = self.top_p.filter(|_| !is_greedy);
         let temperature = self.temperature.filter(|_| !is_greedy).or(defaults.temperature);

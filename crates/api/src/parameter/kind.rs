@@ -1,4 +1,4 @@
-//! The types of parameters, as documented.
+//! The types of parameters, as they are documented.
 
 use std::collections::HashMap;
 
@@ -12,7 +12,7 @@ use crate::images::ImageData;
 use crate::prompt::{Prompts, Strings};
 use crate::structure::Raw;
 
-/// The schemas of types, with their names.
+/// The named schemas of types.
 pub(crate) type Components = Vec<(String, RefOr<Schema>)>;
 
 /// The type of a parameter.
@@ -20,10 +20,10 @@ pub(crate) trait Kind {
     /// True if the parameter may be absent.
     const IS_OPTIONAL: bool = false;
 
-    /// The schema.
+    /// Returns the JSON schema of the type.
     fn schema() -> Value;
 
-    /// Adds the schemas of the types that the schema refers to.
+    /// Adds the schemas of the types that this schema refers to.
     fn add_components(_all: &mut Components) {}
 }
 
@@ -95,7 +95,7 @@ kinds! {
     Map<String, Value>: {"type": "object"};
 }
 
-/// Registers types that have a schema of their own as parameter types.
+/// Registers types with a named schema as parameter types.
 macro_rules! component {
     ($($kind:ty),* $(,)?) => {$(
         impl $crate::parameter::Kind for $kind {
@@ -114,7 +114,7 @@ macro_rules! component {
 }
 pub(crate) use component;
 
-/// Registers types without a schema of their own as parameter types.
+/// Registers types without a named schema as parameter types.
 macro_rules! opaque {
     ($($kind:ty),* $(,)?) => {$(
         impl $crate::parameter::Kind for $kind {

@@ -1,8 +1,9 @@
-//! Parameters of requests, each declared once: name, bound, description and target field.
+//! The parameters of requests. Each is declared once, with its name, bound, description and target
+//! field.
 //!
-//! A request type has a table of [`Line`]s. One pass over a body reads it: each value is checked
-//! against its line's bound and moved to its target. The documentation is generated from the same
-//! lines.
+//! A request type has a table of [`Line`]s, by which one pass reads a body: each value is checked
+//! against the bound of its line and moved to its target. The documentation is generated from the
+//! same lines.
 
 #[rustfmt::skip]
 pub(crate) mod generation;
@@ -20,12 +21,12 @@ use crate::error::ApiError;
 use crate::limits::{Bound, Param};
 use generation::GenerationParameters;
 
-/// Moves a value to its place.
+/// Moves a value to its target field.
 pub(crate) type Put<R> = fn(&mut R, Value<'_, '_>) -> Result<(), ApiError>;
 
 /// A request whose parameters are in a table.
 pub(crate) trait TabledRequest: Default + 'static {
-    /// The name of the type, in errors and in the documentation.
+    /// The name of the type, for errors and documentation.
     const NAME: &'static str;
     /// The description of the type.
     const DESCRIPTION: &'static str;
@@ -35,11 +36,11 @@ pub(crate) trait TabledRequest: Default + 'static {
 
 /// A request that generates text.
 pub(crate) trait Generates: TabledRequest {
-    /// The parameters of the generation.
+    /// Returns the generation parameters of the request.
     fn generation(&mut self) -> &mut GenerationParameters;
 }
 
-/// Documented types for values that may have several JSON types.
+/// JSON schemas for the documentation of values that may have several JSON types.
 pub(crate) const TEXT: &str = r#"{"type": ["string", "null"]}"#;
 pub(crate) const SWITCH: &str = r#"{"type": ["boolean", "null"]}"#;
 pub(crate) const OBJECTS: &str = r#"{"type": "array", "items": {"type": "object"}}"#;
@@ -64,29 +65,29 @@ impl Parameter {
         Self { aliases: &[], bound, description, note: "", shown: None, put }
     }
 
-    /// The parameter with older names.
+    /// Sets older names of the parameter.
     pub(crate) const fn also(self, aliases: &'static [&'static str]) -> Self {
         Self { aliases, ..self }
     }
 
-    /// The parameter with another type in the documentation.
+    /// Sets another type for the documentation.
     pub(crate) const fn shown(self, schema: &'static str) -> Self {
         Self { shown: Some(schema), ..self }
     }
 
-    /// The parameter with a remark for the API's page.
+    /// Sets a remark for the API's page of the documentation.
     pub(crate) const fn note(self, note: &'static str) -> Self {
         Self { note, ..self }
     }
 }
 
-/// The treatment of a parameter.
+/// How the value of a parameter is handled.
 pub(crate) enum Target<R> {
-    /// The value has a place in the request.
+    /// The value is moved to a field of the request.
     Own(Put<R>),
-    /// The value is stored in the generation parameters.
+    /// The value is moved to a field of the generation parameters.
     Generation { of: fn(&mut R) -> &mut GenerationParameters, put: Put<GenerationParameters> },
-    /// A value with an effect is refused, except these words.
+    /// A value with an effect is refused, except for these words.
     Refused(&'static [&'static str]),
     /// The value is skipped.
     Skipped,
@@ -107,9 +108,9 @@ pub(crate) struct Line<R> {
     pub(crate) description: &'static str,
     pub(crate) note: &'static str,
     pub(crate) is_required: bool,
-    /// True if the type documentation omits it.
+    /// True if the types in `/openapi.json` omit this parameter.
     pub(crate) is_hidden: bool,
-    /// The documented type, if it is not that of the target.
+    /// The documented type, if it is not the target's type.
     shown: Option<&'static str>,
     pub(crate) target: Target<R>,
 }
@@ -122,7 +123,7 @@ impl<R> Clone for Line<R> {
 
 impl<R> Copy for Line<R> {}
 
-/// A line with a parameter of the generation.
+/// Creates the line of a shared generation parameter.
 pub(crate) const fn p<R: Generates>(name: &'static str, parameter: Parameter) -> Line<R> {
     Line {
         param: Param { name, bound: parameter.bound },
@@ -136,7 +137,7 @@ pub(crate) const fn p<R: Generates>(name: &'static str, parameter: Parameter) ->
     }
 }
 
-/// A line with a parameter of one API.
+/// Creates the line of a parameter that only one API has.
 pub(crate) const fn own<R>(
     name: &'static str,
     bound: Bound,
@@ -152,7 +153,7 @@ pub(crate) const fn own<R>(
     }
 }
 
-/// A line for a known parameter that is not served.
+/// Creates the line of a known parameter that is not supported.
 pub(crate) const fn refused<R>(name: &'static str) -> Line<R> {
     Line {
         param: Param { name, bound: Bound::Ignored },
@@ -166,75 +167,75 @@ pub(crate) const fn refused<R>(name: &'static str) -> Line<R> {
     }
 }
 
-/// A line for a parameter that never has an effect.
+/// Creates the line of a parameter that never has an effect.
 pub(crate) const fn skipped<R>(name: &'static str) -> Line<R> {
     Line { target: Target::Skipped, ..refused(name) }
 }
 
 impl<R> Line<R> {
-    /// The same line, for a required parameter.
+    /// Marks the parameter as required.
     pub(crate) const fn required(self) -> Self {
         Self { is_required: true, ..self }
     }
 
-    /// The same line, omitted from the type documentation.
+    /// Omits the parameter from the types in `/openapi.json`.
     pub(crate) const fn hidden(self) -> Self {
         Self { is_hidden: true, ..self }
     }
 
-    /// The line with other names of the parameter.
+    /// Sets other names of the parameter.
     pub(crate) const fn also(self, aliases: &'static [&'static str]) -> Self {
         Self { aliases, ..self }
     }
 
-    /// The line with another type in the documentation.
+    /// Sets another type for the documentation.
     pub(crate) const fn shown(self, schema: &'static str) -> Self {
         Self { shown: Some(schema), ..self }
     }
 
-    /// The line with the API's own bound.
+    /// Sets another bound, which only this API has.
     pub(crate) const fn bounded(self, bound: Bound) -> Self {
         Self { param: Param { name: self.param.name, bound }, ..self }
     }
 
-    /// The line with the API's own description.
+    /// Sets another description, which only this API has.
     pub(crate) const fn described(self, description: &'static str) -> Self {
         Self { description, ..self }
     }
 
-    /// The same line, with a remark for the API's page.
+    /// Sets a remark for the API's page of the documentation.
     pub(crate) const fn note(self, note: &'static str) -> Self {
         Self { note, ..self }
     }
 
-    /// The line of a parameter of which only the values `words` are accepted.
+    /// Refuses all values that have an effect, except `words`.
     pub(crate) const fn unless(self, words: &'static [&'static str]) -> Self {
         Self { target: Target::Refused(words), ..self }
     }
 
-    /// `name` as this parameter declares it, if it is one of its names.
+    /// Returns the declared name that equals `name`, or `None` if this parameter has no such name.
     fn named(&self, name: &str) -> Option<&'static str> {
         let mut names = std::iter::once(&self.param.name).chain(self.aliases);
         names.find(|known| **known == name).copied()
     }
 }
 
-/// A parameter of a request, for its documentation.
+/// The documentation of a parameter of a request.
 #[derive(Debug, Clone, Copy)]
 pub struct Field {
     /// The name, as clients write it.
     pub name: &'static str,
-    /// True if the parameter is served; false if values with an effect are refused.
+    /// True if the parameter is supported; false if values with an effect are refused.
     pub is_served: bool,
-    /// True if the types of `/openapi.json` omit it.
+    /// True if the types in `/openapi.json` omit this parameter.
     pub is_hidden: bool,
     /// The meaning of the value.
     pub description: &'static str,
-    /// A remark for the page of the API.
+    /// A remark for the API's page of the documentation.
     pub note: &'static str,
 }
 
-/// The parameters of a request.
+/// Lists the parameters of a request type.
 pub(crate) fn fields<R: TabledRequest>() -> Vec<Field> {
     let lines = R::LINES.iter().flat_map(|group| group.iter());
     let field = |line: &Line<R>| Field {
@@ -247,7 +248,7 @@ pub(crate) fn fields<R: TabledRequest>() -> Vec<Field> {
     lines.map(field).collect()
 }
 
-/// The number of names in `lines`.
+/// Counts the names in `lines`, aliases included.
 pub(crate) const fn names<R>(lines: &[Line<R>]) -> usize {
     let (mut count, mut at) = (lines.len(), 0);
     while at < lines.len() {
@@ -257,7 +258,7 @@ pub(crate) const fn names<R>(lines: &[Line<R>]) -> usize {
     count
 }
 
-/// The names in `lines` with their bounds.
+/// Returns all names in `lines`, aliases included, with their bounds.
 pub(crate) const fn params<R, const N: usize>(lines: &[Line<R>]) -> [Param; N] {
     let mut all = [Param { name: "", bound: Bound::Ignored }; N];
     let (mut count, mut at) = (0, 0);
@@ -274,8 +275,8 @@ pub(crate) const fn params<R, const N: usize>(lines: &[Line<R>]) -> [Param; N] {
     all
 }
 
-/// Gives a request type its table: name, description, groups of lines, and access to the generation
-/// parameters if it has any.
+/// Implements the table of a request type: name, description, groups of lines, and access to the
+/// generation parameters if the type has any.
 macro_rules! tabled {
     ($kind:ident, $description:literal, [$($group:expr),+] $(, $($field:ident).+)?) => {
         impl $crate::parameter::TabledRequest for $kind {

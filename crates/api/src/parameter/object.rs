@@ -1,4 +1,4 @@
-//! Reads an object whose parameters are declared in a table.
+//! Reads an object by the table of its type.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -11,7 +11,7 @@ use crate::error::ApiError;
 use crate::inert::{asks, switches_off};
 use crate::limits::{SHOWN_BYTES, Step, Walk};
 
-/// Reads a body.
+/// Reads the body of a request.
 pub(crate) fn read_body<R: TabledRequest>(walk: &mut Walk<'_>) -> Result<R, ApiError> {
     let body = walk.body();
     let mut deserializer = serde_json::Deserializer::from_str(body);
@@ -21,7 +21,7 @@ pub(crate) fn read_body<R: TabledRequest>(walk: &mut Walk<'_>) -> Result<R, ApiE
     Ok(read)
 }
 
-/// Reads an object of a body from its text.
+/// Reads an object that is a parameter of the body, from its text.
 pub(crate) fn read_object<'de, R: TabledRequest>(
     text: &'de str,
     walk: &mut Walk<'de>,
@@ -52,7 +52,7 @@ impl<'de, R: TabledRequest> Visitor<'de> for ObjectVisitor<'_, 'de, R> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<R, A::Error> {
-        // Read to the end, so that invalid JSON is reported first.
+        // The list is read to its end, so that invalid JSON is reported first.
         while seq.next_element::<IgnoredAny>()?.is_some() {}
         Err(A::Error::invalid_type(serde::de::Unexpected::Seq, &self))
     }
@@ -63,7 +63,7 @@ impl<'de, R: TabledRequest> Visitor<'de> for ObjectVisitor<'_, 'de, R> {
         while let Some(key) = map.next_key_seed(KeySeed(PhantomData::<R>))? {
             let raw: &'de RawValue = map.next_value()?;
             match key {
-                // Treat `null` as absent: clients in some languages write absent fields as `null`.
+                // `null` counts as absent: clients in some languages write absent fields as `null`.
                 Key::Known(..) if raw.get() == "null" => {}
                 Key::Known(number, name, line) => {
                     if std::mem::replace(&mut given[number], true) {
@@ -88,7 +88,7 @@ impl<'de, R: TabledRequest> Visitor<'de> for ObjectVisitor<'_, 'de, R> {
     }
 }
 
-/// Moves a value of the current object to its target.
+/// Moves the value of a parameter to its target.
 fn move_value<'de, R: TabledRequest>(
     (name, line): (&'static str, &Line<R>),
     raw: &'de RawValue,
@@ -108,11 +108,11 @@ fn move_value<'de, R: TabledRequest>(
     Ok(())
 }
 
-/// The meaning of a key.
+/// The kinds of keys in an object.
 enum Key<R: 'static> {
-    /// A line, with its index in the table and the parameter name that the client wrote.
+    /// A line of the table: its index, and the parameter name as the client wrote it.
     Known(usize, &'static str, &'static Line<R>),
-    /// A name that nothing reads.
+    /// The name of a parameter that is not read.
     Unread(String),
 }
 

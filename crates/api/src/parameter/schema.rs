@@ -1,4 +1,4 @@
-//! Generates the documentation of a request type from its table.
+//! Generates the schema of a request type from its table.
 
 use serde_json::{Map, Value as Json, json};
 use utoipa::openapi::RefOr;
@@ -7,7 +7,7 @@ use utoipa::openapi::schema::Schema;
 use super::kind::Components;
 use super::{Kind, Line, TabledRequest, Target, Value};
 
-/// The type of a parameter's place.
+/// The documented type of a parameter's target field.
 pub(super) struct ParameterType {
     schema: Json,
     is_optional: bool,
@@ -20,7 +20,7 @@ impl ParameterType {
         Self { schema: T::schema(), is_optional: T::IS_OPTIONAL, add_components }
     }
 
-    /// The type of an object with a table.
+    /// The type of a nested object whose parameters are in a table.
     pub(super) fn object<T: TabledRequest>(is_optional: bool) -> Self {
         let reference = json!({"$ref": format!("#/components/schemas/{}", T::NAME)});
         let schema =
@@ -46,19 +46,19 @@ fn described<R: TabledRequest>(line: &Line<R>) -> Option<ParameterType> {
         Target::Generation { of, put } => put(of(&mut request), value),
         Target::Refused(_) | Target::Skipped => return None,
     };
-    // A place that is described refuses nothing.
+    // A line that is read for its documentation never fails.
     put.ok()?;
     let shown = line.shown.and_then(|schema| serde_json::from_str(schema).ok());
     found.map(|found| ParameterType { schema: shown.unwrap_or(found.schema), ..found })
 }
 
-/// The schema of a request.
+/// Returns the JSON schema of a request type.
 pub(crate) fn object_schema<R: TabledRequest>() -> RefOr<Schema> {
     let (mut properties, mut required) = (Map::new(), Vec::new());
     for line in lines::<R>() {
         let Some(ParameterType { mut schema, is_optional, .. }) = described(line) else { continue };
         if !line.description.is_empty() {
-            // A description beside a `$ref` belongs to the reference.
+            // Inside `oneOf`, a description has to be next to the `$ref`.
             let is_one_of = schema.get("oneOf").is_some();
             let place = if is_one_of { &mut schema["oneOf"][0] } else { &mut schema };
             place["description"] = json!(line.description);
@@ -79,7 +79,7 @@ pub(crate) fn object_schema<R: TabledRequest>() -> RefOr<Schema> {
     serde_json::from_value(schema).unwrap_or_else(|_| RefOr::T(Schema::default()))
 }
 
-/// Adds the schemas of the types that a request refers to.
+/// Adds the schemas of the types that a request type refers to.
 pub(crate) fn add_components<R: TabledRequest>(all: &mut Components) {
     for line in lines::<R>() {
         if let Some(described) = described(line) {

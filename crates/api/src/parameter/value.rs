@@ -11,12 +11,12 @@ use super::{Kind, TabledRequest};
 use crate::error::ApiError;
 use crate::limits::{Bound, BoundedDeserializer, Place, Step, Walk, string_bytes};
 
-/// A parameter given once, or once for each prompt.
+/// A parameter that is given once, or once per prompt.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum OneOrMany<T> {
-    /// An object.
+    /// A single object.
     One(T),
-    /// A list.
+    /// A list of objects.
     Many(Vec<T>),
 }
 
@@ -24,9 +24,9 @@ pub(crate) enum OneOrMany<T> {
 pub(crate) struct Value<'v, 'de>(Source<'v, 'de>);
 
 enum Source<'v, 'de> {
-    /// The value is read from a body.
+    /// A value of a body.
     Body { raw: &'de RawValue, bound: Bound, walk: &'v mut Walk<'de> },
-    /// The documentation asks for the target's type.
+    /// No value: the target stores its type here, for the documentation.
     Documentation(&'v mut Option<ParameterType>),
 }
 
@@ -39,7 +39,7 @@ impl<'v, 'de> Value<'v, 'de> {
         Self(Source::Documentation(described))
     }
 
-    /// Reads the value into `place`.
+    /// Reads the value into `place`, the target field.
     pub(crate) fn put<T: DeserializeOwned + Kind>(self, place: &mut T) -> Result<(), ApiError> {
         match self.0 {
             Source::Body { raw, bound, walk } => {
@@ -50,12 +50,12 @@ impl<'v, 'de> Value<'v, 'de> {
         Ok(())
     }
 
-    /// Checks the type of the value and drops it.
+    /// Checks the type of the value and discards the value.
     pub(crate) fn skip<T: DeserializeOwned + Kind + Default>(self) -> Result<(), ApiError> {
         self.put(&mut T::default())
     }
 
-    /// Reads an object by the table of its type.
+    /// Reads an object into `place`, by the table of its type.
     pub(crate) fn object<T: TabledRequest>(self, place: &mut T) -> Result<(), ApiError> {
         match self.0 {
             Source::Body { raw, walk, .. } => *place = read_object(raw.get(), walk)?,
@@ -66,7 +66,7 @@ impl<'v, 'de> Value<'v, 'de> {
         Ok(())
     }
 
-    /// Reads an object, or a list of them.
+    /// Reads an object, or a list of objects, into `place`.
     pub(crate) fn objects<T: TabledRequest>(
         self,
         place: &mut Option<OneOrMany<T>>,
@@ -105,7 +105,7 @@ fn read<'de, T: DeserializeOwned>(
     walk: &mut Walk<'de>,
 ) -> Result<T, ApiError> {
     let text = raw.get();
-    // Visitors of strings would not check a word that may be one of several.
+    // The visitor of an enum would not check the length of a word.
     if let (Bound::Text(most), Some(bytes)) = (bound, string_bytes(text))
         && bytes > most
     {
@@ -116,7 +116,7 @@ fn read<'de, T: DeserializeOwned>(
         .map_err(|error| walk.explain(&error, text))
 }
 
-/// The texts of the entries of a list of objects.
+/// A visitor that returns the text of each element of a list.
 struct ListVisitor;
 
 impl<'de> Visitor<'de> for ListVisitor {

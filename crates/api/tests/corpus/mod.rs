@@ -12,9 +12,9 @@ pub(crate) use pooling::{classify, detokenize, embeddings, rerank, score, tokeni
 pub(crate) struct Fields {
     /// A body without optional fields.
     pub(crate) base: Value,
-    /// Paths of fields, each with values.
+    /// The paths of the fields, each with values to test.
     pub(crate) fields: Vec<(String, Vec<Value>)>,
-    /// Bodies as text.
+    /// Whole bodies, as text.
     pub(crate) bodies: Vec<String>,
 }
 

@@ -1,5 +1,5 @@
-//! The conversation of a request of Anthropic's API: messages of blocks, which are converted to
-//! turns.
+//! The messages of a request to Anthropic's API. Their blocks are converted to messages of the chat
+//! template.
 
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -12,23 +12,24 @@ use crate::limits::bounds::{WORD, param};
 use crate::limits::{Bound, Param};
 use crate::turns::{Content, Turns};
 
-/// One client starts its system prompt with this line and a new number each time, which would
-/// defeat the prefix cache.
+/// Some clients begin the system prompt with a line that starts like this and contains a number
+/// that changes with each request. The line is removed, because it would defeat the prefix cache.
 const BILLING: &str = "x-anthropic-billing-header:";
 
-/// The roles of messages. Anthropic has no system messages; some of its clients send them anyway.
+/// The roles of messages. Anthropic's API has no system messages, but some clients send them.
 const ROLES: [&str; 3] = ["user", "assistant", "system"];
 
 /// A message.
 #[derive(Debug, Deserialize)]
 pub(crate) struct InMessage {
     role: String,
-    /// Messages of the assistant may have no content.
+    /// The assistant's messages may have no content.
     content: Option<TextOr<Block>>,
 }
 
 impl InMessage {
-    /// True if the message is an answer that ends in text.
+    /// True if this is a message of the assistant that ends in text, so the model is to continue
+    /// it.
     pub(super) fn is_begun_answer(&self) -> bool {
         let ends_in_text = match &self.content {
             Some(TextOr::Text(_)) => true,
@@ -55,15 +56,15 @@ pub(crate) struct Block {
     tool_use_id: Option<String>,
     is_error: Option<bool>,
     content: Option<Loose<TextOr<Inner>>>,
-    /// The signature of a thinking block, which this server generated.
+    /// The signature of a thinking block, which this server generated. It is ignored.
     #[serde(default, rename = "signature")]
     _signature: Inert,
 }
 
-/// A block within a result of a tool, or within a result of a search.
+/// A block within a tool result or a search result.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct Inner {
-    /// May be empty, because skipped results of tools have other entries.
+    /// May be empty: skipped kinds of tool results have elements without a type.
     #[serde(default, rename = "type")]
     kind: String,
     text: Option<String>,
@@ -73,7 +74,7 @@ pub(crate) struct Inner {
     content: Option<Loose<TextOr<Leaf>>>,
 }
 
-/// A block within a document, or within a result of a search in a tool's result.
+/// A block within a document, or within a search result in a tool result.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct Leaf {
     #[serde(default, rename = "type")]
@@ -81,7 +82,7 @@ pub(crate) struct Leaf {
     text: Option<String>,
 }
 
-/// The source of an image or a text: its data, its URL, or blocks.
+/// The source of an image or a document: its data, its URL, or blocks.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Source {
     #[serde(rename = "type")]
@@ -145,7 +146,7 @@ fn required<T>(value: Option<T>, path: &str, field: &str) -> Result<T, ApiError>
     value.ok_or_else(|| invalid(&format!("{path}.{field}"), "required and missing"))
 }
 
-/// The system prompt, without lines that are not for the model.
+/// Reads the system prompt, without lines that are not meant for the model.
 pub(super) fn system_text(
     system: TextOr<Block>,
     ignored: &mut Vec<String>,
@@ -172,7 +173,7 @@ pub(super) fn system_text(
     Ok(content)
 }
 
-/// A system prompt without a billing line at its start.
+/// Removes the billing line from the start of a system prompt.
 fn unbilled(text: String) -> String {
     if !text.starts_with(BILLING) {
         return text;
@@ -180,7 +181,7 @@ fn unbilled(text: String) -> String {
     text.split_once('\n').map_or(String::new(), |(_, rest)| rest.to_owned())
 }
 
-/// Adds a message at `path`.
+/// Adds the message at `path` to the conversation.
 pub(super) fn add(
     turns: &mut Turns,
     path: &str,
@@ -217,7 +218,7 @@ pub(super) fn add(
                     asked(turns, &mut content, &path, block, ignored)?;
                 }
             }
-            // Tool results directly follow their calls, and the user's text comes after them.
+            // Tool results directly follow their calls, and the user's text follows the results.
             for (path, block) in results {
                 result(turns, &path, block, ignored)?;
             }
@@ -230,7 +231,7 @@ pub(super) fn add(
     }
 }
 
-/// Adds a block of an answer.
+/// Adds a block of the assistant's message.
 fn said(
     turns: &mut Turns,
     path: &str,
@@ -248,14 +249,14 @@ fn said(
             }
             turns.called(block.id, &name, input);
         }
-        // Only Anthropic's servers can read this block.
+        // Skipped: only Anthropic's servers can decrypt this block.
         "redacted_thinking" => {}
         kind => ignored.push(format!("{path}.type={kind}")),
     }
     Ok(())
 }
 
-/// Adds a block of a question.
+/// Adds a block of the user's message.
 fn asked(
     turns: &mut Turns,
     content: &mut Content,
@@ -283,7 +284,7 @@ fn asked(
     }
 }
 
-/// A block with content for the model, at any nesting.
+/// A block with content for the model, at any nesting level.
 struct Shown<'a> {
     kind: &'a str,
     text: Option<String>,
@@ -292,7 +293,7 @@ struct Shown<'a> {
     context: Option<String>,
 }
 
-/// Adds a text, an image or a document.
+/// Adds a text, image or document to the content.
 fn show(
     turns: &mut Turns,
     content: &mut Content,
@@ -327,13 +328,13 @@ fn show(
     Ok(())
 }
 
-/// The source of the block at `path`.
+/// Returns the source of the block at `path`.
 fn source_of(source: Option<Loose<Source>>, path: &str) -> Result<Source, ApiError> {
     let source = required(source, path, "source")?.known();
     source.ok_or_else(|| invalid(&format!("{path}.source"), "must be an object"))
 }
 
-/// Adds a result of a search: its title, its source and its texts.
+/// Adds a search result: its title, its source and its texts.
 fn found(
     content: &mut Content,
     path: &str,
@@ -346,7 +347,8 @@ fn found(
     texts(content, path, blocks)
 }
 
-/// Adds the texts of the blocks in `path`.content; `None`: they have another shape.
+/// Adds the texts of the blocks in the `content` of `path`. `None` means that `content` has another
+/// type.
 fn texts(content: &mut Content, path: &str, blocks: Option<TextOr<Leaf>>) -> Result<(), ApiError> {
     let path = format!("{path}.content");
     match blocks {
@@ -356,7 +358,7 @@ fn texts(content: &mut Content, path: &str, blocks: Option<TextOr<Leaf>>) -> Res
                 let path = format!("{path}[{at}]");
                 match block.kind.as_str() {
                     "text" => content.text(required(block.text, &path, "text")?),
-                    // The block carries content. Dropping it would answer another question.
+                    // To drop a block with content would change the meaning of the prompt.
                     kind => return Err(ApiError::unsupported(format!("{path}.type={kind}"))),
                 }
             }
@@ -366,7 +368,7 @@ fn texts(content: &mut Content, path: &str, blocks: Option<TextOr<Leaf>>) -> Res
     Ok(())
 }
 
-/// Adds the answer of a tool.
+/// Adds the result of a tool call.
 fn result(
     turns: &mut Turns,
     path: &str,
@@ -406,7 +408,7 @@ fn result(
 }
 
 impl Source {
-    /// The image of this block.
+    /// Converts the source to the URL of an image.
     fn image(self, path: &str) -> Result<ImageUrl, ApiError> {
         let url = match self.kind.as_str() {
             "base64" => {

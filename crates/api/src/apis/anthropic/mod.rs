@@ -1,4 +1,4 @@
-//! `POST /v1/messages`, Anthropic's API: requests.
+//! `POST /v1/messages`, Anthropic's Messages API: its requests.
 
 pub(crate) mod conversation;
 #[cfg(test)]
@@ -22,11 +22,11 @@ use crate::tools::{OfferedTools, ToolNames};
 use crate::turns::Turns;
 use conversation::{BLOCK, Block, InMessage, MESSAGE, add, invalid, system_text};
 
-/// A request of Anthropic's API. `/v1/messages/count_tokens` takes it too.
+/// A request to Anthropic's Messages API. `/v1/messages/count_tokens` takes the same request.
 #[derive(Debug, Default)]
 pub struct MessagesRequest {
     generation: GenerationParameters,
-    /// The name of the model; the served one if absent.
+    /// The name of the model; `None` means the served one.
     pub model: Option<String>,
     messages: Vec<InMessage>,
     system: Option<TextOr<Block>>,
@@ -66,7 +66,7 @@ tabled!(
     generation
 );
 
-/// The parameters with the effort of reasoning.
+/// The names of the parameters that set the reasoning effort.
 const EFFORT: EffortParams = EffortParams { level: "output_config.effort", switch: "thinking" };
 
 /// The `thinking` parameter.
@@ -126,10 +126,10 @@ opaque!(InMessage);
 
 impl MessagesRequest {
     /// Checks everything that can be checked before the prompt is tokenised. The names of
-    /// parameters without effect are added to `ignored`.
+    /// parameters that have no effect are added to `ignored`.
     ///
     /// # Errors
-    /// A parameter is out of range or not served; the error names the first.
+    /// A parameter is out of range or not supported. The error names the first such parameter.
     pub fn validate(
         self,
         defaults: &GenerationDefaults,
@@ -146,7 +146,7 @@ impl MessagesRequest {
         if self.messages.is_empty() {
             return Err(invalid("messages", "at least one is needed"));
         }
-        // An answer that the client has begun is continued.
+        // The model continues the last message if the client has begun the assistant's message.
         let continues = self.messages.last().is_some_and(InMessage::is_begun_answer);
         for (index, message) in self.messages.into_iter().enumerate() {
             add(&mut turns, &format!("messages[{index}]"), message, ignored)?;
@@ -205,7 +205,7 @@ impl MessagesRequest {
 }
 
 impl Thinking {
-    /// The switch for reasoning, and the limit on its tokens.
+    /// Returns whether the model should think, and the limit on its reasoning tokens.
     fn check(&self) -> Result<(Option<bool>, Option<i64>), ApiError> {
         match self.kind.as_str() {
             "enabled" => Ok((Some(true), self.budget_tokens.map(i64::from))),
@@ -217,7 +217,7 @@ impl Thinking {
 }
 
 impl ToolChoice {
-    /// The value in the chat API's words.
+    /// Converts the value to the chat API's `tool_choice`.
     fn in_chat(&self) -> Result<Value, ApiError> {
         match (self.kind.as_str(), &self.name) {
             ("auto" | "none", _) => Ok(json!(self.kind)),
@@ -230,7 +230,8 @@ impl ToolChoice {
 }
 
 impl OutputFormat {
-    /// The format as a parameter of the chat API; it came in `param`.
+    /// Converts the format to the chat API's `response_format`. `param` is the path of this object,
+    /// for errors.
     fn in_chat(self, param: &str) -> Result<ResponseFormat, ApiError> {
         if self.kind != "json_schema" {
             return Err(invalid(&format!("{param}.type"), "must be json_schema"));
@@ -244,8 +245,8 @@ impl OutputFormat {
     }
 }
 
-/// Tools in the chat API's form, and their paths. Tools that Anthropic's servers run themselves are
-/// not served here.
+/// Converts the tools to the chat API's form, and returns their paths too. Tools that run on
+/// Anthropic's servers are not supported here.
 fn functions(
     tools: Vec<Value>,
     ignored: &mut Vec<String>,

@@ -1,4 +1,4 @@
-//! Requests of Anthropic's API become requests of the chat API.
+//! Requests to Anthropic's API become requests of the chat API.
 
 use super::*;
 use crate::sampling::MaxTokens;
@@ -133,7 +133,7 @@ fn what_is_wrong_is_named_by_its_path() {
     assert_eq!(validate(&servers).unwrap_err(), ApiError::unsupported("mcp_servers"));
 }
 
-/// Content that a client sends reaches the prompt, whichever block type holds it.
+/// Content from the client reaches the prompt, in whichever block type it was sent.
 #[test]
 fn documents_and_results_of_searches_are_in_the_prompt() {
     let document = |source: Value| json!({"type": "document", "title": "Report", "context": "draft", "source": source});
@@ -159,7 +159,7 @@ fn documents_and_results_of_searches_are_in_the_prompt() {
     }
 }
 
-/// A block's kind decides which fields it has; blocks of skipped kinds may have any shape.
+/// The type of a block determines its fields. Blocks of skipped types may have fields of any type.
 #[test]
 fn blocks_of_other_kinds_are_skipped_whatever_is_in_them() {
     for block in [
@@ -180,7 +180,7 @@ fn blocks_of_other_kinds_are_skipped_whatever_is_in_them() {
             assert_eq!(ignored, [format!("messages[0].content[1].type={kind}")]);
         }
     }
-    // A block of a supported type must have its shape.
+    // The fields of a block of a supported type must have the right types.
     for (block, param) in [
         (json!({"type": "image", "source": "x"}), "source"),
         (json!({"type": "document", "source": {"type": "url", "url": "u"}}), "source.type=url"),

@@ -14,7 +14,7 @@ use crate::prompt::{Prompt, Prompts};
 use crate::response::StopReason;
 use crate::sampling::{Generation, Limits, check_logprobs, check_total};
 
-/// A completion request of llama.cpp's server.
+/// A completion request to llama.cpp's server.
 #[derive(Debug, Default)]
 pub struct LlamaRequest {
     generation: GenerationParameters,
@@ -54,18 +54,18 @@ const LINES: &[Line<LlamaRequest>] = &[
 
 tabled!(LlamaRequest, "A completion request of llama.cpp's server.", [LINES], generation);
 
-/// A llama.cpp request that is checked, except for the prompts' lengths.
+/// A llama.cpp request, checked except for the lengths of the prompts.
 #[derive(Debug)]
 pub struct ValidLlama {
-    /// The prompts, at least one.
+    /// The list of prompts, which has at least one.
     pub prompts: Vec<Prompt>,
-    /// True if the answer is a list.
+    /// True if the response is a list.
     pub batch: bool,
-    /// The parameters that all routes share.
+    /// The generation parameters.
     pub generation: Generation,
-    /// True if the response is server-sent events.
+    /// True if the response is a stream of server-sent events.
     pub stream: bool,
-    /// True if ids of the generated tokens are returned.
+    /// True if the response includes the ids of the generated tokens.
     pub return_tokens: bool,
 }
 
@@ -73,7 +73,7 @@ impl LlamaRequest {
     /// Checks everything that can be checked before the prompts are tokenised.
     ///
     /// # Errors
-    /// A parameter is out of range or not served; the error names the first.
+    /// A parameter is out of range or not supported. The error names the first such parameter.
     pub fn validate(
         self,
         defaults: &GenerationDefaults,
@@ -104,7 +104,7 @@ impl LlamaRequest {
     }
 }
 
-/// Biases by token id, in either of the two forms. `false` forbids a token.
+/// Reads the biases by token id, from either of the two formats. `false` forbids a token.
 fn biases(given: Value) -> Result<HashMap<String, f32>, ApiError> {
     const PARAM: &str = "logit_bias";
     /// The smallest bias, which forbids a token.
@@ -154,7 +154,7 @@ fn biases(given: Value) -> Result<HashMap<String, f32>, ApiError> {
 /// An answer of llama.cpp's server, or a chunk of its stream.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub struct LlamaCompletion {
-    /// The number of the prompt.
+    /// The index of the prompt.
     pub index: u32,
     /// The text; in a stream, the new text.
     pub content: String,
@@ -179,11 +179,11 @@ pub struct LlamaEnd {
     pub stop_type: &'static str,
     /// The stop string that was found.
     pub stopping_word: String,
-    /// Tokens of the prompt.
+    /// The number of prompt tokens.
     pub tokens_evaluated: u32,
-    /// Tokens that were generated.
+    /// The number of generated tokens.
     pub tokens_predicted: u32,
-    /// Tokens of the prompt found in the prefix cache.
+    /// The number of prompt tokens that were found in the prefix cache.
     pub tokens_cached: u32,
     /// Always false: a prompt that is too long is refused.
     pub truncated: bool,
@@ -194,11 +194,11 @@ pub struct LlamaEnd {
 /// Times of an answer.
 #[derive(Debug, Default, Serialize, ToSchema)]
 pub struct LlamaTimings {
-    /// Tokens of the prompt that were computed.
+    /// The number of prompt tokens that were computed.
     pub prompt_n: u32,
     /// The number of prompt tokens that were found in the prefix cache.
     pub cache_n: u32,
-    /// Tokens that were generated.
+    /// The number of generated tokens.
     pub predicted_n: u32,
     /// Milliseconds from the request to the end.
     pub predicted_ms: f64,
@@ -209,13 +209,13 @@ pub struct LlamaTimings {
 /// The log-probability of a token.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct LlamaProbability {
-    /// The token.
+    /// The id of the token.
     pub id: i32,
     /// The text of the token.
     pub token: String,
     /// The bytes of the token.
     pub bytes: Vec<u8>,
-    /// Natural logarithm.
+    /// The natural logarithm of the token's probability.
     pub logprob: f32,
     /// The most likely tokens, descending.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -224,8 +224,8 @@ pub struct LlamaProbability {
 }
 
 impl LlamaEnd {
-    /// Sets what ended the text: a stop string or token, or `None` for its length. `eos` is true
-    /// for an end-of-sequence token.
+    /// Sets the reason for the end of the text: a stop string or token, or `None` if the length
+    /// limit was reached. `eos` is true for an end-of-sequence token.
     pub fn stopped(&mut self, by: Option<StopReason>, eos: bool) {
         (self.stop_type, self.stopping_word) = match by {
             None => ("limit", String::new()),
@@ -236,10 +236,10 @@ impl LlamaEnd {
     }
 }
 
-/// A row of the device tables, in the form of llama.cpp's server.
+/// A slot, in the form of llama.cpp's server.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct LlamaSlot {
-    /// The number of the slot.
+    /// The index of the slot.
     pub id: u32,
     /// The largest number of positions of a request.
     pub n_ctx: u32,

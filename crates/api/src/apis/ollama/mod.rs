@@ -1,4 +1,5 @@
-//! Ollama's requests: conversations, prompts and texts, with sampling parameters in `options`.
+//! Requests of Ollama's API: chats, prompts and texts to embed, with sampling parameters in
+//! `options`.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -19,10 +20,10 @@ use crate::structure::{JsonSchemaFormat, Raw, ResponseFormat, Spellings};
 use crate::tools::{OfferedTools, ToolNames};
 use crate::turns::{Content, Turns};
 
-/// A conversation, `POST /api/chat`.
+/// A chat request, `POST /api/chat`.
 #[derive(Debug, Default)]
 pub struct OllamaChatRequest {
-    /// The name of the model; a `:latest` after it is ignored.
+    /// The name of the model. A `:latest` suffix is ignored.
     pub model: Option<String>,
     messages: Vec<OllamaMessage>,
     tools: Option<Vec<Value>>,
@@ -47,10 +48,10 @@ const CHAT: &[Line<OllamaChatRequest>] = &[
 
 tabled!(OllamaChatRequest, "A conversation, `POST /api/chat`.", [CHAT]);
 
-/// A prompt, `POST /api/generate`.
+/// A request to continue a prompt, `POST /api/generate`.
 #[derive(Debug, Default)]
 pub struct OllamaGenerateRequest {
-    /// The name of the model; a `:latest` after it is ignored.
+    /// The name of the model. A `:latest` suffix is ignored.
     pub model: Option<String>,
     prompt: String,
     system: Option<String>,
@@ -82,10 +83,10 @@ const GENERATE: &[Line<OllamaGenerateRequest>] = &[
 
 tabled!(OllamaGenerateRequest, "A prompt, `POST /api/generate`.", [GENERATE]);
 
-/// Texts to turn into vectors, `POST /api/embed`.
+/// A request to embed texts, `POST /api/embed`.
 #[derive(Debug, Default)]
 pub struct OllamaEmbedRequest {
-    /// The name of the model; a `:latest` after it is ignored.
+    /// The name of the model. A `:latest` suffix is ignored.
     pub model: Option<String>,
     input: Option<Prompts>,
     truncate: Option<bool>,
@@ -104,10 +105,10 @@ const EMBED: &[Line<OllamaEmbedRequest>] = &[
 
 tabled!(OllamaEmbedRequest, "Texts to turn into vectors, `POST /api/embed`.", [EMBED]);
 
-/// A text to turn into a vector, `POST /api/embeddings`, Ollama's older route.
+/// A request to embed one text, `POST /api/embeddings`, which is Ollama's older route.
 #[derive(Debug, Default)]
 pub struct OllamaEmbeddingsRequest {
-    /// The name of the model; a `:latest` after it is ignored.
+    /// The name of the model. A `:latest` suffix is ignored.
     pub model: Option<String>,
     prompt: String,
 }
@@ -126,12 +127,12 @@ tabled!(
     [EMBEDDINGS]
 );
 
-/// The request of `POST /api/show`, which names the model to describe.
+/// A request for the description of a model, `POST /api/show`.
 #[derive(Debug, Default)]
 pub struct OllamaShowRequest {
     /// The name of the model.
     pub model: Option<String>,
-    /// The model's name, as older clients send it.
+    /// The name of the model in the field that older clients use.
     pub name: Option<String>,
 }
 
@@ -147,7 +148,7 @@ tabled!(
     [SHOW]
 );
 
-/// The fields that conversations and prompts share.
+/// The fields that chat and prompt requests share.
 struct Shared {
     stream: Option<bool>,
     format: Option<Raw>,
@@ -156,7 +157,7 @@ struct Shared {
     keep_alive: Option<Value>,
 }
 
-/// Sampling parameters. Those about loading have no effect.
+/// The sampling parameters. Options about loading the model have no effect.
 #[derive(Debug, Default)]
 pub(crate) struct OllamaOptions {
     generation: GenerationParameters,
@@ -232,7 +233,7 @@ pub(crate) const FUNCTION: &[Param] = &[param("name", WORD), param("arguments", 
 
 component!(OllamaMessage);
 
-/// The content of an Ollama request.
+/// A validated Ollama request, by kind.
 #[derive(Debug)]
 pub enum OllamaAsk {
     /// A request without a prompt, which loads or unloads the model.
@@ -240,15 +241,15 @@ pub enum OllamaAsk {
         /// True if the model is to be unloaded.
         unload: bool,
     },
-    /// An answer in a conversation.
+    /// A chat, which the model continues.
     Chat(Box<ValidChat>),
     /// A text to continue.
     Raw {
         /// The text.
         prompt: String,
-        /// The parameters of the generation.
+        /// The generation parameters.
         generation: Box<Generation>,
-        /// True if the answer is streamed in lines.
+        /// True if the response is streamed as lines of JSON.
         streamed: bool,
     },
 }
@@ -257,7 +258,7 @@ impl OllamaChatRequest {
     /// Checks everything that can be checked before the prompt is tokenised.
     ///
     /// # Errors
-    /// A parameter is out of range or not served; the error names the first.
+    /// A parameter is out of range or not supported. The error names the first such parameter.
     pub fn validate(
         self,
         defaults: &GenerationDefaults,
@@ -269,7 +270,7 @@ impl OllamaChatRequest {
             return Ok(shared.load());
         }
         let mut turns = Turns::new(limits.images);
-        // Results name their tool but not their call: they come in the order of the calls.
+        // A tool result names its tool but not its call. Results are matched to the calls in order.
         let mut calls = Calls::default();
         for (index, message) in messages.into_iter().enumerate() {
             message.add(&mut turns, &mut calls, &format!("messages[{index}]"))?;
@@ -281,10 +282,10 @@ impl OllamaChatRequest {
 
 impl OllamaGenerateRequest {
     /// Checks everything that can be checked before the prompt is tokenised. `has_template` is true
-    /// if the model's prompts are conversations.
+    /// if the model has a chat template.
     ///
     /// # Errors
-    /// A parameter is out of range or not served; the error names the first.
+    /// A parameter is out of range or not supported. The error names the first such parameter.
     pub fn validate(
         self,
         has_template: bool,
@@ -333,7 +334,7 @@ impl OllamaGenerateRequest {
 }
 
 impl OllamaEmbedRequest {
-    /// The request as a request of OpenAI's API; `None`: there is no text.
+    /// Converts the request to one of OpenAI's API; `None` if it has no text.
     #[must_use]
     pub fn in_openai(self) -> Option<EmbeddingRequest> {
         let input = self.input.filter(|input| !input.is_empty())?;
@@ -342,8 +343,8 @@ impl OllamaEmbedRequest {
 }
 
 impl OllamaEmbeddingsRequest {
-    /// The request as a request of OpenAI's API; `None`: there is no text. The older route gives
-    /// raw vectors.
+    /// Converts the request to one of OpenAI's API; `None` if it has no text. The older route
+    /// returns embeddings without normalisation.
     #[must_use]
     pub fn in_openai(self) -> Option<EmbeddingRequest> {
         let text = Some(self.prompt).filter(|text| !text.is_empty())?;
@@ -427,10 +428,11 @@ impl Shared {
     }
 }
 
-/// The parameter with the effort of reasoning.
+/// The name of the parameter that sets the reasoning effort.
 const THINK: EffortParams = EffortParams { level: "think", switch: "think" };
 
-/// The format of an answer; `None`: any. Ollama's own clients send an empty text for any.
+/// Converts the format to the chat API's `response_format`; `None` for free text, for which
+/// Ollama's own clients send an empty string.
 fn in_chat(format: Raw) -> Result<Option<ResponseFormat>, ApiError> {
     let kind = match format.get() {
         r#""""# => return Ok(None),
@@ -443,11 +445,11 @@ fn in_chat(format: Raw) -> Result<Option<ResponseFormat>, ApiError> {
     Ok(Some(ResponseFormat { kind: kind.to_owned(), json_schema, ..ResponseFormat::default() }))
 }
 
-/// Names of calls whose results have not come.
+/// The ids of tool calls whose results have not come yet.
 #[derive(Default)]
 struct Calls {
     made: usize,
-    /// Tool and call, the oldest first.
+    /// Pairs of tool name and call id, the oldest first.
     open: Vec<(String, String)>,
 }
 
@@ -471,7 +473,7 @@ impl OllamaMessage {
                 for (at, call) in self.tool_calls.into_iter().flatten().enumerate() {
                     let OllamaFunction { name, arguments } = call.function;
                     let arguments = match arguments {
-                        // A call without arguments, as clients in some languages write it.
+                        // Clients in some languages omit the arguments if there are none.
                         None => json!({}),
                         Some(arguments @ (Value::Object(_) | Value::String(_))) => arguments,
                         Some(_) => {

@@ -45,7 +45,7 @@ pub(crate) struct ReasoningRequest {
     pub max_tokens: Option<i64>,
     /// The switch for reasoning, as in `enable_thinking`.
     pub enabled: Option<bool>,
-    /// True leaves reasoning out, like `include_reasoning` false.
+    /// True to leave reasoning out, as with `include_reasoning: false`.
     pub exclude: Option<bool>,
 }
 
@@ -60,26 +60,26 @@ component!(ReasoningRequest);
 
 #[rustfmt::skip]
 const OWN: &[Line<ChatRequest>] = &[
-    own("messages", Bound::Messages(MESSAGES, &[MESSAGE]), "The conversation so far.", |r: &mut ChatRequest, v| v.put(&mut r.messages)).required().note("Roles that the template does not take become others; see below."),
+    own("messages", Bound::Messages(MESSAGES, &[MESSAGE]), "The conversation so far.", |r: &mut ChatRequest, v| v.put(&mut r.messages)).required().note("Roles that the template does not accept are converted; see below."),
     own("max_completion_tokens", count(1), "The largest number of tokens to generate; the rest of the context if absent. `max_tokens` is its older name.", |r, v| v.put(&mut r.max_completion_tokens)),
     own("logprobs", Bound::Flag, "Return log-probabilities.", |r, v| v.put(&mut r.logprobs)),
     own("top_logprobs", ALTERNATIVES, "Alternatives to return for each token, 0 to 20.", |r, v| v.put(&mut r.top_logprobs)),
     own("add_generation_prompt", Bound::Flag, "Let the template open the assistant's turn; true if absent.", |r, v| v.put(&mut r.add_generation_prompt)),
     own("continue_final_message", Bound::Flag, "Let the model continue the last message, and not answer it.", |r, v| v.put(&mut r.continue_final_message)),
     own("chat_template_kwargs", Bound::Tree, "Variables for the chat template.", |r, v| v.put(&mut r.chat_template_kwargs)),
-    own("tools", Bound::Tree, "Functions that the model may call.", |r: &mut ChatRequest, v| v.put(&mut r.tools)).note("Also with `strict`; of other types (`web_search`, `custom`) each is named."),
+    own("tools", Bound::Tree, "Functions that the model may call.", |r: &mut ChatRequest, v| v.put(&mut r.tools)).note("`strict` is supported. Tools of other types (`web_search`, `custom`) are skipped and named."),
     own("tool_choice", Bound::Tree, "`auto`; `none`: the model does not see the tools; `required`: it calls one; or an object that names a function, or the allowed ones.", |r: &mut ChatRequest, v| v.put(&mut r.tool_choice)).shown(TEXT).note("See [calls that are asked for](#calls-that-are-asked-for)."),
     own("parallel_tool_calls", Bound::Flag, "True if an answer may have several calls; true if absent.", |r: &mut ChatRequest, v| v.put(&mut r.parallel_tool_calls)).note("False: the answer ends with its first call."),
     own("reasoning_effort", WORD, "The effort of the model's reasoning, for templates that use it; `none` means no reasoning.", |r: &mut ChatRequest, v| v.put(&mut r.reasoning_effort)).note("Given to templates with `reasoning_effort`, `enable_thinking` or `thinking`; otherwise named."),
     own("enable_thinking", Bound::Flag, "True if the model should think, for templates that use it.", |r, v| v.put(&mut r.enable_thinking)),
-    own("reasoning", Bound::Object(&[REASONING]), "The settings of reasoning in OpenRouter's words, with a limit on its tokens.", |r: &mut ChatRequest, v| v.put(&mut r.reasoning)).note("`effort`, `max_tokens` (as `thinking_budget`), `enabled`, `exclude`."),
+    own("reasoning", Bound::Object(&[REASONING]), "Settings of reasoning in OpenRouter's format, with a limit on its tokens.", |r: &mut ChatRequest, v| v.put(&mut r.reasoning)).note("`effort`, `max_tokens` (as `thinking_budget`), `enabled`, `exclude`."),
     own("include_reasoning", Bound::Flag, "True if reasoning is part of the answer; true if absent.", |r, v| v.put(&mut r.include_reasoning)),
-    own("separate_reasoning", Bound::Flag, "True if reasoning stands apart from the content; true if absent.", |r: &mut ChatRequest, v| v.put(&mut r.separate_reasoning)).note("False: reasoning stays in the content."),
+    own("separate_reasoning", Bound::Flag, "True if reasoning is separate from the content; true if absent.", |r: &mut ChatRequest, v| v.put(&mut r.separate_reasoning)).note("False: reasoning stays in the content."),
     refused("functions").note("OpenAI's older form of tools."),
     refused("function_call").unless(&["auto", "none"]),
     own("modalities", Bound::Strings { count: 16, each: WORD_BYTES, total: 16 * WORD_BYTES }, "", |r: &mut ChatRequest, v| v.put(&mut r.modalities)).hidden(),
     refused("audio"),
-    own("prediction", Bound::Tree, "The answer that the client predicts: `{\"type\": \"content\", \"content\": ...}`.", |r: &mut ChatRequest, v| v.put(&mut r.prediction)).note("Its tokens are [drafts](speculation.md) where these are on, and change no token. Otherwise named."),
+    own("prediction", Bound::Tree, "The answer that the client predicts: `{\"type\": \"content\", \"content\": ...}`.", |r: &mut ChatRequest, v| v.put(&mut r.prediction)).note("Its tokens are [drafts](speculation.md) if speculation is on, and change no output. Otherwise named."),
     refused("web_search_options"),
     refused("documents").note("`chat_template_kwargs` may have them."),
     refused("chat_template").note("`--chat-template`."),
@@ -88,7 +88,7 @@ const OWN: &[Line<ChatRequest>] = &[
 
 tabled!(ChatRequest, "A chat completion request.", [OWN, ChatRequest::SHARED], shared.generation);
 
-/// The text of a predicted answer.
+/// Returns the text of the predicted output.
 fn predicted(prediction: Value) -> Result<String, ApiError> {
     #[derive(serde::Deserialize)]
     struct Prediction {
@@ -127,7 +127,7 @@ impl Shares for ChatRequest {
 }
 
 impl ChatRequest {
-    /// The name of the model.
+    /// Returns the name of the requested model.
     #[must_use]
     pub fn model(&self) -> Option<&str> {
         self.shared.model.as_deref()
@@ -136,7 +136,7 @@ impl ChatRequest {
     /// Checks everything that can be checked before the prompt is tokenised.
     ///
     /// # Errors
-    /// A parameter is out of range or not served; the error names the first.
+    /// A parameter is out of range or not supported. The error names the first such parameter.
     pub fn validate(
         mut self,
         defaults: &GenerationDefaults,
@@ -203,7 +203,7 @@ impl ChatRequest {
         })
     }
 
-    /// Moves the settings in `reasoning` to the equivalent parameters.
+    /// Moves the fields of `reasoning` to the equivalent parameters.
     fn spread_reasoning(&mut self) -> Result<(), ApiError> {
         fn put<T>(
             place: &mut Option<T>,

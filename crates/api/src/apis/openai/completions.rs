@@ -10,7 +10,7 @@ use crate::parameter::{Line, own, refused, tabled};
 use crate::prompt::{Prompt, Prompts};
 use crate::sampling::{Generation, Limits, check_logprobs, check_total, whole_prompt};
 
-/// Tokens that the legacy API generates if the client sets no limit.
+/// The number of tokens that the legacy API generates if the client sets no limit.
 const DEFAULT_MAX_TOKENS: u32 = 16;
 
 /// A completion request.
@@ -47,42 +47,42 @@ impl Shares for CompletionRequest {
     }
 }
 
-/// The texts to continue.
+/// The prompts of a completion request.
 #[derive(Debug, PartialEq)]
 pub enum CompletionPrompts {
-    /// Texts and token ids.
+    /// Prompts as texts and token ids.
     Prompts(Vec<Prompt>),
-    /// Embeddings that are not read yet.
+    /// Prompts as embeddings, which are not checked yet.
     Embeds(PromptEmbeds),
 }
 
-/// A completion request that is checked, except for the prompts' lengths.
+/// A completion request, checked except for the lengths of the prompts.
 #[derive(Debug)]
 pub struct ValidCompletion {
-    /// The prompts, at least one.
+    /// The list of prompts, which has at least one.
     pub prompts: CompletionPrompts,
-    /// True if the tokenizer's special tokens are added to text prompts.
+    /// True if the tokenizer adds its special tokens to text prompts.
     pub add_special_tokens: bool,
-    /// True if the answer's text begins with the prompt's text.
+    /// True if the response's text begins with the prompt's text.
     pub echo: bool,
-    /// Choices to return for each prompt; more may be generated.
+    /// The number of choices to return per prompt. More may be generated.
     pub n: u32,
-    /// The number of alternatives for each token's log-probabilities; with `echo` also for the
-    /// prompt's tokens. `None`: none are returned.
+    /// The number of alternatives in each token's log-probabilities, with `echo` also for the
+    /// prompt's tokens. `None` if log-probabilities are not requested.
     pub logprobs: Option<u8>,
-    /// The number of alternatives for each log-probability of the prompt, which are returned in a
-    /// field of their own; `None`: none are returned.
+    /// The number of alternatives in the log-probabilities of the prompt, which are returned in a
+    /// separate field. `None` if they are not requested.
     pub prompt_logprobs: Option<u8>,
     /// How tokens are returned in addition to their text.
     pub tokens: TokenOutput,
-    /// The parameters that all routes share.
+    /// The generation parameters.
     pub generation: Generation,
-    /// The options of the stream; `None`: one response.
+    /// The options of the stream; `None` for a single response.
     pub streaming: Option<Streaming>,
 }
 
 impl CompletionRequest {
-    /// The name of the model.
+    /// Returns the name of the requested model.
     #[must_use]
     pub fn model(&self) -> Option<&str> {
         self.shared.model.as_deref()
@@ -91,7 +91,7 @@ impl CompletionRequest {
     /// Checks everything that can be checked before the prompts are tokenised.
     ///
     /// # Errors
-    /// A parameter is out of range or not served; the error names the first.
+    /// A parameter is out of range or not supported. The error names the first such parameter.
     pub fn validate(
         mut self,
         defaults: &GenerationDefaults,
@@ -119,7 +119,7 @@ impl CompletionRequest {
         let mut generation = parameters.validate("", defaults, limits)?;
         if best_of > n {
             generation.n = best_of;
-            // Candidates are ranked by their log-probabilities.
+            // The generated choices are ranked by their log-probabilities.
             generation.sampling.logprobs.get_or_insert(0);
         }
         let (prompts, param, count) = if self.prompt_embeds.is_empty() {
@@ -130,7 +130,7 @@ impl CompletionRequest {
             let count = prompts.len();
             (CompletionPrompts::Prompts(prompts), "prompt", count)
         } else {
-            // Some clients always send a prompt, and leave it empty.
+            // Some clients always send `prompt`; with embeddings, theirs is empty.
             if self.prompt.as_ref().is_some_and(|prompt| !prompt.is_empty()) {
                 return Err(ApiError::invalid(
                     "prompt_embeds",
@@ -238,7 +238,7 @@ mod tests {
         assert_eq!(wanted(both), (Some((1, 5)), Some(5)));
     }
 
-    /// One position of one float32.
+    /// Returns the embeddings of one position, with one float32.
     fn embeds() -> String {
         let header = br#"{"x":{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]}}"#;
         let file = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 4]].concat();

@@ -1,4 +1,4 @@
-//! The conversation of a chat: messages of parts.
+//! The messages of a chat request, and their parts.
 
 use serde_json::{Map, Value, json};
 use utoipa::ToSchema;
@@ -16,7 +16,7 @@ use crate::parameter::component;
 pub(crate) struct ChatMessage {
     /// `system`, `user`, `assistant`, `tool`, or another role of the chat template.
     pub role: String,
-    /// A string, or a list of parts of type `text`.
+    /// A string, or a list of parts.
     #[schema(value_type = Option<String>)]
     pub content: Option<MessageContent>,
     /// The name of the speaker, for templates that use it.
@@ -32,20 +32,20 @@ pub(crate) struct ChatMessage {
     pub tool_calls: Option<Vec<Value>>,
     /// The call that a `tool` message answers.
     pub tool_call_id: Option<String>,
-    /// The assistant's words where it refused to answer.
+    /// The assistant's text if it refused to answer.
     pub refusal: Option<String>,
     /// The older form of `tool_calls`: one call.
     #[schema(value_type = Option<Object>)]
     pub function_call: Option<Value>,
 }
 
-/// Content of a message.
+/// The content of a message.
 pub(crate) type MessageContent = TextOr<ContentPart>;
 
 /// A part of a message.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Deserialize)]
 pub(crate) struct ContentPart {
-    /// `text`; also `image_url`, if the model takes images.
+    /// `text`, `refusal`, or `image_url` if the model takes images.
     #[serde(rename = "type")]
     pub kind: String,
     /// The text.
@@ -78,27 +78,27 @@ pub(crate) const PART: &[Param] = &[
 
 component!(ChatMessage);
 
-/// A client's options for rendering a conversation.
+/// The client's options for rendering the conversation.
 #[derive(Debug, Default)]
 pub(crate) struct Rendering {
-    /// Let the template open the assistant's turn.
+    /// Whether the template appends the header of the assistant's message.
     pub(crate) add_generation_prompt: Option<bool>,
-    /// Leave the last message open.
+    /// Whether the last message is left unclosed, so that the model continues it.
     pub(crate) continue_final_message: Option<bool>,
-    /// Variables for the template.
+    /// Additional variables for the template.
     pub(crate) kwargs: Option<Map<String, Value>>,
-    /// Descriptions of tools.
+    /// Descriptions of the tools.
     pub(crate) tools: Vec<Value>,
     /// The effort of the model's reasoning.
     pub(crate) effort: Effort,
-    /// The largest number of images; 0: the model takes none.
+    /// The largest number of images; 0 means that the model takes none.
     pub(crate) images: u32,
 }
 
-/// Checks the messages and brings them into the shape that templates expect.
+/// Checks the messages and converts them to the form that templates expect.
 ///
 /// # Errors
-/// There is no message, a part is not served, there are too many images, or both a generation
+/// There is no message, a part is not supported, there are too many images, or both a generation
 /// prompt and a continued message are requested.
 pub(crate) fn chat_prompt(
     messages: Vec<ChatMessage>,
@@ -123,7 +123,7 @@ pub(crate) fn chat_prompt(
         ));
     }
     let mut images = Images::new(most);
-    // The last call in the older form, whose result does not repeat its name.
+    // The message with the last call in the older format, whose result does not have the call's id.
     let mut called = None;
     let messages = messages.into_iter().enumerate().map(|(index, mut message)| {
         if message.function_call.is_some() {
@@ -145,7 +145,7 @@ pub(crate) fn chat_prompt(
     })
 }
 
-/// Takes the non-text part at `path`. Returns what the template gets for it.
+/// Records the image at `path`, and returns the part that represents it in the template.
 fn take(path: &str, part: ContentPart, images: &mut Images) -> Result<Value, ApiError> {
     if images.are_unseen() || part.kind != "image_url" {
         return Err(ApiError::unsupported(format!("{path}.type={}", part.kind)));
@@ -158,12 +158,12 @@ fn take(path: &str, part: ContentPart, images: &mut Images) -> Result<Value, Api
     Ok(json!({"type": "image"}))
 }
 
-/// The template's view of message number `index`.
+/// Converts the message with this index to the template's form.
 fn flatten(index: usize, message: ChatMessage, images: &mut Images) -> Result<Value, ApiError> {
     let mut map = Map::new();
     map.insert("role".into(), Value::String(message.role));
     let content = match message.content {
-        // A refusal stands in place of the content.
+        // The refusal replaces the content.
         None => message.refusal.map_or(Value::Null, Value::String),
         Some(MessageContent::Text(text)) => Value::String(text),
         Some(MessageContent::List(parts)) => {
@@ -221,7 +221,7 @@ fn flatten(index: usize, message: ChatMessage, images: &mut Images) -> Result<Va
     Ok(Value::Object(map))
 }
 
-/// The id of the call in message number `index`, if the older form gives it none.
+/// Returns the id for the call of the message at `index` in the older format, which has no ids.
 fn call_id(index: usize) -> String {
     format!("call_{index}")
 }
@@ -230,8 +230,8 @@ fn text_view(text: String) -> Value {
     json!({"type": "text", "text": text})
 }
 
-/// Checks the calls of message number `index`. Otherwise templates fail on wrong calls with useless
-/// messages.
+/// Checks the calls of the message at `index`. Without this check, templates fail on wrong calls
+/// with useless error messages.
 fn check_calls(index: usize, calls: &[Value]) -> Result<(), ApiError> {
     for (number, call) in calls.iter().enumerate() {
         let path = format!("messages[{index}].tool_calls[{number}]");

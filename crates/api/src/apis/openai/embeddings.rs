@@ -14,10 +14,10 @@ use crate::prompt::{Prompt, Prompts};
 use crate::salt::check_salt;
 use crate::sampling::Limits;
 
-/// Texts to turn into vectors.
+/// A request to embed texts.
 #[derive(Debug, Default)]
 pub struct EmbeddingRequest {
-    /// The name of the model; the served one if absent.
+    /// The name of the model; `None` means the served one.
     pub model: Option<String>,
     pub(crate) input: Prompts,
     pub(crate) encoding_format: Option<EncodingFormat>,
@@ -63,32 +63,32 @@ pub enum EncodingFormat {
     Base64,
 }
 
-/// An embeddings request that is checked, except for the inputs' lengths.
+/// An embeddings request, checked except for the lengths of the inputs.
 #[derive(Debug, PartialEq)]
 pub struct ValidEmbedding {
     /// The prompts, from 1 to [`crate::limits::INPUTS`].
     pub prompts: Vec<Prompt>,
-    /// The form in which vectors are written.
+    /// The format of the embeddings in the response.
     pub format: EncodingFormat,
-    /// The number of leading values to keep of each vector, at most its size.
+    /// The number of leading elements to keep of each embedding, at most its dimension.
     pub dimensions: Option<usize>,
     /// True if each vector is normalised to length 1.
     pub normalize: bool,
-    /// True if scores are returned raw, as the model computes them.
+    /// True if scores are returned as the model computes them, without a sigmoid or softmax.
     pub raw: bool,
-    /// The number of tokens to which inputs are cut: at least one and at most the context length.
-    /// `None`: longer inputs are refused.
+    /// The number of tokens that inputs are truncated to: at least one and at most the context
+    /// length. `None` if longer inputs are refused.
     pub truncate: Option<usize>,
-    /// True if the tokenizer's special tokens are added around texts.
+    /// True if the tokenizer adds its special tokens around each text.
     pub add_special_tokens: bool,
-    /// The priority in the queue.
+    /// The scheduling priority.
     pub priority: i32,
-    /// The salt, which keeps the request's cached blocks apart from others.
+    /// The salt. Cached blocks are shared only between requests with the same salt.
     pub cache_salt: Option<Arc<str>>,
 }
 
 impl EmbeddingRequest {
-    /// A request of Ollama's API.
+    /// Creates the request from a request of Ollama's API.
     pub(crate) fn from_ollama(
         input: Prompts,
         normalize: bool,
@@ -104,11 +104,11 @@ impl EmbeddingRequest {
         }
     }
 
-    /// Checks everything that can be checked before the inputs are tokenised. Vectors have `size`
-    /// numbers. `normalized` is true if the model's authors normalise vectors.
+    /// Checks everything that can be checked before the inputs are tokenised. Embeddings have
+    /// `size` dimensions. `normalized` is true if the model's authors normalise them.
     ///
     /// # Errors
-    /// A parameter is out of range; the error names the first.
+    /// A parameter is out of range. The error names the first such parameter.
     pub fn validate(
         self,
         limits: Limits,
@@ -152,14 +152,14 @@ pub struct PoolingResponse {
     pub model: String,
     /// The results, one for each input, in order.
     pub data: Vec<PoolingData>,
-    /// The request's numbers of tokens.
+    /// The token counts of the request.
     pub usage: PoolingUsage,
 }
 
 /// The vector of one input.
 #[derive(Debug, Serialize, ToSchema)]
 pub struct PoolingData {
-    /// The number of the input.
+    /// The index of the input.
     pub index: usize,
     /// `pooling`.
     pub object: &'static str,
@@ -180,7 +180,7 @@ pub struct EmbeddingResponse {
     pub model: String,
     /// The vectors, one for each input, in order.
     pub data: Vec<Embedding>,
-    /// The request's numbers of tokens.
+    /// The token counts of the request.
     pub usage: PoolingUsage,
 }
 
@@ -189,7 +189,7 @@ pub struct EmbeddingResponse {
 pub struct Embedding {
     /// `embedding`.
     pub object: &'static str,
-    /// The number of the input.
+    /// The index of the input.
     pub index: usize,
     /// The vector.
     pub embedding: Vector,

@@ -1,4 +1,4 @@
-//! OpenAI's API: chats, completions and embeddings.
+//! OpenAI's API: chat completions, completions and embeddings.
 
 mod chat;
 mod completions;

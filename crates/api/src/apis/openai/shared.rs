@@ -1,4 +1,4 @@
-//! The parameters that OpenAI's chats and completions share.
+//! The parameters that OpenAI's chat completions and completions share.
 
 use serde::Deserialize;
 use utoipa::ToSchema;
@@ -11,7 +11,7 @@ use crate::parameter::{Generates, Line, Parameter, component, own, p, refused};
 use crate::sampling::check_logprobs;
 use crate::structure::{RESPONSE_FORMAT, ResponseFormat, STRUCTURED_OUTPUTS, StructuredOutputs};
 
-/// The parameters that OpenAI's chats and completions share.
+/// The parameters that OpenAI's chat completions and completions share.
 #[derive(Debug, Default)]
 pub(crate) struct Shared {
     pub(super) model: Option<String>,
@@ -46,10 +46,10 @@ const RESPONSE_FORM: Parameter = Parameter::new(
 .note("`text`, `json_object`, `json_schema`, `structural_tag`; see [the form of answers](#the-form-of-answers).");
 const STRUCTURED: Parameter = Parameter::new(
     Bound::Object(&[STRUCTURED_OUTPUTS]),
-    "The form of the answer, in vLLM's words.",
+    "The form of the answer, in vLLM's format.",
     |g, v| v.put::<Option<StructuredOutputs>>(&mut g.structure.structured_outputs),
 )
-.note("`json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`, and how much white space.");
+.note("`json`, `regex`, `choice`, `grammar`, `json_object`, `structural_tag`, and white space.");
 const GUIDED_JSON: Parameter = Parameter::new(
     SOURCE,
     "The form of the answer: a JSON schema, as an object or as text.",
@@ -70,20 +70,20 @@ const GUIDED_GRAMMAR: Parameter =
     });
 const GUIDED_WHITESPACE: Parameter = Parameter::new(
     WORD,
-    "A regular expression of the white space at each place of JSON.",
+    "A regular expression for the white space between JSON tokens.",
     |g, v| v.put(&mut g.structure.guided_whitespace_pattern),
 );
 
-/// A request with these parameters.
+/// A request type with the shared parameters.
 pub(crate) trait Shares: Generates {
-    /// The parameters.
+    /// Returns the shared parameters of the request.
     fn shared(&mut self) -> &mut Shared;
 
-    /// The lines of the parameters.
+    /// The lines of the shared parameters in the request's table.
     #[rustfmt::skip]
     const SHARED: &'static [Line<Self>] = &[
         own("model", NAME, "The name of the model; the served one if absent.", |r: &mut Self, v| v.put(&mut r.shared().model)),
-        p("max_tokens", MAX_TOKENS).note("More than there is room for is cut, and the header says to how many. 0 with completions: nothing is generated."),
+        p("max_tokens", MAX_TOKENS).note("A larger value is reduced to the room in the context; the header names the new value. 0 with completions: nothing is generated."),
         p("min_tokens", MIN_TOKENS),
         p("n", N),
         p("temperature", TEMPERATURE),
@@ -109,7 +109,7 @@ pub(crate) trait Shares: Generates {
         p("stream_interval", STREAM_INTERVAL),
         p("routing_key", ROUTING_KEY),
         p("routed_dp_rank", ROUTED_DP_RANK),
-        p("cache_salt", CACHE_SALT).described("Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes. A client that does not know the salt cannot find out earlier prompts by the time of an answer."),
+        p("cache_salt", CACHE_SALT).described("Blocks of the prompt are shared only with requests of the same salt, 1 to 256 bytes. A client without the salt cannot detect earlier prompts by timing."),
         p("bad_words", BAD_WORDS_LIST),
         p("thinking_budget", THINKING_BUDGET),
         p("response_format", RESPONSE_FORM),
@@ -119,7 +119,7 @@ pub(crate) trait Shares: Generates {
         p("guided_choice", GUIDED_CHOICE),
         p("guided_grammar", GUIDED_GRAMMAR),
         p("guided_whitespace_pattern", GUIDED_WHITESPACE),
-        p("json_schema", JSON_SCHEMA).described("The form of the answer, in SGLang's words: a JSON schema, as text or as an object.").note("As are the next three."),
+        p("json_schema", JSON_SCHEMA).described("The form of the answer, in SGLang's format: a JSON schema, as text or as an object.").note("The next three are SGLang's too."),
         p("regex", REGEX),
         p("ebnf", EBNF),
         p("structural_tag", STRUCTURAL_TAG),
@@ -138,7 +138,8 @@ pub(crate) trait Shares: Generates {
 }
 
 impl Shared {
-    /// Alternatives for each of the prompt's tokens, if their log-probabilities are requested.
+    /// Returns the number of alternatives per prompt token; `None` if log-probabilities of the
+    /// prompt are not requested.
     pub(super) fn prompt_alternatives(&self) -> Result<Option<u8>, ApiError> {
         const PARAM: &str = "prompt_logprobs";
         let Some(count) = self.prompt_logprobs else { return Ok(None) };
@@ -149,7 +150,7 @@ impl Shared {
         check_logprobs(PARAM, count).map(Some)
     }
 
-    /// The options of the stream; `None`: no stream.
+    /// Returns the options of the stream; `None` for a single response.
     pub(super) fn streaming(&self) -> Result<Option<Streaming>, ApiError> {
         match (self.stream.unwrap_or(false), self.stream_options) {
             (false, Some(_)) => Err(ApiError::invalid(
@@ -166,7 +167,7 @@ impl Shared {
         }
     }
 
-    /// How tokens are returned in addition to their text.
+    /// Returns how tokens are returned in addition to their text.
     pub(super) fn tokens(&self) -> TokenOutput {
         TokenOutput {
             ids: self.return_token_ids.unwrap_or(false),

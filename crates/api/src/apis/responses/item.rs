@@ -1,4 +1,4 @@
-//! The items of a conversation.
+//! The items of a conversation in the Responses API.
 
 use std::borrow::Cow;
 
@@ -16,13 +16,13 @@ use crate::limits::bounds::{WORD, param};
 use crate::limits::{Bound, Param};
 use crate::turns::{Content, Turns};
 
-/// An item of a conversation: a type, and the fields of that type. A message needs no type.
+/// An item of a conversation: a type, and the fields of that type. The type defaults to `message`.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 pub struct Item {
     /// The kind of the item.
     #[serde(rename = "type", default = "message", deserialize_with = "kind")]
     kind: String,
-    /// The item's name, by which a later request may refer to it.
+    /// The id of the item, by which a later request may refer to it.
     #[serde(skip_serializing_if = "Option::is_none")]
     id: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -47,16 +47,16 @@ pub struct Item {
     encrypted_content: Option<String>,
 }
 
-/// The prefix of sealed reasoning. It is not encrypted: clients only store it and send it back.
+/// The prefix of sealed reasoning, which is not encrypted: clients only store it and send it back.
 const SEAL: &str = "forebay.1.";
 
-/// Reasoning in an opaque form that clients send back.
+/// Seals reasoning: encodes it in an opaque form that clients send back.
 #[must_use]
 pub fn sealed(reasoning: &str) -> String {
     format!("{SEAL}{}", STANDARD.encode(reasoning))
 }
 
-/// The sealed text; `None`: it was sealed elsewhere.
+/// Returns the sealed text, or `None` if another server sealed it.
 fn unsealed(sealed: &str) -> Option<String> {
     let bytes = STANDARD.decode(sealed.strip_prefix(SEAL)?).ok()?;
     String::from_utf8(bytes).ok()
@@ -66,7 +66,7 @@ fn message() -> String {
     "message".to_owned()
 }
 
-/// The kind of an item, which may be null.
+/// Reads the type of an item. `null` means `message`.
 fn kind<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or_else(message))
 }
@@ -74,7 +74,7 @@ fn kind<'de, D: Deserializer<'de>>(deserializer: D) -> Result<String, D::Error> 
 /// A part of an item.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize, Serialize)]
 pub struct ItemPart {
-    /// Empty: items that are skipped have other entries.
+    /// The type of the part; may be empty, because the parts of skipped items need not have a type.
     #[serde(default, rename = "type")]
     kind: String,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -83,7 +83,7 @@ pub struct ItemPart {
     refusal: Option<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     image_url: Option<String>,
-    /// Accepted, without an effect.
+    /// Accepted without an effect.
     #[serde(default, rename = "detail", skip_serializing)]
     _detail: Inert,
 }
@@ -129,7 +129,7 @@ impl Item {
         }
     }
 
-    /// The approximate number of bytes of the part.
+    /// The approximate size of the item in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         let texts = [
@@ -152,19 +152,20 @@ impl Item {
         size_of::<Self>() + texts + lists + summary.map(ItemPart::bytes).sum::<usize>()
     }
 
-    /// The item's name.
+    /// Returns the id of the item.
     #[must_use]
     pub fn id(&self) -> Option<&str> {
         self.id.as_deref()
     }
 
-    /// The id of the stored item that this one refers to; `None`: it is an item itself.
+    /// Returns the id of the stored item that this item refers to, or `None` if this item is not a
+    /// reference.
     pub(super) fn reference(&self) -> Option<&str> {
         let is_bare = self.kind == "message" && self.role.is_none() && self.content.is_none();
         self.id.as_deref().filter(|_| self.kind == "item_reference" || is_bare)
     }
 
-    /// A message of the user.
+    /// Creates a message of the user.
     pub(super) fn said_by_user(text: String) -> Self {
         Self {
             role: Some("user".to_owned()),
@@ -173,7 +174,7 @@ impl Item {
         }
     }
 
-    /// The texts of reasoning: plain, sealed, or summarised.
+    /// Returns the reasoning texts of the item: plain, sealed, or summarised.
     fn thoughts(&self) -> Vec<Cow<'_, str>> {
         fn texts(parts: &[ItemPart]) -> Vec<Cow<'_, str>> {
             parts.iter().map(|part| part.text.as_deref().unwrap_or_default().into()).collect()
@@ -193,7 +194,7 @@ impl Item {
         }
     }
 
-    /// Adds the item at `path` to the conversation for the template.
+    /// Adds the item at `path` to the conversation.
     pub(super) fn add(
         &self,
         turns: &mut Turns,
@@ -203,7 +204,7 @@ impl Item {
         match self.kind.as_str() {
             "message" => {
                 let role = required(self.role.as_ref(), path, "role")?;
-                // An answer may have had none.
+                // A message of the assistant may have no content.
                 if role != "assistant" {
                     required(self.content.as_ref(), path, "content")?;
                 }
@@ -219,7 +220,7 @@ impl Item {
                 let thoughts = self.thoughts();
                 thoughts.iter().for_each(|text| turns.thought(text));
                 if thoughts.is_empty() && self.encrypted_content.is_some() {
-                    // It was sealed elsewhere.
+                    // Another server sealed the reasoning.
                     ignored.push(format!("{path}.encrypted_content"));
                 }
             }
@@ -228,7 +229,7 @@ impl Item {
                 let name = format!("{}{name}", self.namespace.as_deref().unwrap_or_default());
                 let arguments = text_of(self.arguments.as_ref(), path, "arguments")?;
                 let arguments = arguments.unwrap_or("{}");
-                // Templates expect arguments as an object.
+                // Templates expect the arguments as an object.
                 let read = serde_json::from_str(arguments).ok().filter(Value::is_object);
                 turns.called(self.call_id.clone(), &name, read.unwrap_or_else(|| json!(arguments)));
             }
@@ -256,7 +257,7 @@ impl ItemPart {
     }
 }
 
-/// A text in the field `name` of the item at `path`.
+/// Returns the text in the field `name` of the item at `path`.
 fn text_of<'a>(
     given: Option<&'a Loose<TextOr<ItemPart>>>,
     path: &str,
@@ -269,7 +270,8 @@ fn text_of<'a>(
     }
 }
 
-/// The content of an item, which is at `path`; `None`: it has none.
+/// Returns the content at `path`, in the form for templates; `given` is `None` if the item has
+/// none.
 fn parts(
     turns: &mut Turns,
     given: Option<&Loose<TextOr<ItemPart>>>,
@@ -300,7 +302,7 @@ fn parts(
                 let url = required(part.image_url.clone(), &path, "image_url")?;
                 turns.image(&mut content, &path, ImageUrl { url })?;
             }
-            // A file is content. Dropping it would answer another question.
+            // Dropping a file would change the meaning of the prompt.
             "input_file" | "input_audio" => {
                 return Err(ApiError::unsupported(format!("{path}.type={}", part.kind)));
             }
@@ -317,7 +319,7 @@ mod tests {
     use crate::trial::{LIMITS, request};
     use crate::{GenerationDefaults, ResponsesRequest};
 
-    /// The conversation of these items, and the ignored parameters.
+    /// Returns the conversation of these items, and the ignored parameters.
     fn conversation(items: Value) -> Result<(Value, Vec<String>), ApiError> {
         let request = request::<ResponsesRequest>(&json!({"input": items}))?;
         let mut ignored = Vec::new();

@@ -29,21 +29,21 @@ pub use item::{Item, ItemPart, sealed};
 pub use tools::{CUSTOM_INPUT, ToolKind};
 use tools::{Functions, functions, named};
 
-/// A request of the Responses API.
+/// A request to the Responses API.
 #[derive(Debug, Default)]
 pub struct ResponsesRequest {
     generation: GenerationParameters,
-    /// The name of the model; the served one if absent.
+    /// The name of the model; `None` means the served one.
     pub model: Option<String>,
     input: Option<TextOr<Item>>,
     instructions: Option<String>,
-    /// The response that this one continues.
+    /// The id of the response that this request continues.
     pub previous_response_id: Option<String>,
-    /// Store the response, so that others can continue it; true if absent.
+    /// Whether to store the response, so that later requests can continue it; true if absent.
     pub store: Option<bool>,
-    /// Answer at once, and compute in the background.
+    /// Whether to return at once and compute the response in the background.
     pub background: Option<bool>,
-    /// Send typed events.
+    /// Whether to stream the response as typed events.
     pub stream: Option<bool>,
     tools: Option<Vec<Value>>,
     tool_choice: Option<Value>,
@@ -80,7 +80,7 @@ const LINES: &[Line<ResponsesRequest>] = &[
 
 tabled!(ResponsesRequest, "A request of the Responses API.", [LINES], generation);
 
-/// The parameters with the effort of reasoning.
+/// The names of the parameters that set the reasoning effort.
 const EFFORT: EffortParams = EffortParams { level: "reasoning.effort", switch: "reasoning.effort" };
 
 /// The `reasoning` parameter.
@@ -108,7 +108,7 @@ pub(crate) struct TextFormat {
     /// `text`, `json_object` or `json_schema`.
     #[serde(rename = "type")]
     kind: String,
-    /// Accepted; no answer depends on it.
+    /// Accepted without effect.
     name: Option<String>,
     /// The schema.
     #[schema(value_type = Option<Object>)]
@@ -130,30 +130,32 @@ pub(crate) const TEXT_FORMAT: &[Param] = &[
 
 component!(ResponsesReasoning, ResponsesText);
 
-/// A request that is checked, except for the prompt's length.
+/// A Responses request, checked except for the length of the prompt.
 #[derive(Debug)]
 pub struct ValidResponses {
-    /// The conversation, and the parameters that chats have too.
+    /// The conversation, and the parameters that chat requests have too.
     pub chat: ValidChat,
-    /// Tools that are not plain functions, by the names in the prompt.
+    /// The original kinds of tools that are not plain functions, by the function's name in the
+    /// prompt.
     pub kinds: Vec<(String, ToolKind)>,
-    /// The new items.
+    /// The new input items of this request.
     pub input: Vec<Item>,
-    /// True if the response is stored, so that others can continue it.
+    /// True if the response is stored, so that later requests can continue it.
     pub store: bool,
-    /// True if the response is returned at once and computed in the background.
+    /// True if the request returns at once and the response is computed in the background.
     pub background: bool,
     /// True if reasoning is also returned in an opaque form that clients send back.
     pub sealed: bool,
-    /// The request parameters that the response repeats.
+    /// The request parameters that are repeated in the response.
     pub echo: Map<String, Value>,
 }
 
-/// The largest size of tools that a response repeats, in bytes; a stream repeats them three times.
+/// The largest size in bytes of the tools that a response repeats. A stream repeats them three
+/// times.
 const ECHOED_TOOLS: usize = 1 << 16;
 
 impl ResponsesRequest {
-    /// The ids of stored items to which the input refers, with their paths.
+    /// Returns the ids of stored items that the input refers to, with the paths of the references.
     #[must_use]
     pub fn references(&self) -> Vec<(&str, String)> {
         let Some(TextOr::List(items)) = &self.input else { return Vec::new() };
@@ -164,7 +166,7 @@ impl ResponsesRequest {
         references
     }
 
-    /// Replaces references by the stored items in `kept`, which has them by id.
+    /// Replaces references by the stored items, which `kept` maps by id.
     pub fn resolve(&mut self, kept: &HashMap<String, Item>) {
         let Some(TextOr::List(items)) = &mut self.input else { return };
         for item in items {
@@ -174,11 +176,11 @@ impl ResponsesRequest {
         }
     }
 
-    /// Checks everything that can be checked before the prompt is tokenised. `before` holds the
-    /// items of earlier responses. The names of fields without an effect are added to `ignored`.
+    /// Checks everything that can be checked before the prompt is tokenised. `before` has the items
+    /// of the earlier responses. The names of fields that have no effect are added to `ignored`.
     ///
     /// # Errors
-    /// A parameter is out of range or not served; the error names the first.
+    /// A parameter is out of range or not supported. The error names the first such parameter.
     pub fn validate(
         self,
         before: &[&Item],
@@ -245,8 +247,8 @@ impl ResponsesRequest {
         Ok(ValidResponses { chat, kinds, input, store, background, sealed, echo })
     }
 
-    /// True if reasoning is returned in the opaque form for sending back. Other values of `include`
-    /// have no effect.
+    /// True if `include` requests reasoning in the opaque form. Other values of `include` have no
+    /// effect and are added to `ignored`.
     fn seals(&self, ignored: &mut Vec<String>) -> bool {
         let included = self.include.iter().flatten();
         let (seals, others): (Vec<&String>, Vec<&String>) =
@@ -255,7 +257,7 @@ impl ResponsesRequest {
         !seals.is_empty()
     }
 
-    /// The request parameters that the response repeats.
+    /// Returns the request parameters that are repeated in the response.
     fn echo(&self) -> Map<String, Value> {
         let tools = self.tools.as_deref().unwrap_or_default();
         let bytes: usize = tools.iter().map(|tool| tool.to_string().len()).sum();
@@ -284,7 +286,7 @@ impl ResponsesRequest {
 }
 
 impl TextFormat {
-    /// The format without the schema, which may be large.
+    /// Returns the format without its schema, which may be large.
     fn echo(&self) -> Value {
         match self.kind.as_str() {
             "json_schema" => json!({
@@ -309,7 +311,7 @@ impl TextFormat {
     }
 }
 
-/// The conversation: `before`, and after it the `input`.
+/// Builds the conversation from the items of `before`, then those of `input`.
 fn conversation(
     instructions: Option<String>,
     before: &[&Item],
@@ -333,7 +335,7 @@ fn conversation(
     Ok(turns)
 }
 
-/// The tools of a request.
+/// The tools of a request, as functions, and their original kinds.
 struct Offered {
     tools: OfferedTools,
     kinds: Vec<(String, ToolKind)>,

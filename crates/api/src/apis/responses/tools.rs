@@ -1,4 +1,4 @@
-//! Tools of the Responses API, as functions of the chat API.
+//! Converts the tools of the Responses API to functions of the chat API.
 
 use forebay_grammar::GRAMMAR_BYTES;
 use serde_json::{Map, Value, json};
@@ -7,36 +7,37 @@ use super::invalid;
 use crate::error::ApiError;
 use crate::tools::TextForm;
 
-/// The original kind of a tool that was turned into a function for the model.
+/// The original kind of a tool that was converted to a function for the model.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ToolKind {
-    /// Its input is text: the function has the text as its only argument, [`CUSTOM_INPUT`].
+    /// A custom tool, whose input is text. The function has the text as its only argument,
+    /// [`CUSTOM_INPUT`].
     Custom,
-    /// The tool belongs to a namespace.
+    /// A tool that belongs to a namespace.
     Of {
-        /// The namespace.
+        /// The name of the namespace.
         namespace: String,
-        /// The name of the tool in its namespace.
+        /// The name of the tool within the namespace.
         name: String,
     },
 }
 
-/// The only argument of a function that replaces a tool with text input.
+/// The only argument of a function that replaces a custom tool.
 pub const CUSTOM_INPUT: &str = "input";
 
-/// Tools as the chat API has them.
+/// The tools as functions of the chat API.
 #[derive(Default)]
 pub(super) struct Functions {
     pub(super) functions: Vec<Value>,
     /// The path of each tool in the request, for errors.
     pub(super) paths: Vec<String>,
-    /// The kinds of tools that are not plain functions.
+    /// The original kinds of tools that are not plain functions, by function name.
     pub(super) kinds: Vec<(String, ToolKind)>,
     /// The required forms of custom tools' inputs, by tool name.
     pub(super) texts: Vec<(String, TextForm)>,
 }
 
-/// Turns tools into functions. Tools that OpenAI's servers run themselves are not served here.
+/// Converts tools to functions. Tools that run on OpenAI's servers are not supported here.
 pub(super) fn functions(
     tools: Vec<Value>,
     ignored: &mut Vec<String>,
@@ -93,7 +94,7 @@ pub(super) fn functions(
     Ok(Functions { functions, paths, kinds, texts })
 }
 
-/// A function of this API in the chat API's shape.
+/// Converts a function of the Responses API to the chat API's format.
 fn function(tool: &mut Map<String, Value>, namespace: &str) -> Value {
     let mut function = Map::new();
     for field in ["name", "description", "parameters", "strict"] {
@@ -107,7 +108,7 @@ fn function(tool: &mut Map<String, Value>, namespace: &str) -> Value {
     json!({"type": "function", "function": function})
 }
 
-/// The function that replaces a tool with text input.
+/// Creates the function that replaces a custom tool.
 fn custom(name: &str, description: &Value) -> Value {
     let schema = json!({
         "type": "object",
@@ -118,7 +119,7 @@ fn custom(name: &str, description: &Value) -> Value {
     json!({"type": "function", "function": {"name": name, "description": description, "parameters": schema}})
 }
 
-/// The form of a custom tool's input; `None`: it is any text.
+/// Returns the required form of a custom tool's input; `None` if any text is allowed.
 fn text_form(tool: &Map<String, Value>, path: &str) -> Result<Option<TextForm>, ApiError> {
     let path = format!("{path}.format");
     let Some(Value::Object(format)) = tool.get("format") else { return Ok(None) };
@@ -144,7 +145,7 @@ fn text_form(tool: &Map<String, Value>, path: &str) -> Result<Option<TextForm>, 
     Ok(Some(TextForm { definition, is_regex, path: format!("{path}.definition") }))
 }
 
-/// The value of `tool_choice`, with tools of every kind treated as functions.
+/// Converts `tool_choice` to the chat API's format, with tools of every kind treated as functions.
 pub(super) fn named(mut choice: Value, kinds: &[(String, ToolKind)]) -> Value {
     let is_custom = choice["type"] == "custom"
         && kinds.iter().any(|(name, kind)| *kind == ToolKind::Custom && choice["name"] == **name);

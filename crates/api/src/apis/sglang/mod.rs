@@ -13,10 +13,10 @@ use crate::prompt::{Prompt, Prompts, Strings};
 use crate::sampling::{Generation, Limits, check_logprobs, check_total};
 pub use output::{GenerateFinish, GenerateMeta, GenerateOutput, LogprobTriple};
 
-/// Tokens that this API generates if the client sets no limit.
+/// The number of tokens that this API generates if the client sets no limit.
 const DEFAULT_MAX_TOKENS: u32 = 128;
 
-/// A native generation request: one prompt, or a batch.
+/// A request to SGLang's native API: a prompt, or a batch of prompts.
 #[derive(Debug, Default)]
 pub struct GenerateRequest {
     generation: GenerationParameters,
@@ -66,7 +66,7 @@ tabled!(
     generation
 );
 
-/// Sampling parameters of the native dialect.
+/// The `sampling_params` of SGLang's native API.
 #[derive(Debug, Default)]
 pub(crate) struct GenerateSampling {
     generation: GenerationParameters,
@@ -103,41 +103,41 @@ const SAMPLING: &[Line<GenerateSampling>] = &[
 
 tabled!(GenerateSampling, "Sampling parameters of the native dialect.", [SAMPLING], generation);
 
-/// One prompt of a native request.
+/// One prompt of the request.
 #[derive(Debug)]
 pub struct GenerateItem {
     /// The prompt.
     pub prompt: Prompt,
-    /// The client's name for the prompt.
+    /// The client's id for the prompt; `None` if the client gave none.
     pub rid: Option<String>,
-    /// The index of its parameters in [`ValidGenerate::generations`].
+    /// The index of the prompt's parameters in [`ValidGenerate::generations`].
     pub generation: usize,
     /// The images of the prompt, in order.
     pub images: Vec<ImagePart>,
 }
 
-/// A native request that is checked, except for the prompts' lengths.
+/// A native request, checked except for the lengths of the prompts.
 #[derive(Debug)]
 pub struct ValidGenerate {
-    /// The prompts, at least one.
+    /// The list of prompts, which has at least one.
     pub items: Vec<GenerateItem>,
-    /// The parameters that all routes share: one entry for all prompts, or one for each prompt.
+    /// The generation parameters: one entry for all prompts, or one entry per prompt.
     pub generations: Vec<Generation>,
     /// True if the response is a list.
     pub batch: bool,
-    /// True if the response is server-sent events.
+    /// True if the response is a stream of server-sent events.
     pub stream: bool,
-    /// True if log-probabilities come with the tokens' text.
+    /// True if log-probabilities include the text of their tokens.
     pub text_in_logprobs: bool,
 }
 
 impl GenerateRequest {
-    /// The name of the requested adapter.
+    /// Returns the name of the requested adapter.
     pub fn lora_path(&self) -> Option<&str> {
         self.lora_path.as_deref()
     }
 
-    /// The name of the parameter with the prompts.
+    /// Returns the name of the parameter with the prompts.
     pub fn prompt_param(&self) -> &'static str {
         if self.input_ids.is_some() { "input_ids" } else { "text" }
     }
@@ -145,7 +145,7 @@ impl GenerateRequest {
     /// Checks everything that can be checked before the prompts are tokenised.
     ///
     /// # Errors
-    /// A parameter is out of range or not served; the error names the first.
+    /// A parameter is out of range or not supported. The error names the first such parameter.
     pub fn validate(
         mut self,
         defaults: &GenerationDefaults,
@@ -213,8 +213,8 @@ impl GenerateRequest {
     }
 }
 
-/// The position of the first prompt token with a log-probability, one after the first listed token.
-/// `None`: none is listed.
+/// Returns the position of the first prompt token with a log-probability. `start` is the position
+/// of the first token that the response lists, which has none. `None` if no prompt token is listed.
 fn first_told(start: Option<i32>) -> Result<Option<u32>, ApiError> {
     let start = start.unwrap_or(-1);
     if start < -1 {
@@ -224,7 +224,7 @@ fn first_told(start: Option<i32>) -> Result<Option<u32>, ApiError> {
     Ok(u32::try_from(start).ok().map(|start| start + 1))
 }
 
-/// The prompts, given either as texts or as ids.
+/// Returns the prompts, which are given either as texts or as ids.
 fn one_of(text: Option<Prompts>, ids: Option<Prompts>) -> Result<Prompts, ApiError> {
     match (text, ids) {
         (Some(text @ (Prompts::Text(_) | Prompts::Texts(_))), None) => Ok(text),
@@ -237,7 +237,7 @@ fn one_of(text: Option<Prompts>, ids: Option<Prompts>) -> Result<Prompts, ApiErr
     }
 }
 
-/// Refuses a list that does not have one entry for each prompt.
+/// Checks that a list has one element per prompt.
 fn one_each<T>(param: &str, list: Vec<T>, count: usize) -> Result<Vec<T>, ApiError> {
     if list.len() == count {
         return Ok(list);
@@ -247,7 +247,7 @@ fn one_each<T>(param: &str, list: Vec<T>, count: usize) -> Result<Vec<T>, ApiErr
 }
 
 impl GenerateSampling {
-    /// Validates the generation from these parameters.
+    /// Validates the sampling parameters, combined with those in `beside`.
     fn validate(
         self,
         beside: &GenerationParameters,

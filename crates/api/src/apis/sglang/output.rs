@@ -1,4 +1,4 @@
-//! `POST /generate`: answers.
+//! `POST /generate`, SGLang's native API: responses.
 
 use serde::ser::{Serialize, SerializeTuple, Serializer};
 use utoipa::ToSchema;
@@ -8,7 +8,7 @@ use crate::response::StopReason;
 /// The answer to a native request, or a chunk of its stream.
 #[derive(Debug, serde::Serialize, ToSchema)]
 pub struct GenerateOutput {
-    /// The number of the prompt and choice in the batch; only in the chunks of a batch.
+    /// The index of the prompt and choice in the batch; only in the chunks of a batch.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub index: Option<u32>,
     /// All of the text so far.
@@ -24,13 +24,13 @@ pub struct GenerateOutput {
 pub struct GenerateMeta {
     /// The client's `rid`, or a random name.
     pub id: String,
-    /// The reason of the end; null before the end.
+    /// The reason why generation ended; null before the end.
     pub finish_reason: Option<GenerateFinish>,
-    /// Tokens of the prompt.
+    /// The number of prompt tokens.
     pub prompt_tokens: u32,
-    /// Tokens generated so far.
+    /// The number of tokens generated so far.
     pub completion_tokens: u32,
-    /// Prompt tokens found in the prefix cache.
+    /// The number of prompt tokens that were found in the prefix cache.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cached_tokens: Option<u32>,
     /// Seconds since the arrival of the request.
@@ -43,7 +43,7 @@ pub struct GenerateMeta {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<Object>>)]
     pub input_token_logprobs: Option<Vec<LogprobTriple>>,
-    /// The most likely tokens for each of these entries; null for the first.
+    /// The most likely tokens for each entry of `input_token_logprobs`; null for the first.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<Vec<Object>>)]
     pub input_top_logprobs: Option<Vec<Option<Vec<LogprobTriple>>>>,
@@ -73,14 +73,14 @@ pub enum GenerateFinish {
     },
 }
 
-/// A token in SGLang's native form: `[log-probability, id, text or null]`.
+/// A token in SGLang's native format: `[log-probability, id, text or null]`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LogprobTriple {
-    /// Natural log-probability; null for the first token of a prompt.
+    /// The natural logarithm of the token's probability; `None` for the first token of a prompt.
     pub logprob: Option<f32>,
-    /// Token id.
+    /// The id of the token.
     pub id: i32,
-    /// The token's text, if requested.
+    /// The text of the token, if requested.
     pub text: Option<String>,
 }
 
