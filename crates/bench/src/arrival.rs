@@ -10,12 +10,12 @@ use rand_distr::Gamma;
 use crate::WorkItem;
 use crate::dataset::seed::{Purpose, generator};
 
-/// The shape of a ramp from the first rate to the last.
+/// How the rate changes from the first to the last request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum RampUp {
-    /// The rate grows by the same amount from request to request.
+    /// The rate changes by the same amount with every request.
     Linear,
-    /// The rate grows by the same factor from request to request.
+    /// The rate changes by the same factor with every request.
     Exponential,
 }
 
@@ -26,11 +26,11 @@ pub struct ArrivalArgs {
     /// Requests per second; inf sends all at once.
     #[arg(long, value_name = "RPS", default_value = "inf", value_parser = rate)]
     pub request_rate: f64,
-    /// Shape of the gamma distribution of the gaps: 1 is a Poisson process, smaller is burstier,
-    /// larger is steadier.
+    /// Shape of the gamma distribution of the gaps between requests: 1 is a Poisson process,
+    /// smaller values are burstier, larger values are steadier.
     #[arg(long, value_name = "SHAPE", default_value_t = 1.0, value_parser = positive)]
     pub burstiness: f64,
-    /// Equal gaps at --request-rate, nothing random.
+    /// Send requests at equal gaps of 1 / --request-rate seconds, without randomness.
     #[arg(long, requires = "request_rate", conflicts_with_all = ["burstiness", "ramp_up_strategy"])]
     pub fixed_rate: bool,
     /// Change the rate over the run, from --ramp-up-start-rps to --ramp-up-end-rps.
@@ -47,10 +47,10 @@ pub struct ArrivalArgs {
     /// Requests per second at the last request.
     #[arg(long, value_name = "RPS", requires = "ramp_up_strategy", value_parser = positive)]
     pub ramp_up_end_rps: Option<f64>,
-    /// Send requests at the trace's times.
+    /// Send requests at the times recorded in the trace.
     #[arg(long, conflicts_with_all = ["request_rate", "burstiness", "fixed_rate", "ramp_up_strategy"])]
     pub use_trace_timestamps: bool,
-    /// Run the trace this many times faster.
+    /// Speed of the replay, as a multiple of the trace's recorded speed.
     #[arg(
         long,
         value_name = "FACTOR",
@@ -61,17 +61,17 @@ pub struct ArrivalArgs {
     pub trace_speed: f64,
 }
 
-/// The time to send each of `items`, from the start of the run. Times never decrease, and are all
-/// zero for an infinite rate.
+/// The time to send each of `items`, from the start of the run. Times never decrease. With an
+/// infinite rate, all are zero.
 ///
-/// A rate is met exactly, as in `vllm bench serve`. Random gaps are scaled so that the last of `n`
-/// requests is sent at `n / rate`, like a Poisson process with a known `n`-th arrival. So two runs
-/// at the same rate offer the same load with any seed. A ramp is not scaled. The first request
-/// waits for its gap, too.
+/// A constant rate is met exactly, as in `vllm bench serve`. Random gaps are scaled so that the
+/// last of `n` requests is sent at `n / rate`, like a Poisson process whose `n`-th arrival is
+/// known. So two runs at the same rate offer the same load with any seed. A ramp is not scaled. The
+/// first request also waits for its gap.
 ///
-/// With a ramp, each gap has a rate of its own. The rate of request `i` of `n` is `i / (n
-/// - 1)` of the way from the first rate to the last. It depends on the request and not on the time,
-///   as in `vllm bench serve`.
+/// With a ramp, each gap has a separate rate. The rate of request `i` of `n` lies between the first
+/// and the last rate, at the fraction `i / (n - 1)`. The rate depends on the request and not on the
+/// time, as in `vllm bench serve`.
 ///
 /// # Errors
 /// The flags require a trace's times but the dataset has none, or the schedule exceeds a
@@ -91,7 +91,7 @@ pub fn schedule(
     }
 
     let mut generator = generator(seed, Purpose::Arrivals, 0);
-    // Each gap is scaled by the rate at its request, so one distribution of mean 1 is enough.
+    // Each gap is divided by the rate at its request, so one distribution of mean 1 is enough.
     let unit = Gamma::new(args.burstiness, 1.0 / args.burstiness)
         .context("--burstiness is out of the range of the gamma distribution")?;
     let mut now = 0.0;
@@ -111,10 +111,10 @@ pub fn schedule(
         .collect()
 }
 
-/// Scales the arrivals so that the last is at `count / rate`.
+/// Scales the arrivals so that the last request is sent at `count / rate`.
 fn rescale(seconds: &mut [f64], rate: f64) {
     let Some(&last) = seconds.last() else { return };
-    // Very bursty gaps can all be too small for a float, which leaves nothing to scale.
+    // Very bursty gaps can all round to zero, which leaves nothing to scale.
     if last > 0.0 {
         let factor = seconds.len() as f64 / rate / last;
         seconds.iter_mut().for_each(|at| *at *= factor);

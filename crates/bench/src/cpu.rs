@@ -8,25 +8,25 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::output::ProcessCpu;
 
-/// CPU time that this process has used.
+/// The CPU time that this process has used.
 pub(crate) fn own() -> Duration {
     let time = clock_gettime(ClockId::ProcessCPUTime);
     Duration::new(u64::try_from(time.tv_sec).unwrap_or(0), u32::try_from(time.tv_nsec).unwrap_or(0))
 }
 
-/// A process as in /proc, with times in clock ticks.
+/// A process as /proc describes it, with times in clock ticks.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 struct Process {
     name: String,
     parent: u32,
     user: u64,
     system: u64,
-    /// The user time of children that have ended and were waited for.
+    /// The user time of child processes that have exited and were waited for.
     ended_user: u64,
     ended_system: u64,
 }
 
-/// The process trees of servers at one moment.
+/// The process trees of servers at one point in time.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Trees {
     roots: Vec<u32>,
@@ -34,16 +34,16 @@ pub(crate) struct Trees {
 }
 
 impl Trees {
-    /// Looks at the trees below `roots` now.
+    /// Reads the trees below `roots` from /proc.
     pub(crate) fn of(roots: &[u32]) -> Self {
         Self { roots: roots.to_vec(), processes: below(&scan(Path::new("/proc")), roots) }
     }
 
-    /// The CPU time of each process since `self` was taken, most first. A process that started
-    /// since counts completely. The time of an ended process counts for its parent, if the parent
-    /// waited for it.
+    /// The CPU time of each process since `self` was read, largest first. A process that started
+    /// since counts completely. The time of a process that has exited counts for its parent, if the
+    /// parent waited for it.
     pub(crate) fn used_since(&self) -> Vec<ProcessCpu> {
-        // A process whose parent has ended is no longer below it, but is still counted.
+        // A process whose parent has exited is no longer below that parent, but is still counted.
         let known: Vec<u32> = self.roots.iter().chain(self.processes.keys()).copied().collect();
         let now = below(&scan(Path::new("/proc")), &known);
         self.difference(&now, rustix::param::clock_ticks_per_second())
@@ -54,7 +54,7 @@ impl Trees {
             .iter()
             .map(|(pid, process)| {
                 let before = self.processes.get(pid).cloned().unwrap_or_default();
-                // The parent's times include those of children that have ended.
+                // The parent's times include those of child processes that have exited.
                 let ended = self
                     .processes
                     .iter()
@@ -84,7 +84,7 @@ impl Trees {
     }
 }
 
-/// All processes.
+/// Returns all processes by id.
 fn scan(proc: &Path) -> BTreeMap<u32, Process> {
     let Ok(entries) = std::fs::read_dir(proc) else { return BTreeMap::new() };
     entries
@@ -97,11 +97,11 @@ fn scan(proc: &Path) -> BTreeMap<u32, Process> {
         .collect()
 }
 
-/// Reads a line of `/proc/PID/stat`; the name may have spaces and brackets in it.
+/// Parses a line of `/proc/PID/stat`. The name may contain spaces and brackets.
 fn parse(stat: &str) -> Option<Process> {
     let (_, rest) = stat.split_once('(')?;
     let (name, rest) = rest.rsplit_once(')')?;
-    // Field 3, the state, is the first here; proc(5) counts from 1.
+    // proc(5) counts fields from 1; the first field here is number 3, the state.
     let fields: Vec<&str> = rest.split_whitespace().collect();
     let field = |number: usize| fields.get(number - 3)?.parse::<u64>().ok();
     Some(Process {
@@ -114,7 +114,7 @@ fn parse(stat: &str) -> Option<Process> {
     })
 }
 
-/// The processes of `all` that are one of `roots` or below one.
+/// Returns the processes of `all` that are in `roots` or descend from them.
 fn below(all: &BTreeMap<u32, Process>, roots: &[u32]) -> BTreeMap<u32, Process> {
     let mut found = BTreeMap::new();
     let mut open = roots.to_vec();
@@ -165,7 +165,8 @@ mod tests {
     fn ended_children_count_once_and_new_ones_whole() {
         let before = [(1, process(0, (100, 0), (10, 0))), (2, process(1, (50, 30), (0, 0)))];
         let before = Trees { roots: vec![1], processes: before.into() };
-        // Process 2 used 7 and 1 more and ended; 3 is new.
+        // Process 2 used 7 more user ticks and 1 more system tick before it exited. Process 3 is
+        // new.
         let now = [(1, process(0, (120, 5), (67, 31))), (3, process(1, (3, 0), (0, 0)))];
         let used = before.difference(&now.into(), 100);
         let used: Vec<_> =

@@ -31,38 +31,39 @@ pub struct ServeArgs {
     /// The run.
     #[command(flatten)]
     pub run: RunFlags,
-    /// The files that keep the result.
+    /// The result files.
     #[command(flatten)]
     pub result: ResultFlags,
 }
 
-/// Flags that set the form of requests.
+/// Flags about the content of requests.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Requests")]
 pub struct RequestFlags {
-    /// Model [default: the first that the server lists].
+    /// Model [default: the first model that the server lists].
     #[arg(long)]
     pub model: Option<String>,
     /// Name of the model in requests, if it differs from MODEL.
     #[arg(long, value_name = "NAME")]
     pub served_model_name: Option<String>,
-    /// Model or tokenizer.json whose tokenizer counts tokens [default: the model].
+    /// Model, or tokenizer.json file, whose tokenizer counts tokens [default: that of the model].
     #[arg(long, value_name = "NAME")]
     pub tokenizer: Option<String>,
-    /// Let answers end at an end-of-sequence token. Without the flag they end only at their length.
+    /// Let answers end at an end-of-sequence token. Without the flag they end only at the requested
+    /// length.
     #[arg(long)]
     pub disable_ignore_eos: bool,
-    /// Ask for answers in one piece.
+    /// Request answers without streaming.
     #[arg(long)]
     pub disable_stream: bool,
-    /// Request the token count in every event from OpenAI routes, for exact times if chunks hold
+    /// Request the token count in every event from OpenAI routes, for exact times if chunks contain
     /// several tokens.
     #[arg(long, conflicts_with = "disable_stream")]
     pub continuous_usage: bool,
     /// Sampling temperature; 0 is greedy.
     #[arg(long, default_value_t = 0.0)]
     pub temperature: f64,
-    /// Fields to add to every request, or to replace in it.
+    /// Fields that are added to every request, or replace its fields.
     #[arg(long, alias = "extra-body", value_name = "JSON", value_parser = object)]
     pub extra_request_body: Option<Map<String, Value>>,
     /// Timeout of a request in seconds.
@@ -70,7 +71,7 @@ pub struct RequestFlags {
     pub request_timeout: Duration,
 }
 
-/// Flags that set the course of the run.
+/// Flags about how the run is carried out.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Run")]
 pub struct RunFlags {
@@ -95,54 +96,55 @@ pub struct RunFlags {
         value_parser = seconds
     )]
     pub ready_check_timeout: Duration,
-    /// Milliseconds after which a send counts as late.
+    /// Milliseconds after its planned time from which a request counts as sent late.
     #[arg(long, value_name = "MS", default_value_t = 5.0, value_parser = not_negative)]
     pub late_threshold_ms: f64,
-    /// Threads that send and receive.
+    /// Number of threads that send requests and receive responses.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..))]
     pub client_threads: u16,
-    /// Let a busy client poll instead of sleep. Chunks are timed up to 0.2 ms more precisely, for
-    /// more CPU time.
+    /// Never let a busy client sleep before it waits for data. Chunks are timed more precisely, by
+    /// up to 0.2 ms, but CPU usage is higher.
     #[arg(long)]
     pub precise: bool,
-    /// Process whose CPU time is measured, with all processes below it; may be repeated.
+    /// Id of a process whose CPU time is measured, together with all its descendants; may be
+    /// repeated.
     #[arg(long, value_name = "PID", num_args = 1.., value_delimiter = ',')]
     pub server_pid: Vec<u32>,
-    /// Show no progress.
+    /// Do not show progress.
     #[arg(long, visible_alias = "disable-tqdm")]
     pub no_progress: bool,
 }
 
-/// Flags about the files that keep the run.
+/// Flags about result files.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Result")]
 pub struct ResultFlags {
-    /// Goals that a request has to meet to count for goodput: ttft, ttft_intended, tpot or e2el, in
-    /// milliseconds.
+    /// Limits that a request has to meet to count for goodput: ttft, ttft_intended, tpot or e2el,
+    /// in milliseconds.
     #[arg(long, value_name = "NAME:MS", num_args = 1.., value_delimiter = ',')]
     pub goodput: Vec<String>,
     /// File to which the result is appended, as one line of JSON.
     #[arg(long, value_name = "FILE")]
     pub output_file: Option<PathBuf>,
-    /// Put every request into the file.
+    /// Write the measurements of every request to the output file.
     #[arg(long, visible_alias = "save-detailed", requires = "output_file")]
     pub output_details: bool,
-    /// Name for the run, in the file and the report.
+    /// Name of the run, for the file and the report.
     #[arg(long, visible_alias = "tag")]
     pub label: Option<String>,
-    /// File to write a page of charts to.
+    /// File for an HTML page of charts.
     #[arg(long, value_name = "HTML")]
     pub report: Option<PathBuf>,
-    /// Files of other runs to compare with in the report.
+    /// Result files of other runs to compare with in the report.
     #[arg(long, value_name = "FILE", num_args = 1.., requires = "report")]
     pub compare: Vec<PathBuf>,
 }
 
 impl ResultFlags {
-    /// The goals by their names, in milliseconds.
+    /// Returns the goals by name, in milliseconds.
     ///
     /// # Errors
-    /// One of them is not a goal.
+    /// A name is not a known goal, or its value is invalid.
     pub(crate) fn goals(&self) -> Result<BTreeMap<String, f64>> {
         self.goodput.iter().flat_map(|text| text.split_whitespace()).map(goal).collect()
     }

@@ -1,17 +1,17 @@
-//! The requests that a dataset gives.
+//! The requests that a dataset consists of.
 
 use std::time::Duration;
 
-/// A request, in a form that suits every kind of server.
+/// A request, independent of the kind of server.
 #[derive(Debug, Clone, PartialEq)]
 pub struct WorkItem {
     /// The prompt.
     pub prompt: Prompt,
-    /// Tokens of the prompt's text by the client's tokenizer, without the chat template.
+    /// Text tokens of the prompt by the client's tokenizer, without the chat template.
     pub text_tokens: u32,
-    /// Tokens to generate; 0 for embeddings.
+    /// The number of tokens to generate; 0 for embeddings.
     pub output_tokens: u32,
-    /// The time of arrival, from the start of the trace.
+    /// The time of arrival, from the start of the trace; `None`: the dataset is not a trace.
     pub arrival: Option<Duration>,
 }
 
@@ -33,6 +33,6 @@ pub enum Prompt {
 pub enum Part {
     /// Text.
     Text(String),
-    /// A `data:` address of an image.
+    /// An image as a `data:` URL.
     Image(String),
 }

@@ -1,8 +1,8 @@
 //! A load generator with reports, like `bench_serving`, and an accuracy evaluation.
 //!
-//! `dataset` makes [`WorkItem`]s, and `arrival` schedules them. `client` sends them and keeps a
-//! [`Record`] of each. `summary` computes the table from the records. `output` writes the file of a
-//! run, and `report` turns such files into a page.
+//! `dataset` creates [`WorkItem`]s, and `arrival` schedules them. `client` sends them and returns a
+//! [`Record`] of each. `summary` computes statistics from the records, and `table` prints them.
+//! `output` writes the result file of a run, and `report` turns such files into a page.
 //!
 //! ```no_run
 //! use clap::Parser;

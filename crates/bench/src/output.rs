@@ -1,4 +1,5 @@
-//! The result file of a run: one JSON object a line, appended, with the keys of `bench_serving`.
+//! The result file of a run: one line with a JSON object is appended for each run, with the keys of
+//! `bench_serving`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,7 +20,7 @@ use crate::summary::Stats;
 pub enum Rate {
     /// A finite rate.
     PerSecond(f64),
-    /// A name: `inf`, all at once; `trace`, as recorded; or the two rates of a ramp.
+    /// `inf`: all requests at once; `trace`: as recorded; or the two rates of a ramp.
     Named(String),
 }
 
@@ -32,7 +33,7 @@ impl From<f64> for Rate {
 impl fmt::Display for Rate {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            // With a decimal point even if it is whole, as Python prints it.
+            // With a decimal point even for whole numbers, as Python prints floats.
             Self::PerSecond(rate) => write!(out, "{rate:?}"),
             Self::Named(name) => out.write_str(name),
         }
@@ -46,41 +47,41 @@ pub struct ProcessCpu {
     pub pid: u32,
     /// The name of the process.
     pub name: String,
-    /// Seconds in user mode, including those of ended children.
+    /// Seconds in user mode, including those of exited child processes.
     pub user_seconds: f64,
-    /// Seconds in the kernel, including those of ended children.
+    /// Seconds in the kernel, including those of exited child processes.
     pub system_seconds: f64,
 }
 
 impl ProcessCpu {
-    /// Seconds in user mode and in the kernel together.
+    /// The sum of the seconds in user mode and in the kernel.
     pub fn seconds(&self) -> f64 {
         self.user_seconds + self.system_seconds
     }
 }
 
-/// One second of a run.
+/// The counts of one second of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct Second {
     /// Seconds since the first send, rounded down.
     pub second: u64,
-    /// Tokens that came in this second.
+    /// Tokens that arrived in this second.
     pub output_tokens: u64,
-    /// Requests that were in flight at some time in this second.
+    /// Requests that were in flight at any time in this second.
     pub concurrency: u64,
     /// Requests that were sent in this second.
     pub sent: u64,
-    /// Requests that ended in this second, including failed ones.
+    /// Requests that finished or failed in this second.
     pub finished: u64,
     /// Requests that failed in this second.
     pub failed: u64,
 }
 
-/// The number of values between each two edges.
+/// A histogram: counts of values between consecutive edges.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Histogram {
-    /// The edges, evenly spaced on a logarithmic scale: 20 for a factor of ten. There is one edge
-    /// more than counts.
+    /// The edges, evenly spaced on a logarithmic scale with 20 edges per factor of ten. There is
+    /// one more edge than counts.
     pub edges: Vec<f64>,
     /// The number of values from each edge up to the next.
     pub counts: Vec<u64>,
@@ -89,9 +90,9 @@ pub struct Histogram {
 /// The distributions of a run, in milliseconds, with keys such as `p99_ttft_ms`.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Latencies {
-    /// The time from the send to the end.
+    /// The time from sending the request to the end of the response.
     pub e2e_latency: Stats,
-    /// The time from the send to the first token.
+    /// The time from sending the request to the first token.
     pub ttft: Stats,
     /// The time from the intended arrival to the first token.
     pub ttft_intended: Stats,
@@ -167,7 +168,7 @@ impl<'de> Deserialize<'de> for Latencies {
 /// The settings of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Settings {
-    /// The user's name for the run.
+    /// The label that the user gave the run.
     pub label: Option<String>,
     /// The kind of server.
     pub backend: String,
@@ -181,7 +182,7 @@ pub struct Settings {
     pub num_prompts: u64,
     /// The planned rate of arrivals.
     pub request_rate: Rate,
-    /// The shape of the gaps' distribution.
+    /// The shape parameter of the distribution of gaps between requests.
     pub burstiness: f64,
     /// The largest number of requests in flight.
     pub max_concurrency: Option<u64>,
@@ -193,10 +194,10 @@ pub struct Settings {
     pub forebay_version: String,
 }
 
-/// The measurements of a run's requests. Times are in seconds unless the name has a unit.
+/// The measurements of a run's requests. Times are in seconds unless the name contains a unit.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Summary {
-    /// The time from the first send to the last end.
+    /// The time from the first request to the end of the last response.
     pub duration: f64,
     /// Requests that succeeded.
     pub completed: u64,
@@ -204,13 +205,13 @@ pub struct Summary {
     pub failed: u64,
     /// Prompt tokens of successful requests.
     pub total_input_tokens: u64,
-    /// The number of input tokens that are text.
+    /// The number of input tokens that encode text.
     pub total_input_text_tokens: u64,
-    /// The number of input tokens that are images.
+    /// The number of input tokens that encode images.
     pub total_input_vision_tokens: u64,
     /// Generated tokens, by the server's count.
     pub total_output_tokens: u64,
-    /// Tokens of the generated text by the client's tokenizer.
+    /// Tokens of the generated text, counted by the client's tokenizer.
     pub total_output_tokens_retokenized: u64,
     /// Requests per second.
     pub request_throughput: f64,
@@ -218,52 +219,52 @@ pub struct Summary {
     pub input_throughput: f64,
     /// Generated tokens per second.
     pub output_throughput: f64,
-    /// All tokens per second.
+    /// Prompt and generated tokens per second.
     pub total_throughput: f64,
     /// The largest number of generated tokens in one second.
     pub max_output_tokens_per_s: f64,
-    /// The largest number of requests in flight in one second.
+    /// The largest number of requests in flight within one second.
     pub max_concurrent_requests: u64,
-    /// Requests under way, on average.
+    /// The mean number of requests in flight.
     pub concurrency: f64,
-    /// Requests per second that met the goals, if any were set.
+    /// Requests per second that met the goals; `None`: no goals were set.
     pub request_goodput: Option<f64>,
     /// The distributions.
     #[serde(flatten)]
     pub latencies: Latencies,
-    /// Pieces that came with text.
+    /// The number of chunks with text.
     pub chunks: u64,
-    /// Pieces for each generated token.
+    /// The number of chunks per generated token.
     pub chunks_per_token: f64,
-    /// The number of each error.
+    /// The number of occurrences of each error message.
     pub errors: BTreeMap<String, u64>,
-    /// The seconds of the run.
+    /// The counts of each second of the run.
     pub timeline: Vec<Second>,
     /// The histograms of `ttft_ms`, `ttft_intended_ms`, `tpot_ms`, `itl_ms` and `e2e_latency_ms`.
     pub histograms: BTreeMap<String, Histogram>,
 }
 
-/// How late the client was, and the CPU time of client and server.
+/// The client's lateness, and the CPU time of client and server.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Costs {
-    /// Requests that were sent later than planned by more than the threshold although they did not
-    /// have to wait for another one.
+    /// Requests that were sent later than planned by more than the threshold, although no
+    /// concurrency limit delayed them.
     pub late_sends: u64,
-    /// The threshold.
+    /// The threshold for late sends, in milliseconds.
     pub late_threshold_ms: f64,
-    /// The largest lateness of a send.
+    /// The largest delay of a send, in milliseconds.
     pub max_lateness_ms: f64,
     /// CPU time of this client over the measured window.
     pub client_cpu_seconds: f64,
-    /// The client's CPU time for each generated token, in microseconds.
+    /// The client's CPU time per generated token, in microseconds.
     pub client_cpu_us_per_token: f64,
-    /// CPU time of the server's processes over the window, if requested.
+    /// CPU time of the server's processes over the measured window; `None`: not requested.
     pub server_cpu: Option<Vec<ProcessCpu>>,
-    /// The server's CPU time for each generated token, in microseconds.
+    /// The server's CPU time per generated token, in microseconds.
     pub server_cpu_us_per_token: Option<f64>,
 }
 
-/// All data of a run. In the file its parts are one flat object.
+/// All data of a run. In the file, the nested structs are one flat object.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RunFile {
     /// The settings of the run.
@@ -274,36 +275,36 @@ pub struct RunFile {
     /// The measurements of the run's requests.
     #[serde(flatten)]
     pub summary: Summary,
-    /// Tokens per step of speculative decoding, if the server reports them.
+    /// Generated tokens per step of speculative decoding, if the server reports them.
     pub accept_length: Option<f64>,
-    /// The lateness of the client, and CPU times.
+    /// The client's lateness, and CPU times.
     #[serde(flatten)]
     pub costs: Costs,
-    /// Every request, with `--output-details`.
+    /// The data of every request, with `--output-details`.
     #[serde(flatten)]
     pub details: Option<Details>,
 }
 
-/// All requests of a run, in dataset order, including failed but not interrupted ones.
+/// All requests of a run, in dataset order. Failed requests are included, interrupted ones are not.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Details {
-    /// Prompt tokens.
+    /// The number of prompt tokens of each request.
     pub input_lens: Vec<u32>,
-    /// Generated tokens.
+    /// The number of generated tokens of each request.
     pub output_lens: Vec<u32>,
-    /// The times from the send to the first token; 0 if there was none.
+    /// The times from the send to the first token; 0 if there was no token.
     pub ttfts: Vec<f64>,
     /// Gaps between tokens.
     pub itls: Vec<Vec<f64>>,
-    /// The times of the sends, from the start of the run.
+    /// The times of the sends, relative to the start of the run.
     pub start_times: Vec<f64>,
-    /// The intended arrivals, from the start of the run.
+    /// The intended arrival times, relative to the start of the run.
     pub intended_times: Vec<f64>,
-    /// The times from the send to the end.
+    /// The times from the send to the end of the response.
     pub latencies: Vec<f64>,
     /// Generated texts.
     pub generated_texts: Vec<String>,
-    /// The errors; empty for a success.
+    /// The error messages; empty for a successful request.
     pub error_list: Vec<String>,
 }
 

@@ -1,4 +1,4 @@
-//! The display of a run while it goes on.
+//! The progress bar of a run.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,7 +12,7 @@ use crate::client::Live;
 
 const REDRAW: Duration = Duration::from_millis(250);
 
-/// A bar on standard error, drawn by a thread of its own until it is dropped.
+/// A progress bar on stderr. A separate thread draws it until this is dropped.
 pub(crate) struct Progress {
     stop: Option<Sender<()>>,
     thread: Option<JoinHandle<()>>,
@@ -45,7 +45,7 @@ impl Drop for Progress {
     fn drop(&mut self) {
         self.stop = None;
         if let Some(thread) = self.thread.take() {
-            // The panic handler has printed the message already.
+            // The panic hook has already printed the message.
             let _ = thread.join();
         }
     }

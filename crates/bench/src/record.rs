@@ -1,33 +1,34 @@
 //! The record of a sent request. All times are microseconds from the start of the run.
 
-/// One request, from its intended arrival to its end.
+/// A request and its response, from the intended arrival to the end.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Record {
-    /// The planned time of sending. In a closed loop, when another request ended.
+    /// The planned time of sending. In a closed loop: the time at which another request ended.
     pub intended_us: u64,
-    /// The time of the first written byte.
+    /// The time at which sending began, which includes the set-up of a new connection if one was
+    /// needed.
     pub sent_us: u64,
-    /// When the last byte was read, or the request failed.
+    /// The time at which the last byte was read, or the request failed.
     pub end_us: u64,
-    /// Pieces of the answer, each with the time of its read. The first piece with text is the first
-    /// token.
+    /// The chunks of the response, each with the time at which it was read. The first chunk with
+    /// text counts as the first token.
     pub chunks: Vec<Chunk>,
-    /// Prompt tokens, by the server's count, or by the client's if the server gives none.
+    /// Prompt tokens, by the server's count, or by the client's if the server reports none.
     pub input_tokens: u32,
     /// The number of prompt tokens that are not text.
     pub vision_tokens: u32,
-    /// Generated tokens, by the server's count, or the requested number if the server gives none.
+    /// Generated tokens, by the server's count, or the requested number if the server reports none.
     pub output_tokens: u32,
     /// The generated text.
     pub text: String,
-    /// The end of the request: success or an error.
+    /// The outcome of the request: success or an error.
     pub outcome: Outcome,
 }
 
-/// A piece of a streamed answer.
+/// A chunk of a streamed response.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Chunk {
-    /// The time of the chunk's read.
+    /// The time at which the chunk was read.
     pub at_us: u64,
     /// Bytes of text in the chunk.
     pub text_bytes: u32,
@@ -35,13 +36,13 @@ pub struct Chunk {
     pub tokens: u32,
 }
 
-/// The end of a request.
+/// The outcome of a request.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum Outcome {
-    /// The request ended well.
+    /// The request succeeded.
     #[default]
     Success,
-    /// The request failed by an HTTP status other than 200, an error event, or a broken connection.
-    /// The text is for display.
+    /// The request failed, by an HTTP status other than 200, an error event, or a broken
+    /// connection. The error message is for display.
     Failed(String),
 }

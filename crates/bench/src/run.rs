@@ -1,9 +1,10 @@
-//! Sends requests by a schedule (open loop), at a concurrency (closed loop), or both, and collects
-//! the replies.
+//! Sends requests by a schedule (open loop), at a fixed concurrency (closed loop), or both, and
+//! collects the replies.
 //!
-//! A thread wakes at each intended arrival, since the runtime's own timers are no finer than a
-//! millisecond. With a concurrency limit, that many tasks take arrived requests in order, one at a
-//! time; a waiting task is a free place. Without a limit, each arrival gets its own task.
+//! A separate thread wakes at each intended arrival, because the runtime's timers are no finer than
+//! a millisecond. With a concurrency limit of N, N tasks take arrived requests in order, one at a
+//! time; a task that waits means that another request may be sent. Without a limit, each arrival
+//! gets its own task.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,7 +21,8 @@ use tokio::task::JoinSet;
 use crate::client::{self, Client, Clock, Live, Reply};
 use crate::cpu;
 
-/// Chunks that a reply has room for at first; longer answers make it grow.
+/// The largest number of chunks for which a reply allocates memory in advance; longer replies
+/// reallocate.
 const ROOM_FOR_CHUNKS: u32 = 1024;
 
 /// A request to send.
@@ -28,7 +30,7 @@ const ROOM_FOR_CHUNKS: u32 = 1024;
 pub(crate) struct Work {
     /// Body of the request.
     pub(crate) body: Bytes,
-    /// Tokens that it asks for.
+    /// The requested number of tokens.
     pub(crate) output_tokens: u32,
     /// The time to send the request, from the start of the run.
     pub(crate) arrival: Duration,
@@ -37,20 +39,21 @@ pub(crate) struct Work {
 /// The outcome of a request.
 #[derive(Debug)]
 pub(crate) struct Sent {
-    /// The place of the request in the list of work.
+    /// The index of the request in the list of work.
     pub(crate) index: usize,
-    /// The planned time of sending: the arrival, or in a closed loop when a place became free.
+    /// The planned time of sending: the arrival time, or in a closed loop the time at which the
+    /// limit allowed it.
     pub(crate) intended_us: u64,
-    /// How long after it had arrived and had a place the request was sent.
+    /// The delay of the send after the request had arrived and the concurrency limit allowed it.
     pub(crate) late_us: u64,
     /// The reply to the request.
     pub(crate) reply: Reply,
 }
 
-/// The outcomes of all requests.
+/// The outcomes of the requests of a run.
 #[derive(Debug)]
 pub(crate) struct Driven {
-    /// The requests that ended, in the order of the work.
+    /// The requests that finished, in the order of the work.
     pub(crate) sent: Vec<Sent>,
     /// True if the user stopped the run before its end.
     pub(crate) interrupted: bool,
@@ -58,11 +61,11 @@ pub(crate) struct Driven {
     pub(crate) client_cpu: Duration,
 }
 
-/// A runtime with `threads` threads, without work sharing if there is only one. Unless it has to be
-/// `precise`, busy threads rest.
+/// Creates a runtime with `threads` threads. A single thread gets a runtime without work stealing.
+/// Unless the run has to be `precise`, busy threads sleep briefly before they wait.
 ///
 /// # Errors
-/// The system has no thread or no file descriptor left.
+/// The system has no threads or file descriptors left.
 pub(crate) fn runtime(threads: usize, precise: bool) -> Result<tokio::runtime::Runtime> {
     let mut builder = if threads == 1 {
         tokio::runtime::Builder::new_current_thread()
@@ -78,20 +81,20 @@ pub(crate) fn runtime(threads: usize, precise: bool) -> Result<tokio::runtime::R
     builder.enable_all().build().context("cannot start the client")
 }
 
-/// Raises the limit on open files as far as allowed, because each request in flight has a
+/// Raises the limit on open files as far as allowed, because each request in flight has its own
 /// connection.
 pub(crate) fn raise_file_limit() {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum {
-        // Not fatal: a shortage shows as failed connections.
+        // Not fatal: too few files will show as failed connections.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: maximum, maximum });
     }
 }
 
-/// Sends all of `work`, at most `max_concurrency` at a time, until all replies are there or the
-/// user presses Ctrl-C.
+/// Sends all of `work`, at most `max_concurrency` requests at a time, until all replies have
+/// arrived or the user presses Ctrl-C.
 ///
-/// Sends later than `late_after` are counted in `live`.
+/// `live` counts requests that are sent later than `late_after` after their planned time.
 pub(crate) async fn drive(
     client: Arc<Client>,
     work: Vec<Work>,
@@ -108,7 +111,7 @@ pub(crate) async fn drive(
     let clock = Clock::start();
     let run = Arc::new(Run { client, work, at_once, late_after, clock, live, replies });
     let _pacer = Pacer::start(arrivals, clock, arrive);
-    // Dropping it ends the tasks that are still running.
+    // Dropping the set aborts the tasks that are still running.
     let mut tasks = JoinSet::new();
     if let Some(places) = max_concurrency {
         let (_, nothing) = unbounded_channel();
@@ -139,7 +142,7 @@ pub(crate) async fn drive(
 struct Run {
     client: Arc<Client>,
     work: Vec<Work>,
-    /// True if there are no arrival times to follow.
+    /// True if there are no arrival times, so that all requests arrive at once.
     at_once: bool,
     late_after: Duration,
     clock: Clock,
@@ -148,19 +151,19 @@ struct Run {
 }
 
 impl Run {
-    /// Takes arrived requests, one at a time.
+    /// Takes arrived requests and sends them, one at a time.
     async fn place(self: Arc<Self>, queue: Arc<Mutex<UnboundedReceiver<usize>>>) {
         let mut free_us = 0;
         loop {
-            // The lock is fair, so the longest waiting task takes the next request.
+            // The lock is fair, so the task that has waited longest takes the next request.
             let next = queue.lock().await.recv().await;
             let Some(index) = next else { return };
             free_us = self.send(index, Some(free_us)).await;
         }
     }
 
-    /// Sends a request, which has a place since `free_us` if places are limited. Returns the time
-    /// of its end.
+    /// Sends a request and waits for its reply. `free_us`: the time since which the concurrency
+    /// limit allows it; `None`: there is no limit. Returns the time at which the reply ended.
     async fn send(&self, index: usize, free_us: Option<u64>) -> u64 {
         let work = &self.work[index];
         let chunks = work.output_tokens.min(ROOM_FOR_CHUNKS) as usize;
@@ -179,7 +182,7 @@ impl Run {
     }
 }
 
-/// The thread that wakes at each arrival; it ends when this is dropped.
+/// The thread that wakes at each arrival. It stops when this is dropped.
 struct Pacer {
     _stop: Sender<()>,
 }

@@ -1,4 +1,4 @@
-//! `forebay bench serve`, from its flags to its table.
+//! `forebay bench serve`: runs a benchmark and prints its table.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,18 +21,18 @@ use crate::table::Table;
 use crate::tokens::{self, TokenizerFinder};
 use crate::{arrival, dataset, report, summary};
 
-/// Tokens that a warm-up request generates at most.
+/// The largest number of tokens that a warm-up request generates.
 const WARMUP_TOKENS: u32 = 32;
-/// The pause between the warm-up and the run, in which the server becomes idle.
+/// The pause between the warm-up and the run, during which the server becomes idle.
 const PAUSE: Duration = Duration::from_secs(1);
 /// The pause between two checks of a server that is not ready.
 const READY_PAUSE: Duration = Duration::from_millis(200);
 
-/// Measures a server. Sends it a dataset by a schedule, prints the table, and writes the requested
-/// files.
+/// Measures a server: sends it the requests of a dataset by a schedule, prints the table, and
+/// writes the requested files.
 ///
 /// # Errors
-/// The server cannot be reached, the dataset cannot be made, a file cannot be written, or no
+/// The server can't be reached, the dataset can't be created, a file can't be written, or no
 /// request succeeded.
 pub fn serve(args: &ServeArgs, finder: &dyn TokenizerFinder) -> Result<()> {
     let goals = args.result.goals()?;
@@ -56,7 +56,7 @@ pub fn serve(args: &ServeArgs, finder: &dyn TokenizerFinder) -> Result<()> {
     let count = work.len();
     let (driven, costs) = measure(args, &runtime, &client, work);
     let accept_length = runtime.block_on(accept_length(&client));
-    // Ends the tasks of an interrupted run.
+    // Aborts the tasks of an interrupted run.
     drop(runtime);
     if driven.interrupted {
         let unfinished = count - driven.sent.len();
@@ -108,7 +108,7 @@ async fn wait_until_ready(client: &Client, patience: Duration) -> Result<()> {
 struct Model {
     /// The server's name for the model.
     served: String,
-    /// The model whose tokenizer counts.
+    /// The model whose tokenizer counts tokens.
     tokenizer: String,
 }
 
@@ -141,7 +141,7 @@ fn options(args: &ServeArgs, model: &Model) -> RequestOptions {
     }
 }
 
-/// Sends the first request several times at once. If the flags say so, then flushes the server's
+/// Sends the first request several times at once. Then, if flags require it, flushes the server's
 /// cache and pauses.
 fn warm_up(
     args: &ServeArgs,
@@ -184,7 +184,7 @@ fn warm_up(
     Ok(())
 }
 
-/// Turns items into bodies, so that sending a request only writes it.
+/// Converts items into request bodies in advance, so that sending a request only writes the body.
 fn prepare(
     args: &ServeArgs,
     options: &RequestOptions,
@@ -206,7 +206,7 @@ fn prepare(
     Ok((work, asked))
 }
 
-/// Does the run, and measures CPU time and server metrics meanwhile.
+/// Carries out the run, and measures CPU time and server metrics.
 fn measure(
     args: &ServeArgs,
     runtime: &Runtime,
@@ -240,7 +240,7 @@ fn measure(
 }
 
 impl Costs {
-    /// Adds the costs of each of `tokens` generated tokens.
+    /// Adds the costs per token, for `tokens` generated tokens.
     fn per_token(self, tokens: u64) -> Self {
         let each = |seconds: f64| if tokens > 0 { seconds * 1e6 / tokens as f64 } else { 0.0 };
         let server = self
@@ -290,7 +290,7 @@ fn settings(args: &ServeArgs, model: String, count: usize) -> Settings {
     }
 }
 
-/// Tokens per step of speculative decoding, if the server reports them.
+/// The mean number of tokens per step of speculative decoding, if the server reports it.
 async fn accept_length(client: &Client) -> Option<f64> {
     if !client.target().backend.has_server_info() {
         return None;

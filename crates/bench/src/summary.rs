@@ -1,8 +1,8 @@
-//! From records to the numbers of the table, by the formulas of `bench_serving`.
+//! Computes statistics from the records of a run, by the formulas of `bench_serving`.
 //!
-//! Known errors of these formulas are avoided. The duration excludes housekeeping, and gaps and
-//! peaks count tokens rather than chunks. The first chunk's tokens count for the peak but have no
-//! gap. All tokens of later chunks have a gap.
+//! Known errors of these formulas are avoided. The duration excludes housekeeping. Gaps and peaks
+//! count tokens rather than chunks. The first chunk's tokens count for the peak but have no gap;
+//! all tokens of later chunks have a gap.
 
 use std::collections::BTreeMap;
 
@@ -21,7 +21,7 @@ pub struct Stats {
     /// The 50th percentile. Percentiles are interpolated between the two nearest values, as in
     /// numpy.
     pub median: f64,
-    /// Standard deviation of the whole population.
+    /// Population standard deviation.
     pub std: f64,
     /// 90th percentile.
     pub p90: f64,
@@ -34,7 +34,7 @@ pub struct Stats {
 }
 
 impl Stats {
-    /// Statistics of `values`, which it sorts.
+    /// Computes the statistics of `values`, and sorts them.
     pub(crate) fn of(values: &mut [f64]) -> Self {
         if values.is_empty() {
             return Self::default();
@@ -55,7 +55,7 @@ impl Stats {
         }
     }
 
-    /// The statistics, with their names in the file.
+    /// The statistics, with their names in the result file.
     pub(crate) fn named(&self) -> [(&'static str, f64); 7] {
         [
             ("mean", self.mean),
@@ -68,7 +68,7 @@ impl Stats {
         ]
     }
 
-    /// The number with this name in the file.
+    /// The statistic with this name in the result file.
     pub(crate) fn of_mut(&mut self, name: &str) -> Option<&mut f64> {
         match name {
             "mean" => Some(&mut self.mean),
@@ -83,7 +83,7 @@ impl Stats {
     }
 }
 
-/// The value below which `share` of the sorted `values` lie; there must be one.
+/// The value below which `share` of the sorted `values` lie. `values` must not be empty.
 fn percentile(values: &[f64], share: f64) -> f64 {
     let place = (values.len() - 1) as f64 * share;
     let below = place.floor() as usize;
@@ -95,10 +95,10 @@ fn percentile(values: &[f64], share: f64) -> f64 {
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Times {
     e2e: f64,
-    /// None if there was no token.
+    /// `None`: there was no token.
     ttft: Option<f64>,
     ttft_intended: Option<f64>,
-    /// None for fewer than two tokens.
+    /// `None`: there were fewer than two tokens.
     tpot: Option<f64>,
 }
 
@@ -113,7 +113,7 @@ impl Times {
         Self { e2e, ttft, ttft_intended: first.map(|at| ms(at, record.intended_us)), tpot }
     }
 
-    /// True if the request meets all goals. A goal without a number counts as met.
+    /// True if the request meets all goals. A goal whose time could not be measured counts as met.
     fn meet(&self, goals: &BTreeMap<String, f64>) -> bool {
         goals.iter().all(|(name, goal)| {
             let time = match name.as_str() {
@@ -127,15 +127,15 @@ impl Times {
     }
 }
 
-/// Names that goals may have.
+/// The names of possible goals.
 pub(crate) const GOALS: [&str; 4] = ["ttft", "ttft_intended", "tpot", "e2el"];
 
 fn ms(later_us: u64, earlier_us: u64) -> f64 {
     later_us.saturating_sub(earlier_us) as f64 / 1e3
 }
 
-/// Gaps between tokens in seconds, one for each token after the first chunk's: the gap of a chunk
-/// is divided equally among its tokens.
+/// The gaps between tokens in seconds, one for each token after those of the first chunk. The gap
+/// before a chunk is divided equally among the chunk's tokens.
 fn gaps(record: &Record) -> impl Iterator<Item = f64> + '_ {
     let mut last = record.chunks.first().map_or(0, |chunk| chunk.at_us);
     record.chunks.iter().skip(1).filter(|chunk| chunk.tokens > 0).flat_map(move |chunk| {
@@ -145,7 +145,7 @@ fn gaps(record: &Record) -> impl Iterator<Item = f64> + '_ {
     })
 }
 
-/// Sums up the records of a run; those of `goals` are in milliseconds.
+/// Computes the summary of a run. `goals` are in milliseconds.
 ///
 /// # Errors
 /// The tokenizer refuses a generated text.
@@ -226,12 +226,12 @@ fn distributions(good: &[&Record], times: &[Times]) -> (Latencies, BTreeMap<Stri
     (latencies, histograms)
 }
 
-/// Edges for a factor of ten.
+/// Edges per factor of ten.
 const EDGES_A_DECADE: f64 = 20.0;
-/// Smaller values count as this one, in milliseconds, because the clock does not distinguish them.
+/// Smaller values count as this value, which is in milliseconds: the clock can't distinguish them.
 const SMALLEST_EDGE: f64 = 1e-3;
 
-/// Counts sorted values between edges on a grid that is the same in every run, so that runs can be
+/// Counts sorted values in bins. The edges are on the same grid in every run, so that runs can be
 /// drawn on top of each other.
 fn histogram(sorted: &[f64]) -> Histogram {
     let (Some(&least), Some(&most)) = (sorted.first(), sorted.last()) else {
@@ -249,7 +249,7 @@ fn histogram(sorted: &[f64]) -> Histogram {
     Histogram { edges, counts }
 }
 
-/// The numbers of each second from `start` to `end`, which are microseconds.
+/// The counts of each second from `start` to `end`, which are in microseconds.
 fn timeline(records: &[Record], start: u64, end: u64) -> Vec<Second> {
     if records.is_empty() {
         return Vec::new();
@@ -257,7 +257,7 @@ fn timeline(records: &[Record], start: u64, end: u64) -> Vec<Second> {
     let second = |at_us: u64| (at_us.saturating_sub(start) / 1_000_000) as usize;
     let mut line: Vec<Second> =
         (0..=second(end) as u64).map(|second| Second { second, ..Second::default() }).collect();
-    // Starts minus ends up to each second; a request still counts in the second in which it ends.
+    // Requests started minus requests ended; a request still counts in the second in which it ends.
     let mut changes = vec![0_i64; line.len() + 1];
     for record in records {
         changes[second(record.sent_us)] += 1;
@@ -285,7 +285,7 @@ fn timeline(records: &[Record], start: u64, end: u64) -> Vec<Second> {
     line
 }
 
-/// Failures by their message.
+/// The number of failures with each message.
 fn errors(records: &[Record]) -> BTreeMap<String, u64> {
     let mut errors = BTreeMap::new();
     for record in records {
@@ -296,7 +296,7 @@ fn errors(records: &[Record]) -> BTreeMap<String, u64> {
     errors
 }
 
-/// Every request, for the file.
+/// The data of every request, for the result file.
 pub(crate) fn details(records: &[Record]) -> Details {
     let seconds = |us: u64| us as f64 / 1e6;
     let mut details = Details::default();
@@ -357,7 +357,7 @@ mod tests {
 
     /// Three records:
     ///
-    /// - from 1 s to 3 s with 1 + 2 + 1 tokens,
+    /// - from 1 s to 3 s with chunks of 1, 2 and 1 tokens,
     /// - from 2 s to 5.5 s with one token,
     /// - one that failed at 6 s.
     fn three() -> Vec<Record> {
@@ -395,7 +395,7 @@ mod tests {
         assert_eq!((latencies.ttft.mean, latencies.ttft.max), (1750.0, 3000.0));
         assert_eq!(latencies.ttft_intended.mean, (1000.0 + 4000.0) / 2.0);
         assert_eq!(latencies.tpot.mean, 500.0, "only the request of more than one token");
-        // 600 ms for two tokens at once, then 900 ms for one.
+        // The gaps are 600 ms for a chunk of two tokens, then 900 ms for one token.
         assert_eq!(latencies.itl.median, 300.0);
         assert_eq!((latencies.itl.mean, latencies.itl.max), (500.0, 900.0));
     }
@@ -408,8 +408,8 @@ mod tests {
             .iter()
             .map(|at| [at.output_tokens, at.concurrency, at.sent, at.finished, at.failed])
             .collect();
-        // Seconds from 1 s on. Tokens at 1.5, 1.8, 2.1, 3 and 5 s; requests 1-3, 2-5.5, 2.5-6 s
-        // touch the seconds they end in.
+        // Seconds from 1 s on. Tokens arrive at 1.5, 1.8, 2.1, 3 and 5 s. The requests at 1-3,
+        // 2-5.5 and 2.5-6 s count in the seconds in which they end.
         assert_eq!(
             line,
             [
@@ -482,7 +482,7 @@ mod tests {
         fn a_percentile_is_where_its_share_of_the_values_lies(mut values in proptest::collection::vec(-1e6_f64..1e6, 1..200)) {
             let stats = Stats::of(&mut values);
             let naive = |share: f64| {
-                // The line through the points (i / (n - 1), value i).
+                // Linear interpolation between the points (i / (n - 1), value i).
                 let mut best = values[values.len() - 1];
                 for (index, pair) in values.windows(2).enumerate().rev() {
                     let (from, to) = (index as f64, index as f64 + 1.0);
@@ -506,7 +506,7 @@ mod tests {
             prop_assert_eq!(histogram.edges.len(), histogram.counts.len() + 1);
             prop_assert_eq!(histogram.counts.iter().sum::<u64>(), values.len() as u64);
             for (edges, count) in histogram.edges.windows(2).zip(&histogram.counts) {
-                // Rounding may put a value that is an edge on either side.
+                // A value that equals an edge may be rounded to either side.
                 let (low, high) = (edges[0] * (1.0 - 1e-9), edges[1] * (1.0 + 1e-9));
                 let within = values.iter().filter(|value| (low..=high).contains(&value.max(SMALLEST_EDGE))).count();
                 prop_assert!(within as u64 >= *count);

@@ -1,4 +1,4 @@
-//! The table of `bench_serving`, with its rows, names and order, and additional rows.
+//! Prints the table of `bench_serving`, with the same rows, names and order, and additional rows.
 
 use std::fmt::{self, Display, Write};
 
@@ -12,7 +12,7 @@ const WIDTH: usize = 50;
 pub(crate) struct Table<'a> {
     /// The run.
     pub(crate) run: &'a RunFile,
-    /// True if the route generates tokens; embeddings do not.
+    /// True if the route generates tokens; false for embeddings.
     pub(crate) generates: bool,
 }
 

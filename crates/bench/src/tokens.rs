@@ -1,4 +1,4 @@
-//! The client's tokenizer: how it is found, and its counts for servers that report none.
+//! The client's tokenizer: the interface to find it, and its counts for servers that report none.
 
 use anyhow::Result;
 use forebay_text::Tokenizer;
@@ -7,15 +7,15 @@ use crate::record::Record;
 
 /// Finds the tokenizer of a model.
 pub trait TokenizerFinder {
-    /// The tokenizer of `name`: a hub id, a directory, a `tokenizer.json`, a `.gguf` file, or a
-    /// built-in model.
+    /// Returns the tokenizer of `name`: a hub id, a directory, a `tokenizer.json`, a `.gguf` file,
+    /// or a built-in model.
     ///
     /// # Errors
-    /// The model has no tokenizer, or it cannot be read.
+    /// The model has no tokenizer, or the tokenizer can't be read.
     fn find(&self, name: &str) -> Result<Tokenizer>;
 }
 
-/// Tokens of `text` by the client's tokenizer, without special ones.
+/// The number of tokens of `text` by the client's tokenizer, without special tokens.
 ///
 /// # Errors
 /// The tokenizer refuses the text.
@@ -25,7 +25,7 @@ pub(crate) fn count(text: &str, tokenizer: &Tokenizer) -> Result<u64> {
 
 /// Divides a record's generated tokens among its chunks if the server did not report them per
 /// chunk. A chunk's share is proportional to the tokens of its text by the client's tokenizer. The
-/// sum is the server's count.
+/// sum equals the server's count.
 ///
 /// # Errors
 /// The tokenizer refuses the text.
@@ -43,9 +43,9 @@ pub(crate) fn guess_chunk_tokens(record: &mut Record, tokenizer: &Tokenizer) -> 
     Ok(())
 }
 
-/// Splits `total` into whole parts proportional to `weights`, rounding running sums so that nothing
-/// is lost. The first part is at least 1 unless `total` is 0, since the first chunk has the first
-/// token.
+/// Splits `total` into whole numbers proportional to `weights`. Running sums are rounded, so that
+/// the parts add up to `total`. The first part is at least 1 unless `total` is 0, since the first
+/// chunk contains the first token.
 fn shares(weights: &[u64], total: u32) -> Vec<u32> {
     let sum: u64 = weights.iter().sum();
     let (mut seen, mut given) = (0, 0);

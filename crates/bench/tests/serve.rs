@@ -1,4 +1,4 @@
-//! `forebay bench serve` against scripted servers.
+//! Tests `forebay bench serve` against scripted servers.
 
 mod support;
 
@@ -217,7 +217,7 @@ fn embeddings_have_only_an_end() {
 
 #[test]
 fn an_open_loop_does_not_wait_for_answers() {
-    // No request is answered before all have arrived.
+    // The server responds only after all requests have arrived.
     let all = Barrier::new(16);
     let address = server(move |_, wire| {
         all.wait();
@@ -296,7 +296,7 @@ fn the_duration_is_from_the_first_send_to_the_last_end() {
     let duration = Duration::from_secs_f64(number(&result["duration"]));
     let (first, last) = span.lock().unwrap().expect("a request came");
     assert!(duration <= whole, "{duration:?} of {whole:?}");
-    // Microseconds are rounded down.
+    // Recorded times are rounded down to microseconds.
     assert!(duration + Duration::from_micros(1) >= last - first);
 }
 

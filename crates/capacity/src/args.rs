@@ -10,23 +10,23 @@ use crate::images::ImageArgs;
 use crate::pd::PdArgs;
 use crate::sparse::SparseArgs;
 
-/// Flags of `forebay plan`. Those that `serve` also has have the same meaning and defaults.
+/// Flags of `forebay plan`. Flags that `serve` also has have the same meaning and defaults.
 #[derive(Debug, Clone, Args)]
 pub struct PlanArgs {
-    /// Recorded traffic: one JSON object a line with timestamp (ms), input_length, output_length
+    /// Recorded traffic: one JSON object per line with timestamp (ms), input_length, output_length
     /// and hash_ids (Mooncake's format), and optionally images: objects with id, position, rows and
     /// columns.
     #[arg(long, value_name = "FILE", required_unless_present = "model")]
     pub trace: Option<PathBuf>,
-    /// Device: a name that `forebay sim profiles` lists, or a TOML file. Its times are for all
-    /// ranks of a replica together.
+    /// Device: a name that `forebay sim profiles` lists, or a TOML file. Its step times are those
+    /// of all ranks of a replica together.
     #[arg(long, value_name = "NAME|FILE", required_unless_present = "model")]
     pub sim_profile: Option<String>,
     /// Objective in milliseconds, such as ttft:500, tpot:30 or e2el:20000; may be repeated.
     #[arg(long, value_name = "METRIC:MS", required_unless_present = "model", value_parser = Slo::parse)]
     pub slo: Vec<Slo>,
     /// Compute the memory that the ranks of this model need, instead of simulating a trace. The
-    /// model is named as for `serve`, and its weights need not be downloaded.
+    /// model is named as for `serve`. Its weights need not be downloaded.
     #[arg(long, value_name = "MODEL", conflicts_with_all = ["trace", "sim_profile", "slo"])]
     pub model: Option<String>,
     /// Percentile of each metric that must meet its objective.
@@ -35,31 +35,31 @@ pub struct PlanArgs {
     /// Share of requests that must meet all objectives, instead of a percentile of each metric.
     #[arg(long, value_name = "SHARE", conflicts_with = "slo_percentile", value_parser = share)]
     pub goodput: Option<f64>,
-    /// The largest number of replicas to try.
+    /// Largest number of replicas to try.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub max_replicas: u32,
     /// Policy that chooses a replica for a request.
     #[arg(long, value_enum, default_value_t)]
     pub router: Router,
-    /// Replay the trace at this multiple of its recorded speed.
+    /// Speed of the replay, as a multiple of the recorded speed.
     #[arg(long, value_name = "FACTOR", default_value_t = 1.0, value_parser = positive)]
     pub speed: f64,
-    /// Only the first requests of the trace.
+    /// Use only this many requests, from the start of the trace.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub num_prompts: Option<u32>,
-    /// Write everything to this file, as JSON.
+    /// Write settings and results to this file, as JSON.
     #[arg(long, value_name = "FILE")]
     pub output_file: Option<PathBuf>,
-    /// Largest number of requests that run at a time on a replica.
+    /// Largest number of simultaneously running requests on a replica.
     #[arg(long, visible_alias = "max-num-seqs", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub max_running_requests: u32,
-    /// The largest number of tokens a step.
+    /// Largest number of tokens of a step.
     #[arg(long, visible_alias = "max-num-batched-tokens", default_value_t = 1024, value_parser = clap::value_parser!(u32).range(1..))]
     pub chunked_prefill_size: u32,
-    /// Tokens a KV page.
+    /// Tokens in a KV page.
     #[arg(long, default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub page_size: u32,
-    /// Size of a replica's KV pool in tokens [default: the profile's].
+    /// Size of each replica's KV pool in tokens [default: the profile's].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     pub max_total_tokens: Option<u64>,
     /// Disable the prefix cache.
@@ -89,33 +89,35 @@ pub struct PlanArgs {
     #[command(flatten)]
     #[allow(missing_docs, reason = "its flags are documented")]
     pub images: ImageArgs,
-    /// Number of steps that are planned ahead of the current one; 0: the serial loop.
+    /// Number of steps that are planned before the result of the current one arrives; 0: one step
+    /// at a time.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=1))]
     pub lookahead: u32,
-    /// Seed of the jitter.
+    /// Seed of the random variation of step times.
     #[arg(long, default_value_t = 0)]
     pub seed: u64,
 }
 
-/// Flags of `serve` and `plan` about how steps divide prompt tokens.
+/// Flags of `serve` and `plan` about the division of a step's prompt tokens among prompts.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct ShareArgs {
-    /// Give all prompt tokens of a step to the first prompt in turn. Without the flag, prompts with
-    /// little left to compute may get up to half of them first.
+    /// Give a step's prompt tokens to prompts strictly in order, so that the first may take all.
+    /// Without the flag, prompts with little left to compute may first get up to half of these
+    /// tokens.
     #[arg(long)]
     pub disable_step_shares: bool,
-    /// Target time between two tokens of running requests, in milliseconds. It limits the prompt
-    /// tokens of a step. `auto`: six times the measured time of a step without prompts. `off`: no
-    /// target.
+    /// Target time between two tokens of running requests, in milliseconds. To meet it, steps
+    /// compute fewer prompt tokens. `auto`: six times the measured time of a step without prompts.
+    /// `off`: no target.
     #[arg(long, value_name = "MS|auto|off", default_value = "auto", value_parser = decode_gap)]
     pub decode_gap_ms: DecodeGap,
 }
 
-/// Flags of `serve`, `plan` and `route` about waiting requests.
+/// Flags of `serve`, `plan` and `route` about moving queued requests.
 #[derive(Debug, Clone, Copy, Args)]
 pub struct MoveArgs {
     /// Do not move queued requests between replicas. Without the flag a request moves, at most
-    /// twice, if that halves the work before its first token.
+    /// twice, if this halves the work that precedes its first token.
     #[arg(long)]
     pub disable_queue_moves: bool,
 }
@@ -127,10 +129,10 @@ pub enum Router {
     /// Each replica in turn.
     #[default]
     RoundRobin,
-    /// The replica with the fewest requests.
+    /// The replica with the fewest requests, waiting or running.
     LeastLoaded,
-    /// The replica with the fewest tokens to compute before this request's first token: those that
-    /// wait there, and the request's uncached ones.
+    /// The replica whose cached tokens save the most work, if that outweighs the prompts and
+    /// requests already there. Otherwise the replica with the fewest requests.
     PrefixAware,
 }
 
@@ -158,29 +160,29 @@ impl From<WritePolicy> for SavePolicy {
     }
 }
 
-/// A latency.
+/// A latency metric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SloMetric {
-    /// Time to the first token, from the arrival.
+    /// Time from the arrival to the first token.
     Ttft,
-    /// Mean time of each further token.
+    /// Mean time per token after the first.
     Tpot,
-    /// Time to the last token, from the arrival.
+    /// Time from the arrival to the last token.
     E2el,
 }
 
-/// A latency, and how long it may be.
+/// An objective: a latency metric and its limit.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Slo {
-    /// The latency.
+    /// The metric.
     pub metric: SloMetric,
     /// The limit in milliseconds.
     pub limit_ms: f64,
 }
 
 impl Slo {
-    /// `ttft:500` and the like.
+    /// Parses an objective such as `ttft:500`.
     fn parse(text: &str) -> Result<Self, String> {
         let expected = "expected ttft:MS, tpot:MS or e2el:MS";
         let (metric, limit) = text.split_once(':').ok_or(expected)?;
@@ -194,18 +196,18 @@ impl Slo {
     }
 }
 
-/// The goal that enough replicas reach.
+/// The goal that the planned number of replicas has to reach.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Goal {
     pub(crate) slos: Vec<Slo>,
-    /// The percentile of each latency that must meet its limit, if there is no goodput.
+    /// The percentile of each metric that must meet its limit, if `goodput` is `None`.
     pub(crate) percentile: f64,
-    /// The share of requests that must meet all limits.
+    /// The share of requests that must meet all limits, in place of a percentile.
     pub(crate) goodput: Option<f64>,
 }
 
 impl PlanArgs {
-    /// The goal that enough replicas reach.
+    /// The goal that the planned number of replicas has to reach.
     pub(crate) fn goal(&self) -> Goal {
         let (slos, percentile) = (self.slo.clone(), self.slo_percentile);
         Goal { slos, percentile, goodput: self.goodput }
@@ -216,7 +218,7 @@ fn number(text: &str, fits: impl Fn(f64) -> bool, expected: &str) -> Result<f64,
     text.parse().ok().filter(|&value| fits(value)).ok_or_else(|| expected.to_owned())
 }
 
-/// Reads `--decode-gap-ms`.
+/// Parses the value of `--decode-gap-ms`.
 fn decode_gap(text: &str) -> Result<DecodeGap, String> {
     let expected = "expected milliseconds above 0, auto or off";
     match text {

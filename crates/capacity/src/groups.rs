@@ -1,8 +1,9 @@
-//! Groups requests by client and prompt length, and measures how long each group waits for the
-//! others.
+//! Groups requests by client and prompt length, and measures how long the requests of each group
+//! wait for those of the others.
 //!
-//! While a request waits for its first token, its replica computes prompts of others. The mean of
-//! these tokens for each group of the others shows which group waits for which.
+//! While a request waits for its first token, its replica computes prompts of other requests. For
+//! each pair of groups, the mean number of these tokens shows how long one group waits for the
+//! other.
 
 use std::collections::BTreeSet;
 
@@ -11,19 +12,19 @@ use serde::Serialize;
 use crate::outcome::Latency;
 use crate::traffic::{Arrival, Traffic};
 
-/// The largest prompt length of each class; one more class has the longer ones.
+/// The largest prompt length of each class. Longer prompts form one more class.
 const CLASSES: [u32; 3] = [1024, 8192, 65_536];
-/// The largest number of groups by client. If there are more, groups are by length only.
+/// The largest number of groups by client. If there would be more, groups are by length only.
 const MOST: usize = 12;
 
-/// The properties that the requests of a group share.
+/// The client and the length class of a group's requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Kind {
     client: Option<u64>,
     class: usize,
 }
 
-/// The group of each request.
+/// The groups, and the assignment of requests to them.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Groups {
     kinds: Vec<Kind>,
@@ -53,12 +54,13 @@ impl Groups {
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Waits {
     groups: Groups,
-    /// By replica and group: prompt tokens computed so far.
+    /// Prompt tokens computed so far, by replica and group.
     computed: Vec<Vec<u64>>,
-    /// By request: its replica's counts when it arrived, and its own tokens so far.
+    /// For each request: its replica's counts when it arrived, and its own prompt tokens computed
+    /// so far.
     since: Vec<(Vec<u64>, u64)>,
-    /// By pair of groups: tokens of the second that were computed while requests of the first
-    /// waited.
+    /// For each pair of groups: prompt tokens of the second group that were computed while requests
+    /// of the first group waited.
     waited: Vec<Vec<u64>>,
 }
 
@@ -73,7 +75,7 @@ impl Waits {
         }
     }
 
-    /// Records that a request begins to wait at a replica.
+    /// Records that a request starts to wait at a replica.
     pub(crate) fn arrived(&mut self, id: u64, at: usize) {
         self.since[id as usize] = (self.computed[at].clone(), 0);
     }
@@ -95,7 +97,7 @@ impl Waits {
         }
     }
 
-    /// The outcome of each group, with the latencies of its requests by `latency`.
+    /// The outcome of each group. `latency` computes the latencies of the requests with these ids.
     pub(crate) fn outcomes(&self, latency: impl Fn(&[usize]) -> Latency) -> Vec<GroupOutcome> {
         let kinds = self.groups.kinds.iter().enumerate();
         let outcomes = kinds.map(|(group, kind)| {
@@ -118,21 +120,23 @@ impl Waits {
 /// The outcome of a group.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct GroupOutcome {
-    /// The client; `None` if there are so many that groups are by length only.
+    /// The client; `None`: there are so many groups that requests are grouped by length only.
     client: Option<u64>,
-    /// Tokens of its shortest prompts.
+    /// The smallest prompt length of the group's length class, in tokens.
     prompts_from: u32,
-    /// Tokens of its longest prompts; `None`: any.
+    /// The largest prompt length of the class, in tokens; `None`: there is no limit.
     prompts_to: Option<u32>,
     requests: usize,
     /// Time to the first token.
     ttft_ms: Latency,
-    /// By group: the mean number of other requests' prompt tokens that were computed while a
-    /// request waited for its first token.
+    /// By the index of the other group: the mean number of its prompt tokens that were computed
+    /// while a request of this group waited for its first token. The request's own tokens do not
+    /// count.
     waited_for_tokens: Vec<f64>,
 }
 
-/// Prints the groups of an outcome, and how long each waits for the others, if there are several.
+/// Prints the groups of an outcome, and how long they wait for each other, unless there is only
+/// one.
 pub(crate) fn print(groups: &[GroupOutcome]) {
     if groups.len() < 2 {
         return;
@@ -191,8 +195,8 @@ mod tests {
             outcomes.iter().map(long).collect::<Vec<_>>(),
             [(Some(7), 65_537), (Some(8), 1)]
         );
-        // The second request waits for 1000 tokens of the long one, the third also for 200 of its
-        // own group.
+        // The second request waits for 1000 tokens of the long request. The third also waits for
+        // 200 tokens of the second request, which is in its group.
         assert_eq!(outcomes[1].waited_for_tokens, [1000.0, 100.0]);
     }
 

@@ -1,4 +1,5 @@
-//! Requests that leave their prefill replica in a simulation, loans, and back-pressure.
+//! Disaggregated prefill in a simulation: requests that leave their prefill replica, loans, and
+//! backpressure.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,15 +12,16 @@ use crate::pd::{Division, PdSplit};
 use crate::router::Route;
 use crate::simulate::Simulation;
 
-/// Disaggregated prefill in a simulation.
+/// The state of disaggregated prefill in a simulation.
 pub(crate) struct HandOver {
     division: Division,
     pub(crate) pressure: Pressure,
-    /// Requests that have left, with their replicas.
+    /// Requests that have left their prefill replica but are not handed on yet, as (replica,
+    /// request id).
     left: VecDeque<(usize, u64)>,
-    /// Loans that came back, with their lenders.
+    /// Receives returned loans, as (lender, loan).
     returned: Receiver<(usize, LoanId)>,
-    /// True while prefill replicas admit no prompt that leaves.
+    /// True while prefill replicas do not admit prompts that will be handed on.
     held: bool,
     pub(crate) holds: u64,
     pub(crate) handed: u64,
@@ -44,20 +46,20 @@ impl HandOver {
         }
     }
 
-    /// The numbers of prefill and decode replicas, of `replicas` in all.
+    /// The split of `replicas` replicas into prefill and decode replicas.
     pub(crate) fn split(&self, replicas: u32) -> PdSplit {
         let prefill = self.division.prefill;
         PdSplit { prefill, decode: replicas - prefill }
     }
 
-    /// Records that a request has left a prefill replica.
+    /// Records that a request leaves a prefill replica.
     pub(crate) fn left(&mut self, from: usize, id: u64) {
         self.left.push_back((from, id));
     }
 }
 
 impl Simulation {
-    /// Hands on requests that have left, takes loans back, and holds prompts back while decode
+    /// Hands on requests that have left, takes back returned loans, and holds prompts while decode
     /// replicas are full.
     pub(crate) fn settle(&mut self, now_us: u64) {
         while let Some(handing) = &mut self.handing {
@@ -84,7 +86,7 @@ impl Simulation {
         }
     }
 
-    /// Lends blocks of another replica to a request on its way to its replica.
+    /// Lends a request blocks of another replica, before it is submitted to its own replica.
     pub(crate) fn borrow(&mut self, route: &Route) -> Option<Arc<Loan>> {
         let (lender, first) = route.lender?;
         let loan = self.replicas[lender].lend(route.names.get(first..)?)?;
@@ -107,7 +109,7 @@ impl Simulation {
         self.feed(to, now_us);
     }
 
-    /// Notes the pages that a replica has left.
+    /// Records the number of tokens for which a replica still has pages.
     pub(crate) fn note_room(&mut self, at: usize) {
         if let Some(handing) = &mut self.handing {
             handing.pressure.set_room(at, self.replicas[at].room());
@@ -154,7 +156,7 @@ mod tests {
 
     #[test]
     fn steps_beside_decode_stay_short_while_prompts_are_computed_elsewhere() {
-        // Eight streams, and now and then a long prompt whose answer has one token.
+        // Eight streams, and occasionally a long prompt with a short answer.
         let streams = (0..8_u32).map(|at| arrival(0, 100, 900, &[at]));
         let prompts = (0..20_u32).map(|at| {
             let blocks: Vec<u32> = (0..4).map(|block| 100 + 4 * at + block).collect();
@@ -171,9 +173,9 @@ mod tests {
         let ((apart, run), (together, _)) = (gap(&split), gap(&both));
         assert!(2 * apart < together, "{apart} and {together} us");
         assert_eq!(pd(&run).handed, 20);
-        // At most half of the host tier is lent at a time.
+        // At most half of the host tier is lent at the same time.
         assert!(pd(&run).lent_tokens > 18 * 2000, "{}", pd(&run).lent_tokens);
-        // The time of the prompt's copies, and one step.
+        // The gap contains the copies of the prompt and one step.
         let second = |life: &Life| life.second_us - life.first_us;
         let handed = run.lives.iter().filter(|life| life.handed);
         assert!(handed.clone().count() == 20 && handed.clone().all(|life| second(life) > 12_500));
@@ -181,8 +183,8 @@ mod tests {
 
     #[test]
     fn prefill_replicas_borrow_what_others_have() {
-        // The same prompt again and again, then twice at the same time: the second of two prefill
-        // replicas borrows its blocks.
+        // The same prompt arrives repeatedly, later twice at the same time: then the second prefill
+        // replica borrows the blocks of the first.
         let times = [0, 400_000, 400_000, 800_000, 800_000];
         let prompts = times.map(|at_us| arrival(at_us, 2000, 2, &[0, 1, 2, 3]));
         let traffic = Traffic { arrivals: prompts.into() };
@@ -199,7 +201,7 @@ mod tests {
 
     #[test]
     fn prompts_wait_while_decode_replicas_are_full() {
-        // The pool of a replica has room for two of these prompts.
+        // A replica's pool has room for two of these requests.
         let prompts = (0..30_u32).map(|at| {
             let blocks: Vec<u32> = (0..4).map(|block| 4 * at + block).collect();
             arrival(0, 2000, 400, &blocks)

@@ -1,4 +1,4 @@
-//! Images in a plan: the threads that prepare them, and the tower that reads them.
+//! Images in a plan: the threads that prepare them, and the vision tower that encodes them.
 
 use std::collections::VecDeque;
 
@@ -10,21 +10,22 @@ use serde::Serialize;
 
 use crate::traffic::Traffic;
 
-/// Patches in a position, as in Qwen's vision towers.
+/// Patches per position, as in Qwen's vision towers.
 const PATCHES: u64 = 4;
-/// The default number of image page positions, if twice the largest image is less.
+/// The default number of positions in image pages, unless twice the largest image is more.
 const USUAL_POOL: u64 = 8192;
 
-/// Flags of images, for a trace that has some.
+/// Flags about images, for traces that contain images.
 #[derive(Debug, Clone, Copy, Args, Serialize)]
 pub struct ImageArgs {
-    /// Layers of the vision tower.
+    /// Number of layers of the vision tower.
     #[arg(long, value_name = "N", default_value_t = 27, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub tower_layers: u32,
-    /// Largest tower work of a step, in patches times layers.
+    /// Largest work of the vision tower in a step, in patches times layers.
     #[arg(long, value_name = "N", default_value_t = 40_000, value_parser = clap::value_parser!(u64).range(1..))]
     pub image_budget: u64,
-    /// Positions of a replica's image pages [default: twice the largest image, at least 8192].
+    /// Number of positions in a replica's image pages [default: twice the largest image, at least
+    /// 8192].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 30))]
     pub image_pool_tokens: Option<u64>,
     /// Milliseconds for decoding and resizing an image on one thread.
@@ -35,7 +36,7 @@ pub struct ImageArgs {
     pub intake_threads: u32,
 }
 
-/// How a replica handles images: the tower, and the threads that prepare images.
+/// How a replica processes images: the vision tower, and the threads that prepare images.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ImageMeans {
     pub(crate) tower: Tower,
@@ -44,10 +45,11 @@ pub(crate) struct ImageMeans {
 }
 
 impl ImageArgs {
-    /// `None`: the traffic has no images.
+    /// Returns the settings for images; `None`: the traffic has no images.
     ///
     /// # Errors
-    /// The profile has no time for the tower, or the largest image exceeds all image pages.
+    /// The profile has no time for the vision tower, or the largest image does not fit in all image
+    /// pages.
     pub(crate) fn resolve(
         &self,
         profile: &Profile,
@@ -83,18 +85,19 @@ impl ImageArgs {
     }
 }
 
-/// The intake threads of a replica. Each prepares one image at a time, in order of request.
+/// The intake threads of a replica. Each thread prepares one image at a time, in the order of the
+/// requests.
 #[derive(Debug, Default)]
 pub(crate) struct Intake {
-    /// The times at which threads become free, the soonest first.
+    /// The times at which busy threads become free, the earliest first.
     free_us: VecDeque<u64>,
-    /// The images under preparation, the next finished one first.
+    /// The images that are being prepared, in the order in which they will be ready.
     pub(crate) preparing: VecDeque<ImageId>,
 }
 
 impl Intake {
-    /// Accepts an image; returns when it is ready. All take equally long, so they are ready in this
-    /// order.
+    /// Accepts an image, and returns the time at which it is ready. Preparation takes equally long
+    /// for all images, so they become ready in order.
     pub(crate) fn take(&mut self, image: ImageId, now_us: u64, seeing: &ImageMeans) -> u64 {
         let free_us = if self.free_us.len() < seeing.threads as usize {
             now_us

@@ -1,11 +1,10 @@
-//! Capacity planning: the number of replicas that a recorded traffic needs, and the memory of
-//! ranks.
+//! Capacity planning: the number of replicas that recorded traffic needs, and the memory of ranks.
 //!
 //! `simulate` runs the traffic against replicas in virtual time: real schedulers, with a profile's
-//! step times in place of devices. `search` finds the smallest number that meets the objectives.
-//! With disaggregated prefill (`pd`, `handing`) it finds the best split of a number. `outcome` has
-//! the results of one number of replicas, and `report` prints them. `memory` computes the weights
-//! and pages of ranks.
+//! step times in place of devices. `search` finds the smallest number of replicas that meets the
+//! objectives. With disaggregated prefill (`pd`, `handing`), it finds the best split of a number of
+//! replicas. `outcome` computes the results for a number of replicas, and `report` prints them.
+//! `memory` describes the weights and pages of ranks.
 //!
 //! ```
 //! use clap::Parser;
@@ -64,12 +63,12 @@ use report::PlanFile;
 use simulate::Setup;
 use traffic::Traffic;
 
-/// `forebay plan` of a traffic: prints the number of replicas of `ranks` ranks that meets the
-/// objectives, and the results of each tried number.
+/// Plans recorded traffic: prints the number of replicas, of `ranks` ranks each, that meets the
+/// objectives, and the results for each number that was tried.
 ///
 /// # Errors
-/// The trace or the profile can't be read, or no number up to `--max-replicas` meets the
-/// objectives.
+/// The trace or the profile can't be read, or no number of replicas up to `--max-replicas` meets
+/// the objectives.
 pub fn plan(args: &PlanArgs, ranks: u32) -> Result<()> {
     let (Some(file), Some(profile)) = (&args.trace, &args.sim_profile) else {
         bail!("a traffic is planned of --trace and --sim-profile");
@@ -109,7 +108,7 @@ pub fn plan(args: &PlanArgs, ranks: u32) -> Result<()> {
     Ok(())
 }
 
-/// The outcomes tried so far, printed as they come.
+/// The outcomes of the tried numbers of replicas. Each is printed as soon as it is known.
 struct Trial<'a> {
     setup: &'a Setup,
     traffic: &'a Traffic,
@@ -123,7 +122,7 @@ impl<'a> Trial<'a> {
         Self { setup, traffic, goal, rows: report::Rows::default(), tried: Vec::new() }
     }
 
-    /// The outcome of `replicas` replicas.
+    /// Simulates `replicas` replicas, and returns the outcome.
     fn of(&mut self, replicas: u32, division: Option<Division>) -> &Outcome {
         let setup = Setup { division, ..self.setup.clone() };
         let outcome = Outcome::of(&simulate::run(&setup, self.traffic, replicas), self.goal);
@@ -133,7 +132,8 @@ impl<'a> Trial<'a> {
     }
 }
 
-/// Tries unsplit replicas, and splits of the same number.
+/// Simulates replicas that each do both prefill and decode, and then splits of the same number of
+/// replicas.
 fn try_splits(args: &PlanArgs, choice: PdChoice, trial: &mut Trial<'_>) -> Result<()> {
     if trial.setup.seeing.is_some() {
         bail!("--pd: images are not handed on yet, and the trace has some");
@@ -156,7 +156,7 @@ fn try_splits(args: &PlanArgs, choice: PdChoice, trial: &mut Trial<'_>) -> Resul
     Ok(())
 }
 
-/// CPU time of this thread.
+/// The CPU time that this thread has used, in seconds.
 fn cpu_seconds() -> f64 {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     time.tv_sec as f64 + time.tv_nsec as f64 / 1e9

@@ -1,4 +1,4 @@
-//! The memory of a model's ranks: the weights and pages of each.
+//! The memory of a model's ranks: the weights and pages of each rank.
 
 use std::fmt::Write;
 
@@ -7,21 +7,22 @@ use serde::{Deserialize, Serialize};
 /// The memory of one rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankMemory {
-    /// Bytes of its weights in the format used for computing.
+    /// Bytes of the rank's weights, in the format in which they are computed.
     pub weight_bytes: u64,
-    /// Bytes of a page over all layers, or of the main part if there is a window part.
+    /// Bytes of a page of the main pool, over all of its layers. Layers with a sliding window may
+    /// have a second pool; then the main pool does not contain them.
     pub page_bytes: u64,
-    /// The number of pages.
+    /// The number of pages of the main pool.
     pub page_count: u32,
-    /// Bytes of one page of the window part.
+    /// Bytes of a page of the second pool, for layers with a sliding window.
     #[serde(default)]
     pub window_page_bytes: u64,
-    /// The number of pages of the window part; 0: all layers share one pool.
+    /// The number of pages of the second pool; 0: all layers share the main pool.
     #[serde(default)]
     pub window_page_count: u32,
-    /// Bytes of all pages of both parts.
+    /// Bytes of all pages of both pools.
     pub kv_bytes: u64,
-    /// Bytes of the recurrent states of all slots and state pages; 0: the model has none.
+    /// Bytes of the recurrent states of all slots and state pages; 0: the model has no such states.
     #[serde(default)]
     pub state_bytes: u64,
 }
@@ -33,22 +34,22 @@ pub struct Memory {
     pub model: String,
     /// The kind of device.
     pub device: String,
-    /// The model's arithmetic.
+    /// The data type in which the model is computed.
     pub dtype: String,
-    /// The data type of keys and values; `None`: `dtype`.
+    /// The data type of keys and values; `None`: it is `dtype`.
     pub kv_cache_dtype: Option<String>,
-    /// Tokens of a page.
+    /// Tokens per page.
     pub page_size: u32,
-    /// Replicas in all.
+    /// The total number of replicas.
     pub replicas: u32,
-    /// Groups of ranks.
+    /// The number of groups of ranks.
     pub groups: u32,
     /// The ranks of one group.
     pub ranks: Vec<RankMemory>,
 }
 
 impl Memory {
-    /// The number of tokens that each replica has pages for. A rank only has pages for its own
+    /// The number of tokens for which each replica has pages. A rank only has pages for its own
     /// replica's tokens, even in a step group.
     #[must_use]
     pub fn replica_tokens(&self) -> u64 {
@@ -56,20 +57,20 @@ impl Memory {
         u64::from(pages) * u64::from(self.page_size)
     }
 
-    /// Tokens that all replicas together have pages for.
+    /// The number of tokens for which all replicas together have pages.
     #[must_use]
     pub fn all_tokens(&self) -> u64 {
         u64::from(self.replicas) * self.replica_tokens()
     }
 
-    /// Bytes of the weights of all ranks of all groups.
+    /// Bytes of the weights of all ranks in all groups.
     #[must_use]
     pub fn all_weight_bytes(&self) -> u64 {
         let group: u64 = self.ranks.iter().map(|rank| rank.weight_bytes).sum();
         u64::from(self.groups) * group
     }
 
-    /// The memory as a table for people.
+    /// Formats the memory as a table.
     #[must_use]
     pub fn text(&self) -> String {
         let Self { model, device, dtype, page_size, replicas, groups, ranks, .. } = self;
@@ -127,7 +128,7 @@ impl Memory {
     }
 }
 
-/// A number of bytes in GB (10^9 bytes).
+/// Converts bytes to GB (10^9 bytes).
 fn gb(bytes: u64) -> f64 {
     bytes as f64 / 1e9
 }

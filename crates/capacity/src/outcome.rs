@@ -1,4 +1,4 @@
-//! The outcome for one number of replicas.
+//! The outcome of a simulation with a number of replicas.
 
 use serde::Serialize;
 
@@ -8,8 +8,8 @@ use crate::pd::PdOutcome;
 use crate::simulate::{Life, Run};
 use crate::sparse::SparseOutcome;
 
-/// A latency over all requests, in milliseconds. `None`: infinite, because too many requests were
-/// refused.
+/// Percentiles of a latency over all requests, in milliseconds. `None`: infinite, because too many
+/// requests were refused.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub(crate) struct Latency {
     /// The median.
@@ -29,77 +29,80 @@ impl Latency {
     }
 }
 
-/// The outcome of a number of replicas.
+/// The outcome of a simulation with a number of replicas.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct Outcome {
-    /// The number.
+    /// The number of replicas.
     pub(crate) replicas: u32,
-    /// True if it meets the objectives.
+    /// True if the replicas meet the objectives.
     pub(crate) met: bool,
-    /// Requests that were served.
+    /// The number of requests that were served.
     pub(crate) completed: usize,
-    /// Requests that exceed a replica's KV pool even alone. Their latencies count as infinite.
+    /// The number of requests that do not fit in a replica's KV pool even alone. Their latencies
+    /// count as infinite.
     pub(crate) refused: usize,
     /// Time to the first token.
     pub(crate) ttft_ms: Latency,
-    /// Mean time of each further token.
+    /// Mean time per token after the first.
     pub(crate) tpot_ms: Latency,
-    /// Time between neighbouring tokens of a request.
+    /// Time between consecutive tokens of a request.
     pub(crate) itl_ms: Latency,
     /// Time to the last token.
     pub(crate) e2el_ms: Latency,
-    /// The share of the requests that meet all objectives.
+    /// The share of requests that meet all objectives.
     pub(crate) goodput: f64,
-    /// The share of the prompt tokens that were found in the prefix cache.
+    /// The share of prompt tokens that were found in the prefix cache.
     pub(crate) prefix_hit_rate: f64,
-    /// The share of the prompt tokens that were found in the host tier; it is part of the hits.
+    /// The share of prompt tokens that were found in the host tier. It is a part of
+    /// `prefix_hit_rate`.
     pub(crate) host_hit_rate: f64,
-    /// The share of the time from the first arrival to the last end in which the devices computed.
+    /// The share of the time from the first arrival to the end of the last request in which the
+    /// devices computed.
     pub(crate) utilisation: f64,
-    /// The largest number of requests that waited at a time at one replica.
+    /// The largest number of simultaneously waiting requests at one replica.
     pub(crate) queue_peak: usize,
-    /// The largest number of requests that ran at a time on one replica.
+    /// The largest number of simultaneously running requests on one replica.
     pub(crate) running_peak: usize,
-    /// Times a request lost its pages to another.
+    /// How often a request was preempted, so that it lost its pages to another request.
     pub(crate) preemptions: u64,
-    /// Times a queued request moved to another replica.
+    /// How often a queued request moved to another replica.
     pub(crate) moves: u64,
-    /// Steps of all replicas.
+    /// The number of steps of all replicas.
     pub(crate) steps: u64,
-    /// Seconds from the first arrival to the last end.
+    /// Seconds from the first arrival to the end of the last request.
     pub(crate) makespan_s: f64,
-    /// Tokens generated a second, over all replicas.
+    /// Generated tokens per second, over all replicas.
     pub(crate) output_throughput: f64,
-    /// Mean time of each further token, over all of them.
+    /// Mean time per token after the first, over the tokens of all requests.
     pub(crate) mean_tpot_ms: f64,
-    /// Sparse decoding.
+    /// The effect of sparse decoding.
     pub(crate) sparse: SparseOutcome,
-    /// Requests by client and length, and how long each group waits for the others.
+    /// Requests grouped by client and prompt length, and how long each group waits for the others.
     pub(crate) groups: Vec<GroupOutcome>,
-    /// Disaggregated prefill; absent: each replica does both.
+    /// Disaggregated prefill; `None`: each replica does both prefill and decode.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) pd: Option<PdOutcome>,
 }
 
 impl Outcome {
-    /// The number of prefill replicas; 0: each replica does both.
+    /// The number of prefill replicas; 0: each replica does prefill and decode.
     pub(crate) fn prefill(&self) -> u32 {
         self.pd.as_ref().map_or(0, |pd| pd.split.prefill)
     }
 
-    /// The better of two outcomes has the larger score: first by goodput, then by the 90th
-    /// percentile of TTFT.
+    /// A score that is larger for the better of two outcomes. It compares goodput first, then the
+    /// 90th percentile of TTFT.
     pub(crate) fn score(&self) -> (f64, f64) {
         (self.goodput, -self.ttft_ms.p90.unwrap_or(f64::INFINITY))
     }
 
-    /// The replicas: their number, or a split.
+    /// The number of replicas, or their split, as text.
     pub(crate) fn name(&self) -> String {
         let split = self.pd.as_ref().map(|pd| pd.split.to_string());
         split.unwrap_or_else(|| self.replicas.to_string())
     }
 
-    /// Sums a run up.
+    /// Computes the outcome of a run.
     pub(crate) fn of(run: &Run, goal: &Goal) -> Self {
         let metrics = [SloMetric::Ttft, SloMetric::Tpot, SloMetric::E2el];
         let sorted = metrics.map(|metric| {
@@ -174,7 +177,7 @@ fn of_split(run: &Run) -> Option<PdOutcome> {
     })
 }
 
-/// A request's latency; `None`: it has none, because there is no further token.
+/// A request's latency; `None` for the TPOT of a request with a single token.
 fn latency_ms(life: &Life, metric: SloMetric) -> Option<f64> {
     let ms = |from_us: u64, to_us: u64| (to_us - from_us) as f64 / 1000.0;
     if life.ends == 0 {
@@ -193,8 +196,8 @@ fn meets(life: &Life, slo: &Slo) -> bool {
     latency_ms(life, slo.metric).is_none_or(|value| value <= slo.limit_ms)
 }
 
-/// The value that `p` percent of the sorted values are at most (the nearest rank); 0 without
-/// values.
+/// The smallest of the sorted values that at least `p` percent of the values do not exceed (nearest
+/// rank); 0 if there are no values.
 fn percentile(sorted: &[f64], p: f64) -> f64 {
     let rank = (sorted.len() as f64 * p / 100.0).ceil() as usize;
     sorted.get(rank.max(1) - 1).copied().unwrap_or(0.0)

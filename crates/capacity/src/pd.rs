@@ -1,4 +1,4 @@
-//! Disaggregated prefill: its flags, and its results in a plan.
+//! Disaggregated prefill in a plan: its flags, and its results.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,20 +8,20 @@ use serde::Serialize;
 
 use crate::outcome::Latency;
 
-/// The largest number of replicas of a kind.
+/// The largest number of prefill or decode replicas.
 const MOST: u32 = 4096;
 
-/// Counts of prefill and decode replicas.
+/// The numbers of prefill and decode replicas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct PdSplit {
-    /// Replicas that compute prompts and first tokens.
+    /// The number of replicas that compute prompts and first tokens.
     pub prefill: u32,
-    /// Replicas that compute later tokens.
+    /// The number of replicas that compute all further tokens.
     pub decode: u32,
 }
 
 impl PdSplit {
-    /// The number of all replicas.
+    /// The total number of replicas.
     #[must_use]
     pub fn replicas(self) -> u32 {
         self.prefill + self.decode
@@ -50,7 +50,7 @@ impl fmt::Display for PdSplit {
 /// The splits that a plan tries.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PdChoice {
-    /// All splits of a number of replicas.
+    /// Splits of `--max-replicas` replicas, chosen by a search.
     Auto,
     /// A single split.
     Split(PdSplit),
@@ -71,39 +71,38 @@ impl FromStr for PdChoice {
 #[derive(Debug, Clone, Copy, Args)]
 pub struct PdArgs {
     /// Disaggregated prefill: compare P prefill and D decode replicas with P + D replicas that do
-    /// both. `auto` tries splits of --max-replicas replicas, and reports the one with the highest
+    /// both. `auto` tries splits of --max-replicas replicas, and reports the split with the highest
     /// goodput. Each replica has a host tier.
     #[arg(long, value_name = "P:D|auto")]
     pub pd: Option<PdChoice>,
-    /// A decode replica serves a request alone if at most this many prompt tokens are not cached
-    /// there.
+    /// Number of uncached prompt tokens up to which a decode replica computes a request alone.
     #[arg(long, value_name = "TOKENS", requires = "pd", default_value_t = 512)]
     pub pd_local_tokens: u32,
 }
 
-/// The split of simulated replicas. The first `prefill` of them compute prompts.
+/// The split of simulated replicas. The first `prefill` replicas compute prompts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Division {
     pub(crate) prefill: u32,
     pub(crate) local_tokens: u32,
 }
 
-/// The results of a split, besides those of all runs.
+/// The results of a split, in addition to those of every run.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct PdOutcome {
     /// The split.
     pub(crate) split: PdSplit,
-    /// Requests that a decode replica went on with.
+    /// The number of requests that were handed on to a decode replica.
     pub(crate) handed: u64,
-    /// Tokens of the blocks that were lent to decode replicas and back.
+    /// The number of tokens in the blocks that replicas lent each other.
     pub(crate) lent_tokens: u64,
-    /// How often prefill replicas began to hold prompts back.
+    /// How often prefill replicas started to hold prompts.
     pub(crate) holds: u64,
-    /// Time between the first two tokens of requests that were handed on.
+    /// Time between the first and second token of requests that were handed on.
     pub(crate) second_ms: Latency,
-    /// The share of their time in which the prefill replicas computed.
+    /// The share of the time in which the prefill replicas computed.
     pub(crate) prefill_utilisation: f64,
-    /// Utilisation of decode replicas.
+    /// The share of the time in which the decode replicas computed.
     pub(crate) decode_utilisation: f64,
 }
 

@@ -1,4 +1,4 @@
-//! One replica in virtual time: a real scheduler, and a device that only takes time.
+//! A replica in virtual time: a real scheduler, and a device that only takes time.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,10 +18,10 @@ use crate::router::Route;
 use crate::simulate::Setup;
 use crate::traffic::Arrival;
 
-/// The number of requests that are considered for a move, as in the engine.
+/// The number of waiting requests that are considered for a move, as in the engine.
 const LATEST: usize = 8;
 
-/// A step that the device computes, or will.
+/// A step that was planned and has not ended.
 #[derive(Debug, Clone, Copy, Default)]
 struct Flight {
     step: u64,
@@ -35,36 +35,36 @@ struct Flight {
 /// A replica.
 pub(crate) struct Replica {
     scheduler: Scheduler,
-    /// Plans in flight at most.
+    /// The largest number of plans in flight.
     depth: usize,
     flights: VecDeque<Flight>,
     timeline: Timeline,
-    /// Microseconds that the device computed.
+    /// Microseconds for which the device has computed.
     pub(crate) busy_us: u64,
-    /// Requests that have not ended.
+    /// The number of requests that have not ended.
     pub(crate) alive: u32,
-    /// The largest number of requests that waited at a time.
+    /// The largest number of simultaneously waiting requests.
     pub(crate) queue_peak: usize,
-    /// The largest number of requests that ran at a time.
+    /// The largest number of simultaneously running requests.
     pub(crate) running_peak: usize,
-    /// The next generated token. Generated tokens count up from the lowest integer, so that they
-    /// differ from all others.
+    /// The next generated token. Generated tokens count up from the smallest integer, so that they
+    /// differ from all prompt tokens and from each other.
     next_token: i32,
     plan: StepPlan,
     result: StepResult,
     events: Vec<Event>,
     seeing: Option<ImageMeans>,
     intake: Intake,
-    /// The largest number of moves of a request.
+    /// The largest number of times that a request may move.
     most_moves: u8,
     number: usize,
     page_size: u64,
-    /// Receives returned loans, with the number of the lender.
+    /// Returns loans to their lenders, as (lender, loan).
     returned: Sender<(usize, LoanId)>,
 }
 
 impl Replica {
-    /// Replica number `index` of `setup`, whose loans are returned through `returned`.
+    /// Creates replica number `index` of `setup`. Its loans are returned through `returned`.
     pub(crate) fn new(
         setup: &Setup,
         index: u32,
@@ -86,7 +86,7 @@ impl Replica {
             policy: Policy::Fcfs,
             fair: true,
             step_shares: setup.step_shares,
-            // Traces do not mark background work.
+            // Traces do not mark requests as background work.
             background_share: 100,
             decode_gap: setup.decode_gap,
             step_words: STEP_WORDS,
@@ -123,7 +123,7 @@ impl Replica {
         }
     }
 
-    /// Submits a request, perhaps with blocks that are lent to it.
+    /// Submits a request. `loan`: blocks that another replica lends it.
     pub(crate) fn submit(
         &mut self,
         id: u64,
@@ -146,20 +146,21 @@ impl Replica {
         });
     }
 
-    /// Gives away a waiting request: the last in turn for which it `pays`.
+    /// Removes and returns a waiting request that is to move. Tries at most [`LATEST`] movable
+    /// requests, from the end of the queue on, and takes the first for which `pays` holds.
     pub(crate) fn give(&mut self, pays: impl FnMut(&QueuedRequest<'_>) -> bool) -> Option<Request> {
         let id = self.scheduler.movable().take(LATEST).find(pays)?.id;
         self.alive -= 1;
         self.scheduler.withdraw(id)
     }
 
-    /// Takes a request that has waited elsewhere.
+    /// Accepts a request that another replica has given up.
     pub(crate) fn take(&mut self, request: Request) {
         self.alive += 1;
         self.scheduler.submit(request);
     }
 
-    /// Gives away a request that has left, with a loan of its blocks.
+    /// Removes and returns a request that leaves after its prefill, with a loan of its blocks.
     pub(crate) fn hand_on(&mut self, id: u64) -> Option<Request> {
         let HandedRequest { mut request, lent } = self.scheduler.hand_on(id)?;
         self.alive -= 1;
@@ -167,7 +168,7 @@ impl Replica {
         Some(request)
     }
 
-    /// Lends the first of these blocks.
+    /// Lends a leading part of these blocks, as far as they are cached.
     pub(crate) fn lend(&mut self, names: &[BlockHash]) -> Option<Arc<Loan>> {
         let lent = self.scheduler.lend(names)?;
         Some(self.loan(lent))
@@ -176,29 +177,29 @@ impl Replica {
     fn loan(&self, LentBlocks { loan, pages, states }: LentBlocks) -> Arc<Loan> {
         let (number, returned) = (self.number, self.returned.clone());
         let give_back = Box::new(move || {
-            // At the end of the simulation the channel is no longer read.
+            // The channel may be closed at the end of the simulation.
             let _ = returned.send((number, loan));
         });
         Arc::new(Loan::new(number as u32, pages, give_back).with_states(states))
     }
 
-    /// Takes a loan back.
+    /// Takes back a loan.
     pub(crate) fn take_back(&mut self, loan: LoanId) {
         self.scheduler.take_back(loan);
     }
 
-    /// Stops or resumes admission of requests that leave.
+    /// Stops or resumes the admission of requests that will be handed on.
     pub(crate) fn hold_leaving(&mut self, held: bool) {
         self.scheduler.hold_leaving(held);
     }
 
-    /// Tokens for which there are unheld pages.
+    /// The number of tokens that fit in free and cached pages.
     pub(crate) fn room(&self) -> u64 {
         let stats = self.scheduler.stats();
         (stats.pages_free + stats.pages_cached) as u64 * self.page_size
     }
 
-    /// Plans as far ahead as the engine does.
+    /// Plans steps as far ahead as the engine does.
     pub(crate) fn feed(&mut self, now_us: u64) {
         while self.flights.len() < self.depth
             && self.scheduler.next_plan(&mut self.plan, &mut self.events)
@@ -228,24 +229,24 @@ impl Replica {
         self.running_peak = self.running_peak.max(stats.running);
     }
 
-    /// Starts preparing a needed image. Returns when it is ready.
+    /// Starts to prepare an image, and returns the time at which it is ready.
     pub(crate) fn prepare(&mut self, image: ImageId, now_us: u64) -> u64 {
         self.seeing.map_or(now_us, |seeing| self.intake.take(image, now_us, &seeing))
     }
 
-    /// Handles the image that is ready next.
+    /// Handles the next image that is ready.
     pub(crate) fn image_is_ready(&mut self) {
         if let Some(image) = self.intake.preparing.pop_front() {
             self.scheduler.image_placed(image, 0);
         }
     }
 
-    /// When the oldest step ends, in microseconds.
+    /// The time at which the oldest step ends, in microseconds; `None`: no step is in flight.
     pub(crate) fn ends_us(&self) -> Option<u64> {
         self.flights.front().map(|flight| flight.ends_us)
     }
 
-    /// Ends the oldest step.
+    /// Completes the oldest step.
     pub(crate) fn end_step(&mut self) {
         let Some(flight) = self.flights.pop_front() else { return };
         self.result.begin(flight.step);
@@ -261,7 +262,7 @@ impl Replica {
         debug_assert!(applied.is_ok(), "{applied:?}");
     }
 
-    /// The events since the last call.
+    /// Removes and returns the events since the last call.
     pub(crate) fn events(&mut self) -> std::vec::Drain<'_, Event> {
         self.events.drain(..)
     }

@@ -1,4 +1,4 @@
-//! Prints a plan, for people and for programs.
+//! Reports a plan, as text for people and as JSON for programs.
 
 use std::path::PathBuf;
 
@@ -13,10 +13,11 @@ use crate::pd::PdSplit;
 use crate::sparse::SparseArgs;
 use crate::traffic::Traffic;
 
-/// Below this share of busy time, more devices would not help to meet an objective.
+/// If devices compute for a smaller share of the time, more devices would not help to meet an
+/// objective.
 const IDLE: f64 = 0.25;
 
-/// The file of a plan.
+/// The content of `--output-file`.
 #[derive(Debug, Serialize)]
 pub(crate) struct PlanFile {
     forebay_version: &'static str,
@@ -39,7 +40,7 @@ pub(crate) struct PlanFile {
     step_shares: bool,
     decode_gap_ms: DecodeGap,
     queue_moves: bool,
-    /// Pages of a replica's host tier for each page of its device.
+    /// Host pages per page of the device.
     host_ratio: f64,
     hicache_write_policy: WritePolicy,
     sparse: SparseArgs,
@@ -47,22 +48,22 @@ pub(crate) struct PlanFile {
     lookahead: u32,
     router: Router,
     goal: Goal,
-    /// The smallest number of replicas that meets the goal; `null` if none of those tried does.
+    /// The smallest number of replicas that meets the goal; `null` if no tried number does.
     answer: Option<u32>,
     /// The split with the highest goodput, with disaggregated prefill.
     #[serde(skip_serializing_if = "Option::is_none")]
     split: Option<PdSplit>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pd_local_tokens: Option<u32>,
-    /// The outcomes that were tried, by the number of replicas.
+    /// The outcomes of the tried numbers of replicas, sorted by number.
     tried: Vec<Outcome>,
-    /// Time that passed in all simulations together.
+    /// The total virtual time of all simulations.
     simulated_seconds: f64,
     cpu_seconds: f64,
 }
 
 impl PlanFile {
-    /// Everything about a plan.
+    /// Collects the settings and results of a plan.
     pub(crate) fn new(
         args: &PlanArgs,
         profile: &Profile,
@@ -109,7 +110,7 @@ impl PlanFile {
         }
     }
 
-    /// The last lines.
+    /// Prints the result of the plan.
     pub(crate) fn print(&self) {
         println!();
         match self.answer {
@@ -185,10 +186,10 @@ impl PlanFile {
     }
 }
 
-/// The best outcome with disaggregated prefill; `None`: none was tried.
+/// The best outcome with disaggregated prefill; `None`: no split was tried.
 fn best(tried: &[Outcome]) -> Option<&Outcome> {
     let splits = tried.iter().filter(|outcome| outcome.pd.is_some());
-    // Among equals, the first one has the fewest prefill replicas.
+    // Of equal outcomes, the first is kept, because it has the fewest prefill replicas.
     splits.reduce(|best, other| if other.score() > best.score() { other } else { best })
 }
 
@@ -230,14 +231,14 @@ fn goal(goal: &Goal) -> String {
     }
 }
 
-/// Prints each row as soon as it is known.
+/// Prints the table of tried numbers, each row as soon as it is known.
 #[derive(Debug, Default)]
 pub(crate) struct Rows {
     begun: bool,
 }
 
 impl Rows {
-    /// Prints a number of replicas, after a heading if it is the first.
+    /// Prints the row of an outcome. The first call also prints the heading.
     pub(crate) fn print(&mut self, outcome: &Outcome) {
         if !std::mem::replace(&mut self.begun, true) {
             println!(

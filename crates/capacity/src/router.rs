@@ -1,4 +1,4 @@
-//! Chooses a replica for a request: a brain's policies over the same ledger.
+//! Chooses a replica for a request, with the same policies and ledger as the brain.
 
 use forebay_balance::{
     Ask, Balancer, Ledger, Method, PrefixIndex, Role, RoleRule, Work, drifted, lender, move_pays,
@@ -9,33 +9,33 @@ use crate::args::Router;
 use crate::pd::Division;
 use crate::traffic::Arrival;
 
-/// A router and its state.
+/// The policy of a simulated router, and its state.
 #[derive(Debug)]
 pub(crate) struct Routing {
     balancer: Balancer,
     ledger: Ledger,
-    /// The blocks that the replicas hold, for policies that use them.
+    /// The cached blocks of the replicas, for policies that use them.
     index: Option<PrefixIndex<BlockHash>>,
     page_size: u32,
-    /// The role of each replica, with disaggregated prefill.
+    /// The role of each replica; empty without disaggregated prefill.
     roles: Vec<Role>,
     local_tokens: u64,
 }
 
-/// The replica of a request.
+/// The chosen replica for a request.
 #[derive(Debug)]
 pub(crate) struct Route {
     pub(crate) at: usize,
-    /// The known names of its blocks.
+    /// The names of the prompt's blocks; empty if the policy does not use them.
     pub(crate) names: Vec<BlockHash>,
-    /// True if another replica continues it after its first token.
+    /// True if another replica continues the request after its first token.
     pub(crate) leaves: bool,
-    /// The replica that lends it blocks, and the index of the first of them.
+    /// The replica that lends blocks to the request, and the index of the first lent block.
     pub(crate) lender: Option<(usize, usize)>,
 }
 
 impl Routing {
-    /// Routes to `replicas` with pages of `page_size` tokens.
+    /// Creates a router for `replicas` replicas with pages of `page_size` tokens.
     pub(crate) fn new(
         policy: Router,
         replicas: u32,
@@ -63,14 +63,14 @@ impl Routing {
         }
     }
 
-    /// Chooses the replica for a request, and counts the request there from now on.
+    /// Chooses the replica for a request, and adds the request to that replica's load.
     pub(crate) fn route(&mut self, id: u64, arrival: &Arrival) -> Route {
         let tokens = u64::from(arrival.input);
         let (mut names, mut cached) = (Vec::new(), Vec::new());
         if let Some(index) = &self.index {
             let (prompt, page_size) = (arrival.prompt(), self.page_size as usize);
             names = PromptImage::chain(&Namer::open(), 0, &prompt, &arrival.images, page_size);
-            // At least one token is left to compute.
+            // At least one token is always computed.
             let held = |blocks: u64| (blocks * u64::from(self.page_size)).min(tokens - 1);
             cached = index.lookup(&names).into_iter().map(held).collect();
         }
@@ -79,7 +79,7 @@ impl Routing {
         let rule = RoleRule { roles: &self.roles, local_tokens: self.local_tokens };
         let apart = !self.roles.is_empty();
         let reason = if apart { rule.narrow(&ask, true, &mut open) } else { None };
-        // At least one replica is open.
+        // At least one replica is allowed.
         let at = self.balancer.choose(self.ledger.loads(), |at| open[at], &ask).unwrap_or(0);
         let leaves = apart && rule.stays(at, reason).is_none();
         let lender = if apart { lender(&ask, at) } else { None };
@@ -89,7 +89,8 @@ impl Routing {
         Route { at, names, leaves, lender: lender.map(|lender| (lender, first)) }
     }
 
-    /// Chooses the decode replica for a request that has left, and counts it there from now on.
+    /// Chooses the decode replica for a request that has left its prefill replica, and adds the
+    /// request to that replica's load.
     pub(crate) fn route_on(&mut self, request: &Request) -> usize {
         let tokens = (request.prompt.len() + request.generated.len()) as u64;
         let lent = request.loan.as_ref().map_or(0, |loan| {
@@ -107,13 +108,14 @@ impl Routing {
         at
     }
 
-    /// The replica with the most to compute and the one with the least, if requests may move
-    /// between them.
+    /// The replicas with the most and the least to compute, as (from, to); `None`: their loads do
+    /// not differ enough to move requests.
     pub(crate) fn drifted(&self) -> Option<(usize, usize)> {
         drifted(self.ledger.loads(), |_| true)
     }
 
-    /// Records the move of a waiting request, if it pays. False: it stays.
+    /// Records the move of a waiting request, if it pays off. Returns false if the request should
+    /// stay.
     pub(crate) fn moves(&mut self, from: usize, to: usize, request: &QueuedRequest<'_>) -> bool {
         let held = self.index.as_ref().map(|index| index.lookup(request.names));
         let blocks = held.and_then(|held| held.get(to).copied()).unwrap_or(0);
@@ -127,7 +129,7 @@ impl Routing {
         pays
     }
 
-    /// The prefix cache of replica `at` has changed.
+    /// Updates the index after changes of the prefix cache of replica `at`.
     pub(crate) fn changed(&mut self, at: usize, events: &mut Vec<BlockEvent>) {
         let Some(index) = &mut self.index else { return };
         for event in events.drain(..) {
@@ -139,12 +141,12 @@ impl Routing {
         }
     }
 
-    /// Records that a request got its first token.
+    /// Records that a replica has generated a request's first token.
     pub(crate) fn first_token(&mut self, id: u64) {
         self.ledger.generated(id, 1);
     }
 
-    /// A request ended.
+    /// Records that a request has ended.
     pub(crate) fn ended(&mut self, id: u64) {
         self.ledger.ended(id);
     }

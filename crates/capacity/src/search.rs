@@ -1,9 +1,11 @@
-//! Finds the smallest number of replicas that meets the objectives, and the best split of a number.
+//! Finds the smallest number of replicas that meets the objectives, and the best split of a number
+//! of replicas.
 
 use std::collections::BTreeMap;
 
-/// The smallest number from 1 to `most` for which `enough` holds; `None`: it does not hold for
-/// `most`. If `enough` is not monotonic, it holds for the result, and not for the number before it.
+/// The smallest number from 1 to `most` for which `enough` holds, found by bisection; `None`: it
+/// does not hold for `most`. If `enough` is not monotonic, it holds for the result, but not for the
+/// number before it.
 pub(crate) fn least(most: u32, mut enough: impl FnMut(u32) -> bool) -> Option<u32> {
     let (mut failed, mut tried) = (0, 1);
     while !enough(tried) {
@@ -25,13 +27,13 @@ pub(crate) fn least(most: u32, mut enough: impl FnMut(u32) -> bool) -> Option<u3
     Some(met)
 }
 
-/// Eighths of the replicas that are tried first.
+/// The number of equal parts into which the first, coarse search divides the replicas.
 const COARSE: u32 = 8;
-/// Splits are not searched in smaller steps than this part of the replicas.
+/// The last, finest step of the search is the number of replicas divided by this.
 const FINEST: u32 = 64;
 
-/// The number of prefill replicas, of `replicas` in all, with the largest score of those tried:
-/// every eighth, then ever finer around the best. A score is compared field by field.
+/// The number of prefill replicas, of `replicas` in total, with the largest score of those tried:
+/// every eighth, then in smaller steps around the best. Scores are compared lexicographically.
 pub(crate) fn best_split(replicas: u32, mut score: impl FnMut(u32) -> (f64, f64)) -> u32 {
     let most = replicas - 1;
     let mut scores: BTreeMap<u32, (f64, f64)> = BTreeMap::new();
@@ -40,7 +42,7 @@ pub(crate) fn best_split(replicas: u32, mut score: impl FnMut(u32) -> (f64, f64)
         scores.entry(prefill).or_insert_with(|| score(prefill));
         let better =
             |a: &(f64, f64), b: &(f64, f64)| a.0.total_cmp(&b.0).then_with(|| a.1.total_cmp(&b.1));
-        // Among equals the one with the fewest replicas.
+        // Of equal scores, the one with the fewest prefill replicas wins.
         let best = scores.iter().rev().max_by(|a, b| better(a.1, b.1));
         best.map_or(prefill, |(&best, _)| best)
     };

@@ -1,4 +1,4 @@
-//! Traffic against replicas, event by event.
+//! Simulates traffic against replicas, event by event.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -19,7 +19,7 @@ use crate::sparse::SparseOutcome;
 use crate::traffic::{Arrival, Traffic};
 
 /// The default ratio of host pages to the device's pages, if sparse decoding or disaggregated
-/// prefill needs a tier and no size is given.
+/// prefill needs a host tier and no size is given.
 const USUAL_RATIO: f64 = 2.0;
 
 /// The settings of every replica, and the routing of requests.
@@ -41,17 +41,17 @@ pub(crate) struct Setup {
     pub(crate) sparse: Option<Sparse>,
     pub(crate) seeing: Option<ImageMeans>,
     pub(crate) states: Option<StateCache>,
-    /// Disaggregated prefill.
+    /// The split of the replicas; `None`: each replica does prefill and decode.
     pub(crate) division: Option<Division>,
 }
 
 impl Setup {
-    /// Reads the flags; `ranks` compute a replica together.
+    /// Creates the setup from flags. `ranks`: the number of ranks of a replica.
     ///
     /// # Errors
-    /// The host tier has its size in bytes, but the profile has no bytes of a page; or the tier
-    /// holds no page. Sparse decoding is requested for a model without it, or on a device that is
-    /// too small.
+    /// The host tier is given in bytes, but the profile does not have the size of a page, or the
+    /// tier is smaller than a page. Sparse decoding is requested for a model without sparse
+    /// attention, or for a device that is too small.
     pub(crate) fn new(args: &PlanArgs, profile: &Profile, ranks: u32) -> Result<Self> {
         let sparse = args.sparse.resolve(profile, args.page_size)?;
         let bytes = profile.page_bytes(args.page_size, sparse.is_some());
@@ -157,7 +157,7 @@ impl Setup {
         self.queue_moves && self.division.is_none()
     }
 
-    /// The bus of each of `replicas` replicas.
+    /// The bus of each of `replicas` replicas. Replicas on one machine share a bus.
     fn buses(&self, replicas: u32) -> Vec<Bus> {
         let Timing { copy, ranks, .. } = self.timing;
         let of_machine = copy.bus_devices.map_or(replicas, |devices| devices / ranks.max(1)).max(1);
@@ -166,13 +166,13 @@ impl Setup {
         (0..replicas).map(|at| machines[(at / of_machine) as usize].clone()).collect()
     }
 
-    /// Pages of the host tier for each page of the device.
+    /// Host pages per page of the device.
     pub(crate) fn host_ratio(&self) -> f64 {
         f64::from(self.host.map_or(0, |host| host.pages)) / f64::from(self.pages)
     }
 
-    /// True if a request fits into the KV pool of a replica. With sparse decoding its answer may
-    /// outgrow the device's part.
+    /// True if a request fits in the KV pool of a replica. With sparse decoding, only the prompt
+    /// must fit on the device, and all positions in the host tier.
     pub(crate) fn holds(&self, arrival: &Arrival) -> bool {
         let pages = match (self.sparse, self.host) {
             (Some(_), Some(host)) => host.pages,
@@ -184,65 +184,65 @@ impl Setup {
     }
 }
 
-/// The life of a request. Times in microseconds from the first arrival.
+/// The course of a request. Times are in microseconds since the first arrival.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Life {
     pub(crate) arrived_us: u64,
     pub(crate) first_us: u64,
     pub(crate) last_us: u64,
-    /// Tokens generated.
+    /// The number of generated tokens.
     pub(crate) tokens: u32,
-    /// The number of terminal events; 0: the request was refused, because it exceeds the KV pool
-    /// even alone.
+    /// The number of terminal events; 0: the request was refused, because it does not fit in the KV
+    /// pool even alone.
     pub(crate) ends: u32,
     /// The time of the second token.
     pub(crate) second_us: u64,
-    /// True if a decode replica continued it.
+    /// True if the request was handed on to a decode replica.
     pub(crate) handed: bool,
 }
 
-/// Disaggregated prefill in a run.
+/// The totals of disaggregated prefill in a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PdRun {
     pub(crate) split: PdSplit,
     pub(crate) handed: u64,
     pub(crate) lent_tokens: u64,
     pub(crate) holds: u64,
-    /// Microseconds for which the prefill replicas computed.
+    /// Microseconds for which all prefill replicas computed.
     pub(crate) prefill_busy_us: u64,
 }
 
-/// The lives of all requests, and the totals of a run.
+/// The course of all requests, and the totals of a run.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Run {
     pub(crate) replicas: u32,
-    /// The lives of requests, in the order of their arrival.
+    /// The course of each request, in order of arrival.
     pub(crate) lives: Vec<Life>,
-    /// Microseconds from the first arrival to the last end.
+    /// Microseconds from the first arrival to the end of the last request.
     pub(crate) makespan_us: u64,
     pub(crate) busy_us: u64,
     pub(crate) steps: u64,
     pub(crate) prompt_tokens: u64,
-    /// Prompt tokens found in a tier.
+    /// Prompt tokens that were found in the cache, on the device or in the host tier.
     pub(crate) cached_tokens: u64,
-    /// The number of cached tokens that were in the host tier.
+    /// The number of cached tokens that were found in the host tier.
     pub(crate) host_tokens: u64,
     pub(crate) preemptions: u64,
-    /// Moves of queued requests between replicas.
+    /// The number of moves of queued requests between replicas.
     pub(crate) moves: u64,
-    /// The largest number of requests that waited at a time at one replica.
+    /// The largest number of simultaneously waiting requests at one replica.
     pub(crate) queue_peak: usize,
-    /// The largest number of requests that ran at a time on one replica.
+    /// The largest number of simultaneously running requests on one replica.
     pub(crate) running_peak: usize,
-    /// Microseconds between neighbouring tokens of a request, ascending.
+    /// Microseconds between consecutive tokens of a request, in ascending order.
     pub(crate) itl_us: Vec<u32>,
     pub(crate) sparse: SparseOutcome,
-    /// The prompts that were computed while requests waited.
+    /// The prompt tokens that were computed while requests waited.
     pub(crate) waits: Waits,
     pub(crate) pd: Option<PdRun>,
 }
 
-/// The event that comes next at a replica.
+/// The kind of a replica's event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Turn {
     /// The oldest step ends.
@@ -251,20 +251,21 @@ enum Turn {
     Image,
 }
 
-/// Replicas, and the time of each one's next event.
+/// The replicas, and the times of their next events.
 pub(crate) struct Simulation {
     pub(crate) replicas: Vec<Replica>,
     pub(crate) routing: Routing,
-    /// When the oldest step of each busy replica ends, and which images are being prepared.
+    /// A queue of events, earliest first: ends of the oldest steps, and of the preparation of
+    /// images.
     turns: BinaryHeap<Reverse<(u64, usize, Turn)>>,
     pub(crate) lives: Vec<Life>,
     itl_us: Vec<u32>,
-    /// Empty between calls, kept for its memory.
+    /// A buffer for block events, which is empty between calls. It is kept to reuse its memory.
     blocks: Vec<BlockEvent>,
     waits: Waits,
     queue_moves: bool,
     moves: u64,
-    /// `None`: no request leaves.
+    /// The state of disaggregated prefill; `None`: no request leaves its replica.
     pub(crate) handing: Option<HandOver>,
 }
 
@@ -305,7 +306,8 @@ pub(crate) fn run(setup: &Setup, traffic: &Traffic, replicas: u32) -> Run {
 }
 
 impl Simulation {
-    /// Advances time to `to_us`. A step that ends when a request arrives ends first.
+    /// Advances time to `to_us`. A step that ends at that time is completed before a request that
+    /// arrives then.
     fn until(&mut self, to_us: u64) {
         while let Some(&Reverse((now_us, at, turn))) = self.turns.peek() {
             if now_us > to_us {
@@ -329,7 +331,7 @@ impl Simulation {
         }
     }
 
-    /// Moves waiting requests where loads have drifted apart.
+    /// Moves waiting requests while the loads of two replicas differ enough.
     fn move_queued(&mut self, now_us: u64) {
         while self.queue_moves
             && let Some((from, to)) = self.routing.drifted()
@@ -344,10 +346,10 @@ impl Simulation {
         }
     }
 
-    /// Handles an arrived request or an image that is ready.
+    /// Lets a replica plan, after a request has arrived or an image is ready.
     pub(crate) fn feed(&mut self, at: usize, now_us: u64) {
         if self.replicas[at].ends_us().is_some() {
-            // The replica's next event is known already.
+            // The end of the replica's oldest step is already in the queue of events.
             self.replicas[at].feed(now_us);
             self.take_events(at, now_us);
         } else {
@@ -384,7 +386,7 @@ impl Simulation {
                         }
                         2 => {
                             life.second_us = now_us;
-                            // The request begins at its second replica.
+                            // Its second replica counts the request as generating from now on.
                             self.routing.first_token(id);
                         }
                         _ => {}

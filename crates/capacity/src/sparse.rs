@@ -1,4 +1,4 @@
-//! Sparse decoding from host memory, in a plan.
+//! The settings and results of sparse decoding from host memory, in a plan.
 
 use anyhow::{Result, bail};
 use clap::{Args, ValueEnum};
@@ -6,56 +6,56 @@ use forebay_scheduler::{Sparse, SparseStats};
 use forebay_sim::{Profile, SaveOrder};
 use serde::Serialize;
 
-/// Flags of sparse decoding.
+/// Flags about sparse decoding.
 #[derive(Debug, Clone, Args, Serialize)]
 pub struct SparseArgs {
-    /// Keep most KV cache of running requests only in host memory, if the profile's model has
-    /// sparse attention.
+    /// Keep most of the KV cache of running requests only in host memory, if the profile's model
+    /// has sparse attention.
     #[arg(long)]
     pub enable_hisparse: bool,
-    /// Positions that a sparse request keeps on the device besides its last pages [default: twice
-    /// the model's top-k].
+    /// Number of positions that a sparse request keeps on the device besides its last pages
+    /// [default: twice the model's top-k].
     #[arg(long, value_name = "TOKENS", requires = "enable_hisparse", value_parser = clap::value_parser!(u32).range(1..=32_767))]
     pub hot_buffer_tokens: Option<u32>,
-    /// Positions that a row misses in each layer, which are copied from host memory [default: the
-    /// profile's].
+    /// Number of positions per row and layer that are missing on the device, and are copied from
+    /// host memory [default: the profile's].
     #[arg(long, value_name = "ROWS", requires = "enable_hisparse")]
     pub miss_rows: Option<u32>,
-    /// Save whole pages when they are full, or each position in the step that computes it.
+    /// Save whole pages once they are full, or each position in the step that computes it.
     #[arg(long, value_enum, default_value_t)]
     pub kv_save: KvSave,
-    /// What waits for saves to the host. `behind`: nothing; `fence`: the rows of the next step;
+    /// Which work waits for saves to the host. `behind`: none; `fence`: the rows of the next step;
     /// `inline`: the whole next step.
     #[arg(long, value_enum, default_value_t)]
     pub kv_save_order: KvSaveOrder,
 }
 
-/// The unit of a save.
+/// The unit in which KV cache is saved.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvSave {
-    /// A page, when it is full.
+    /// Each page is saved once it is full.
     #[default]
     Page,
-    /// A position, by the step that computes it.
+    /// Each position is saved in the step that computes it.
     Token,
 }
 
-/// The work that waits for saves to the host.
+/// The work that waits for saves to the host tier.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KvSaveOrder {
-    /// Saves delay no work.
+    /// No work waits for saves.
     #[default]
     Behind,
     /// The rows of the next step.
     Fence,
-    /// The next step.
+    /// The whole next step.
     Inline,
 }
 
 impl KvSaveOrder {
-    /// The name in the configuration of a hand.
+    /// The name in a hand's configuration.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -80,7 +80,7 @@ impl SparseArgs {
     /// The scheduler's settings of sparse decoding; `None` if it is off.
     ///
     /// # Errors
-    /// The profile's model chooses no positions, or more than are kept.
+    /// The profile's model does not use sparse attention, or selects more positions than are kept.
     pub(crate) fn resolve(&self, profile: &Profile, page_size: u32) -> Result<Option<Sparse>> {
         if !self.enable_hisparse {
             return Ok(None);
@@ -91,10 +91,10 @@ impl SparseArgs {
     }
 }
 
-/// Positions that a sparse slot of a simulated device keeps, in whole pages.
+/// The number of positions that a sparse slot of a simulated device keeps, in whole pages.
 ///
 /// # Errors
-/// The profile's model chooses no positions, or more than are kept.
+/// The profile's model does not use sparse attention, or selects more positions than are kept.
 pub fn hot_row_tokens(profile: &Profile, wanted: Option<u32>, page_size: u32) -> Result<u32> {
     let (name, top_k) = (&profile.name, profile.sparse.top_k);
     if top_k == 0 {
@@ -114,13 +114,13 @@ pub fn hot_row_tokens(profile: &Profile, wanted: Option<u32>, page_size: u32) ->
 /// The effect of sparse decoding in a run.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub(crate) struct SparseOutcome {
-    /// Times that a request became sparse.
+    /// How often a request became sparse.
     pub(crate) conversions: u64,
-    /// The number of pages that running requests dropped.
+    /// The number of pages that were dropped from running requests.
     pub(crate) pages_dropped: u64,
-    /// Positions that were copied from the host's memory, over rows and layers.
+    /// The number of positions that were copied from host memory, over all rows and layers.
     pub(crate) missed: u64,
-    /// Seconds that rows waited for saves.
+    /// Seconds for which rows waited for saves.
     pub(crate) waited_s: f64,
 }
 

@@ -1,5 +1,5 @@
-//! Compares the simulation with calculations by hand, with the real engine, and with rules for any
-//! traffic.
+//! Compares the simulation with manual calculations and with the real engine, and checks properties
+//! that hold for any traffic.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -63,13 +63,13 @@ fn two_requests_take_what_they_take_by_hand() {
     let arrivals = vec![arrival(0, 100, 3, &[0]), arrival(500, 60, 2, &[1])];
     let traffic = Traffic { arrivals };
     for (lookahead, expected) in [
-        // Serial: prefill of 100 tokens until 2000. Then one decode row and the other request's
-        // prefill of 60, in all 61 tokens, until 3610. Then two decode rows until 4630. The first
-        // request then has three tokens, the second two.
+        // Without lookahead: prefill of 100 tokens until 2000. Then a step of 61 tokens until 3610:
+        // one decode row, and the prefill of 60 tokens of the other request. Then two decode rows
+        // until 4630. The first request then has three tokens, the second two.
         (0, [(2000, 4630), (3610, 4630)]),
         // The second step is planned before the second request arrives: it has one row, and takes
-        // until 3010. A step of 61 tokens follows, and ends the first request at 4620. The second
-        // request's last row ends at 5630.
+        // until 3010. A step of 61 tokens follows, and completes the first request at 4620. The
+        // second request's last row is computed by 5630.
         (1, [(2000, 4620), (4620, 5630)]),
     ] {
         let setup = Setup { lookahead, ..setup(model) };
@@ -116,13 +116,13 @@ fn images_are_prepared_and_read_before_the_rows_behind_them() {
         assert!(run.lives.iter().all(|life| (life.tokens, life.ends) == (1, 1)));
         run.lives.iter().map(|life| life.first_us).collect()
     };
-    // The two tokens before the image take a step. It is ready at 5000; two steps of 1000 +
-    // 10 * 4 * 2 read it, the second one with the rows.
+    // The two tokens before the image take one step. The image is ready at 5000. Two steps of 1000
+    // + 10 * 4 * 2 encode it, and the second step also computes the prompt's rows.
     assert_eq!(firsts(1, &[seeing(0, &[0], 7)]), [7160]);
-    // A later request with the same image needs neither preparation nor the tower, even with
-    // another text before it.
+    // A later request with the same image needs neither preparation nor the vision tower, even if
+    // other text precedes the image.
     assert_eq!(firsts(1, &[seeing(0, &[0], 7), seeing(20_000, &[1], 7)]), [7160, 21_000]);
-    // Two images take one thread twice as long, and two threads as long as one.
+    // Two images take twice as long on one thread; on two threads they take as long as one image.
     let two = [seeing(0, &[0], 7), seeing(0, &[1], 8)];
     assert_eq!(firsts(1, &two), [7160, 12_160]);
     assert_eq!(firsts(2, &two), [7160, 9320]);
@@ -155,7 +155,7 @@ fn large_image() -> Arc<[PromptImage]> {
     PromptImage::place([(ImageId(1), 0, Grid { rows: 10, columns: 10 })])
 }
 
-/// The flags of images alone.
+/// A command line with only the image flags.
 #[derive(Parser)]
 struct Shell {
     #[command(flatten)]
@@ -164,7 +164,7 @@ struct Shell {
 
 #[test]
 fn a_host_tier_gives_back_what_the_device_gave_up() {
-    // Two conversations of a hundred blocks each take turns on a device that can hold only one.
+    // Two conversations of 2048 tokens each alternate on a device that has room for only one.
     let blocks = |who: u32| (0..4).map(|at| who * 100 + at).collect::<Vec<u32>>();
     let turns = (0..8).map(|turn| arrival(u64::from(turn) * 3_000_000, 2048, 4, &blocks(turn % 2)));
     let traffic = Traffic { arrivals: turns.collect() };
@@ -197,7 +197,7 @@ fn a_host_tier_gives_back_what_the_device_gave_up() {
     assert!(cached(100, 10.0).host_tokens < with.host_tokens, "a small tier keeps less");
 }
 
-/// Long prompts and answers on a device that holds five of them, or a few pages each of many.
+/// Long prompts and answers, on a device that has room for five dense or many sparse requests.
 fn sparse_setup() -> (Setup, Traffic) {
     let host = HostTier {
         pages: 2000,
@@ -223,7 +223,7 @@ fn sparse_requests_run_beside_many_others() {
         assert!(run.lives.iter().all(|life| (life.ends, life.tokens) == (1, 288)));
     }
     // 250 pages are enough for five dense requests, which grow from 33 to 50 pages. They are enough
-    // for 35 sparse ones of 7 pages: 4 for hot rows, and 3 at the end.
+    // for 35 sparse requests of 7 pages: 4 for hot rows, and the last 3 pages.
     assert!(without.running_peak <= 7, "{}", without.running_peak);
     assert!(with.running_peak >= 3 * without.running_peak, "{}", with.running_peak);
     assert_eq!(with.preemptions, 0, "the formula says that they fit");
@@ -259,7 +259,7 @@ fn what_is_larger_than_the_pool_is_refused() {
     assert_eq!(ends, [0, 1]);
 }
 
-/// One request every 20 ms, in conversations that share their beginnings.
+/// One request every 20 ms, in conversations whose turns share their beginnings.
 fn steady(requests: u32) -> Traffic {
     let arrivals = (0..requests).map(|i| {
         let (conversation, turn) = (i % 7, i / 7 % 5);
@@ -337,7 +337,7 @@ proptest! {
     }
 }
 
-/// The TTFT of the selected requests at a percentile, in milliseconds.
+/// The TTFT at a percentile of the requests for which `are` holds, in milliseconds.
 fn ttft_ms(run: &Run, traffic: &Traffic, percent: usize, are: impl Fn(&Arrival) -> bool) -> u64 {
     let lives = run.lives.iter().zip(&traffic.arrivals).filter(|(_, arrival)| are(arrival));
     let mut all: Vec<u64> = lives.map(|(life, _)| life.first_us - life.arrived_us).collect();
@@ -345,8 +345,8 @@ fn ttft_ms(run: &Run, traffic: &Traffic, percent: usize, are: impl Fn(&Arrival) 
     all[(all.len() * percent).div_ceil(100) - 1] / 1000
 }
 
-/// Short prompts, 20 a second, and among them one of 100 000 tokens, on an H100 modeled from its
-/// data sheet.
+/// Short prompts at 20 per second, and one prompt of 100 000 tokens, on an H100 that is modelled
+/// from its data sheet.
 #[test]
 fn short_prompts_wait_for_no_long_one() {
     let profile = Profile::find("h100-llama-3.1-8b").expect("a profile");
@@ -392,7 +392,7 @@ fn short_prompts_wait_for_no_long_one() {
 
 #[test]
 fn queued_requests_move_to_replicas_with_less_to_do() {
-    // With round robin, one of four replicas gets all long prompts.
+    // With round robin, one of the four replicas gets all long prompts.
     let arrivals = (0..200_u32).map(|i| {
         let input = if i % 4 == 0 { 2000 } else { 100 };
         arrival(u64::from(i) * 2000, input, 4, &(i * 4..i * 4 + 4).collect::<Vec<u32>>())
@@ -409,7 +409,7 @@ fn queued_requests_move_to_replicas_with_less_to_do() {
     assert!(13 * moving <= 10 * staying, "{moving} ms, and {staying} without moves");
 }
 
-/// A sink that adds the time to every output.
+/// A sink that sends each output together with the time.
 struct TimedSink {
     clock: SimClock,
     outputs: Sender<(u64, Output)>,
@@ -418,14 +418,14 @@ struct TimedSink {
 impl OutputSink for TimedSink {
     fn deliver(&mut self, outputs: Vec<Output>) {
         for output in outputs {
-            // The test may have ended.
+            // The test may have ended and dropped the receiver.
             let _ = self.outputs.send((self.clock.now_us(), output));
         }
     }
 }
 
 /// The times of each request's first and last token in the real engine. Request 0 is planned before
-/// the others arrive.
+/// the other requests arrive.
 fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
     let clock = SimClock::virtual_time();
     let (executor, control) = SimExecutor::new(SimConfig {
@@ -491,8 +491,8 @@ fn in_the_engine(setup: &Setup, traffic: &Traffic) -> HashMap<u64, (u64, u64)> {
 
 #[test]
 fn the_real_engine_takes_the_same_time_for_everything() {
-    // All requests but the first arrive while the first step computes, so their exact times do not
-    // matter.
+    // All requests except the first arrive while the first step is computed, so their exact arrival
+    // times do not matter.
     let arrivals = (0..40_u32).map(|i| {
         let blocks: Vec<u32> = (0..=i % 3).map(|b| i % 4 * 3 + b).collect();
         arrival(u64::from(i.min(1)), i % 3 * 512 + 200 + i, 1 + i * 7 % 60, &blocks)
@@ -501,7 +501,8 @@ fn the_real_engine_takes_the_same_time_for_everything() {
     for lookahead in [0, 1] {
         for pages in [130, 400] {
             let model = DeviceModel { jitter_sigma: 0.2, ..MODEL };
-            // With lookahead, the second step depends on which prompts wait when it is planned.
+            // With lookahead, the second step depends on which prompts are waiting when it is
+            // planned.
             let step_shares = lookahead == 0;
             let setup = Setup { pages, lookahead, step_shares, ..setup(model) };
             let planned = run(&setup, &traffic, 1);

@@ -1,5 +1,5 @@
-//! A trace in the simulation's form: times, lengths, and tokens that are equal if the trace's names
-//! are equal.
+//! Converts a trace for the simulation: times, lengths, and prompt tokens that are equal if the
+//! trace's hash ids are equal.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use forebay_scheduler::{ImageId, PromptImage};
 
 use forebay_bench::dataset::trace::{BLOCK_TOKENS, TraceEntry};
 
-/// The largest number of blocks whose tokens get distinct values in the lower half of the 32-bit
-/// integers.
+/// The largest number of blocks whose tokens get distinct values in the non-negative half of the
+/// 32-bit integers.
 const MAX_BLOCKS: u32 = (1 << 31) / BLOCK_TOKENS;
 
 /// A request of the traffic.
@@ -19,21 +19,22 @@ const MAX_BLOCKS: u32 = (1 << 31) / BLOCK_TOKENS;
 pub(crate) struct Arrival {
     /// Microseconds since the first request.
     pub(crate) at_us: u64,
-    /// Tokens of the prompt.
+    /// The number of prompt tokens.
     pub(crate) input: u32,
-    /// Tokens to generate.
+    /// The number of tokens to generate.
     pub(crate) output: u32,
-    /// Numbers of the prompt's blocks of [`BLOCK_TOKENS`] tokens, from 0 without gaps.
+    /// The ids of the prompt's blocks of [`BLOCK_TOKENS`] tokens. The ids of a trace count up from
+    /// 0 without gaps.
     pub(crate) blocks: Vec<u32>,
-    /// The images in it.
+    /// The images in the prompt.
     pub(crate) images: Arc<[PromptImage]>,
-    /// The number of its client.
+    /// The id of the client.
     pub(crate) client: u64,
 }
 
 impl Arrival {
-    /// The prompt. Token `j` of block `b` is `512 b + j`: equal in equal blocks only, and cheaper
-    /// to compute than to store.
+    /// The prompt tokens. Token `j` of block `b` is `512 b + j`: tokens are equal in equal blocks
+    /// only, and cheaper to compute than to store.
     pub(crate) fn prompt(&self) -> Vec<i32> {
         let mut tokens = Vec::with_capacity(self.blocks.len() * BLOCK_TOKENS as usize);
         for &block in &self.blocks {
@@ -45,18 +46,18 @@ impl Arrival {
     }
 }
 
-/// The requests by their time of arrival.
+/// The requests of a trace, in order of arrival.
 #[derive(Debug, Clone)]
 pub(crate) struct Traffic {
-    /// The arrivals, by time.
+    /// The requests, sorted by time.
     pub(crate) arrivals: Vec<Arrival>,
 }
 
 impl Traffic {
-    /// The first `most` requests of a trace, `speed` times as fast.
+    /// Converts the first `most` requests of a trace, at `speed` times the recorded speed.
     ///
     /// # Errors
-    /// There are more different blocks than token values.
+    /// There are more distinct blocks than token values.
     pub(crate) fn new(entries: &[TraceEntry], most: Option<u32>, speed: f64) -> Result<Self> {
         let mut numbers: HashMap<u64, u32> = HashMap::new();
         let mut next = 0;
@@ -94,13 +95,13 @@ impl Traffic {
         Ok(Self { arrivals })
     }
 
-    /// The largest image, in positions; 0: there is none.
+    /// The number of positions of the largest image; 0: there is no image.
     pub(crate) fn largest_image(&self) -> u32 {
         let images = self.arrivals.iter().flat_map(|arrival| arrival.images.iter());
         images.map(|image| image.span.grid.positions()).max().unwrap_or(0)
     }
 
-    /// Microseconds from the first arrival to the last.
+    /// Microseconds from the first to the last arrival.
     pub(crate) fn duration_us(&self) -> u64 {
         self.arrivals.last().map_or(0, |last| last.at_us)
     }

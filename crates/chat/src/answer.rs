@@ -1,4 +1,4 @@
-//! A streamed answer of `/v1/chat/completions`.
+//! The streamed response of `/v1/chat/completions`.
 
 use std::time::{Duration, Instant};
 
@@ -8,10 +8,10 @@ use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use serde::Deserialize;
 
-/// The longest line of a stream.
+/// The maximum length of a line of a stream in bytes.
 const LONGEST: usize = 16 << 20;
 
-/// More of an answer.
+/// A delta of an answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Piece {
     /// The model's reasoning before its answer.
@@ -52,20 +52,20 @@ struct Trouble {
     message: String,
 }
 
-/// Facts that are known when an answer ends.
+/// Statistics of a finished answer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct End {
-    /// Tokens of the answer, if the server reports them.
+    /// The number of tokens of the answer, if the server reports it.
     pub(crate) tokens: Option<u32>,
-    /// The reason of the end.
+    /// The finish reason.
     pub(crate) reason: Option<String>,
-    /// The time from the request to the first piece, and from then to the last.
+    /// The time from the request to the first delta, and from the first to the last delta.
     pub(crate) first: Duration,
     pub(crate) rest: Duration,
 }
 
 impl End {
-    /// One line of numbers.
+    /// Formats the statistics as one line.
     pub(crate) fn line(&self) -> String {
         let Some(tokens) = self.tokens else { return String::new() };
         let mut line = format!("{tokens} tokens");
@@ -81,7 +81,7 @@ impl End {
     }
 }
 
-/// Reads pieces as they come.
+/// Reads the deltas of an answer as they arrive.
 pub(crate) struct Answer {
     body: Incoming,
     lines: Lines,
@@ -97,10 +97,10 @@ impl Answer {
         Self { body, lines, asked, first: None, last: asked, end }
     }
 
-    /// The next pieces; `None` at the end.
+    /// Returns the next deltas; `None` at the end.
     ///
     /// # Errors
-    /// The server breaks the connection off, or reports an error.
+    /// The server closes the connection early, or reports an error.
     pub(crate) async fn next(&mut self) -> Result<Option<Vec<Piece>>> {
         loop {
             let Some(frame) = self.body.frame().await else {
@@ -115,7 +115,7 @@ impl Answer {
                 self.first.get_or_insert(self.last);
             }
             if done {
-                // Pieces may have come with the end.
+                // The last frame may contain deltas too.
                 return Ok((!pieces.is_empty()).then_some(pieces));
             }
             if !pieces.is_empty() {
@@ -129,7 +129,7 @@ impl Answer {
         self.lines.done
     }
 
-    /// The numbers.
+    /// Returns the statistics of the answer.
     pub(crate) fn end(self) -> End {
         let first = self.first.unwrap_or(self.last);
         End {
@@ -141,7 +141,7 @@ impl Answer {
 }
 
 impl End {
-    /// Parses a line.
+    /// Parses the data of an event.
     fn read(&mut self, line: &[u8], pieces: &mut Vec<Piece>) -> Result<()> {
         let chunk: Chunk = serde_json::from_slice(line)
             .map_err(|error| anyhow!("the server sent an invalid chunk: {error}"))?;
@@ -161,7 +161,7 @@ impl End {
     }
 }
 
-/// Events from pieces that may be cut anywhere.
+/// Splits the stream, which arrives in chunks of any size, into events.
 #[derive(Default)]
 struct Lines {
     rest: Vec<u8>,
@@ -169,7 +169,7 @@ struct Lines {
 }
 
 impl Lines {
-    /// Reads the data of complete lines; true once the stream is done.
+    /// Passes the data of complete lines to `read`. Returns true once the stream is done.
     fn take(&mut self, data: &Bytes, mut read: impl FnMut(&[u8]) -> Result<()>) -> Result<bool> {
         self.rest.extend_from_slice(data);
         let mut from = 0;

@@ -1,8 +1,9 @@
-//! `forebay chat`: a conversation in a terminal, with a running server or with one that it starts.
-//! `forebay run-batch`: a file of requests, likewise. `forebay ls URL`: a server's models.
+//! `forebay chat`: a conversation in a terminal, with a running server or with a server that it
+//! starts. `forebay run-batch`: processes a file of requests in the same way. `forebay ls URL`:
+//! lists a server's models.
 //!
 //! `link` speaks HTTP over TCP, TLS or a Unix socket. `answer` reads streamed answers, and `turns`
-//! keeps the conversation. `server` starts a server, and `terminal` reads typed lines.
+//! keeps the conversation. `server` starts a server, and `terminal` reads input lines.
 
 mod answer;
 mod batch;
@@ -42,7 +43,7 @@ pub struct ChatArgs {
     /// Name of the model at the server [default: the first that it lists].
     #[arg(long, value_name = "NAME")]
     model: Option<String>,
-    /// Key that the server asks for.
+    /// API key that the server requires.
     #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
     api_key: Option<String>,
     #[command(flatten)]
@@ -53,13 +54,13 @@ pub struct ChatArgs {
 }
 
 impl ChatArgs {
-    /// The model; `None`: the argument is a server's URL.
+    /// Returns the model; `None`: the argument is a server's URL.
     #[must_use]
     pub fn model(&self) -> Option<&str> {
         (!is_url(&self.target)).then_some(&self.target)
     }
 
-    /// Flags for a new server.
+    /// Returns the flags for a new server.
     #[must_use]
     pub fn serve_flags(&self) -> &[String] {
         &self.serve
@@ -70,10 +71,10 @@ fn is_url(target: &str) -> bool {
     ["http://", "https://"].iter().any(|scheme| target.starts_with(scheme))
 }
 
-/// Chats until the user ends it. `program` is the path of this program, for starting a server.
+/// Chats until the user exits. `program` is the path of this program, for starting a server.
 ///
 /// # Errors
-/// The server cannot be reached or started, refuses, or breaks the connection.
+/// The server cannot be reached or started, returns an error, or closes the connection.
 pub fn chat(args: &ChatArgs, program: PathBuf) -> Result<()> {
     let said = match args.prompt.as_deref() {
         Some("-") => Some(piped()?),

@@ -1,4 +1,4 @@
-//! HTTP to one server.
+//! An HTTP client for one server.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use tokio_rustls::rustls::{ClientConfig, RootCertStore};
 use url::Url;
 
-/// The largest answer in bytes that is read as a whole.
+/// The maximum size in bytes of a response that is read as a whole.
 const MOST: usize = 16 << 20;
 
 /// An open connection, which carries one request at a time.
@@ -39,17 +39,19 @@ enum Place {
 #[derive(Debug, Clone)]
 pub(crate) struct Link {
     place: Place,
-    /// The beginning of the server's paths.
+    /// The path prefix of the server's routes.
     root: String,
     host: HeaderValue,
     key: Option<HeaderValue>,
-    /// True if the server should prefer other clients.
+    /// True if requests have background priority.
     is_background: bool,
 }
 
 impl Link {
+    /// Creates a link to the server at `url`.
+    ///
     /// # Errors
-    /// It is not a server's URL, or the key can't be sent in a header.
+    /// `url` is not a server's URL, or the key can't be sent in a header.
     pub(crate) fn to(url: &str, key: Option<&str>) -> Result<Self> {
         let parsed = Url::parse(url).with_context(|| format!("`{url}` is no URL"))?;
         let host = parsed.host_str().with_context(|| format!("`{url}` names no host"))?;
@@ -59,7 +61,7 @@ impl Link {
             "https" => Place::Tls { host, port, trust: Arc::new(trust()?) },
             _ => Place::Tcp { host, port },
         };
-        // People paste the address that OpenAI's clients take.
+        // Users may paste the base URL that OpenAI's clients use.
         let root = parsed.path().trim_end_matches('/').trim_end_matches("/v1").to_owned();
         let name = parsed.authority().rsplit('@').next().unwrap_or_default();
         let key = key.map(|key| HeaderValue::from_str(&format!("Bearer {key}"))).transpose();
@@ -71,20 +73,20 @@ impl Link {
         Ok(Self { place, root, host, key, is_background: false })
     }
 
-    /// Makes a link to a server that listens on a Unix socket.
+    /// Creates a link to a server that listens on a Unix socket.
     pub(crate) fn unix(path: PathBuf) -> Self {
         let host = HeaderValue::from_static("localhost");
         let root = String::new();
         Self { place: Place::Unix(path), root, host, key: None, is_background: false }
     }
 
-    /// The same link, whose requests have background priority.
+    /// Returns the same link with background priority for its requests.
     pub(crate) fn in_background(self) -> Self {
         Self { is_background: true, ..self }
     }
 
-    /// Sends a request on a connection of its own, which ends when the answer is dropped. The
-    /// answer may have any status.
+    /// Sends a request on a new connection, which closes when the response is dropped. The response
+    /// may have any status.
     pub(crate) async fn send(
         &self,
         method: Method,
@@ -139,7 +141,7 @@ impl Link {
         format!("cannot ask {}", self.name())
     }
 
-    /// The value that a request is answered with.
+    /// Sends a request, and returns the status and the JSON of the response.
     pub(crate) async fn ask(&self, method: Method, path: &str) -> Result<(StatusCode, Value)> {
         let response = self.send(method, path, None).await?;
         let status = response.status();
@@ -147,7 +149,7 @@ impl Link {
         Ok((status, serde_json::from_slice(&body).unwrap_or(Value::Null)))
     }
 
-    /// The first model that the server lists.
+    /// Returns the first model that the server lists.
     pub(crate) async fn first_model(&self) -> Result<String> {
         let (status, answer) = self.ask(Method::GET, "/v1/models").await?;
         if status != StatusCode::OK {
@@ -157,7 +159,7 @@ impl Link {
         name.map(str::to_owned).with_context(|| format!("{} lists no model", self.name()))
     }
 
-    /// The server's name, as shown to the user.
+    /// Returns the server's name, as shown to the user.
     pub(crate) fn name(&self) -> String {
         match &self.place {
             Place::Tcp { host, port } => format!("http://{host}:{port}"),
@@ -167,7 +169,7 @@ impl Link {
     }
 }
 
-/// The message of a server that refuses.
+/// Returns the error message of a response.
 pub(crate) fn refusal(status: StatusCode, answer: &Value) -> String {
     let message = answer["error"]["message"].as_str().or_else(|| answer["message"].as_str());
     match (status, message) {
@@ -177,7 +179,7 @@ pub(crate) fn refusal(status: StatusCode, answer: &Value) -> String {
     }
 }
 
-/// Reads an answer to its end.
+/// Reads a response body to its end.
 pub(crate) async fn whole(response: Response<Incoming>) -> Result<Bytes> {
     let body = http_body_util::Limited::new(response.into_body(), MOST).collect().await;
     Ok(body.map_err(|error| anyhow!("the answer broke off: {error}"))?.to_bytes())

@@ -12,11 +12,11 @@ use crate::link::{Link, refusal};
 /// A model that a server lists in `/v1/models`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct ServedModel {
-    /// The name that requests call it by.
+    /// The name that requests use.
     pub name: String,
-    /// The state as the server reports it; `None`: servers of one model do not report it.
+    /// The state that the server reports; `None`: servers of one model do not report it.
     pub state: Option<String>,
-    /// The size of its files in bytes; `None`: not reported.
+    /// The size of the model's files in bytes; `None`: not reported.
     pub bytes: Option<u64>,
 }
 
@@ -30,11 +30,11 @@ impl ServedModel {
     }
 }
 
-/// Asks the server at `url` for its models, loaded or not.
+/// Requests the list of models, loaded or not, from the server at `url`.
 ///
 /// # Errors
-/// `url` is not a URL of a server, the server cannot be reached, refuses, or gives an unexpected
-/// answer.
+/// `url` is not a URL of a server, or the server cannot be reached, returns an error, or sends an
+/// unexpected response.
 pub fn served_models(url: &str, key: Option<&str>) -> Result<Vec<ServedModel>> {
     if !is_url(url) {
         bail!("`{url}` is not the URL of a server, such as http://127.0.0.1:8000");

@@ -1,4 +1,4 @@
-//! A server for one conversation, or for one file of requests.
+//! A server that is started for one conversation, or for one file of requests.
 
 use std::fs::File;
 use std::io::{IsTerminal, Read, Seek, SeekFrom};
@@ -17,18 +17,18 @@ use tokio::time::{sleep, timeout};
 
 use crate::link::Link;
 
-/// The interval at which a starting server is asked whether it is ready.
+/// The interval at which the health of a starting server is checked.
 const POLL: Duration = Duration::from_millis(20);
 /// How long a server may take to stop.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The number of bytes at the end of the log that are shown if a server did not start.
+/// The number of bytes at the end of the log that are shown if a server fails to start.
 const TAIL: u64 = 4096;
 
-/// Keys in the environment. They are meant for other servers: only this process can reach the
-/// started one.
+/// Environment variables with keys, which are not passed on. The keys are for other servers: only
+/// this process can reach the started server.
 const KEYS: [&str; 3] = ["FOREBAY_API_KEY", "FOREBAY_ADMIN_API_KEY", "FOREBAY_ROUTER_KEY"];
 
-/// A server that was started, and ends with this process.
+/// A server that was started, and stops with this process.
 pub(crate) struct StartedServer {
     child: Child,
     link: Link,
@@ -41,7 +41,7 @@ impl StartedServer {
     /// Starts a server for a model, and waits until it is ready.
     ///
     /// # Errors
-    /// The server ends before it is ready; its log has the reason.
+    /// The server exits before it is ready; the error contains the end of its log.
     pub(crate) async fn start(program: PathBuf, model: &str, flags: &[String]) -> Result<Self> {
         let folder = tempfile::Builder::new().prefix("forebay-chat-").tempdir()?;
         let socket = folder.path().join("socket");
@@ -102,7 +102,7 @@ impl StartedServer {
         }
     }
 
-    /// Waits until the server ends unexpectedly. The error has the end of its log.
+    /// Waits until the server exits unexpectedly. The error contains the end of its log.
     pub(crate) async fn death(&mut self) -> anyhow::Error {
         match (self.child.wait().await, tail(&mut self.log)) {
             (Ok(status), Ok(log)) => anyhow!("the server has ended ({status}):\n{log}"),
@@ -111,7 +111,7 @@ impl StartedServer {
         }
     }
 
-    /// Ends the server.
+    /// Stops the server.
     pub(crate) async fn stop(mut self) {
         let pid = self.child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
         if let Some(pid) = pid {

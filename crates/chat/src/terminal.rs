@@ -1,4 +1,4 @@
-//! Lines that the user types, and their effects.
+//! Input lines of the user, and the commands in them.
 
 use std::io::{self, Write};
 
@@ -12,7 +12,7 @@ use crate::link::Link;
 use crate::turns::{AnswerEnd, Conversation};
 
 const PROMPT: &str = "> ";
-/// The prompt of a continued line.
+/// The prompt before each further line of a message.
 const MORE: &str = ". ";
 const HELP: &str = "\
 /new            begin a new conversation
@@ -23,7 +23,7 @@ A line that ends with \\ goes on in the next one. Ctrl-C stops an answer.";
 
 type Lines = Editor<(), MemHistory>;
 
-/// The command that a line expresses.
+/// The command that a line contains.
 #[derive(Debug, PartialEq, Eq)]
 enum Wish<'a> {
     Nothing,
@@ -46,13 +46,14 @@ fn wish(line: &str) -> Wish<'_> {
         "/again" | "/retry" => Wish::Again,
         "/system" => Wish::System(rest.trim()),
         "/exit" | "/quit" | "/bye" => Wish::Exit,
-        // Lines that begin with a path are more frequent than mistyped commands.
+        // A word with another `/` is taken for a path, so the line is a message, not a mistyped
+        // command.
         _ if word.starts_with('/') && !word[1..].contains('/') => Wish::Unknown(word),
         _ => Wish::Say(line),
     }
 }
 
-/// A terminal with a server after it.
+/// A chat between the terminal's user and a server.
 pub(crate) struct Terminal<'a> {
     link: &'a Link,
     lines: Option<Lines>,
@@ -65,7 +66,7 @@ impl<'a> Terminal<'a> {
         Ok(Self { link, lines: Some(lines) })
     }
 
-    /// Answers until the user ends it.
+    /// Reads lines and answers them until the user exits.
     pub(crate) async fn run(&mut self, conversation: &mut Conversation) -> Result<()> {
         println!("{} at {}. /help says what can be typed.", conversation.model, self.link.name());
         while let Some(line) = self.read().await? {
@@ -109,7 +110,8 @@ impl<'a> Terminal<'a> {
         let mut text = String::new();
         loop {
             let prompt = if text.is_empty() { PROMPT } else { MORE };
-            // Signals and the server's end are handled meanwhile.
+            // Reads on another thread, so that signals and the server's exit are handled in the
+            // meantime.
             let Some(mut lines) = self.lines.take() else { return Ok(None) };
             let (read, lines) = spawn_blocking(move || (lines.readline(prompt), lines)).await?;
             self.lines = Some(lines);
@@ -118,7 +120,7 @@ impl<'a> Terminal<'a> {
                     Some(part) => text += &format!("{part}\n"),
                     None => return Ok(Some(text + &line)),
                 },
-                // The line is given up, not the conversation.
+                // Ctrl-C discards the line, not the conversation.
                 Err(ReadlineError::Interrupted) => text.clear(),
                 Err(ReadlineError::Eof) => return Ok(None),
                 Err(error) => return Err(error.into()),

@@ -12,11 +12,11 @@ use serde_json::{Value, json};
 use crate::answer::{Answer, End, Piece};
 use crate::link::{Link, refusal, whole};
 
-/// The sampling parameters of a request. Those that are not set are not sent, so the server's
+/// The sampling parameters of a request. Parameters that are not set are not sent, so the server's
 /// defaults apply.
 #[derive(Debug, Clone, Default, Args, Serialize)]
 pub(crate) struct Sampling {
-    /// The largest number of tokens of an answer.
+    /// Largest number of tokens of an answer.
     #[arg(long, value_name = "TOKENS")]
     #[serde(skip_serializing_if = "Option::is_none")]
     max_tokens: Option<u32>,
@@ -34,12 +34,12 @@ pub(crate) struct Sampling {
     seed: Option<u64>,
 }
 
-/// The ways in which an answer ends.
+/// How an answer ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum AnswerEnd {
-    /// The answer ended by itself.
+    /// The answer is complete.
     Whole(End),
-    /// The user stopped it.
+    /// The user stopped the answer.
     Stopped,
 }
 
@@ -49,7 +49,7 @@ pub(crate) struct Conversation {
     pub(crate) model: String,
     system: Option<String>,
     sampling: Sampling,
-    /// The messages of user and assistant in turn.
+    /// The messages of user and assistant, alternating.
     messages: Vec<(&'static str, String)>,
 }
 
@@ -63,7 +63,7 @@ impl Conversation {
         self.messages.push(("user", text.to_owned()));
     }
 
-    /// Begins anew.
+    /// Removes all messages.
     pub(crate) fn clear(&mut self) {
         self.messages.clear();
     }
@@ -74,7 +74,7 @@ impl Conversation {
         self.clear();
     }
 
-    /// Removes the last answer; false: there is none.
+    /// Removes the last answer. Returns false if there is none.
     pub(crate) fn take_back(&mut self) -> bool {
         let answered = matches!(self.messages.last(), Some(("assistant", _)));
         if answered {
@@ -83,7 +83,7 @@ impl Conversation {
         answered
     }
 
-    /// Removes the last message, which has no answer.
+    /// Removes the last user message if it has no answer.
     fn unsay(&mut self) {
         if matches!(self.messages.last(), Some(("user", _))) {
             self.messages.pop();
@@ -99,7 +99,7 @@ impl Conversation {
             "stream": true,
             "stream_options": {"include_usage": true},
         });
-        // A struct of numbers is an object.
+        // The struct of sampling parameters serialises to a JSON object.
         if let (Some(body), Ok(Value::Object(sampling))) =
             (body.as_object_mut(), serde_json::to_value(&self.sampling))
         {
@@ -108,13 +108,12 @@ impl Conversation {
         body
     }
 
-    /// Makes the model answer, and writes the answer as it comes. Ctrl-C stops it, and its text so
-    /// far stays a part of the conversation. With `styled`, reasoning is written too, in faint
-    /// text.
+    /// Requests the model's answer, and writes it as it arrives. Ctrl-C stops it, and its text so
+    /// far stays in the conversation. With `styled`, reasoning is written too, in faint text.
     ///
     /// # Errors
-    /// The server refuses or breaks the connection; then the user's last message is removed. Or
-    /// writing to `out` fails.
+    /// The server returns an error or closes the connection, in which case the user's last message
+    /// is removed. Writing to `out` fails.
     pub(crate) async fn answer(
         &mut self,
         link: &Link,
@@ -186,7 +185,7 @@ const FAINT: &str = "\x1b[2m";
 const FAINT_END: &str = "\x1b[0m";
 const FAINT_END_AND_GAP: &str = "\x1b[0m\n\n";
 
-/// Text without control characters that terminals interpret, since a model may generate any.
+/// Removes control characters that terminals interpret, since a model may generate any.
 pub(crate) fn shown(text: &str) -> String {
     let order = |&letter: &char| letter.is_control() && letter != '\n' && letter != '\t';
     text.chars().filter(|letter| !order(letter)).collect()

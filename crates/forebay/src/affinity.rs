@@ -1,4 +1,4 @@
-//! The processors that the brain and the hands run on.
+//! Binds the brain and the hands to processors.
 
 use std::str::FromStr;
 
@@ -7,28 +7,28 @@ use forebay_machine::{Processors, cpu_list};
 use rustix::thread::{CpuSet, sched_setaffinity};
 use serde::Serialize;
 
-/// The value of `--cpu-affinity`, in the notation of vLLM's and SGLang's CPU backends. Lists of
-/// processors as in taskset, separated by `|` between replicas and `;` between the ranks of a
-/// replica.
+/// The value of `--cpu-affinity`, in the notation of vLLM's and SGLang's CPU backends. It has lists
+/// of processors as for taskset, separated by `|` between replicas and by `;` between the ranks of
+/// a replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum AffinityFlag {
-    /// The hands get equal parts of the processors that the process may use.
+    /// Divides the processors that the process may use equally among the hands.
     Auto,
     /// `[brain=LIST|]LIST[;LIST...][|LIST[;LIST...]...]`
     Lists {
-        /// The processors of the brain; empty: any.
+        /// The processors of the brain; empty: no restriction.
         brain: Vec<usize>,
-        /// The processors of each replica's ranks.
+        /// The processors of each rank, by replica.
         replicas: Vec<Vec<Vec<usize>>>,
     },
 }
 
-/// Processors by number.
+/// Lists of processors, by processor number.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub(crate) struct Affinity {
-    /// The processors of all threads of the brain; empty: any.
+    /// The processors of all threads of the brain; empty: no restriction.
     pub(crate) brain: Vec<usize>,
-    /// The processors of each hand, by replica and rank; empty: any.
+    /// The processors of each hand, by replica and rank; empty: no restriction.
     pub(crate) hands: Vec<Vec<usize>>,
 }
 
@@ -55,7 +55,7 @@ impl FromStr for AffinityFlag {
 }
 
 impl AffinityFlag {
-    /// The processors of each of the `ranks` hands of `replicas` replicas.
+    /// Returns the processors of each hand, for `replicas` replicas of `ranks` hands each.
     pub(crate) fn resolve(
         &self,
         processors: &Processors,
@@ -73,7 +73,8 @@ impl AffinityFlag {
                 Ok(Affinity { brain: Vec::new(), hands })
             }
             Self::Lists { brain, replicas } => {
-                /// Extends `given` to `count` values: it has that many already, or one for all.
+                /// Extends `given` to `count` values. It must have `count` values, or one value for
+                /// all.
                 fn spread<T: Clone>(given: &[T], count: usize, of: &str) -> Result<Vec<T>> {
                     match given {
                         [one] => Ok(vec![one.clone(); count]),
@@ -96,23 +97,23 @@ impl AffinityFlag {
     }
 }
 
-/// Binds this thread, and all threads that it starts from now on, to these processors.
+/// Binds the calling thread, and all threads that it will start, to these processors.
 pub(crate) fn pin(cpus: &[usize]) -> Result<()> {
     let mut set = CpuSet::new();
     cpus.iter().for_each(|&cpu| set.set(cpu));
     sched_setaffinity(None, &set).context("--cpu-affinity")
 }
 
-/// The number of compute threads for each of several hands without processors of their own: equal
-/// parts of the cores, within the CPU quota.
+/// The number of compute threads of each hand, if hands are not bound to processors: the cores,
+/// within the CPU quota, are divided equally.
 pub(crate) fn threads_each(processors: &Processors, hands: u32) -> u32 {
     let threads = u32::try_from(processors.threads()).unwrap_or(u32::MAX);
     (threads / hands).max(1)
 }
 
 impl Affinity {
-    /// The number of compute threads of each hand, if the CPU quota is below the hands' cores.
-    /// `None`: each hand uses all its cores.
+    /// The number of compute threads of each hand, if the CPU quota is smaller than the number of
+    /// the hands' cores. `None`: each hand uses all its cores.
     pub(crate) fn threads(&self, processors: &Processors) -> Option<u32> {
         let cores = |cpus: &Vec<usize>| {
             let own = processors.cores.iter();

@@ -1,5 +1,5 @@
-//! `forebay chat` and `forebay run-batch`. The model is downloaded here, so that a terminal shows
-//! the progress; the crate `chat` does the rest.
+//! `forebay chat` and `forebay run-batch`. The model is downloaded in this process, so that the
+//! terminal shows the progress; the crate `chat` does the rest.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -15,13 +15,13 @@ use crate::flags::{Device, LoadFormat, ServeFlags, foreign};
 use crate::model::find_python;
 use crate::models::hub;
 
-/// Chats until the user ends it.
+/// Runs a chat until the user ends it.
 pub(crate) fn run(args: &ChatArgs) -> Result<()> {
     prepare(args.model(), args.serve_flags())?;
     forebay_chat::chat(args, this_program()?)
 }
 
-/// Answers the requests of a file.
+/// Computes the answers to a file of requests.
 pub(crate) fn run_batch(args: &BatchArgs) -> Result<ExitCode> {
     prepare(args.model(), args.serve_flags())?;
     forebay_chat::run_batch(args, this_program()?)
@@ -31,7 +31,7 @@ fn this_program() -> Result<PathBuf> {
     std::env::current_exe().context("this program")
 }
 
-/// Checks the flags for the server that will be started, and downloads its model.
+/// Checks the flags of the server that the command will start, and downloads its model.
 fn prepare(model: Option<&str>, serve_flags: &[String]) -> Result<()> {
     let Some(model) = model else { return Ok(()) };
     let serving = ["forebay", "serve", model].into_iter();
@@ -46,7 +46,7 @@ fn prepare(model: Option<&str>, serve_flags: &[String]) -> Result<()> {
     }
 }
 
-/// Downloads missing files, as `serve` would with these flags.
+/// Downloads the model's missing files, as `serve` would with these flags.
 fn download(model: &str, flags: &ServeFlags) -> Result<()> {
     let source = flags.source();
     let simulated = flags.run.device == Device::Sim;

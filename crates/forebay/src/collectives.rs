@@ -1,25 +1,26 @@
-//! The network interface over which ranks of a group communicate.
+//! The network interface over which the ranks of a group communicate.
 
 use std::path::Path;
 
 use forebay_outpost::Collectives;
 
-/// The interface that other machines can't reach.
+/// The loopback interface, which other machines can't reach.
 const LOOPBACK: &str = "lo";
-/// The largest number of bytes of an interface's name on Linux.
+/// The maximum length of an interface name on Linux, in bytes.
 const LONGEST: usize = 15;
-/// Linux has a folder for each interface here.
+/// The folder in which Linux has a subfolder for each interface.
 const INTERFACES: &str = "/sys/class/net";
-/// The variables of gloo and NCCL.
+/// The variables by which gloo and NCCL choose the interface for collectives.
 const SUMS: [&str; 2] = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"];
-/// UCX's variable for the network device that copies pages. Ranks on one machine may copy to other
-/// machines, so it is set only for groups on several machines.
+/// UCX's variable for the network device over which pages are copied. Only groups on several
+/// machines set it: a group on one machine uses the loopback interface, but may still copy pages to
+/// other machines.
 const COPIES: &str = "UCX_NET_DEVICES";
 
-/// Reads the name of an interface from a command line.
+/// Parses the name of an interface from the command line.
 ///
 /// # Errors
-/// Linux does not allow the name.
+/// Linux does not allow such a name.
 pub(crate) fn interface(text: &str) -> Result<String, String> {
     let fits = (1..=LONGEST).contains(&text.len()) && text != "." && text != "..";
     let plain = |c: char| c.is_ascii_graphic() && !"/:,=^".contains(c);
@@ -29,10 +30,10 @@ pub(crate) fn interface(text: &str) -> Result<String, String> {
     Err(format!("the name of one network interface has 1 to {LONGEST} characters, such as eth0"))
 }
 
-/// Checks that this machine has the interface, where Linux lists them.
+/// Checks that this machine has the interface. Passes if the system does not list its interfaces.
 ///
 /// # Errors
-/// It has only others, which the message lists.
+/// The machine has only other interfaces, which the message lists.
 pub(crate) fn check(interface: &str) -> Result<(), String> {
     missing(interface, Path::new(INTERFACES))
 }
@@ -52,9 +53,9 @@ fn missing(interface: &str, folder: &Path) -> Result<(), String> {
     ))
 }
 
-/// Variables of a hand, with the interface that its group uses on this machine: `own`, this
+/// The environment variables that set the network interface of a hand's group. `own`, this
 /// machine's setting if any, overrides the brain's. Variables for which `is_set` is true were set
-/// by the user, and stay.
+/// by the user and are left out.
 pub(crate) fn environment(
     collectives: &Collectives,
     own: Option<&str>,

@@ -1,4 +1,4 @@
-//! The command line: the commands, with flags declared by the crates that do the work.
+//! The command line. Other crates, which do the work, declare most of the flags.
 
 use clap::{Parser, Subcommand};
 use forebay_bench::{Gsm8kArgs, ReportArgs, ServeArgs};
@@ -33,7 +33,7 @@ pub(crate) enum Command {
     /// Chat in this terminal, with a running server or with one that is started for a model.
     Chat(Box<ChatArgs>),
     /// Answer a file of requests, with a running server or with one that is started for a model.
-    /// The exit status is 3 if all requests have answers and some of these are errors.
+    /// The exit status is 3 if every request has an answer and some answers are errors.
     RunBatch(Box<BatchArgs>),
     /// Download a model for a later `serve`, and print its path.
     Pull(PullFlags),
@@ -53,35 +53,35 @@ pub(crate) enum Command {
     /// Manage profiles of simulated devices, for `serve --device sim` and for `plan`.
     #[command(subcommand)]
     Sim(SimCommand),
-    /// A hand in Rust, as `serve` starts it: its socket is descriptor 3.
+    /// Run a hand in Rust. `serve` starts this process with a socket as descriptor 3.
     #[command(hide = true)]
     Hand,
-    /// Render chats, as `serve` starts it: its socket is standard input.
+    /// Render chat templates. `serve` starts this process with a socket as standard input.
     #[command(hide = true)]
     Render,
-    /// Compute how many replicas a recorded traffic needs, or how much memory a model's ranks need.
+    /// Compute how many replicas recorded traffic needs, or how much memory a model's ranks need.
     #[command(args_override_self = true)]
     Plan(Box<PlanFlags>),
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchCommand {
-    /// Send requests to a server and measure it.
+    /// Send requests to a server, and measure the responses.
     #[command(args_override_self = true)]
     Serve(Box<ServeArgs>),
-    /// Make a page of result files.
+    /// Create a page of charts from result files.
     Report(ReportArgs),
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum EvalCommand {
-    /// Few-shot accuracy on GSM8K, grade school mathematics.
+    /// Measure few-shot accuracy on GSM8K, a set of grade school mathematics questions.
     Gsm8k(Box<Gsm8kArgs>),
 }
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum SimCommand {
-    /// Make a profile from measured step times.
+    /// Create a profile from measured step times.
     Fit(FitFlags),
     /// List the built-in profiles, or print one as a file.
     Profiles(ProfilesFlags),

@@ -1,18 +1,18 @@
-//! The limit on open files and sockets, and how many of them connections may use.
+//! The limit on open files and sockets, and the number of connections that it allows.
 
 use anyhow::{Result, bail};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::warn;
 
-/// More connections than this need several front-end processes anyway.
+/// The largest default number of connections. More of them need several front-end processes.
 const MOST_CONNECTIONS: u64 = 65_536;
-/// Descriptors for files, logs and thread wake-ups, for connections beyond the limit, which get an
-/// error, and for new ones that are not counted yet.
+/// Descriptors for files, logs and thread wake-ups, for connections over the limit until they get
+/// their error, and for new connections that are not counted yet.
 const OTHERS: u64 = 192;
-/// Descriptors for a hand: its socket and its process, twice because of restarts.
+/// Descriptors for a hand: those of its socket and its process, doubled because of restarts.
 const PER_HAND: u64 = 8;
 
-/// Raises the limit of open files as far as this user may. Returns the limit.
+/// Raises the limit on open files as far as this user may, and returns it.
 pub(crate) fn raise() -> u64 {
     let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
     if current != maximum
@@ -24,7 +24,7 @@ pub(crate) fn raise() -> u64 {
     maximum.unwrap_or(u64::MAX)
 }
 
-/// The largest number of connections if `limit` files may be open and `hands` hands run.
+/// Returns the largest number of connections if `limit` files may be open and `hands` hands run.
 ///
 /// # Errors
 /// `wanted` is more than the limit leaves.

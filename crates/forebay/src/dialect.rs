@@ -1,4 +1,4 @@
-//! The model's dialect: detected, or named by flags.
+//! Finds the model's dialect: detected, or named by flags.
 
 use std::sync::Arc;
 
@@ -10,31 +10,31 @@ use tracing::warn;
 
 use crate::flags::DialectFlags;
 
-/// The form of chats and answers, for /server_info.
+/// The format of the model's chats and answers, for /server_info.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct ChatFacts {
     /// The format of tool calls, by vLLM's name; null: calls are not parsed.
     pub(crate) tool_call_parser: Option<&'static str>,
     /// The format of reasoning, by vLLM's name; null: reasoning is not parsed.
     pub(crate) reasoning_parser: Option<&'static str>,
-    /// True if the template shows the model its tools.
+    /// True if the chat template lists the tools for the model.
     template_takes_tools: bool,
-    /// Changes that the template requires of messages.
+    /// Changes that messages need before the template is applied.
     adaptations: Vec<&'static str>,
 }
 
 impl ChatFacts {
-    /// True if a system message shows tools.
+    /// True if a system message lists the tools, in place of the template.
     pub(crate) fn has_generic_tools(&self) -> bool {
         !self.template_takes_tools && self.tool_call_parser == Some(GENERIC)
     }
 }
 
-/// The name of the form of calls for templates that show no tools.
+/// The name of the tool call format for templates that do not list tools.
 const GENERIC: &str = "generic";
 
-/// The model's dialect, and the special tokens that are marks of it. If the template shows no tools
-/// and no flag names a format of calls, a system message will list the tools.
+/// Finds the model's dialect and the special tokens that are its marks. If the template does not
+/// list tools and no flag names a tool call format, a system message will list the tools.
 ///
 /// # Errors
 /// A flag names no dialect.

@@ -1,33 +1,32 @@
-//! GPUs as the system's files show them: the choice of `--device auto`, and the GPU of each rank.
+//! Finds GPUs by the system's files, for the default of `--device` and for the GPU of each rank.
 //!
-//! Only the hand can find out whether PyTorch works on a GPU. Asking it would add the seconds of
-//! its import to every start, and defaults that depend on the device are needed before a hand
-//! exists.
+//! Only the hand can find out whether PyTorch works on a GPU. To ask the hand would add the seconds
+//! of PyTorch's import to every start, and defaults that depend on the device are needed earlier.
 
 use std::path::Path;
 
 use anyhow::{Result, ensure};
 
-/// The variable that restricts CUDA to some GPUs.
+/// The variable that restricts the GPUs that CUDA uses.
 pub(crate) const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 
-/// GPUs by the names that `CUDA_VISIBLE_DEVICES` takes.
+/// The GPUs, by their names in `CUDA_VISIBLE_DEVICES`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Gpus {
     /// The GPUs that the user restricts this process to, as numbers or identifiers; `None`: no
     /// restriction.
     named: Option<Vec<String>>,
-    /// The number of GPU device files; 0 also if the driver uses others, as in WSL.
+    /// The number of GPU device files; 0 also if the driver uses other files, as in WSL.
     files: usize,
 }
 
 impl Gpus {
-    /// The GPUs for this process.
+    /// Finds the GPUs that this process may use.
     pub(crate) fn find() -> Self {
         Self::look(std::env::var(VISIBLE).ok().as_deref(), Path::new("/dev"))
     }
 
-    /// The GPUs for `files` device files, all of them visible.
+    /// The GPUs of a machine with `files` device files, all of them visible.
     #[cfg(test)]
     pub(crate) fn of(files: usize) -> Self {
         Self { named: None, files }
@@ -49,7 +48,7 @@ impl Gpus {
         Self { named, files }
     }
 
-    /// True if `--device auto` chooses a GPU.
+    /// True if there is a GPU, so that `--device auto` chooses it.
     pub(crate) fn any(&self) -> bool {
         self.files > 0 && self.named.as_ref().is_none_or(|named| !named.is_empty())
     }
@@ -59,7 +58,7 @@ impl Gpus {
         self.named.as_ref().map_or(self.files, |named| named.len().min(self.files))
     }
 
-    /// A GPU by its index, as `CUDA_VISIBLE_DEVICES` names it.
+    /// The name of the GPU with this index in `CUDA_VISIBLE_DEVICES`; `None`: there is no such GPU.
     pub(crate) fn name(&self, place: usize) -> Option<String> {
         match &self.named {
             _ if place >= self.count() => None,
@@ -68,7 +67,7 @@ impl Gpus {
         }
     }
 
-    /// One GPU for each rank, ordered by replica.
+    /// Returns one GPU for each rank, ordered by replica.
     ///
     /// # Errors
     /// There are fewer GPUs than ranks.
@@ -80,7 +79,7 @@ impl Gpus {
         };
         let all = match (&self.named, self.files) {
             (Some(named), _) => named.clone(),
-            // The hand reports whether there is one.
+            // The number of GPUs is unknown. The hand will report a missing one.
             (None, 0) => (0..count).map(|number| number.to_string()).collect(),
             (None, files) => (0..files).map(|number| number.to_string()).collect(),
         };

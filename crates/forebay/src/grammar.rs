@@ -10,10 +10,10 @@ use forebay_text::Tokenizer;
 
 use crate::model::Model;
 
-/// Tokens of at most this many bytes occur in any text.
+/// Tokens of at most this many bytes are common in any text, so they can't identify a mark.
 const SHORT: usize = 4;
 
-/// Starts the threads under `guard`; `None`: answers can't be constrained.
+/// Starts the threads under `guard`. Returns `None` if answers can't be constrained.
 pub(crate) fn start(
     config: Option<GrammarConfig>,
     tokenizer: &Arc<Tokenizer>,
@@ -27,9 +27,9 @@ pub(crate) fn start(
     Grammars::new(config, Arc::clone(tokenizer), eos, model.vocab_size, &start).map(Some)
 }
 
-/// The marks around a model's reasoning. Each mark has to begin with a token of its own, and the
-/// closing mark has to be a single token, because no other tokenisation of a mark is recognised.
-/// `None`: the model has no such marks.
+/// The marks around a model's reasoning. Each mark has to begin with a token that is rare in other
+/// text. The closing mark has to be a single token, because no other tokenisation of a mark is
+/// recognised. `None`: the model has no such marks.
 pub(crate) fn markers(tokenizer: &Tokenizer, dialect: Dialect) -> Option<Markers> {
     let (open, close) = dialect.reasoning_marks()?;
     let encode = |mark: &str| tokenizer.encode(mark.trim_end(), false).ok();

@@ -1,4 +1,4 @@
-//! Chooses the hand for a model: this program's own, or PyTorch's.
+//! Chooses the hand for a model: the Rust hand in this program, or the PyTorch hand.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -16,9 +16,9 @@ use crate::python;
 /// The hand that was chosen.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(crate) struct Chosen {
-    /// `rust`, `torch`, or `none` where nothing is computed.
+    /// `rust`, `torch`, or `none` if the device is simulated.
     pub(crate) hand: &'static str,
-    /// The reason for which it is not `rust`.
+    /// The reason why the hand is not `rust`.
     pub(crate) hand_reason: Option<String>,
 }
 
@@ -50,7 +50,8 @@ impl Chosen {
             adapters: config.lora.is_some(),
             draft_model: config.draft.is_some(),
         };
-        // PyTorch's hand would refuse it too, so it need not be installed to find out.
+        // Report here the settings that both hands refuse, so that the user gets the error even
+        // without PyTorch.
         if let Some(why) = why_no_codes(&asked).or_else(|| why_not_stored(&asked)) {
             bail!("{why}");
         }
@@ -67,12 +68,12 @@ impl Chosen {
                 Ok(Self::torch(format!("the Rust hand does not have {what}")))
             }
             Err(error @ ModelError::Unserved(_)) => Err(error.into()),
-            // The reference hand reports the model's fault.
+            // The reference hand will report the fault in the model.
             Err(ModelError::Broken(what)) => Ok(Self::torch(what)),
         }
     }
 
-    /// The hand for a model that transformers' code computes.
+    /// Chooses the hand for a model that transformers' code computes.
     fn of_called(flag: Hand, config: &HandConfig, ranks: u32, model: &Model) -> Result<Self> {
         let refused = [
             (flag == Hand::Rust, "--hand rust"),
@@ -101,7 +102,7 @@ impl Chosen {
         program(self.hand, python)
     }
 
-    /// The line of the banner.
+    /// The banner's line about the hand.
     pub(crate) fn line(&self) -> String {
         match (self.hand, &self.hand_reason) {
             ("torch", Some(why)) => format!("  Computes with PyTorch: {why}\n"),
@@ -119,9 +120,9 @@ pub(crate) fn program(hand: &str, python: &Path) -> (PathBuf, Vec<OsString>) {
     (own_program(), vec!["hand".into()])
 }
 
-/// This program.
+/// The path of this program's executable.
 pub(crate) fn own_program() -> PathBuf {
-    // If the program's file was replaced while it runs, this path still leads to the old one.
+    // If the executable was replaced while it runs, this path still refers to the old file.
     let own = std::env::current_exe().ok().filter(|path| path.is_file());
     own.unwrap_or_else(|| "/proc/self/exe".into())
 }

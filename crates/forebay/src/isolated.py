@@ -1,9 +1,9 @@
-"""Runs the module that is named first, with the arguments behind it.
+"""Runs the module that the first argument names, with the arguments that follow.
 
-The interpreter was started with -I: neither the current directory nor the environment says what is imported. Places
-that -I leaves out are appended behind the standard library, where the package is installed there: the user's own
+The interpreter was started with -I, so neither the current directory nor the environment determines what is imported.
+Folders that -I leaves out are appended after the standard library if the package is installed there: the user's
 site-packages, and PYTHONPATH's absolute folders if the package is nowhere else. The exit status is 3 if the package is
-nowhere at all.
+not found at all.
 """
 
 import importlib.util

@@ -1,8 +1,8 @@
 //! Writes log lines to stderr, which may have no reader.
 //!
-//! A pipe without a reader buffers 64 KiB. After that every write blocks its thread. So a separate
-//! thread writes the lines. Its queue is bounded: further lines are dropped and counted, and the
-//! count is reported once there is a reader again.
+//! A pipe without a reader buffers 64 KiB. After that, every write blocks the calling thread. So a
+//! separate thread writes the lines. Its queue is bounded: lines that do not fit are dropped and
+//! counted. Once there is a reader again, the count is reported.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use std::time::{Duration, Instant};
 use forebay_server::Guard;
 use tracing_subscriber::fmt::MakeWriter;
 
-/// Bytes of lines that may wait.
+/// The largest total size of queued lines in bytes.
 const MOST: usize = 4 << 20;
-/// How long the process waits at its end until the last lines are written.
+/// How long a process that exits waits until the last lines are written.
 pub(crate) const LAST_LINES: Duration = Duration::from_secs(1);
-/// How long a panic, which may be about to end the process, waits for its line.
+/// How long a panic waits until its line is written, because it may be about to end the process.
 const PANIC: Duration = Duration::from_millis(200);
 
 enum Message {
     Line(Vec<u8>),
-    /// Answered once all before it has been written.
+    /// Confirmed once all earlier messages are written.
     Flush(Sender<()>),
 }
 
@@ -37,7 +37,7 @@ pub(crate) struct Lines {
 }
 
 impl Lines {
-    /// Starts the thread, which writes to `out`, under `guard`.
+    /// Starts the log thread under `guard`. It writes to `out`.
     pub(crate) fn start(
         out: impl Write + Send + 'static,
         guard: &Guard,
@@ -58,7 +58,7 @@ impl Lines {
         Ok((lines, thread))
     }
 
-    /// Queues a line if there is room for it.
+    /// Queues a line, or drops it if the queue is full.
     pub(crate) fn push(&self, line: &[u8]) {
         let before = self.waiting.fetch_add(line.len(), Ordering::Relaxed);
         if before + line.len() > self.most || self.lane.send(Message::Line(line.to_vec())).is_err()
@@ -68,29 +68,30 @@ impl Lines {
         }
     }
 
-    /// Leaves a line however many wait.
+    /// Queues a line even if the queue is full.
     pub(crate) fn push_always(&self, line: &[u8]) {
         self.waiting.fetch_add(line.len(), Ordering::Relaxed);
-        // A closed channel means that the thread has ended, and there is nowhere else to write.
+        // A closed channel means that the log thread has ended; there is no other place to write
+        // to.
         let _ = self.lane.send(Message::Line(line.to_vec()));
     }
 
-    /// Waits until the queued lines are written, for at most `limit`. True: they are.
+    /// Waits until the queued lines are written, for at most `limit`. Returns true if they are.
     fn flush(&self, limit: Duration) -> bool {
         let (done, written) = channel();
         if self.lane.send(Message::Flush(done)).is_err() {
             return false;
         }
-        // Either the confirmation or the end of the thread.
+        // Success is either the confirmation or the end of the thread.
         written.recv_timeout(limit) != Err(RecvTimeoutError::Timeout)
     }
 
-    /// Lines that were dropped.
+    /// The number of dropped lines.
     pub(crate) fn dropped(&self) -> Arc<AtomicU64> {
         Arc::clone(&self.dropped)
     }
 
-    /// Writes the queued lines, if a reader takes them in time.
+    /// Writes the queued lines, if a reader accepts them in time.
     pub(crate) fn finish(&self) {
         let until = Instant::now() + LAST_LINES;
         let dropped = self.dropped.load(Ordering::Relaxed);
@@ -100,7 +101,7 @@ impl Lines {
         }
     }
 
-    /// Writes panics as lines: a panicking thread must not wait for a reader of the log.
+    /// Writes panics through the queue: a panicking thread must not wait for a reader of the log.
     pub(crate) fn take_panics(&self) {
         let lines = self.clone();
         std::panic::set_hook(Box::new(move |panic| {
@@ -112,7 +113,8 @@ impl Lines {
                 _ => String::new(),
             };
             lines.push_always(format!("thread '{name}': {panic}{trace}\n").as_bytes());
-            // The process may be about to end. The writing thread itself cannot wait for the queue.
+            // The process may be about to end, so wait until the line is written. The log thread
+            // can't wait for itself.
             if name != "log" {
                 lines.flush(PANIC);
             }
@@ -120,7 +122,7 @@ impl Lines {
     }
 }
 
-/// The log thread.
+/// The main loop of the log thread.
 fn write_all(
     messages: &Receiver<Message>,
     out: &mut impl Write,
@@ -137,7 +139,7 @@ fn write_all(
             }
             Message::Flush(done) => {
                 let _ = out.flush();
-                // The caller may have given up.
+                // The caller may no longer wait.
                 let _ = done.send(());
             }
         }
@@ -158,7 +160,7 @@ impl<'a> MakeWriter<'a> for Lines {
     }
 }
 
-/// Collects a line, as `tracing` writes it.
+/// Passes each line that `tracing` writes to the queue.
 pub(crate) struct Pen<'a>(&'a Lines);
 
 impl Write for Pen<'_> {
@@ -178,7 +180,7 @@ mod tests {
 
     use super::*;
 
-    /// A pipe that accepts nothing until it is opened.
+    /// A pipe whose writes block until it is opened.
     #[derive(Clone, Default)]
     struct Pipe(Arc<End>);
 
@@ -218,7 +220,7 @@ mod tests {
         for number in 0..1000 {
             lines.push(format!("line {number:04}\n").as_bytes());
         }
-        // Ten lines of ten bytes each fit.
+        // The queue has room for ten lines of ten bytes.
         assert_eq!(lines.dropped().load(Ordering::Relaxed), 990);
         assert!(!lines.flush(Duration::ZERO), "the pipe is not read");
         lines.push_always(b"a panic\n");
@@ -231,7 +233,7 @@ mod tests {
         assert!(said.contains(&"990 log lines were dropped: nobody read them in time"), "{text}");
         assert!(said.contains(&"a panic"));
         assert_eq!(said[12], "990 log lines were dropped in all");
-        // There is room again.
+        // There is room in the queue again.
         lines.push(b"more\n");
         assert!(lines.flush(LAST_LINES));
         assert!(pipe.text().ends_with("more\n"));

@@ -1,4 +1,4 @@
-//! Opens the listening sockets, before anything that takes long.
+//! Opens the listening sockets, before any slow part of the start.
 
 use std::fs;
 use std::io;
@@ -13,8 +13,8 @@ use forebay_server::Listener;
 
 use crate::flags::ListenFlags;
 
-/// Connections that may wait to be accepted, if the system allows as many. Connections of a larger
-/// burst are dropped, and retried a second later. The standard library requests only 128.
+/// Connections that may wait to be accepted, if the system allows as many. Further ones are
+/// dropped, and clients retry a second later. The standard library requests only 128.
 const BACKLOG: i32 = 65_535;
 
 /// Listens on an address and port.
@@ -29,7 +29,7 @@ pub(crate) fn tcp(host: &str, port: u16) -> Result<TcpListener> {
     Ok(listener)
 }
 
-/// The address, if only this machine can reach it.
+/// The address, if it is a loopback address, which only this machine can reach.
 pub(crate) fn loopback(address: IpAddr) -> Option<String> {
     address.to_canonical().is_loopback().then(|| address.to_string())
 }
@@ -49,13 +49,13 @@ impl Bound {
         Ok(Self::Unix(listener, file))
     }
 
-    /// The address, if only this machine can reach it by TCP.
+    /// The TCP address, if it is a loopback address, which only this machine can reach.
     pub(crate) fn loopback(&self) -> Result<Option<String>> {
         let Self::Tcp(listener) = self else { return Ok(None) };
         Ok(loopback(listener.local_addr()?.ip()))
     }
 
-    /// The URL of the server, and curl's further arguments.
+    /// The URL of the server, and further arguments that curl needs.
     pub(crate) fn url(&self, encrypted: bool) -> Result<(String, String)> {
         Ok(match self {
             Self::Tcp(listener) => {
@@ -68,7 +68,8 @@ impl Bound {
         })
     }
 
-    /// Creates the server's listener. The socket file is removed when the second part is dropped.
+    /// Creates the server's listener. The socket file is removed when the returned `SocketFile` is
+    /// dropped.
     pub(crate) fn listener(self) -> io::Result<(Listener, Option<SocketFile>)> {
         Ok(match self {
             Self::Tcp(listener) => (tokio::net::TcpListener::from_std(listener)?.into(), None),
@@ -79,7 +80,8 @@ impl Bound {
     }
 }
 
-/// A socket's file. Dropping this removes it, unless another process has replaced it.
+/// The file of a Unix socket. Dropping this removes the file, unless another process has replaced
+/// it.
 #[derive(Debug)]
 pub(crate) struct SocketFile {
     path: PathBuf,
@@ -89,7 +91,7 @@ pub(crate) struct SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if identity(&self.path).is_ok_and(|now| now == self.identity) {
-            // The next process replaces it.
+            // A file that can't be removed is replaced by the next process.
             let _ = fs::remove_file(&self.path);
         }
     }
@@ -133,10 +135,10 @@ mod tests {
         let path = folder.join("socket");
         let (listener, file) = unix(&path).unwrap();
         assert!(unix(&path).unwrap_err().to_string().contains("somebody listens"));
-        // A killed process leaves its socket file behind.
+        // Leave the socket file in place, as a killed process does.
         drop(listener);
         let (_listener, next) = unix(&path).unwrap();
-        // Dropping the first must not remove the second.
+        // Dropping the first `SocketFile` must not remove the second one's file.
         drop(file);
         assert!(path.exists());
         drop(next);

@@ -19,20 +19,19 @@ use tracing_subscriber::{EnvFilter, Layer, fmt};
 use crate::flags::{LineFlags, LogFormat, visible_keys};
 use crate::lines::Lines;
 
-/// Keeps the span exporter alive. When it is dropped, the last spans are sent and the last lines
-/// written.
+/// Keeps the span exporter running. Dropping this sends the last spans and writes the last lines.
 pub(crate) struct Logs {
     spans: Option<SdkTracerProvider>,
     lines: Lines,
 }
 
 impl Logs {
-    /// The queue of lines, for text that belongs between log lines.
+    /// The queue of lines, for text that has to appear in order with log lines.
     pub(crate) fn lines(&self) -> &Lines {
         &self.lines
     }
 
-    /// Lines that were dropped because the writer was behind.
+    /// The number of lines that were dropped because the log thread was too slow.
     pub(crate) fn dropped(&self) -> Arc<AtomicU64> {
         self.lines.dropped()
     }
@@ -49,7 +48,7 @@ impl Drop for Logs {
     }
 }
 
-/// Shows warnings, for commands that print their results themselves.
+/// Logs only warnings and errors, for commands that print their results themselves.
 pub(crate) fn init_warnings() -> Result<()> {
     let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi());
     let lines = lines.without_time().compact().with_filter(LevelFilter::WARN);
@@ -57,7 +56,7 @@ pub(crate) fn init_warnings() -> Result<()> {
     subscriber.try_init().context("cannot install the log subscriber")
 }
 
-/// Starts logging with times and with lines below warnings, for a process that keeps running.
+/// Logs from level `info` on, with times, for a process that keeps running.
 pub(crate) fn init_plain() -> Result<()> {
     let lines = fmt::layer().with_writer(std::io::stderr).with_target(false).with_ansi(ansi());
     let lines = lines.compact().with_filter(LevelFilter::INFO);

@@ -1,4 +1,4 @@
-//! The `forebay` binary: turns flags into configuration, and connects the parts.
+//! The `forebay` binary: turns flags into configuration, and connects the crates.
 
 mod affinity;
 mod chat;
@@ -49,7 +49,7 @@ use crate::tokenizers::Tokenizers;
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
 
-/// The exit status for an invalid command line, as the parser uses it.
+/// The exit status for an invalid command line, the same as clap's.
 const WRONG_USAGE: u8 = 2;
 
 fn main() -> ExitCode {
@@ -77,12 +77,12 @@ fn main() -> ExitCode {
     }
 }
 
-/// Writes the last line without blocking on a full pipe.
+/// Writes the last line of the process, without waiting long for a full pipe.
 fn say(line: String) {
     let (done, said) = std::sync::mpsc::channel();
     let write = move || {
         eprintln!("{line}");
-        // The caller may have given up.
+        // The caller may no longer wait.
         let _ = done.send(());
     };
     if std::thread::Builder::new().spawn(write).is_ok() {

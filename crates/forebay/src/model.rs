@@ -40,7 +40,7 @@ pub(crate) struct Model {
     #[serde(default)]
     pub(crate) shape: Option<ModelShape>,
     pub(crate) pooling: Option<Pooling>,
-    /// How images are turned into patches; `None`: the model takes none.
+    /// How images are turned into patches; `None`: the model takes no images.
     #[serde(default)]
     pub(crate) images: Option<Images>,
     /// The engine's settings for transformers' code; `None`: native code computes the model.
@@ -54,40 +54,42 @@ pub(crate) struct Model {
     temporary: Option<Arc<TempDir>>,
 }
 
-/// The findings of a probe of a model that transformers' code computes, as
-/// `forebay.weights.called` describes them.
+/// The result of probing a model that transformers' code computes, as `forebay.weights.called`
+/// describes it.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Called {
     /// Bytes of the recurrent states of a request; 0: the model has none.
     pub(crate) state_bytes: u64,
     pub(crate) hidden_size: u32,
-    /// The values that only the hand reads.
+    /// The values that only the hand uses.
     #[serde(flatten)]
     pub(crate) rest: Map<String, Value>,
 }
 
-/// A model's image processing, as the hand reads it. A position of the decoder covers `merge` times
-/// `merge` patches.
+/// The model's image processing, in the hand's format. A position of the decoder covers `merge`
+/// times `merge` patches.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Images {
-    /// Pixels of a patch, each way.
+    /// Height and width of a patch in pixels.
     pub(crate) patch: u32,
     pub(crate) merge: u32,
     pub(crate) min_pixels: u64,
     pub(crate) max_pixels: u64,
-    /// Rows and columns of positions of every image; `None`: they depend on the image's size.
+    /// Rows and columns of positions, equal for all images; `None`: they depend on the image's
+    /// size.
     #[serde(default)]
     pub(crate) fixed: Option<[u32; 2]>,
     pub(crate) image_token_id: i32,
-    /// The text for an image in chat templates; `None`: the template writes its own.
+    /// The text that replaces an image in chat templates; `None`: the template's text is used
+    /// unchanged.
     #[serde(default)]
     pub(crate) mark: Option<Mark>,
-    /// The values that only the hand reads.
+    /// The values that only the hand uses.
     #[serde(flatten)]
     pub(crate) rest: Map<String, Value>,
 }
 
-/// The mark that chat templates write for an image, and the text that prompts need instead.
+/// The mark that a chat template writes for an image, and the text that the model needs instead.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Mark {
     pub(crate) written: String,
@@ -95,9 +97,9 @@ pub(crate) struct Mark {
 }
 
 impl Mark {
-    /// The template with the mark replaced by the text. The template is changed rather than its
-    /// output, in which a client may have written the mark. A mark next to expressions becomes an
-    /// expression, and its white space is kept.
+    /// Returns the template with the mark replaced. The template is changed rather than its output,
+    /// because a client may have written the mark in the output. A mark next to expressions becomes
+    /// an expression, so that its white space is kept.
     pub(crate) fn replaced(&self, template: &str) -> String {
         let (mut text, mut last) = (String::with_capacity(template.len()), 0);
         for (at, mark) in template.match_indices(&self.written) {
@@ -119,23 +121,23 @@ impl Mark {
     }
 }
 
-/// A model's output in place of tokens, as `forebay.weights.pooling` describes it.
+/// The output of a pooling model, as `forebay.weights.pooling` describes it.
 #[derive(Debug, Clone, Deserialize, Serialize)]
 pub(crate) struct Pooling {
     pub(crate) task: Task,
     pub(crate) kind: String,
     pub(crate) size: u32,
     pub(crate) normalize: bool,
-    /// Activation that turns the model's scores into answers.
+    /// The activation function that turns the model's outputs into scores.
     pub(crate) function: Function,
-    /// The names of labels, one for each score; empty: the model makes vectors.
+    /// The label of each score; empty: the model returns vectors.
     pub(crate) labels: Vec<String>,
     /// The layers after pooling.
     pub(crate) layers: Vec<VectorLayer>,
     pub(crate) max_length: Option<u32>,
 }
 
-/// The mean of the states of a model with causal attention.
+/// The kind of pooling that averages the states of a model with causal attention.
 const CAUSAL_MEAN: &str = "causal_mean";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
@@ -161,31 +163,33 @@ impl Pooling {
         !matches!(self.kind.as_str(), "last" | CAUSAL_MEAN)
     }
 
-    /// True if layers make scores of a vector.
+    /// True if layers after pooling compute scores from the vector.
     pub(crate) fn scores(&self) -> bool {
         self.task != Task::Embed
     }
 
-    /// True if the output depends on every state of a prompt, so that none may be skipped although
-    /// its keys and values are cached.
+    /// True if the output depends on the state of every prompt position. All positions then have to
+    /// be computed, even those with cached keys and values.
     pub(crate) fn counts_all(&self) -> bool {
         self.kind == CAUSAL_MEAN
     }
 }
 
 impl Model {
-    /// True if the model caches one row a position instead of keys and values.
+    /// True if the model uses latent attention, which caches one row per position instead of keys
+    /// and values.
     pub(crate) fn is_latent(&self) -> bool {
         self.shape.as_ref().is_some_and(ModelShape::is_latent)
     }
 
-    /// True if layers keep a state of all earlier positions, which can't be cut to a prefix.
+    /// True if layers keep a recurrent state of all earlier positions, which can't be cut to a
+    /// prefix.
     pub(crate) fn has_states(&self) -> bool {
         self.state_bytes(1) > 0
     }
 
-    /// Bytes of the recurrent states of a request, in a model whose elements have `element` bytes;
-    /// 0: it has none.
+    /// Bytes of the recurrent states of a request, for a data type of `element` bytes; 0: the model
+    /// has none.
     pub(crate) fn state_bytes(&self, element: u64) -> u64 {
         match (&self.called, self.shape.as_ref().and_then(ModelShape::decoder)) {
             (Some(called), _) => called.state_bytes,
@@ -194,7 +198,7 @@ impl Model {
         }
     }
 
-    /// The part that is sent to hands in the handshake.
+    /// The description of the model that is sent to hands in the handshake.
     pub(crate) fn told(&self) -> Value {
         json!({
             "format": self.format,
@@ -209,12 +213,12 @@ impl Model {
         })
     }
 
-    /// The layers after pooling; none: there are none, or the model generates.
+    /// The layers after pooling; empty if there are none or the model generates.
     fn vector_layers(&self) -> &[VectorLayer] {
         self.pooling.as_ref().map_or(&[], |pooling| &pooling.layers)
     }
 
-    /// Elements of an embedding.
+    /// The number of elements of an embedding.
     pub(crate) fn hidden_size(&self) -> u32 {
         let called = || self.called.as_ref().map_or(0, |called| called.hidden_size);
         self.shape
@@ -222,7 +226,8 @@ impl Model {
             .map_or_else(called, |shape| u32::try_from(shape.hidden_size()).unwrap_or_default())
     }
 
-    /// Where the weights are in the model's files, for a hand that does not look them up itself.
+    /// The locations of the weights in the model's files, for a hand that does not find them
+    /// itself.
     ///
     /// # Errors
     /// A file is missing or damaged, or belongs to another model.
@@ -235,8 +240,8 @@ impl Model {
         Ok(found.to_json())
     }
 
-    /// The template for chats with tools, if the model has a separate one: in the list of its
-    /// tokenizer's configuration, or in a folder.
+    /// The template for chats with tools, if the model has a separate one: in the template list of
+    /// its tokenizer configuration, or in a folder.
     pub(crate) fn tool_use_template(&self) -> Result<Option<String>> {
         const NAME: &str = "tool_use";
         let file = self.directory.join("additional_chat_templates").join(format!("{NAME}.jinja"));
@@ -264,21 +269,21 @@ impl Model {
     }
 }
 
-/// The source of models.
+/// Where and how to find a model, as flags specify.
 #[derive(Debug, Default, Clone, Copy)]
 pub(crate) struct Source<'a> {
     pub(crate) revision: Option<&'a str>,
     pub(crate) download_dir: Option<&'a Path>,
     pub(crate) offline: bool,
-    /// True if the model should pool even if it could generate.
+    /// True if a model that could generate should pool instead.
     pub(crate) embedding: bool,
-    /// True if a model with images should be served as text only.
+    /// True if a model that takes images should be served for text only.
     pub(crate) text_alone: bool,
     pub(crate) model_impl: ModelImpl,
 }
 
 impl ServeFlags {
-    /// The source of the model.
+    /// The flags about finding the model.
     pub(crate) fn source(&self) -> Source<'_> {
         Source {
             revision: self.loading.revision.as_deref(),
@@ -291,7 +296,7 @@ impl ServeFlags {
     }
 }
 
-/// Resolves `name`, and downloads missing files. Progress goes to stderr.
+/// Resolves `name`, downloads missing files, and describes the model. Progress goes to stderr.
 pub(crate) fn fetch(
     python: &Path,
     name: &str,
@@ -319,8 +324,8 @@ pub(crate) fn fetch(
     describe(&found, weights)
 }
 
-/// Resolves the name of files that belong to a model, and downloads missing ones. Returns their
-/// folder.
+/// Resolves the name of an additional part of a model, such as a draft head, and downloads missing
+/// files. Returns their folder.
 pub(crate) fn fetch_part(
     python: &Path,
     name: &str,
@@ -336,7 +341,7 @@ pub(crate) fn fetch_part(
     Ok(found.path)
 }
 
-/// The folder for tokenizers that are rebuilt from GGUF files: the cache, or a temporary one where
+/// The folder for tokenizers that are rebuilt from GGUF files: the cache, or a temporary folder if
 /// the cache can't be written.
 fn rebuilding_folder(cache: &Path) -> Result<(PathBuf, Option<Arc<TempDir>>)> {
     let folder = cache.join("gguf");
@@ -353,8 +358,8 @@ fn rebuilding_folder(cache: &Path) -> Result<(PathBuf, Option<Arc<TempDir>>)> {
     Ok((folder.path().to_owned(), Some(Arc::new(folder))))
 }
 
-/// Describes `found` from its files. If there is no native code for the model, transformers' code
-/// may compute it, which Python probes.
+/// Describes `found` from its files. If there is no native code for the model, Python probes
+/// whether transformers' code can compute it.
 fn describe_any(
     python: &Path,
     (name, hand): (&str, Hand),
@@ -390,7 +395,7 @@ fn describe_any(
             Err(error) if may_have_tokenizer(found) => {
                 let made = match ask(python, found, cache, false) {
                     Ok(answer) => answer.tokenizer,
-                    // Without an interpreter, report the fault directly.
+                    // Without an interpreter, report the original error.
                     Err(failed) if without_interpreter(&failed) => None,
                     Err(failed) => return Err(failed.context(missing())),
                 };
@@ -419,13 +424,13 @@ fn read(description: Value) -> Result<Model> {
     serde_json::from_value(description).context("a description without a model")
 }
 
-/// True if a tokenizer in another format may be convertible.
+/// True if there may be a tokenizer in another format, which can be converted.
 fn may_have_tokenizer(found: &Found) -> bool {
     let has = |name: &str| found.path.join(name).is_file();
     has("config.json") && !has("tokenizer.json")
 }
 
-/// True if no interpreter with our packages could be run.
+/// True if the error is that no interpreter with our packages could be run.
 fn without_interpreter(error: &anyhow::Error) -> bool {
     error.is::<std::io::Error>() || error.is::<crate::python::Incomplete>()
 }
@@ -433,14 +438,14 @@ fn without_interpreter(error: &anyhow::Error) -> bool {
 /// The output of `python -m forebay.models.describe`.
 #[derive(Debug, Deserialize)]
 struct Answer {
-    /// The file converted from a tokenizer in another format; `None`: nothing was converted.
+    /// The `tokenizer.json` that was converted from another format; `None`: nothing was converted.
     tokenizer: Option<PathBuf>,
-    /// The findings of a probe.
+    /// The result of the probe; `None`: the model was not probed.
     called: Option<Value>,
 }
 
-/// Runs Python for facts about `found` that only transformers can determine. With `probed`, also
-/// for facts about the model's code that the engine needs.
+/// Runs Python to get facts about `found` that only transformers can determine. If `probed`, they
+/// include facts about the model's code that the engine needs.
 fn ask(python: &Path, found: &Found, cache: &Path, probed: bool) -> Result<Answer> {
     crate::python::check(python)?;
     let mut command = Command::new(python);
@@ -462,8 +467,8 @@ fn ask(python: &Path, found: &Found, cache: &Path, probed: bool) -> Result<Answe
     answer.context("forebay.models.describe printed no answer")
 }
 
-/// The interpreter to use: the given one, or the one beside this program, of the active virtual
-/// environment, or on the path.
+/// Chooses the interpreter: the given one, otherwise the first of those beside this program, in the
+/// active virtual environment, and on the path.
 pub(crate) fn find_python(named: Option<&Path>) -> PathBuf {
     if let Some(python) = named {
         return python.to_owned();
@@ -488,7 +493,7 @@ mod tests {
         let cache = root.path().join("cache");
         let (made, temporary) = rebuilding_folder(&cache).expect("a folder");
         assert_eq!((made, temporary.is_none()), (cache, true));
-        // A file in place of the folder: not even root can write below it.
+        // A file takes the place of the folder: not even root can create files below it.
         let file = root.path().join("file");
         std::fs::write(&file, "").expect("a file");
         let (made, temporary) = rebuilding_folder(&file).expect("a folder");

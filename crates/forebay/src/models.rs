@@ -17,8 +17,8 @@ use crate::model::find_python;
 
 #[derive(Debug, Args)]
 pub(crate) struct PullFlags {
-    /// `smollm2` (the default model), or a hub id: org/name, org/name@revision, org/name:Q4_K_M or
-    /// org/name/file.gguf.
+    /// `smollm2` (SmolLM2-135M-Instruct), or a hub id: org/name, org/name@revision, org/name:Q4_K_M
+    /// or org/name/file.gguf.
     #[arg(value_name = "MODEL")]
     model: String,
     /// Branch, tag or commit on the hub.
@@ -41,7 +41,7 @@ pub(crate) struct ListFlags {
     /// instead of the downloaded ones.
     #[arg(value_name = "URL", conflicts_with = "download_dir")]
     server: Option<String>,
-    /// Key that the server asks for.
+    /// API key that the server requires.
     #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
     api_key: Option<String>,
     #[command(flatten)]
@@ -58,7 +58,7 @@ pub(crate) struct RemoveFlags {
     model: String,
     #[command(flatten)]
     place: PlaceFlags,
-    /// Do not ask.
+    /// Do not ask for confirmation.
     #[arg(long, short)]
     yes: bool,
 }
@@ -76,14 +76,14 @@ impl PlaceFlags {
     }
 }
 
-/// Finds models. Packages of the interpreter may provide one.
+/// Opens the hub. Installed packages of the interpreter may also provide a model.
 pub(crate) fn hub(settings: Settings, python: &Path) -> Result<Hub> {
     let prepare = |command: &mut Command| without_keys(command);
     let interpreter = Interpreter { path: python.to_owned(), prepare };
     Ok(Hub::new(settings, Progress::new(), interpreter)?)
 }
 
-/// `forebay pull`.
+/// Runs `forebay pull`.
 pub(crate) fn pull(flags: &PullFlags) -> Result<()> {
     let hub = hub(flags.place.settings()?, &find_python(flags.python.as_deref()))?;
     let name = ModelName::parse(&flags.model, flags.revision.as_deref())?;
@@ -99,7 +99,7 @@ pub(crate) fn pull(flags: &PullFlags) -> Result<()> {
     Ok(())
 }
 
-/// `forebay ls`.
+/// Runs `forebay ls`.
 pub(crate) fn list(flags: &ListFlags) -> Result<()> {
     let mut out = io::stdout().lock();
     if let Some(url) = &flags.server {
@@ -124,7 +124,7 @@ pub(crate) fn list(flags: &ListFlags) -> Result<()> {
     Ok(())
 }
 
-/// `forebay rm`.
+/// Runs `forebay rm`.
 pub(crate) fn remove(flags: &RemoveFlags) -> Result<()> {
     let settings = flags.place.settings()?;
     let removal = forebay_hub::removal(&settings, &ModelName::parse(&flags.model, None)?)?;
@@ -148,7 +148,7 @@ pub(crate) fn remove(flags: &RemoveFlags) -> Result<()> {
     Ok(())
 }
 
-/// Names, formats, sizes and ages.
+/// Table rows with names, formats, sizes and times of the last use.
 fn stored_rows(models: &[StoredModel], now: SystemTime) -> Vec<[String; 4]> {
     let mut rows = vec![["MODEL", "FORMAT", "SIZE", "LAST USED"].map(str::to_owned)];
     rows.extend(models.iter().map(|model| {
@@ -158,7 +158,7 @@ fn stored_rows(models: &[StoredModel], now: SystemTime) -> Vec<[String; 4]> {
     rows
 }
 
-/// Names, sizes and states; `-` for values that the server does not report.
+/// Table rows with names, sizes and states; `-` for values that the server does not report.
 fn served_rows(models: &[ServedModel]) -> Vec<[String; 3]> {
     let mut rows = vec![["MODEL", "SIZE", "STATE"].map(str::to_owned)];
     rows.extend(models.iter().map(|model| {
@@ -169,7 +169,7 @@ fn served_rows(models: &[ServedModel]) -> Vec<[String; 3]> {
     rows
 }
 
-/// The rows as text columns; the second-to-last column is aligned right.
+/// Formats rows as text columns; the second-to-last column is aligned right.
 fn table<const COLUMNS: usize>(rows: &[[String; COLUMNS]]) -> String {
     let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max();
     let widths: [usize; COLUMNS] = from_fn(|column| width(column).unwrap_or_default());

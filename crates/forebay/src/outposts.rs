@@ -1,4 +1,4 @@
-//! `--listen-hands` and `--placement`: hands on other machines.
+//! `--listen-hands` and `--placement`: accepts hands on other machines.
 
 use std::net::{SocketAddr, TcpListener};
 use std::path::Path;
@@ -15,11 +15,11 @@ use crate::placement::{Asked, Door, Placed, Placer};
 use crate::resolve::Resolved;
 use crate::{hands, worker};
 
-/// Where hands on other machines run, and the placer of their outposts, which has to outlive them.
+/// The site on which remote hands run, and Ray's outposts, which have to outlive these hands.
 pub(crate) type Elsewhere = (Option<Arc<dyn Site>>, Option<Placed>);
 
-/// Starts listening for hands on other machines, on a thread of its own. Starts outposts in a
-/// cluster if a flag says so.
+/// Starts a thread that accepts hands on other machines. With `--placement`, also starts outposts
+/// in a cluster.
 ///
 /// # Errors
 /// The address is not available, the token's files are invalid, or there is no cluster.
@@ -33,7 +33,7 @@ pub(crate) fn open(
         Some(Placement::Ray) => Some(Placer::new(python, asked(flags, resolved))?),
         None => None,
     };
-    // Ray's nodes need no fixed port.
+    // Ray's nodes are given the port, so any free port will do.
     let near = placer.as_ref().map(|placer| SocketAddr::new(placer.address, 0));
     let Some(address) = flags.listen_hands.or(near) else { return Ok((None, None)) };
     let credentials = match &flags.join_token_file {
@@ -68,7 +68,7 @@ pub(crate) fn open(
     Ok((Some(site), placed.transpose()?))
 }
 
-/// The address, in a form that users of other machines can type.
+/// The address in a form that can be typed on other machines.
 fn named(address: SocketAddr) -> String {
     match address.ip().is_unspecified() {
         true => format!("{}:{}", worker::host_name(), address.port()),

@@ -1,5 +1,5 @@
-//! `--placement ray`: Ray runs the outposts. A Python process requests them, as long as this
-//! process lives: it ends when its stdin is closed.
+//! `--placement ray`: Ray runs the outposts. A Python process requests them and keeps them running
+//! as long as this process runs: the Python process exits when its stdin is closed.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::net::IpAddr;
@@ -16,9 +16,9 @@ use parking_lot::{Condvar, Mutex};
 use serde::{Deserialize, Serialize};
 use tracing::warn;
 
-/// The pause before the process is started again.
+/// The pause before the Python process is started again.
 const PAUSE: Duration = Duration::from_secs(5);
-/// How long Ray may take to release everything, before the process is abandoned.
+/// How long Ray may take to release all resources before the Python process is abandoned.
 const PATIENCE: Duration = Duration::from_secs(15);
 
 /// The hands to request from Ray, in the form that `forebay.place.ray` reads.
@@ -27,13 +27,13 @@ pub(crate) struct Asked {
     pub(crate) replicas: u32,
     pub(crate) ranks: u32,
     pub(crate) cuda: bool,
-    /// True if ranks of a replica may be on several nodes.
+    /// True if the ranks of a replica may be on several nodes.
     pub(crate) apart: bool,
-    /// The path of this program, which nodes may have too.
+    /// The path of this program, which may exist on the nodes too.
     pub(crate) program: PathBuf,
 }
 
-/// The way in for outposts.
+/// The address and token with which outposts join.
 #[derive(Clone, Serialize)]
 pub(crate) struct Door {
     /// `HOST:PORT`.
@@ -41,32 +41,32 @@ pub(crate) struct Door {
     pub(crate) token: String,
 }
 
-/// The first line of the process.
+/// The first line that the Python process writes.
 #[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Answer {
-    /// Ray's nodes reach this machine here.
+    /// The address at which Ray's nodes reach this machine.
     Address(IpAddr),
     Error(String),
 }
 
-/// A process that has joined the cluster, and waits for the address to join.
+/// A Python process that has joined the cluster and waits for a `Door`.
 struct Joined {
     child: Child,
     orders: ChildStdin,
     answers: BufReader<ChildStdout>,
 }
 
-/// A cluster that was joined, before any outposts are requested.
+/// A cluster that was joined, but in which no outposts are requested yet.
 pub(crate) struct Placer {
     python: PathBuf,
     asked: Asked,
     joined: Joined,
-    /// Ray's nodes reach this machine here.
+    /// The address at which Ray's nodes reach this machine.
     pub(crate) address: IpAddr,
 }
 
-/// Outposts that Ray runs, until this is dropped.
+/// Outposts that Ray runs until this is dropped.
 pub(crate) struct Placed {
     shared: Arc<Shared>,
 }
@@ -79,11 +79,11 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    /// True once nothing may be started any more.
+    /// True once no process may be started any more.
     over: bool,
-    /// The thread has ended.
+    /// True once the thread has ended.
     ended: bool,
-    /// The process, and the pipe that keeps it alive.
+    /// The Python process, and the pipe that keeps it running.
     running: Option<(Child, ChildStdin)>,
 }
 
@@ -97,7 +97,7 @@ impl Placer {
         Ok(Self { python: python.to_owned(), asked, joined, address })
     }
 
-    /// Starts outposts that join at `door`, now and each time the process has to be started again.
+    /// Starts outposts that join at `door`. Starts them again whenever the Python process ends.
     ///
     /// # Errors
     /// The system can't start a thread.
@@ -129,7 +129,7 @@ impl Placer {
     }
 }
 
-/// Records the end of the thread, however it ends.
+/// Records that the thread has ended, for whatever reason.
 struct Ended(Arc<Shared>);
 
 impl Drop for Ended {
@@ -139,12 +139,13 @@ impl Drop for Ended {
     }
 }
 
-/// Starts the process and waits until it has joined the cluster.
+/// Starts the Python process and waits until it has joined the cluster.
 fn join(python: &Path, asked: &Asked) -> Result<(Joined, IpAddr)> {
     let mut command = Command::new(python);
     command.args(crate::python::arguments("forebay.place.ray"));
     without_keys(&mut command);
-    // Terminal signals should only reach this process, which ends outposts after draining requests.
+    // Terminal signals should only reach this process, which stops outposts after draining
+    // requests.
     command.process_group(0).stdin(Stdio::piped()).stdout(Stdio::piped());
     let shown = python.display();
     let mut child = command.spawn().with_context(|| format!("cannot run {shown}"))?;
@@ -152,7 +153,7 @@ fn join(python: &Path, asked: &Asked) -> Result<(Joined, IpAddr)> {
         bail!("{shown} has no pipes");
     };
     let mut answers = BufReader::new(answers);
-    // If the process has ended there is no answer, which is noticed next.
+    // A failed write means that the process has ended; the missing response below reports it.
     let _ = send(&mut orders, asked);
     let mut line = String::new();
     answers.read_line(&mut line)?;
@@ -173,17 +174,17 @@ fn join(python: &Path, asked: &Asked) -> Result<(Joined, IpAddr)> {
     }
 }
 
-/// Watches a process until it ends, and returns the reason.
+/// Waits until a Python process has exited, and returns the reason.
 fn watch(joined: Joined, door: &Door, shared: &Shared) -> anyhow::Error {
     let Joined { child, mut orders, mut answers } = joined;
     if let Err(error) = send(&mut orders, door) {
         warn!("the process that asks Ray takes no orders: {error}");
     }
     let mut state = shared.state.lock();
-    // A process whose orders are closed ends at once.
+    // A process whose stdin is closed exits at once.
     state.running = Some((child, orders)).filter(|_| !state.over);
     drop(state);
-    // The process has ended when its stdout is closed.
+    // Stdout is closed when the process exits.
     let read = io::copy(&mut answers, &mut io::sink());
     let running = shared.state.lock().running.take();
     let status = running.map(|(mut child, _)| child.wait()).transpose();

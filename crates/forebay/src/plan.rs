@@ -1,4 +1,4 @@
-//! `forebay plan`: how many replicas a traffic needs, or the memory of a model's ranks.
+//! `forebay plan`: how many replicas recorded traffic needs, or the memory of a model's ranks.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -40,26 +40,26 @@ pub(crate) struct PlanFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Memory of a model (--model)")]
 struct MemoryFlags {
-    /// Kind of device. The ranks of a CPU share its memory.
+    /// Kind of device. The ranks on a CPU share its memory.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     device: PlannedDevice,
-    /// Free memory of a rank's device before loading, in GB (10^9 bytes) [default: on a CPU what
-    /// this process may use; on CUDA --max-total-tokens sets the pool].
+    /// Free memory of each rank's device before loading, in GB (10^9 bytes) [default: on a CPU the
+    /// memory that this process may use; on CUDA --max-total-tokens sets the pool].
     #[arg(long, value_name = "GB", value_parser = gigabytes, conflicts_with = "trace")]
     device_memory: Option<u64>,
-    /// Share of the device's free memory for weights and KV pages, divided among the ranks.
-    /// [default: 0.9 on CUDA, otherwise 0.3, or 0.6 if a control group limits the memory here]
+    /// Share of the device's free memory for weights and KV pages, divided among the ranks on a
+    /// CPU. [default: 0.9 on CUDA, otherwise 0.3, or 0.6 if a control group limits the memory here]
     #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction, conflicts_with = "trace")]
     mem_fraction_static: Option<f64>,
-    /// Data type of the model; `auto` is bfloat16 on CUDA and if the processor computes it
-    /// natively.
+    /// Data type of the model; `auto` is bfloat16 on CUDA and on processors with native bfloat16
+    /// arithmetic, else float32.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     dtype: Dtype,
     /// Data type of the KV cache; `auto` follows --dtype. 8-bit floats are only for CUDA, 8-bit
     /// integers only for CPUs.
     #[arg(long, value_enum, default_value_t, conflicts_with = "trace")]
     kv_cache_dtype: KvCacheDtype,
-    /// Largest number of tokens of prompt and answer together [default: the model's].
+    /// Largest total number of tokens of prompt and answer [default: the model's].
     #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS", conflicts_with = "trace")]
     context_length: Option<u32>,
     /// Folder for downloads [default: the hub's own cache].
@@ -72,12 +72,12 @@ struct MemoryFlags {
 }
 
 impl MemoryFlags {
-    /// True if the memory is that of this process, and a control group limits it.
+    /// True if the planned memory is that of this machine, and a control group limits it.
     fn limited(&self) -> bool {
         self.device_memory.is_none() && Machine::here().memory().limit.is_some()
     }
 
-    /// Bytes that are free on a rank's device; `None`: unknown.
+    /// Bytes of free memory on a rank's device; `None`: unknown.
     fn free(&self) -> Option<u64> {
         let here = || Machine::here().memory().available;
         self.device_memory.or_else(|| (self.device == PlannedDevice::Cpu).then(here).flatten())
@@ -91,7 +91,7 @@ enum PlannedDevice {
     Cpu,
 }
 
-/// `forebay plan`.
+/// Runs `forebay plan`.
 pub(crate) fn run(flags: &PlanFlags) -> Result<()> {
     let arrangement = flags.ranks.arrangement()?;
     let Some(name) = &flags.plan.model else {
@@ -147,7 +147,8 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
     }
     Ok(HandConfig {
         model: told,
-        // A GGUF file is present here, and its blocks may be kept. Other models need no files.
+        // A GGUF file is on this machine, and the hand may keep its blocks. Other models need no
+        // weight files.
         load_format: if model.format == "gguf" { "auto" } else { "dummy" }.to_owned(),
         quantization: own_blocks(model, memory.dtype, !cuda && arrangement.ranks == 1)
             .map(Quantization::name),
@@ -175,7 +176,7 @@ fn hand(flags: &PlanFlags, model: &Model, arrangement: Arrangement) -> Result<Ha
     })
 }
 
-/// Counts the memory of the hand in Rust.
+/// Computes the memory of a rank of the Rust hand.
 fn own(config: &HandConfig, free: u64) -> Result<RankMemory> {
     let found = footprint(config, free).map_err(|why| anyhow!("{why}"))?;
     Ok(RankMemory {
@@ -189,7 +190,7 @@ fn own(config: &HandConfig, free: u64) -> Result<RankMemory> {
     })
 }
 
-/// Runs Python to compute the memory of each rank.
+/// Runs Python to compute the memory of each rank of the PyTorch hand.
 fn ask(python: &Path, config: &HandConfig, free: u64) -> Result<Vec<RankMemory>> {
     python::check(python)?;
     let mut asked = format!("{free}\n");
@@ -206,7 +207,7 @@ fn ask(python: &Path, config: &HandConfig, free: u64) -> Result<Vec<RankMemory>>
         .spawn()
         .with_context(|| format!("cannot run {}", python.display()))?;
     if let Some(mut stdin) = child.stdin.take() {
-        // A process that has ended reports why.
+        // If the process has exited, its exit status and stderr report the reason.
         let _ = stdin.write_all(asked.as_bytes());
     }
     let output = child.wait_with_output()?;

@@ -1,4 +1,4 @@
-//! The start of the Python interpreter.
+//! Starts the Python interpreter.
 
 use std::ffi::OsString;
 use std::fmt;
@@ -9,18 +9,18 @@ use std::sync::Mutex;
 use anyhow::{Context, Result};
 use forebay_hand::without_keys;
 
-/// Code that the interpreter runs before the module.
+/// Code that the interpreter runs before one of our modules.
 const ISOLATED: &str = include_str!("isolated.py");
-/// The exit status of an interpreter without our package.
+/// The exit status of an interpreter that does not find our package.
 const NO_PACKAGE: i32 = 3;
 
-/// Arguments by which the interpreter runs one of our modules. They are like `-m`, but isolated
+/// Arguments with which the interpreter runs one of our modules. They are like `-m`, but isolated
 /// (`-I`): a `json.py` in the current directory is not imported. The module's own arguments follow.
 pub(crate) fn arguments(module: &str) -> Vec<OsString> {
     vec!["-I".into(), "-c".into(), ISOLATED.into(), module.into()]
 }
 
-/// The error for an interpreter that lacks packages which a Python hand needs.
+/// The error that an interpreter lacks packages of the Python hand.
 #[derive(Debug)]
 pub(crate) struct Incomplete {
     python: String,
@@ -40,11 +40,11 @@ impl fmt::Display for Incomplete {
 
 impl std::error::Error for Incomplete {}
 
-/// Interpreters that are known to have all packages. A start checks twice, and each check takes an
-/// interpreter's start.
+/// Interpreters that are known to have all packages. A server checks twice, and each check takes as
+/// long as starting the interpreter.
 static COMPLETE: Mutex<Vec<PathBuf>> = Mutex::new(Vec::new());
 
-/// Checks that a hand in Python can run, before anything is loaded for it.
+/// Checks that a Python hand can run, before any model is loaded for it.
 ///
 /// # Errors
 /// The interpreter does not start ([`std::io::Error`]), or lacks packages ([`Incomplete`]).
@@ -57,7 +57,7 @@ pub(crate) fn check(python: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Runs [`check`] for an unknown interpreter.
+/// Runs [`check`] for an interpreter that was not checked before.
 fn ask(python: &Path) -> Result<()> {
     let mut command = Command::new(python);
     without_keys(&mut command);
@@ -72,7 +72,7 @@ fn ask(python: &Path) -> Result<()> {
         missing = vec!["forebay"];
     }
     if missing.is_empty() {
-        // Other faults of the interpreter show up when it does its work.
+        // Other faults of the interpreter are reported when it runs a module.
         return Ok(());
     }
     let python = python.display().to_string();
@@ -83,10 +83,10 @@ fn ask(python: &Path) -> Result<()> {
 pub(crate) mod testing {
     use super::*;
 
-    /// A shell script in place of the interpreter.
+    /// A shell script that replaces the interpreter.
     ///
-    /// Another process writes it. If this one did, processes that tests beside this one start could
-    /// inherit the open file, and a file that is open for writing can't be run.
+    /// A child process writes the script. If this process did, processes that parallel tests start
+    /// could inherit the open file, and a file that is open for writing can't be executed.
     pub(crate) fn interpreter(folder: &Path, script: &str) -> PathBuf {
         let file = folder.join("python");
         let write = "printf '#!/bin/sh\n%s\n' \"$1\" > \"$0\" && chmod 755 \"$0\"";
@@ -103,7 +103,7 @@ mod tests {
 
     use super::*;
 
-    /// Runs a module of the package in a current folder full of traps.
+    /// Runs a module of the package in a current folder whose files must not be imported.
     fn run(path: impl Fn(&str) -> String) -> Output {
         let folder = tempfile::tempdir().expect("a folder");
         let (traps, package) = (folder.path().join("traps"), folder.path().join("package"));

@@ -28,29 +28,30 @@ pub(crate) struct RouteFlags {
     /// Proxy threads; each can use one core.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     threads: u16,
-    /// Seconds that running requests have to finish after SIGTERM.
+    /// Seconds for running requests to finish after SIGTERM.
     #[arg(long, default_value = "30", value_parser = seconds)]
     drain_timeout: Duration,
-    /// Seconds that a request's head may take to arrive, and then its body. An idle connection is
-    /// closed after the same time.
+    /// Longest time in seconds for a request's head to arrive, and again for its body. An idle
+    /// connection is closed after the same time.
     #[arg(long, default_value = "60", value_parser = seconds)]
     receive_timeout: Duration,
-    /// Largest number of client connections at a time [default: what the limit of open files
-    /// allows, if each needs a connection to a backend].
+    /// Largest number of simultaneous client connections [default: what the limit of open files
+    /// allows, if each needs another connection to a backend].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: Option<u32>,
     /// Host names that requests may use, comma-separated. `*.example.com` matches subdomains, `*`
-    /// any name. [default: any; without keys on a loopback address only that address and localhost]
+    /// any name. [default: any, but on a loopback address without keys only that address and
+    /// localhost]
     #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
     allowed_hosts: Vec<String>,
-    /// Serve no page at `/`. Its routes remain.
+    /// Do not serve the web page at `/`. The API routes that the page uses remain.
     #[arg(long)]
     no_webui: bool,
     #[command(flatten)]
     bodies: BodyFlags,
     #[command(flatten)]
     keys: KeyFlags,
-    /// Seconds that a request may take.
+    /// Longest time in seconds for a request.
     #[arg(long, default_value = "1800", value_parser = seconds)]
     request_timeout_secs: Duration,
     #[command(flatten)]
@@ -68,17 +69,17 @@ pub(crate) struct RouteFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Backends")]
 struct BackendFlags {
-    /// URLs, as in http://10.0.0.1:8000,http://10.0.0.2:8000.
+    /// Backend URLs, such as http://10.0.0.1:8000,http://10.0.0.2:8000.
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "URL", visible_alias = "worker-urls")]
     backends: Vec<String>,
-    /// File with one URL a line. It is read again when it changes.
+    /// File with backend URLs, one per line. It is read again when it changes.
     #[arg(long, value_name = "FILE")]
     backends_file: Option<PathBuf>,
-    /// Names that are resolved repeatedly, such as workers.internal:8000. Every address is a
+    /// Host names that are resolved repeatedly, such as workers.internal:8000. Each address is a
     /// backend.
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "NAME:PORT")]
     backends_dns: Vec<String>,
-    /// Seconds between two checks of the file, and between two resolutions of the names.
+    /// Seconds between two checks of the file, and between two resolutions of the host names.
     #[arg(long, default_value = "5", value_parser = seconds)]
     backends_interval: Duration,
     /// Key with which backends may register: POST /backends {"url", "ttl"}, DELETE /backends
@@ -106,11 +107,11 @@ struct PairFlags {
     )]
     prefill: Vec<String>,
     /// Servers of the same engine that continue after the prompt: `forebay serve` with
-    /// --disaggregation-mode `decode`, or servers of SGLang or vLLM. Clients get the answers of
-    /// these servers.
+    /// --disaggregation-mode `decode`, or servers of SGLang or vLLM. They send the answers that
+    /// clients get.
     #[arg(long, value_delimiter = ',', num_args = 1.., value_name = "URL", requires = "prefill")]
     decode: Vec<String>,
-    /// Engine of these servers [default: each server is asked].
+    /// Engine of these servers [default: the router queries each server].
     #[arg(long, value_enum, value_name = "ENGINE", requires = "prefill")]
     pd_engine: Option<PairEngine>,
     /// Policy that chooses a prefill server [default: that of --policy].
@@ -152,13 +153,13 @@ impl PairFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Bodies of requests")]
 struct BodyFlags {
-    /// The largest request body in bytes.
+    /// Largest request body in bytes.
     #[arg(long, default_value_t = 64 << 20, visible_alias = "max-body-bytes")]
     max_payload_size: usize,
     /// Largest request body in bytes, without `prompt_embeds` and images.
     #[arg(long, default_value_t = 4 << 20)]
     max_json_bytes: usize,
-    /// Largest total size in bytes of the bodies of all requests; beyond it, requests get 429.
+    /// Largest total size in bytes of all request bodies; further requests get 429.
     #[arg(long, default_value_t = 1 << 30)]
     max_request_bytes_in_flight: usize,
 }
@@ -166,17 +167,17 @@ struct BodyFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Keys")]
 struct KeyFlags {
-    /// API keys. Clients send one as `Authorization: Bearer KEY`, and it is passed on. The router's
-    /// own requests to backends use the first.
+    /// API keys. Clients send one as `Authorization: Bearer KEY`, and the router forwards it. The
+    /// router's own requests to backends use the first key.
     #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
     api_key: Vec<String>,
-    /// File with API keys, one a line.
+    /// File with API keys, one per line.
     #[arg(long, value_name = "FILE")]
     api_key_file: Option<PathBuf>,
     /// Key for /backends, /v1/loads and /metrics [default: any client's key].
     #[arg(long, env = "FOREBAY_ADMIN_API_KEY", hide_env_values = true, value_name = "KEY")]
     admin_api_key: Option<String>,
-    /// Key that the router sends to servers, which have it as their --router-key.
+    /// Key that the router sends to servers. They need the same --router-key.
     #[arg(long, env = "FOREBAY_ROUTER_KEY", hide_env_values = true, value_name = "KEY")]
     router_key: Option<String>,
     /// Let clients with different keys share cached prompts. The backends need this flag too.
@@ -190,7 +191,7 @@ impl KeyFlags {
         keys("--api-key", &self.api_key, self.api_key_file.as_deref())
     }
 
-    /// The keys that may be given only once: the operators', and the router's own.
+    /// The keys that may be given only once: the admin key and the router key.
     fn single(&self) -> Result<(Option<String>, Option<String>)> {
         for (flag, key) in
             [("--admin-api-key", &self.admin_api_key), ("--router-key", &self.router_key)]
@@ -204,25 +205,26 @@ impl KeyFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Routing")]
 struct ChoiceFlags {
-    /// The policy that chooses a backend.
+    /// Policy that chooses a backend.
     #[arg(long, value_enum, default_value_t)]
     policy: Policy,
-    /// cache_aware: smallest cached share of a prompt for which the cache decides.
+    /// cache_aware: smallest cached share of a prompt for which the router prefers the backend with
+    /// the cached prefix.
     #[arg(long, default_value_t = 0.3)]
     cache_threshold: f32,
-    /// cache_aware: difference in requests up to which the cache decides.
+    /// cache_aware: difference in requests between backends up to which the cached prefix decides.
     #[arg(long, default_value_t = 64)]
     balance_abs_threshold: u32,
-    /// cache_aware: ratio of loads up to which the cache decides. Loads decide only if both limits
-    /// are exceeded.
+    /// cache_aware: ratio of loads between backends up to which the cached prefix decides. Loads
+    /// decide only if both limits are exceeded.
     #[arg(long, default_value_t = 1.5)]
     balance_rel_threshold: f32,
-    /// For measurements: poll each backend's load at this interval in seconds, instead of using
+    /// For measurements: poll each backend's load at this interval in seconds, instead of using the
     /// reports in responses.
     #[arg(long, value_parser = seconds, value_name = "SECONDS", conflicts_with = "no_load_acknowledgement")]
     load_watch_interval: Option<Duration>,
-    /// For measurements: when a load report arrives, forget the requests that were dispatched after
-    /// it was made.
+    /// For measurements: when a load report arrives, discard the requests that were dispatched
+    /// after the report was made.
     #[arg(long)]
     no_load_acknowledgement: bool,
     #[command(flatten)]
@@ -232,35 +234,35 @@ struct ChoiceFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Failures")]
 struct TroubleFlags {
-    /// Largest number of retries of a request that has produced no output.
+    /// Largest number of retries of a request that has no output yet.
     #[arg(long, default_value_t = 5)]
     retry_max_retries: u32,
-    /// Milliseconds to wait before a second round of tries, once every backend was tried.
+    /// Milliseconds to wait before the second round of attempts, after every backend was tried.
     #[arg(long, default_value_t = 50)]
     retry_initial_backoff_ms: u64,
-    /// Longest wait between two rounds of tries, in milliseconds.
+    /// Longest wait between two rounds of attempts, in milliseconds.
     #[arg(long, default_value_t = 30_000)]
     retry_max_backoff_ms: u64,
-    /// Factor by which each wait between rounds is longer than the last.
+    /// Factor by which each wait between rounds is longer than the previous one.
     #[arg(long, default_value_t = 1.5)]
     retry_backoff_multiplier: f64,
-    /// Random share of each wait, from 0 to 1.
+    /// Share by which each wait varies at random, from 0 to 1.
     #[arg(long, default_value_t = 0.2, value_parser = share)]
     retry_jitter_factor: f64,
     /// Give up after one attempt. Broken streams are still continued by other servers.
     #[arg(long)]
     disable_retries: bool,
-    /// Seconds that a request whose backend died waits for another backend.
+    /// Seconds for which a request whose backend died waits for another backend.
     #[arg(long, default_value = "30", value_parser = seconds)]
     trial_wait_secs: Duration,
-    /// Number of failures that open a backend's circuit breaker. One client's failures count for at
-    /// most half of it.
+    /// Number of failures that open a backend's circuit breaker. Failures of one client's requests
+    /// count for at most half of this number.
     #[arg(long, default_value_t = 10)]
     cb_failure_threshold: usize,
-    /// Successes that close an open circuit breaker.
+    /// Number of successes that close an open circuit breaker.
     #[arg(long, default_value_t = 3)]
     cb_success_threshold: usize,
-    /// Seconds that a circuit breaker stays open.
+    /// Seconds for which a circuit breaker stays open.
     #[arg(long, default_value = "60", value_parser = seconds)]
     cb_timeout_duration_secs: Duration,
     /// Seconds for which the circuit breaker counts a failure.
@@ -269,22 +271,24 @@ struct TroubleFlags {
     /// Keep sending requests to failing backends.
     #[arg(long)]
     disable_circuit_breaker: bool,
-    /// Path that a backend answers with 200 while it takes requests.
+    /// Path that a backend answers with 200 while it accepts requests.
     #[arg(long, default_value = "/health", value_name = "PATH")]
     health_check_endpoint: String,
     /// Seconds between two health checks.
     #[arg(long, default_value = "5", value_parser = seconds)]
     health_check_interval_secs: Duration,
-    /// Seconds that a health check may take.
+    /// Longest time in seconds for a health check.
     #[arg(long, default_value = "5", value_parser = seconds)]
     health_check_timeout_secs: Duration,
-    /// Number of consecutive failures that take a backend out.
+    /// Number of consecutive health checks without an answer after which a backend gets no
+    /// requests. A backend that answers with an error, or refuses connections, is excluded
+    /// immediately.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..))]
     health_failure_threshold: u32,
-    /// Number of consecutive successes that bring a backend back.
+    /// Number of consecutive successful health checks after which a backend gets requests again.
     #[arg(long, default_value_t = 2)]
     health_success_threshold: u32,
-    /// Seconds that opening a connection to a backend may take.
+    /// Longest time in seconds to open a connection to a backend.
     #[arg(long, default_value = "5", value_parser = seconds)]
     connect_timeout_secs: Duration,
 }
@@ -297,7 +301,7 @@ fn share(text: &str) -> Result<f64, String> {
 }
 
 impl RouteFlags {
-    /// `limit` files may be open.
+    /// Creates the router's configuration. `limit`: the largest number of open files.
     fn config(&self, limit: u64, loopback: Option<&str>) -> Result<RouterConfig> {
         let Self { backends, choice, trouble, bodies, keys, .. } = self;
         let (admin_key, router_key) = keys.single()?;
@@ -372,7 +376,7 @@ impl RouteFlags {
     }
 }
 
-/// Routes until a signal.
+/// Runs the router until a signal.
 pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
     let guard = Guard::default();
     let logs = logs::init(&flags.log, None, &guard)?;
@@ -381,13 +385,13 @@ pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
     let address = listener.local_addr()?;
     let loopback = listening::loopback(address.ip());
     let config = flags.config(descriptors::raise(), loopback.as_deref())?;
-    // This runtime counts signals, even while the router is being stopped.
+    // This runtime counts signals, also while the router is being stopped.
     let runtime = Builder::new_multi_thread()
         .worker_threads(1)
         .thread_name("signals")
         .enable_all()
         .build()?;
-    // Before anything is served, so that no signal is missed.
+    // Start counting before any request is served, so that no signal is missed.
     let told = runtime.block_on(async { signals::count() })?;
     let router = Router::start(config, listener)?;
     logs.lines().push_always(format!("Routing on http://{address}\n").as_bytes());

@@ -5,8 +5,8 @@ use serde_json::{Map, Value};
 
 use crate::flags::GenerationConfig;
 
-/// llama.cpp's defaults, for GGUF files. Most have few bits and no parameters of their own. At
-/// temperature 1 without a filter such a model rambles.
+/// llama.cpp's defaults, for GGUF files. Most GGUF files have weights of few bits and no
+/// recommended parameters. At temperature 1 without filters, such a model rambles.
 const OF_GGUF: GenerationDefaults = GenerationDefaults {
     temperature: Some(0.8),
     top_p: Some(0.95),
@@ -15,7 +15,8 @@ const OF_GGUF: GenerationDefaults = GenerationDefaults {
     repetition_penalty: None,
 };
 
-/// The default sampling parameters of a model: those in its files, otherwise those of their format.
+/// Returns the default sampling parameters of a model: those in its files, or else those of its
+/// format.
 pub(crate) fn defaults(
     format: &str,
     named: &Map<String, Value>,
@@ -24,7 +25,7 @@ pub(crate) fn defaults(
     if source == GenerationConfig::None {
         return GenerationDefaults::default();
     }
-    // Values that are not numbers are not recommendations of the model's authors.
+    // Only numbers count as recommendations of the model's authors.
     let number = |name: &str| named.get(name).and_then(Value::as_f64);
     let format = if format == "gguf" { OF_GGUF } else { GenerationDefaults::default() };
     GenerationDefaults {
@@ -38,7 +39,7 @@ pub(crate) fn defaults(
     }
 }
 
-/// The banner's line about defaults that differ from OpenAI's; empty: there are none.
+/// The banner's line about defaults that differ from OpenAI's; empty if none differ.
 pub(crate) fn banner_line(defaults: &GenerationDefaults) -> String {
     let shown = |name: &str, value: Option<f32>| value.map(|value| format!("{name} {value}"));
     let GenerationDefaults { temperature, top_p, top_k, min_p, repetition_penalty } = *defaults;

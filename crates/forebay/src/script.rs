@@ -1,4 +1,4 @@
-//! `--sim-script`: a simulated device's answers, from a file.
+//! `--sim-script`: reads a simulated device's answers from a file.
 
 use std::fmt;
 use std::path::Path;
@@ -9,7 +9,7 @@ use forebay_sim::Script;
 use forebay_text::Tokenizer;
 use serde::Deserialize;
 
-/// Answers, and after which text each is given.
+/// The scripted answers, and the prompt text that triggers each.
 pub(crate) struct Answers {
     answers: Vec<Answer>,
     tokenizer: Arc<Tokenizer>,
@@ -24,13 +24,13 @@ struct Answer {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Line {
-    /// The answer is given if the prompt contains this text. Of several such answers, the one whose
-    /// text ends last in the prompt is given.
+    /// The answer is given if the prompt contains this text. If several answers match, the one
+    /// whose text occurs last in the prompt is given.
     #[serde(default)]
     after: String,
     /// The answer.
     say: Say,
-    /// True if the end-of-sequence token follows.
+    /// True if the end-of-sequence token follows the answer.
     #[serde(default = "yes")]
     end: bool,
 }
@@ -46,8 +46,8 @@ enum Say {
     Pieces(Vec<Piece>),
 }
 
-/// A piece of an answer. Pieces are tokenised separately, so that a word may be split into tokens
-/// that a tokenizer would not choose.
+/// A part of an answer. Parts are tokenised separately, so that a script can split a word into
+/// tokens that the tokenizer would not choose.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 enum Piece {
@@ -56,10 +56,10 @@ enum Piece {
 }
 
 impl Answers {
-    /// Reads a file; `end` is the end-of-sequence token, and ids are below `vocab_size`.
+    /// Reads a file. `end`: the end-of-sequence token. Token ids have to be below `vocab_size`.
     ///
     /// # Errors
-    /// It can't be read, or a line is not an answer; the message gives its number.
+    /// The file can't be read, or a line is not an answer; the message gives the line number.
     pub(crate) fn read(
         file: &Path,
         tokenizer: &Arc<Tokenizer>,
@@ -123,7 +123,7 @@ impl Script for Answers {
         let prompt = self.tokenizer.decode(prompt, false).ok()?;
         let found = self.answers.iter().filter_map(|answer| {
             let at = prompt.rfind(&answer.after)?;
-            // An empty text is in every prompt, at its very start.
+            // Every prompt contains the empty text; it counts as found at the start.
             let end = if answer.after.is_empty() { 0 } else { at + answer.after.len() };
             Some(((end, answer.after.len()), answer))
         });

@@ -1,4 +1,4 @@
-//! The secret by which cached blocks are named.
+//! The secret from which the names of cached blocks are derived.
 
 use std::fs::File;
 use std::io::Read;
@@ -9,13 +9,13 @@ use anyhow::{Context, Result, bail};
 use forebay_engine::Namer;
 use tracing::warn;
 
-/// The least number of bytes of a secret.
+/// The smallest size of a secret in bytes.
 const SHORTEST: usize = 32;
-/// The largest size of the file in bytes. A larger file is no secret.
+/// The largest size of the file in bytes. A larger file is not a secret.
 const LONGEST: u64 = 4096;
 
-/// The namer of blocks. Processes that read the same secret give blocks the same names. Without a
-/// file, the secret is random.
+/// Creates the namer of blocks. Processes that read the same secret give blocks the same names.
+/// Without a file, the secret is random.
 pub(crate) fn namer(file: Option<&Path>) -> Result<Namer> {
     let Some(file) = file else { return Ok(Namer::new(&rand::random::<[u8; SHORTEST]>())) };
     let named = || format!("--cache-secret-file {}", file.display());
@@ -26,7 +26,7 @@ pub(crate) fn namer(file: Option<&Path>) -> Result<Namer> {
     if secret.len() as u64 > LONGEST {
         bail!("{}: more than {LONGEST} bytes are no secret", named());
     }
-    // An editor may have added a line end.
+    // An editor may have added a newline.
     let secret = secret.trim_ascii_end();
     if secret.len() < SHORTEST {
         let found = secret.len();

@@ -1,4 +1,4 @@
-//! The signals that end the process: SIGINT, SIGTERM and SIGHUP, which are treated alike.
+//! The signals that stop the process: SIGINT, SIGTERM and SIGHUP, which are treated alike.
 
 use std::fs;
 use std::io;
@@ -6,12 +6,12 @@ use std::io;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::watch;
 
-/// SIGHUP's bit in the masks of `/proc`.
+/// SIGHUP's bit in the signal masks of `/proc/self/status`.
 const HANGUP_BIT: u64 = 1;
 
 /// Starts counting signals on the current runtime, which has to keep running.
 pub(crate) fn count() -> io::Result<watch::Receiver<u32>> {
-    // A server started with `nohup` has to outlive the terminal.
+    // A server started with `nohup` has to keep running after the terminal closes.
     let mut hangup = match hangup_is_ignored() {
         true => None,
         false => Some(signal(SignalKind::hangup())?),
@@ -33,11 +33,11 @@ pub(crate) fn count() -> io::Result<watch::Receiver<u32>> {
     Ok(told)
 }
 
-/// Waits for one more signal than there have been so far.
+/// Waits for a signal that arrives after this call.
 pub(crate) async fn another(mut told: watch::Receiver<u32>) {
     told.borrow_and_update();
     if told.changed().await.is_err() {
-        // The counting runtime has ended, so no more signals will be seen.
+        // The runtime that counts has shut down, so no more signals will be counted.
         std::future::pending::<()>().await;
     }
 }

@@ -1,4 +1,4 @@
-//! The simulated device: its answers, and the commands about profiles.
+//! The simulated device: its configuration, and the commands for its profiles.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -15,12 +15,12 @@ use crate::model::{Model, Pooling};
 use crate::resolve::{HostSize, Resolved, Simulated, hot_row_tokens, sim_tower};
 use crate::script::Answers;
 
-/// With fewer words the text would be monotonous, so other tokens are used too.
+/// With fewer words the text would be monotonous; then other tokens are added.
 const MIN_WORDS: usize = 64;
-/// Further words would only be rarer: vocabularies are roughly sorted by frequency.
+/// More words would only add rarer ones: vocabularies are roughly sorted by frequency.
 const MAX_WORDS: usize = 2048;
 
-/// The simulated device that replaces a group's hands.
+/// Creates the configuration of the simulated device that replaces a group's hands.
 pub(crate) fn config(
     resolved: &Resolved,
     simulated: &Simulated,
@@ -102,8 +102,8 @@ pub(crate) fn config(
     })
 }
 
-/// Ids that make readable text in any order: lower-case words with a leading space, or the closest
-/// tokens of this vocabulary.
+/// Returns token ids that make readable text in any order: lower-case words with a leading space,
+/// or the closest tokens of this vocabulary.
 fn words(tokenizer: &Tokenizer, vocab_size: u32) -> Vec<i32> {
     let known = u32::try_from(tokenizer.vocab_size()).unwrap_or(u32::MAX).min(vocab_size);
     let ids: Vec<i32> = (0..known.cast_signed()).filter(|&id| !tokenizer.is_special(id)).collect();
@@ -129,7 +129,7 @@ pub(crate) struct FitFlags {
     /// context and step_us (optionally decode_rows and attention).
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// File for the profile, which is named after it [default: print it].
+    /// File for the profile. The profile gets the file's name [default: print it].
     #[arg(short, long, value_name = "FILE.toml")]
     output: Option<PathBuf>,
     /// The device that was measured.
@@ -142,7 +142,7 @@ pub(crate) struct FitFlags {
     /// the page size).
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u64).range(1..))]
     kv_tokens: u64,
-    /// Seconds that loading the model takes.
+    /// Seconds for which the simulated device loads the model.
     #[arg(long, value_name = "SECONDS", default_value_t = 0.0)]
     load_seconds: f64,
     /// How the steps were measured, for the profile's `origin`.
@@ -153,12 +153,12 @@ pub(crate) struct FitFlags {
 /// Flags of `sim profiles`.
 #[derive(Debug, Args)]
 pub(crate) struct ProfilesFlags {
-    /// Print this profile as a file, as a starting point for another one.
+    /// Print this profile as a file, which can be edited to make another.
     #[arg(value_name = "NAME|FILE")]
     name: Option<String>,
 }
 
-/// `forebay sim fit`.
+/// Runs `forebay sim fit`.
 pub(crate) fn run_fit(flags: &FitFlags) -> Result<()> {
     let mut samples = Vec::new();
     for file in &flags.files {
@@ -182,7 +182,7 @@ pub(crate) fn run_fit(flags: &FitFlags) -> Result<()> {
         states: StateModel::default(),
     };
     let text = profile.to_toml()?;
-    // `serve` reads this file by the same rules, so fail here rather than there.
+    // `serve` will check this file by the same rules, so report errors now.
     Profile::from_toml("fitted", &text)?;
     match &flags.output {
         Some(file) => std::fs::write(file, text).with_context(|| file.display().to_string()),
@@ -201,7 +201,7 @@ fn summary(fit: &Fit) -> String {
     )
 }
 
-/// `forebay sim profiles`.
+/// Runs `forebay sim profiles`.
 pub(crate) fn run_profiles(flags: &ProfilesFlags) -> Result<()> {
     if let Some(name) = &flags.name {
         print!("{}", Profile::find(name)?.to_toml()?);

@@ -1,4 +1,4 @@
-//! The threads that turn text into tokens.
+//! The threads that tokenise text.
 
 use std::io;
 use std::process::Command;
@@ -10,11 +10,12 @@ use forebay_text::{Backend, ChatTemplate, TextConfig, TextPool, Tokenizer};
 use crate::flags::TokenizerBackend;
 use crate::hands;
 
-/// The command of a process that renders chats.
+/// Creates the command that starts a process for rendering chats.
 pub(crate) fn renderer() -> Command {
     let mut command = Command::new(hands::own_program());
     command.arg("render");
-    // Its memory is limited, so mimalloc must not reserve a gibibyte of addresses in advance.
+    // The process has a memory limit, so mimalloc must not reserve a gibibyte of addresses in
+    // advance.
     command.env("MIMALLOC_ARENA_RESERVE", "64MiB");
     command
 }

@@ -6,17 +6,16 @@ use anyhow::{Context, Result};
 use forebay_hand::take_short_turns;
 use rustix::thread::Pid;
 
-/// The name prefixes of threads that a step or a token waits for. They work for microseconds at a
-/// time.
+/// Name prefixes of threads for which a step or a token waits. They run for microseconds at a time.
 const FIRST: [&str; 2] = ["engine", "egress"];
 
-/// Lets these threads preempt others in the middle of long work, such as reading bodies,
-/// tokenising, or a model's arithmetic on the CPU. Otherwise they wait up to 3 ms on a machine with
-/// few processors.
+/// Lets the engine and egress threads preempt other threads during long work, such as reading
+/// bodies, tokenising, or computing a model on the CPU. Otherwise they wait up to 3 ms on a machine
+/// with few processors.
 pub(crate) fn shorten_turns() -> Result<()> {
     for task in fs::read_dir("/proc/self/task").context("/proc/self/task")? {
         let task = task?;
-        // Threads come and go.
+        // The thread may have ended since it was listed.
         let Ok(name) = fs::read_to_string(task.path().join("comm")) else { continue };
         let number = task.file_name().to_str().and_then(|name| name.parse().ok());
         let Some(thread) = number.and_then(Pid::from_raw) else { continue };

@@ -1,5 +1,5 @@
-//! Tokenizers for the measuring commands, found where `serve` finds models but without downloading
-//! weights.
+//! Finds tokenizers for the measuring commands. Models are found as in `serve`, but their weights
+//! are not downloaded.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ use crate::model::{Source, fetch, find_python};
 
 const CONFIG: &str = "tokenizer_config.json";
 
-/// Finds a tokenizer by a model name as in `serve`, or as a `tokenizer.json`.
+/// Finds a tokenizer by the name of a model, as `serve` does, or by a `tokenizer.json`.
 pub(crate) struct Tokenizers;
 
 impl TokenizerFinder for Tokenizers {
@@ -36,7 +36,7 @@ impl TokenizerFinder for Tokenizers {
     }
 }
 
-/// Reads a tokenizer, with the tokens that a configuration beside it adds.
+/// Reads a tokenizer, with additional tokens from the configuration file in the same folder.
 fn read(path: &Path) -> Result<Tokenizer> {
     let config = path.with_file_name(CONFIG);
     let config = if config.is_file() {

@@ -1,4 +1,4 @@
-//! The tokens that end texts, and a check that tokenizer and model match.
+//! The end-of-text tokens, and a check that tokenizer and model match.
 
 use anyhow::{Result, bail};
 use forebay_text::Tokenizer;
@@ -6,11 +6,11 @@ use tracing::warn;
 
 use crate::model::Model;
 
-/// Tokens that a warning names.
+/// The largest number of tokens that a warning lists.
 const NAMED: usize = 8;
 
-/// Control tokens that end a text in GGUF files, which declare only some of them. This is
-/// llama.cpp's list, including its tokens for code between files.
+/// Control tokens that end a text in GGUF files. Files declare only some of their end tokens. This
+/// is llama.cpp's list, including its tokens for code between files.
 const GGUF_ENDS: [&str; 33] = [
     "<|eot_id|>",
     "<|im_end|>",
@@ -47,16 +47,17 @@ const GGUF_ENDS: [&str; 33] = [
     "<|file_sep|>",
 ];
 
-/// A token of the list above, and groups of tokens: if the vocabulary has a whole group, the token
-/// is a mark inside texts.
+/// Exceptions: a token of the list above, and groups of tokens. If the vocabulary contains all
+/// tokens of a group, the token does not end texts but is a mark inside them.
 const NO_GGUF_ENDS: [(&str, &[&[&str]]); 2] = [
     ("<|end|>", &[&["<|return|>", "<|call|>"], &["<|flush|>", "<|calls|>"]]),
     ("</s>", &[&["<|tool_response>"]]),
 ];
 
-/// The ids that end a text and that the model can generate. Those in the model's configurations
-/// come first, then those of its tokenizer. Ids outside the model's vocabulary cause a warning:
-/// texts with one of them are refused, and all others are served.
+/// Returns the ids that end a text and that the model can generate. Ids from the model's
+/// configuration files come first, then those of its tokenizer. A warning lists tokenizer ids
+/// outside the model's vocabulary: texts that contain them are refused, and all other texts are
+/// served.
 ///
 /// # Errors
 /// The model generates, but none of its end ids is in its vocabulary, so it would never stop.
@@ -83,7 +84,7 @@ pub(crate) fn check(tokenizer: &Tokenizer, model: &Model) -> Result<Vec<i32>> {
     ends(&named, model.vocab_size, model.pooling.is_none())
 }
 
-/// Ends that only the tokenizer has: its own end token, and the known ones of a GGUF file.
+/// End tokens that only the tokenizer declares: its own, and the known ones of a GGUF file.
 fn tokenizer_ends(tokenizer: &Tokenizer, eos_token: Option<&str>, format: &str) -> Vec<i32> {
     let mut found: Vec<i32> =
         eos_token.and_then(|token| tokenizer.token_to_id(token)).into_iter().collect();
@@ -140,7 +141,7 @@ mod tests {
         assert!(ends(&[], 8, true).expect("ends").is_empty());
     }
 
-    /// A tokenizer with these tokens after the letters: the special ones, and one ordinary token.
+    /// A tokenizer with these tokens after the letters: the special tokens, and one ordinary token.
     fn tokenizer(special: &[&str], plain: &str) -> Tokenizer {
         let token = |content: &str, special: bool| json!({"content": content, "special": special});
         let mut tokens: Vec<Value> = special.iter().map(|text| token(text, true)).collect();
@@ -186,7 +187,7 @@ mod tests {
             (&["]~b]", "[e~["], &["[e~["]),
             (&["<|im_start|>"], &[]),
         ] {
-            // A token of the list counts as text unless it is a control token.
+            // A token of the list is ordinary text unless it is a control token.
             let tokenizer = tokenizer(special, "<EOT>");
             let mut found = tokenizer_ends(&tokenizer, special.first().copied(), "gguf");
             if !ends.contains(&special[0]) {

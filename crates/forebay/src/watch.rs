@@ -1,4 +1,4 @@
-//! The operator's view of a running server: loading, the banner, and the step log line.
+//! What an operator sees of a running server: loading, the banner, and the step log line.
 
 use std::time::{Duration, Instant};
 
@@ -14,7 +14,7 @@ use crate::resolve::Simulated;
 
 const LOADING_POLL: Duration = Duration::from_millis(50);
 
-/// Shows the progress of loading; true once the hand is ready.
+/// Shows the progress of loading. Returns true once the hand is ready, false if it will not be.
 pub(crate) async fn loading(engine: &Replicas) -> bool {
     let bar = ProgressBar::new(0);
     if let Ok(style) = ProgressStyle::with_template("{spinner} loading {msg} {bar:30} {pos}/{len}")
@@ -24,7 +24,7 @@ pub(crate) async fn loading(engine: &Replicas) -> bool {
     loop {
         match engine.status() {
             Status::Starting(stage) => {
-                // The hand's progress reads "weights 120/272".
+                // The hand reports its progress as "weights 120/272".
                 let mut words = stage.split([' ', '/']);
                 bar.set_message(words.next().unwrap_or_default().to_owned());
                 let mut number = || words.next().and_then(|word| word.parse().ok());
@@ -49,10 +49,10 @@ pub(crate) async fn loading(engine: &Replicas) -> bool {
     }
 }
 
-/// The banner's line about matrices that are computed in a file's blocks; empty: there are none.
+/// The banner's line about weights that are computed in a file's quantised blocks; empty if there
+/// are none.
 ///
-/// `otherwise`: the type in which `--quantization none` would compute them; `None`: that is not
-/// possible.
+/// `otherwise`: the data type in which `--quantization none` would compute them; `None`: it can't.
 pub(crate) fn blocks_line(blocks: &str, otherwise: Option<&str>) -> String {
     let hint = otherwise.map(|dtype| format!(" (--quantization none: in {dtype})"));
     match blocks {
@@ -61,9 +61,9 @@ pub(crate) fn blocks_line(blocks: &str, otherwise: Option<&str>) -> String {
     }
 }
 
-/// The banner's line about layers with a window; empty: there are none.
+/// The banner's line about layers with a sliding window; empty if there are none.
 ///
-/// `why_one_pool`: why they should not have pages of their own.
+/// `why_one_pool`: the reason why these layers have no separate page pool.
 pub(crate) fn windows_line(facts: &Ready, why_one_pool: &str) -> String {
     let &Ready { window, window_page_count: pages, page_count, .. } = facts;
     let why = if facts.one_pool.is_empty() { why_one_pool } else { &facts.one_pool };
@@ -78,7 +78,7 @@ pub(crate) fn windows_line(facts: &Ready, why_one_pool: &str) -> String {
     }
 }
 
-/// The banner's line about drafts; empty: there are none from text.
+/// The banner's line about drafts from text; empty if these are off.
 pub(crate) fn drafts_line(drafts: bool) -> &'static str {
     if !drafts {
         return "";
@@ -86,7 +86,7 @@ pub(crate) fn drafts_line(drafts: bool) -> &'static str {
     "  Speculates with n-grams of each request's text: no token changes (--speculative-algorithm none: off)\n"
 }
 
-/// Prints the first steps for new users.
+/// Returns the banner: the first steps for new users.
 pub(crate) fn banner(
     url: &str,
     curl: &str,
@@ -133,7 +133,7 @@ pub(crate) fn banner(
     )
 }
 
-/// Logs a line about the steps of an interval for each replica, unless nothing happened.
+/// Logs a line about the steps of each interval for each replica, unless nothing happened.
 pub(crate) async fn step_log(engine: Replicas, interval: Duration) {
     let stats = || engine.reports().into_iter().map(|report| report.stats);
     let mut last: Vec<Stats> = stats().collect();

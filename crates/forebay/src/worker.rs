@@ -1,4 +1,4 @@
-//! `forebay worker`: this machine's hands, for a brain on another one.
+//! `forebay worker`: runs hands on this machine for a brain on another machine.
 
 use std::io;
 use std::path::{Path, PathBuf};
@@ -21,7 +21,7 @@ use crate::signals;
 /// Flags of `forebay worker`.
 #[derive(Debug, Args)]
 pub(crate) struct WorkerFlags {
-    /// Address that the server was given as --listen-hands.
+    /// Address of the server's --listen-hands.
     #[arg(
         long,
         value_name = "HOST:PORT",
@@ -36,7 +36,8 @@ pub(crate) struct WorkerFlags {
     /// need only FILE.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["join", "token_file", "hands", "name", "collective_interface", "parent"])]
     make_token: Option<PathBuf>,
-    /// Largest number of hands that run here at a time [default: one for each GPU, otherwise 1].
+    /// Largest number of hands that run here at the same time [default: one for each GPU, otherwise
+    /// 1].
     #[arg(long, value_name = "HANDS", value_parser = clap::value_parser!(u32).range(1..=256))]
     hands: Option<u32>,
     /// Name of this machine in the server's log [default: its host name].
@@ -50,12 +51,12 @@ pub(crate) struct WorkerFlags {
     /// is not encrypted [default: the server's --collective-interface].
     #[arg(long, value_name = "NAME", value_parser = collectives::interface)]
     collective_interface: Option<String>,
-    /// Id of the parent process. This process ends when the parent ends.
+    /// Id of the parent process. This process exits when the parent does.
     #[arg(long, value_name = "PID", hide = true)]
     parent: Option<i32>,
 }
 
-/// Runs until a signal ends it, or the server refuses this machine.
+/// Runs until a signal stops it, or the server refuses this machine.
 pub(crate) fn run(flags: &WorkerFlags) -> Result<()> {
     if let Some(file) = &flags.make_token {
         if file.exists() {
@@ -86,7 +87,8 @@ pub(crate) fn run(flags: &WorkerFlags) -> Result<()> {
     let settings = WorkSettings { brain: brain.clone(), token, name, hands };
     let interface = flags.collective_interface.clone();
     let spawn = spawn(find_python(flags.python.as_deref()), gpus, interface);
-    // Hands are children of this thread, so the kernel ends them with it.
+    // The kernel terminates hands when the thread that started them ends, so all work stays on this
+    // thread.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(async {
         let told = signals::count()?;
@@ -94,7 +96,7 @@ pub(crate) fn run(flags: &WorkerFlags) -> Result<()> {
     })
 }
 
-/// Starts hands as `serve` would start them here.
+/// Returns the function that starts hands, in the same form as `serve` does.
 fn spawn(python: PathBuf, gpus: Gpus, interface: Option<String>) -> Spawn {
     Arc::new(move |order: &HandOrder, arena: &Arena| {
         let (program, arguments) = program(&order.hand, &python)?;
@@ -116,7 +118,7 @@ fn spawn(python: PathBuf, gpus: Gpus, interface: Option<String>) -> Spawn {
     })
 }
 
-/// The program and arguments that start a hand, if it can run here.
+/// Returns the program and arguments that start a hand, or an error if the hand can't run here.
 fn program(hand: &str, python: &Path) -> io::Result<(PathBuf, Vec<std::ffi::OsString>)> {
     if hand == "torch" {
         crate::python::check(python).map_err(|error| io::Error::other(format!("{error:#}")))?;

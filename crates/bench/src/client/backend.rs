@@ -16,7 +16,7 @@ pub enum Backend {
     /// Any server with OpenAI's chat route.
     #[value(alias = "forebay-chat", alias = "openai-chat-completions")]
     OpenaiChat,
-    /// SGLang's own /generate.
+    /// SGLang's /generate route.
     #[value(alias = "sglang-native")]
     Sglang,
     /// SGLang's completions route.
@@ -36,16 +36,16 @@ pub enum Backend {
     OpenaiEmbeddings,
 }
 
-/// The format of a route's requests and answers.
+/// The format of a route's requests and responses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Dialect {
-    /// OpenAI's completions.
+    /// OpenAI's completions route.
     Completions,
-    /// OpenAI's chat.
+    /// OpenAI's chat route.
     Chat,
-    /// SGLang's /generate.
+    /// SGLang's /generate route.
     Generate,
-    /// OpenAI's embeddings.
+    /// OpenAI's embeddings route.
     Embeddings,
 }
 
@@ -66,7 +66,7 @@ impl Backend {
         }
     }
 
-    /// The form of this backend's requests and answers.
+    /// The format of this backend's requests and responses.
     pub(crate) fn dialect(self) -> Dialect {
         match self {
             Self::Openai | Self::SglangOai | Self::Vllm | Self::LlamaServer => Dialect::Completions,
@@ -78,7 +78,7 @@ impl Backend {
         }
     }
 
-    /// The route that requests go to.
+    /// The path of the measured route.
     pub(crate) fn route(self) -> &'static str {
         match self.dialect() {
             Dialect::Completions => "/v1/completions",
@@ -88,7 +88,7 @@ impl Backend {
         }
     }
 
-    /// The default port of such servers.
+    /// The default port of this kind of server.
     pub(crate) fn default_port(self) -> u16 {
         match self {
             Self::Sglang | Self::SglangOai | Self::SglangOaiChat => 30000,
@@ -106,18 +106,18 @@ impl Backend {
 /// The settings that all requests of a run share.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct RequestOptions {
-    /// The model's name at the server.
+    /// The name of the model in requests.
     pub(crate) model: String,
-    /// Ask for a stream of events.
+    /// True if responses should be streamed.
     pub(crate) stream: bool,
-    /// Request the token count so far in every event of an OpenAI stream.
+    /// True if every event of an OpenAI stream should report the token count so far.
     pub(crate) continuous_usage: bool,
     /// Sampling temperature; 0 is greedy.
     pub(crate) temperature: f64,
-    /// Continue after the end-of-sequence token. Omitted from the body if false, since not every
-    /// server supports it.
+    /// True if generation should continue after the end-of-sequence token. The body omits false,
+    /// since not every server supports the parameter.
     pub(crate) ignore_eos: bool,
-    /// Strings that end the answer.
+    /// Strings that end generation.
     pub(crate) stop: Vec<String>,
     /// Fields that are added to the body. They replace fields with the same name.
     pub(crate) extra: Map<String, Value>,
@@ -127,7 +127,7 @@ impl RequestOptions {
     /// The body of the request to `backend` for `item`.
     ///
     /// # Errors
-    /// The route does not accept prompts of the item's kind.
+    /// The route does not accept this kind of prompt.
     pub(crate) fn body(&self, backend: Backend, item: &WorkItem) -> Result<Bytes> {
         let mut body = match backend.dialect() {
             Dialect::Completions => self.completions(item)?,

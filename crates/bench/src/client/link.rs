@@ -1,4 +1,4 @@
-//! Connections, and the answers over them.
+//! Connections, and the responses that arrive over them.
 
 use std::cell::RefCell;
 use std::future::poll_fn;
@@ -16,15 +16,15 @@ use tokio::net::TcpStream;
 use super::load;
 use super::wire::{self, Head};
 
-/// The number of bytes that are read at once. All connections of a thread use the same buffer,
-/// which stays in the cache.
+/// The size of the read buffer in bytes. All connections of a thread share one buffer, which stays
+/// in the processor's cache.
 const READ: usize = 64 << 10;
 
 thread_local! {
     static BUFFER: RefCell<Vec<u8>> = RefCell::new(vec![0; READ]);
 }
 
-/// The number of reads after which a connection counts as long.
+/// The number of reads after which a connection counts as long-lived.
 const LONG: u32 = 64;
 
 /// A connection, with at most one request in flight.
@@ -34,10 +34,10 @@ pub(super) struct Link {
 }
 
 impl Link {
-    /// Connects to the first of the addresses that answers.
+    /// Connects to the first of the addresses that accepts a connection.
     ///
     /// # Errors
-    /// None of them does.
+    /// No address accepts a connection.
     pub(super) async fn open(addresses: &[SocketAddr]) -> io::Result<Self> {
         let stream = TcpStream::connect(addresses).await?;
         stream.set_nodelay(true)?;
@@ -50,10 +50,10 @@ impl Link {
         matches!(self.stream.try_read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
     }
 
-    /// Sends a request and waits for the head of its answer.
+    /// Sends a request and waits for the head of the response.
     ///
     /// # Errors
-    /// The connection broke, or the bytes are no answer.
+    /// The connection broke, or the received bytes are not an HTTP response.
     pub(super) async fn send(mut self, head: Bytes, body: Bytes) -> Result<Answer> {
         self.stream.write_all_buf(&mut head.chain(body)).await?;
         let mut bytes = Vec::new();
@@ -71,7 +71,8 @@ impl Link {
         }
     }
 
-    /// Reads once, and passes the bytes to `take`; 0 bytes mean the end of the connection.
+    /// Reads once, and passes the bytes to `take`. Returns 0 if the server has closed the
+    /// connection.
     async fn read(&mut self, mut take: impl FnMut(&[u8])) -> io::Result<usize> {
         let length = poll_fn(|cx| {
             BUFFER.with_borrow_mut(|buffer| {
@@ -84,32 +85,32 @@ impl Link {
         .await?;
         self.reads = self.reads.saturating_add(1);
         if load::count_read() && self.reads == LONG {
-            // The kernel acknowledges every piece that is read, which takes a third of this
-            // program's CPU time if the server is on the same machine. This makes it acknowledge
-            // every other piece. A server that waits for an acknowledgement may pause once for 40
-            // ms, after which the kernel returns to its default. So it is only done under load, and
-            // never at the beginning of a connection.
+            // The kernel acknowledges every segment that is read, which takes a third of this
+            // program's CPU time if the server is on the same machine. This call makes it
+            // acknowledge every second segment. A server that waits for an acknowledgement may then
+            // pause once for 40 ms, after which the kernel returns to its default. So the call is
+            // only made under load, and never at the beginning of a connection.
             set_tcp_quickack(&self.stream, false)?;
         }
         Ok(length)
     }
 }
 
-/// An answer whose head has come.
+/// A response whose head has been received.
 pub(super) struct Answer {
     link: Link,
     /// The head.
     pub(super) head: Head,
-    /// The bytes of the body that came together with the head.
+    /// The bytes of the body that arrived together with the head.
     early: Vec<u8>,
 }
 
 impl Answer {
-    /// Passes the next bytes of the body to `data`, once or several times; false: the body has
-    /// ended.
+    /// Passes the next bytes of the body to `data`, in one or several calls. Returns false at the
+    /// end of the body.
     ///
     /// # Errors
-    /// The connection broke, or ended before the body did.
+    /// The connection broke, or was closed before the end of the body.
     pub(super) async fn next(&mut self, mut data: impl FnMut(&[u8])) -> Result<bool> {
         let body = &mut self.head.body;
         if !self.early.is_empty() {
@@ -129,11 +130,11 @@ impl Answer {
         Ok(length > 0)
     }
 
-    /// The connection, if it can be used again.
+    /// Returns the connection if it can be reused.
     pub(super) fn into_link(self) -> Option<Link> {
         (self.head.keep && self.head.body.is_complete()).then_some(self.link)
     }
 }
 
-/// The error of a connection that ended too early.
+/// The error for a connection that was closed too early.
 pub(super) const BROKE: &str = "the connection broke";

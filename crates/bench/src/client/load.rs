@@ -1,18 +1,18 @@
-//! Lets a busy thread rest, which saves CPU time: after a rest it finds more data at once.
+//! Lets a busy thread sleep briefly, which saves CPU time: it then finds more data per wake-up.
 //!
-//! A thread with data from many streams wakes for almost every piece. The wake-up then costs as
-//! much as the read. So under load the thread sleeps for [`REST`] before it waits. Times of pieces
-//! are late by at most that much, which is little compared with the gaps of a server under such
-//! load. With `--precise` no thread ever rests.
+//! A thread that reads many streams wakes for almost every chunk, and each wake-up costs as much
+//! CPU time as the read. So under load the thread sleeps for [`REST`] before it waits. Chunks are
+//! timed late by at most [`REST`], which is little compared with the gaps of a server under such
+//! load. With `--precise` no thread ever sleeps like this.
 
 use std::cell::RefCell;
 use std::time::{Duration, Instant};
 
-/// Reads per second from which on a thread is busy.
+/// The number of reads per second from which on a thread counts as busy.
 const BUSY: f64 = 10_000.0;
-/// The time over which reads are counted.
+/// The interval over which reads are counted.
 const WINDOW: Duration = Duration::from_millis(10);
-/// The length of a busy thread's rest.
+/// How long a busy thread sleeps.
 const REST: Duration = Duration::from_micros(200);
 
 #[derive(Debug, Default)]
@@ -27,7 +27,7 @@ thread_local! {
 }
 
 impl Load {
-    /// Evaluates the reads at the end of a window. True: there were many.
+    /// Evaluates the reads at the end of a window. Returns true if the thread is busy.
     fn look(&mut self, now: Instant) -> bool {
         let elapsed = now.saturating_duration_since(*self.since.get_or_insert(now));
         if elapsed >= WINDOW {
@@ -39,7 +39,7 @@ impl Load {
     }
 }
 
-/// Counts a read of this thread. True: the thread is busy.
+/// Counts a read of this thread. Returns true if the thread is busy.
 pub(super) fn count_read() -> bool {
     LOAD.with_borrow_mut(|load| {
         load.reads = load.reads.saturating_add(1);
@@ -47,7 +47,7 @@ pub(super) fn count_read() -> bool {
     })
 }
 
-/// Rests if the calling thread is busy. A thread calls this before it waits.
+/// Sleeps if the calling thread is busy. A thread calls this before it waits.
 pub(crate) fn rest() {
     if LOAD.with_borrow_mut(|load| load.look(Instant::now())) {
         std::thread::sleep(REST);

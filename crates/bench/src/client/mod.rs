@@ -1,5 +1,5 @@
-//! A lean HTTP/1.1 client for streams: keep-alive connections, and answers that are read only as
-//! far as their times need it.
+//! A lean HTTP/1.1 client for streams. It keeps connections alive, and parses responses only as far
+//! as measuring times requires.
 //!
 //! ```text
 //! let client = Client::new(Target::new(backend, &ServerFlags)?, timeout);       // one server and one route
@@ -8,7 +8,8 @@
 //! let (record, exact) = reply.into_record(intended_us, &asked);                 // after the run: decodes the text
 //! ```
 //!
-//! `run::drive` sends many requests by a schedule or at a concurrency, and gives all replies.
+//! `run::drive` sends many requests by a schedule or at a fixed concurrency, and returns all
+//! replies.
 
 mod backend;
 mod link;
@@ -40,12 +41,12 @@ use sse::Lines;
 
 const OK: u16 = 200;
 
-/// Microseconds from the start of a run.
+/// A clock in microseconds from the start of a run.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Clock(Instant);
 
 impl Clock {
-    /// Starts now.
+    /// Starts the clock.
     pub(crate) fn start() -> Self {
         Self(Instant::now())
     }
@@ -55,22 +56,22 @@ impl Clock {
         u64::try_from(self.0.elapsed().as_micros()).unwrap_or(u64::MAX)
     }
 
-    /// The moment at which the clock shows `elapsed`.
+    /// Returns the instant at which the clock shows `elapsed`.
     pub(crate) fn at(self, elapsed: Duration) -> Instant {
         self.0 + elapsed
     }
 }
 
-/// Counts of a run, which others may read while it goes on.
+/// Counters of a run, which other threads may read while it runs.
 #[derive(Debug, Default)]
 pub(crate) struct Live {
-    /// Requests that were sent.
+    /// The number of requests that were sent.
     pub(crate) sent: AtomicU64,
-    /// Requests that ended.
+    /// The number of requests that have finished or failed.
     pub(crate) ended: AtomicU64,
-    /// Requests that were sent too late.
+    /// The number of requests that were sent too late.
     pub(crate) late: AtomicU64,
-    /// Chunks that came.
+    /// The number of received chunks.
     pub(crate) chunks: AtomicU64,
 }
 
@@ -82,17 +83,17 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// A client without connections. A request that takes longer than `timeout` fails.
+    /// Creates a client without connections. A request that takes longer than `timeout` fails.
     pub(crate) fn new(target: Target, timeout: Duration) -> Self {
         Self { target, timeout, idle: Mutex::default() }
     }
 
-    /// The server it talks to.
+    /// The server and the measured route.
     pub(crate) fn target(&self) -> &Target {
         &self.target
     }
 
-    /// Sends a request and reads its answer to the end; errors are in the reply.
+    /// Sends a request and reads the whole response. Errors are stored in the reply.
     pub(crate) async fn send(
         &self,
         body: Bytes,
@@ -140,10 +141,10 @@ impl Client {
         Ok(())
     }
 
-    /// Calls another route of the server; returns the body of its answer.
+    /// Sends a request to another route of the server, and returns the body of the response.
     ///
     /// # Errors
-    /// The server does not answer, or not with success.
+    /// The server does not respond, or not with a success status.
     pub(crate) async fn call(&self, method: Method, path: &str) -> Result<Vec<u8>> {
         let (status, body) = self.status(method, path).await?;
         if !(200..300).contains(&status) {
@@ -152,10 +153,10 @@ impl Client {
         Ok(body)
     }
 
-    /// The first model in the server's list, and its source as the server reports it.
+    /// The first model in the server's list, and the `root` that the server reports for it.
     ///
     /// # Errors
-    /// The server does not answer, or lists none.
+    /// The server does not respond, or lists no model.
     pub(crate) async fn first_model(&self) -> Result<(String, Option<String>)> {
         let body = self.call(Method::GET, "/v1/models").await?;
         let list: Value = serde_json::from_slice(&body).context("/v1/models is not JSON")?;
@@ -164,10 +165,10 @@ impl Client {
         Ok((id.to_owned(), first["root"].as_str().map(str::to_owned)))
     }
 
-    /// Makes a call as [`Client::call`] does, for any status.
+    /// Sends a request as [`Client::call`] does, but accepts every status.
     ///
     /// # Errors
-    /// The server does not answer.
+    /// The server does not respond.
     pub(crate) async fn status(&self, method: Method, path: &str) -> Result<(u16, Vec<u8>)> {
         let path = self.target.path(path);
         let exchange = async {
@@ -179,10 +180,10 @@ impl Client {
             .with_context(|| format!("{path} did not answer in time"))?
     }
 
-    /// Sends a request and waits for the head of its answer.
+    /// Sends a request and waits for the head of the response.
     ///
-    /// A server may close a connection just as it is reused. A request whose connection broke
-    /// before any answer is sent again on a new connection.
+    /// A server may close an idle connection just when it is reused. So a request whose reused
+    /// connection broke before any response is sent again on a new connection.
     async fn request(&self, method: &Method, path: &str, body: Bytes) -> Result<Answer> {
         let head = self.target.head(method, path, body.len());
         if let Some(link) = self.idle_link()
@@ -194,7 +195,7 @@ impl Client {
         link.send(head, body).await.context(BROKE)
     }
 
-    /// A connection that was used before and that the server has not closed.
+    /// Returns an idle connection that the server has not closed.
     fn idle_link(&self) -> Option<Link> {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         std::iter::from_fn(|| idle.pop()).find(Link::is_idle)

@@ -1,4 +1,4 @@
-//! The answer to a request. It is stored cheaply during the run, and converted to a [`Record`]
+//! The response to a request. It is stored cheaply during the run, and converted to a [`Record`]
 //! afterwards.
 
 use serde::Deserialize;
@@ -10,42 +10,43 @@ use crate::record::{Chunk, Outcome, Record};
 use super::backend::Dialect;
 use super::scan::{self, Fields};
 
-/// The plan of a request, from the schedule and the dataset.
+/// The planned properties of a request, from the schedule and the dataset.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct PlannedRequest {
-    /// Tokens of text in the prompt, by the client's count.
+    /// Text tokens of the prompt, counted by the client's tokenizer.
     pub(crate) text_tokens: u32,
-    /// Tokens to generate.
+    /// The number of tokens to generate.
     pub(crate) output_tokens: u32,
-    /// True if the prompt has images.
+    /// True if the prompt contains images.
     pub(crate) images: bool,
 }
 
-/// An answer, as far as it is read.
+/// The part of a response that was received so far.
 #[derive(Debug)]
 pub(crate) struct Reply {
-    /// When the first byte was sent, or the connection set-up began. All times here are
-    /// microseconds from the start of the run.
+    /// When sending began; this includes the set-up of a new connection if one was needed. All
+    /// times here are microseconds from the start of the run.
     pub(crate) sent_us: u64,
     /// When the last byte was read, or the request failed.
     pub(crate) end_us: u64,
     dialect: Dialect,
-    /// The text as it is between quotes, with escapes. `Chunk::text_bytes` counts its bytes until
-    /// [`Reply::into_record`].
+    /// The raw JSON string content, with escapes. `Chunk::text_bytes` counts these bytes until
+    /// [`Reply::into_record`] decodes them.
     text: Vec<u8>,
     chunks: Vec<Chunk>,
-    /// True if each event repeats all of the text so far, as /generate does by default.
+    /// True if each event repeats the whole text so far, as /generate does by default.
     whole_text: bool,
     prompt_tokens: Option<u32>,
     completion_tokens: Option<u32>,
-    /// True if every chunk had the token count so far.
+    /// True if every chunk so far reported the token count.
     counted: bool,
     done: bool,
     error: Option<String>,
 }
 
 impl Reply {
-    /// Makes an empty reply. `expected_chunks` saves growing.
+    /// Creates an empty reply. `expected_chunks`: the number of chunks for which memory is
+    /// allocated.
     pub(super) fn new(dialect: Dialect, sent_us: u64, expected_chunks: usize) -> Self {
         Self {
             sent_us,
@@ -62,12 +63,12 @@ impl Reply {
         }
     }
 
-    /// True if the request ended without an error.
+    /// True if the request finished without an error.
     pub(crate) fn succeeded(&self) -> bool {
         self.error.is_none()
     }
 
-    /// Pieces that came so far.
+    /// The number of chunks that were received so far.
     pub(super) fn chunk_count(&self) -> usize {
         self.chunks.len()
     }
@@ -103,15 +104,16 @@ impl Reply {
             None => 0,
         };
         let text_bytes = u32::try_from(new).unwrap_or(u32::MAX);
-        // A server that counts in every event may report a token without text, such as
-        // end-of-sequence.
+        // A server that reports the token count in every event may report a token without text,
+        // such as end-of-sequence.
         if text_bytes > 0 || (tokens > 0 && self.counted && !self.chunks.is_empty()) {
             self.counted &= fields.completion_tokens.is_some();
             self.chunks.push(Chunk { at_us, text_bytes, tokens });
         }
     }
 
-    /// Adds an event's text, which may be the whole text so far. Returns the number of new bytes.
+    /// Adds the text of an event, which may repeat the whole text so far. Returns the number of new
+    /// bytes.
     fn grow(&mut self, text: &[u8], finished: bool) -> usize {
         if let Some(new) = text.strip_prefix(&self.text[..]) {
             self.text.extend_from_slice(new);
@@ -129,7 +131,7 @@ impl Reply {
         text.len()
     }
 
-    /// Handles a last event with less text: the beginning of a stop string had been streamed.
+    /// Handles a last event with less text than before: a part of a stop string had been streamed.
     fn cut(&mut self, length: usize) {
         self.text.truncate(length);
         let mut left = length;
@@ -140,8 +142,8 @@ impl Reply {
         }
     }
 
-    /// Handles an event whose text does not begin with the one before: these were pieces, not whole
-    /// texts.
+    /// Handles an event whose text does not begin with the text so far: the server sends only new
+    /// text in each event, not the whole text.
     fn restart_as_new(&mut self) {
         let (mut end, mut joined) = (0, Vec::new());
         for chunk in &mut self.chunks {
@@ -153,7 +155,7 @@ impl Reply {
         self.text = joined;
     }
 
-    /// Handles an event of an unusual shape, or an answer that is not a stream.
+    /// Handles an event of an unusual format, or a response that is not a stream.
     fn document(&mut self, json: &[u8], at_us: u64) {
         let Ok(document) = serde_json::from_slice::<Value>(json) else {
             self.fail(format!("not JSON: {}", excerpt(json)));
@@ -163,7 +165,7 @@ impl Reply {
             self.fail(message);
             return;
         }
-        // /generate answers a list of prompts with a list, even if it has one element.
+        // /generate responds to a list of prompts with a list, even if it has one element.
         let document = document.get(0).unwrap_or(&document);
         let choice = &document["choices"][0];
         let message =
@@ -202,7 +204,7 @@ impl Reply {
         }
     }
 
-    /// Handles an answer that is not a stream.
+    /// Handles a response that is not a stream.
     pub(super) fn whole(&mut self, body: &[u8], at_us: u64) {
         if self.dialect != Dialect::Embeddings {
             return self.document(body, at_us);
@@ -216,7 +218,7 @@ impl Reply {
         }
     }
 
-    /// Handles an answer with another status than 200.
+    /// Handles a response with another status than 200.
     pub(super) fn refused(&mut self, status: u16, body: &[u8]) {
         let message = serde_json::from_slice(body).ok().as_ref().and_then(error_message);
         let message = message.unwrap_or_else(|| excerpt(body));
@@ -228,9 +230,9 @@ impl Reply {
         self.error.get_or_insert(message);
     }
 
-    /// The record, and true if its chunks have the server's token counts. Otherwise these are 0,
-    /// unless each chunk has one token. An answer without content is a failure, because it has no
-    /// first token to time.
+    /// Returns the record. Also returns true if its chunks have exact token counts; otherwise their
+    /// counts are 0 and have to be estimated. A response without content is a failure, because it
+    /// has no first token to time.
     pub(crate) fn into_record(
         mut self,
         intended_us: u64,
@@ -278,7 +280,7 @@ impl Reply {
     }
 }
 
-/// Assigns tokens to the chunks, if that is possible without a guess. True: it was.
+/// Assigns tokens to the chunks if no estimate is necessary. Returns true if they were assigned.
 fn share_counts(chunks: &mut [Chunk], output_tokens: u32, counted: bool) -> bool {
     if counted {
         let told: u32 = chunks.iter().map(|chunk| chunk.tokens).sum();
@@ -304,7 +306,7 @@ struct EmbeddingUsage {
     prompt_tokens: u32,
 }
 
-/// A message's text outside its content: names and arguments of calls, and a refusal.
+/// The text of a message outside its content: names and arguments of tool calls, and a refusal.
 fn calls_and_refusal(message: &Value) -> String {
     let calls = message["tool_calls"].as_array().map_or(&[][..], Vec::as_slice);
     let functions = calls.iter().flat_map(|call| [&call["function"], &call["custom"]]);
@@ -318,7 +320,7 @@ fn escaped(text: &str) -> Vec<u8> {
     quoted[1..quoted.len() - 1].to_vec()
 }
 
-/// The message of an error as OpenAI, vLLM, SGLang and llama.cpp send them.
+/// The message of an error, in the formats of OpenAI, vLLM, SGLang and llama.cpp.
 fn error_message(document: &Value) -> Option<String> {
     let error = match document.get("error") {
         Some(error) if !error.is_null() => error,
@@ -330,7 +332,7 @@ fn error_message(document: &Value) -> Option<String> {
     Some(message.as_str().map_or_else(|| message.to_string(), str::to_owned))
 }
 
-/// The beginning of a body, for people.
+/// The beginning of a body, for error messages.
 fn excerpt(body: &[u8]) -> String {
     let text = String::from_utf8_lossy(body);
     text.trim().chars().take(200).collect()

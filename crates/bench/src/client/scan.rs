@@ -1,8 +1,8 @@
 //! Finds the few fields that matter in an event's JSON without parsing it.
 //!
 //! In valid JSON, a quote inside a string follows a backslash, so the bytes `"key"` and a colon are
-//! always a key. Which object has the key is not checked, but the measured routes have these keys
-//! nowhere else. Events of another form are parsed completely.
+//! always a key. It is not checked which object contains the key: on the measured routes, these
+//! keys occur nowhere else. Events of another form are parsed completely.
 
 use std::sync::LazyLock;
 
@@ -20,23 +20,24 @@ static COMPLETION: LazyLock<Finder<'static>> =
 /// The fields of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Fields<'a> {
-    /// Text between its quotes, with escapes; a chat delta may have reasoning and content.
+    /// Raw string contents, with escapes. A chat delta may contain both reasoning and content.
     pub(super) text: [&'a [u8]; 2],
     /// Prompt tokens, if reported.
     pub(super) prompt_tokens: Option<u32>,
     /// Generated tokens so far, if reported.
     pub(super) completion_tokens: Option<u32>,
-    /// True if an event of /generate is the last one.
+    /// True if this is the last event of a /generate stream.
     pub(super) finished: bool,
 }
 
-/// Fields of an event of the completions route; none if it has no text.
+/// Fields of an event of the completions route; `None`: it contains no text.
 pub(super) fn completions(event: &[u8]) -> Option<Fields<'_>> {
     let (text, rest) = string(after_key(event, &TEXT)?)?;
     Some(with_usage([text, b""], rest))
 }
 
-/// Fields of an event of the chat route; `None`: it has no delta, or more than text in it.
+/// Fields of an event of the chat route; `None`: it contains no delta, or a delta with more than
+/// text.
 pub(super) fn chat(event: &[u8]) -> Option<Fields<'_>> {
     let mut rest = after_key(event, &DELTA)?.strip_prefix(b"{")?.trim_ascii_start();
     let mut text: [&[u8]; 2] = [b"", b""];
@@ -60,8 +61,8 @@ pub(super) fn chat(event: &[u8]) -> Option<Fields<'_>> {
     Some(with_usage(text, rest))
 }
 
-/// Fields of an event of /generate; `None`: it has no text. The text is either only the new part or
-/// everything so far.
+/// Fields of an event of /generate; `None`: it contains no text. The text is either only the new
+/// part or the whole text so far.
 pub(super) fn generate(event: &[u8]) -> Option<Fields<'_>> {
     let (text, rest) = string(after_key(event, &TEXT)?)?;
     let finished = after_key(rest, &FINISH).is_some_and(|reason| !reason.starts_with(b"null"));
@@ -84,7 +85,7 @@ fn counts<'a>(text: [&'a [u8]; 2], rest: &[u8]) -> Fields<'a> {
     }
 }
 
-/// The bytes after the key and its colon.
+/// Returns the bytes after the key and its colon.
 fn after_key<'a>(bytes: &'a [u8], key: &Finder<'_>) -> Option<&'a [u8]> {
     let mut rest = bytes;
     loop {
@@ -95,7 +96,7 @@ fn after_key<'a>(bytes: &'a [u8], key: &Finder<'_>) -> Option<&'a [u8]> {
     }
 }
 
-/// A string's bytes between its quotes, and the rest after it.
+/// Splits bytes that start with a JSON string: returns its raw content and the bytes after it.
 fn string(bytes: &[u8]) -> Option<(&[u8], &[u8])> {
     let body = bytes.strip_prefix(b"\"")?;
     let mut at = 0;
@@ -113,7 +114,7 @@ fn number(bytes: &[u8]) -> Option<u32> {
     std::str::from_utf8(&bytes[..end]).ok()?.parse().ok()
 }
 
-/// Appends the string whose bytes between the quotes are `raw` to `text`.
+/// Decodes a JSON string and appends it to `text`. `raw`: its content without the quotes.
 ///
 /// Invalid JSON strings are appended unchanged: the text is only used for counting tokens and for
 /// display.

@@ -1,19 +1,19 @@
-//! Finds the events of a stream in its bytes as they arrive.
+//! Finds the events of a stream in the bytes as they arrive.
 
 use memchr::memchr;
 
-/// Joins the pieces of a stream of server-sent events and gives the payload of each `data:` line.
+/// Splits a stream of server-sent events, and passes on the payload of each `data:` line.
 ///
-/// A line within one piece is not copied. The measured servers send one `data:` line per event, so
+/// A line within one chunk is not copied. The measured servers send one `data:` line per event, so
 /// lines are not joined; other fields and comments are skipped. Older llama.cpp servers send
-/// failures as `error:` lines, which count as payloads too.
+/// failures as `error:` lines, which also count as payloads.
 #[derive(Debug, Default)]
 pub(crate) struct Lines {
     partial: Vec<u8>,
 }
 
 impl Lines {
-    /// Adds the next piece and calls `payload` for each line that is complete now.
+    /// Adds the next chunk of bytes, and calls `payload` for each line that is now complete.
     pub(crate) fn feed(&mut self, mut piece: &[u8], mut payload: impl FnMut(&[u8])) {
         while let Some(end) = memchr(b'\n', piece) {
             let (line, rest) = (&piece[..end], &piece[end + 1..]);

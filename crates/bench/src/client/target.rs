@@ -1,4 +1,4 @@
-//! The server and its address.
+//! The measured server and its address.
 
 use std::net::{SocketAddr, ToSocketAddrs};
 
@@ -10,24 +10,24 @@ use http::{HeaderMap, HeaderName, HeaderValue, Method, Uri};
 
 use super::Backend;
 
-/// Flags that name the server.
+/// Flags that specify the server.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Server")]
 pub struct ServerFlags {
-    /// The kind of server and route.
+    /// Kind of server and route.
     #[arg(long, value_enum, default_value = "openai")]
     pub backend: Backend,
-    /// The server's address, such as http://localhost:8000.
+    /// URL of the server, such as http://localhost:8000.
     #[arg(long, value_name = "URL", conflicts_with_all = ["host", "port"])]
     pub base_url: Option<String>,
-    /// The server's host.
+    /// Host of the server.
     #[arg(long, default_value = "127.0.0.1")]
     pub host: String,
-    /// The server's port [default: the backend's usual one: SGLang 30000, llama-server 8080,
+    /// Port of the server [default: the usual port of the backend: SGLang 30000, llama-server 8080,
     /// otherwise 8000].
     #[arg(long)]
     pub port: Option<u16>,
-    /// Path to send requests to, instead of the backend's usual one.
+    /// Path for requests, instead of the usual path of the backend.
     #[arg(long, value_name = "PATH")]
     pub endpoint: Option<String>,
     /// Header to send with every request; may be repeated.
@@ -62,17 +62,17 @@ pub(crate) struct Target {
     pub(super) addresses: Vec<SocketAddr>,
     /// Path and query of the route to measure.
     pub(super) route: String,
-    /// Path in front of every route, without a slash at its end.
+    /// Path prefix of every route, without a trailing slash.
     prefix: String,
-    /// The headers of every request, as they are sent.
+    /// The header lines of every request, as sent.
     headers: Vec<u8>,
 }
 
 impl Target {
-    /// Resolves the server's name.
+    /// Parses the flags, and resolves the server's host name.
     ///
     /// # Errors
-    /// The address is not a plain http one, or its host is not known.
+    /// The URL is not a plain http URL, or its host is unknown.
     pub(crate) fn new(flags: &ServerFlags) -> Result<Self> {
         let url = flags.url();
         let uri: Uri = url.parse().with_context(|| format!("{url} is no address"))?;
@@ -85,7 +85,7 @@ impl Target {
             .to_socket_addrs()
             .with_context(|| format!("cannot find {host}"))?
             .collect();
-        // Users of OpenAI's clients write the version into the address.
+        // A `/v1` at the end is removed, because users of OpenAI's clients include it in the URL.
         let path = uri.path().trim_end_matches('/');
         let prefix = path.strip_suffix("/v1").unwrap_or(path).to_owned();
         let mut headers = HeaderMap::new();
@@ -111,19 +111,19 @@ impl Target {
         Ok(target)
     }
 
-    /// A route of the server, after the prefix of all its routes.
+    /// Returns the path of a route, including the prefix of all routes.
     pub(super) fn path(&self, route: &str) -> String {
         format!("{}/{}", self.prefix, route.trim_start_matches('/'))
     }
 
-    /// The head of a request to `path` with a body of `length` bytes.
+    /// Returns the head of a request to `path` with a body of `length` bytes.
     pub(super) fn head(&self, method: &Method, path: &str, length: usize) -> Bytes {
         let start = format!("{method} {path} HTTP/1.1\r\n{CONTENT_LENGTH}: {length}\r\n");
         [start.as_bytes(), &self.headers, b"\r\n"].concat().into()
     }
 }
 
-/// The headers as they are sent. A header's value may contain any bytes.
+/// Encodes headers as lines. A header's value may contain any bytes.
 fn lines(headers: &HeaderMap) -> Vec<u8> {
     let lines = headers
         .iter()

@@ -1,17 +1,17 @@
-//! HTTP/1.1 for the answers to our requests: the head, and the end of the body.
+//! HTTP/1.1 parsing of responses: the head, and where the body ends.
 //!
-//! This module replaces hyper in order to save CPU time at the rate of a busy server. Hyper's
-//! channel between connection and reader, with its buffers and wakers, took as much time as the
-//! rest of this program outside the kernel.
+//! This module replaces hyper to save CPU time with busy servers. Hyper's channel between
+//! connection and reader, with its buffers and wakers, took as much time as the rest of this
+//! program outside the kernel.
 
 use anyhow::{Context, Result, bail};
 use memchr::memchr;
 
-/// A longer head, or line in a chunked body, does not count as an answer.
+/// A response with a longer head, or a longer line in a chunked body, is refused.
 const LONGEST: usize = 64 << 10;
 const MOST_HEADERS: usize = 100;
 
-/// The head of an answer.
+/// The head of a response.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Head {
     /// HTTP status.
@@ -20,14 +20,14 @@ pub(super) struct Head {
     pub(super) is_stream: bool,
     /// True if the connection stays open after the body.
     pub(super) keep: bool,
-    /// The reader of the body.
+    /// The parser of the body.
     pub(super) body: Body,
 }
 
-/// Reads the head of an answer. Returns its number of bytes; `None` if more bytes are needed.
+/// Parses the head of a response. Also returns its length in bytes; `None`: more bytes are needed.
 ///
 /// # Errors
-/// The bytes are no answer of HTTP/1.
+/// The bytes are not an HTTP/1 response.
 pub(super) fn head(bytes: &[u8]) -> Result<Option<(Head, usize)>> {
     let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
     let mut response = httparse::Response::new(&mut headers);
@@ -66,7 +66,7 @@ pub(super) fn head(bytes: &[u8]) -> Result<Option<(Head, usize)>> {
     Ok(Some((Head { status, is_stream, keep, body }, length)))
 }
 
-/// The reader of a body: tracks the part that is still to come.
+/// The parser of a body: tracks how much is still to come.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Body {
     state: State,
@@ -78,13 +78,13 @@ pub(super) struct Body {
 enum State {
     UntilClose,
     Length(u64),
-    /// The reader is before a line with a chunk's size.
+    /// Before the line with a chunk's size.
     Size,
-    /// Inside a chunk, with this many bytes left.
+    /// Inside a chunk of which this many bytes are left.
     Chunk(u64),
-    /// The reader is before the empty line after a chunk.
+    /// Before the line end after a chunk's data.
     ChunkEnd,
-    /// The reader is after the chunk of size 0.
+    /// After the chunk of size 0, in the trailers.
     Trailer,
     Done,
 }
@@ -96,7 +96,7 @@ impl State {
 }
 
 impl Body {
-    /// Parses the next bytes of the connection, and gives those of the body to `data`.
+    /// Parses the next bytes of the connection, and passes those of the body to `data`.
     ///
     /// # Errors
     /// The bytes are not a valid chunked body.
@@ -126,7 +126,7 @@ impl Body {
         Ok(())
     }
 
-    /// Parses a line, or the beginning of one; returns the bytes after it.
+    /// Parses a line or its beginning. Returns the bytes after it.
     fn line<'a>(&mut self, bytes: &'a [u8]) -> Result<&'a [u8]> {
         let Some(end) = memchr(b'\n', bytes) else {
             self.line.extend_from_slice(bytes);
@@ -159,7 +159,7 @@ impl Body {
         self.state == State::Done
     }
 
-    /// True if the end of the connection ends the body.
+    /// True if the body is complete when the server closes the connection.
     pub(super) fn may_end(&self) -> bool {
         matches!(self.state, State::Done | State::UntilClose)
     }

@@ -12,16 +12,17 @@ pub enum DatasetName {
     /// Prompts of the requested lengths: ShareGPT text if --dataset-path is given, otherwise random
     /// words.
     Random,
-    /// Prompts of requested lengths, always of random words.
+    /// Prompts of the requested lengths, always of random words.
     RandomIds,
-    /// First turns of ShareGPT conversations, with their own lengths and those of their answers.
+    /// First turns of ShareGPT conversations, with their own lengths and the lengths of their
+    /// answers.
     Sharegpt,
     /// Chat messages of text and images.
     Image,
     /// Inputs for embeddings.
     #[value(alias = "embedding")]
     Embeddings,
-    /// Groups of prompts that start alike.
+    /// Groups of prompts that share a prefix.
     #[value(alias = "shared-prefix")]
     GeneratedSharedPrefix,
     /// A recorded trace in Mooncake's format: times, lengths and shared prefixes.
@@ -32,7 +33,7 @@ pub enum DatasetName {
 }
 
 impl DatasetName {
-    /// The name as it is typed.
+    /// The name on the command line.
     pub fn name(self) -> &'static str {
         match self {
             Self::Random => "random",
@@ -57,34 +58,36 @@ pub struct DatasetArgs {
     /// File of the dataset.
     #[arg(long, value_name = "FILE")]
     pub dataset_path: Option<PathBuf>,
-    /// Number of requests [default: 1000; for trace, custom and shared prefixes: all].
+    /// Number of requests [default: 1000; for trace, custom and shared prefixes: all requests].
     #[arg(long, alias = "num-prompt", value_parser = clap::value_parser!(u32).range(1..))]
     pub num_prompts: Option<u32>,
-    /// Number of distinct requests, repeated in turn up to --num-prompts [default: all distinct].
+    /// Number of distinct requests, which are repeated in rotation up to --num-prompts [default:
+    /// all requests are distinct].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub unique_requests: Option<u32>,
     /// Send prompts as token ids (completions and /generate only).
     #[arg(long)]
     pub tokenize_prompt: bool,
-    /// Lengths of the random, image and embeddings datasets.
+    /// Flags about the lengths of the random, image and embeddings datasets.
     #[command(flatten)]
     pub random: RandomArgs,
-    /// The choice of ShareGPT conversations.
+    /// The selection of ShareGPT conversations.
     #[command(flatten)]
     pub sharegpt: SharegptArgs,
-    /// Images.
+    /// Flags about images.
     #[command(flatten)]
     pub image: ImageArgs,
-    /// Inputs of one embeddings request.
+    /// Number of inputs in one embeddings request.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub embedding_inputs: u32,
-    /// Shared prefixes.
+    /// Flags about shared prefixes.
     #[command(flatten)]
     pub gsp: GspArgs,
-    /// Cut the trace's prompts to this many tokens.
+    /// Truncate the trace's prompts to this many tokens.
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub trace_max_input_len: Option<u32>,
-    /// Tokens to generate for every custom prompt [default: the file's output_tokens, or 256].
+    /// Number of tokens to generate for every custom prompt [default: the file's output_tokens, or
+    /// 256].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub custom_output_len: Option<u32>,
 }
@@ -93,7 +96,7 @@ pub struct DatasetArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset: random, image, embeddings")]
 pub struct RandomArgs {
-    /// The largest number of tokens of a prompt's text.
+    /// Largest number of text tokens of a prompt.
     #[arg(
         long,
         visible_aliases = ["random-input", "input-len"],
@@ -102,7 +105,7 @@ pub struct RandomArgs {
         value_parser = clap::value_parser!(u32).range(1..)
     )]
     pub random_input_len: u32,
-    /// The largest number of tokens to generate.
+    /// Largest number of tokens to generate.
     #[arg(
         long,
         visible_aliases = ["random-output", "output-len"],
@@ -116,7 +119,7 @@ pub struct RandomArgs {
     pub random_range_ratio: f64,
 }
 
-/// The choice of ShareGPT conversations.
+/// The selection of ShareGPT conversations.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset: sharegpt")]
 pub struct SharegptArgs {
@@ -133,37 +136,37 @@ pub struct SharegptArgs {
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset: image")]
 pub struct ImageArgs {
-    /// Images in each request.
+    /// Number of images in each request.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub image_count: u32,
-    /// 360p, 720p, 1080p, 4k, or HEIGHTxWIDTH in pixels.
+    /// Size of the images: 360p, 720p, 1080p, 4k, or HEIGHTxWIDTH in pixels.
     #[arg(long, value_name = "SIZE", default_value = "1080p")]
     pub image_resolution: Resolution,
-    /// The compression of images.
+    /// Compression of the images.
     #[arg(long, value_enum, default_value = "jpeg")]
     pub image_format: ImageFormat,
-    /// Random pixels, or a white page.
+    /// Content of the images: random pixels, or a white page.
     #[arg(long, value_enum, default_value = "random")]
     pub image_content: ImageContent,
 }
 
-/// Groups of prompts that start alike.
+/// Groups of prompts that share a prefix.
 #[derive(Debug, Clone, Args)]
 #[command(next_help_heading = "Dataset: generated-shared-prefix")]
 pub struct GspArgs {
-    /// Groups, each with a prefix of its own.
+    /// Number of groups, each with a different prefix.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..))]
     pub gsp_num_groups: u32,
-    /// Prompts in each group.
+    /// Number of prompts in each group.
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = clap::value_parser!(u32).range(1..))]
     pub gsp_prompts_per_group: u32,
-    /// Tokens of a group's prefix.
+    /// Number of tokens of a group's prefix.
     #[arg(long, value_name = "TOKENS", default_value_t = 2048)]
     pub gsp_system_prompt_len: u32,
-    /// Tokens of each prompt after the prefix.
+    /// Number of tokens of each prompt after the prefix.
     #[arg(long, value_name = "TOKENS", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
     pub gsp_question_len: u32,
-    /// Tokens to generate.
+    /// Number of tokens to generate.
     #[arg(long, value_name = "TOKENS", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     pub gsp_output_len: u32,
 }

@@ -21,10 +21,10 @@ struct Row {
     output_tokens: Option<u32>,
 }
 
-/// The first `limit` prompts of the file, in its order.
+/// Returns the first `limit` prompts of the file, in file order.
 ///
 /// # Errors
-/// If the file cannot be read, is empty, or a line is not a prompt.
+/// If the file can't be read or is empty, or a line is not a prompt.
 pub(crate) fn items(
     path: &Path,
     args: &DatasetArgs,

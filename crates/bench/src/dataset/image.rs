@@ -1,4 +1,4 @@
-//! Images, as `data:` addresses.
+//! Images as `data:` URLs.
 
 use std::io::Cursor;
 use std::str::FromStr;
@@ -24,7 +24,7 @@ pub struct Resolution {
 impl FromStr for Resolution {
     type Err = String;
 
-    /// Reads `360p`, `720p`, `1080p`, `4k`, or `HEIGHTxWIDTH` in pixels.
+    /// Parses `360p`, `720p`, `1080p`, `4k`, or `HEIGHTxWIDTH` in pixels.
     fn from_str(text: &str) -> Result<Self, String> {
         let (height, width) = match text.to_ascii_lowercase().as_str() {
             "360p" => (360, 640),
@@ -36,7 +36,7 @@ impl FromStr for Resolution {
                 .and_then(|(height, width)| Some((height.parse().ok()?, width.parse().ok()?)))
                 .ok_or("a resolution is 360p, 720p, 1080p, 4k, or HEIGHTxWIDTH")?,
         };
-        // The limit of JPEG.
+        // JPEG's limit on the size of a side.
         let possible = 1..=65_535;
         if !possible.contains(&height) || !possible.contains(&width) {
             return Err("a side of an image is 1 to 65535 pixels".to_owned());
@@ -64,10 +64,10 @@ pub enum ImageContent {
     Blank,
 }
 
-/// One image, as a `data:` address.
+/// Creates an image as a `data:` URL.
 ///
 /// # Errors
-/// If it cannot be compressed.
+/// If the image can't be compressed.
 pub(crate) fn address(args: &ImageArgs, generator: &mut ChaCha12Rng) -> anyhow::Result<String> {
     let Resolution { width, height } = args.image_resolution;
     let mut pixels = RgbImage::from_pixel(width, height, image::Rgb([255; 3]));

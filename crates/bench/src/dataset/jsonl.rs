@@ -1,4 +1,4 @@
-//! Files with one JSON value a line.
+//! Files with one JSON value per line.
 
 use std::fs::File;
 use std::io::{BufRead as _, BufReader};
@@ -7,10 +7,10 @@ use std::path::Path;
 use anyhow::Context as _;
 use serde::de::DeserializeOwned;
 
-/// The value of every line of `path` that is not blank, as `(line number, value)`.
+/// Parses every line of `path` that is not blank. Returns `(line number, value)` for each.
 ///
 /// # Errors
-/// If the file cannot be read, or a line is not such a value: the message names the line.
+/// If the file can't be read, or a line does not parse. The message contains the line number.
 pub(crate) fn read<T: DeserializeOwned>(path: &Path) -> anyhow::Result<Vec<(usize, T)>> {
     let file = File::open(path).with_context(|| path.display().to_string())?;
     let mut values = Vec::new();

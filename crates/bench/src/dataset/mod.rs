@@ -31,14 +31,14 @@ use sharegpt::Filter;
 use turns::Turns;
 use words::Words;
 
-/// The number of requests if the dataset is unlimited.
+/// The default number of requests of a dataset that can generate any number.
 const REQUESTS: u32 = 1000;
 
-/// Makes the requests of a run. Their number is `--num-prompts` if that is given, except that a
-/// trace is never repeated.
+/// Creates the requests of a run: `--num-prompts` requests if that is given, except that a trace is
+/// never repeated.
 ///
 /// # Errors
-/// There is no tokenizer, flags contradict each other, or the file is missing or malformed.
+/// The tokenizer is missing, flags contradict each other, or the file is missing or malformed.
 pub fn load(
     args: &DatasetArgs,
     seed: u64,
@@ -88,7 +88,7 @@ pub fn load(
     }
 }
 
-/// Refuses flags that the dataset does not use.
+/// Refuses given flags that the dataset does not use.
 fn check(args: &DatasetArgs) -> anyhow::Result<()> {
     use DatasetName::{Embeddings, GeneratedSharedPrefix, Image, RandomIds, Trace};
     let dataset = args.dataset_name;
@@ -114,7 +114,7 @@ fn file(args: &DatasetArgs) -> anyhow::Result<&Path> {
         .with_context(|| format!("the {} dataset needs --dataset-path", args.dataset_name.name()))
 }
 
-/// Text for `count` requests.
+/// The source of text for `count` requests.
 fn source<'a>(
     args: &DatasetArgs,
     seed: u64,
@@ -158,7 +158,7 @@ fn warn_if_fewer(found: usize, wanted: usize) {
     }
 }
 
-/// Exactly `wanted` items: the first ones, or all of them repeated.
+/// Returns exactly `wanted` items: the first items, or all items repeated.
 fn repeat<T: Clone>(mut items: Vec<T>, wanted: usize) -> Vec<T> {
     let distinct = items.len();
     items.truncate(wanted);

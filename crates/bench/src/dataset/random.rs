@@ -1,5 +1,5 @@
-//! Requests of random lengths: text, text with images, inputs for embeddings, and prompts with a
-//! shared prefix.
+//! Requests of random lengths: text, text with images, embeddings inputs, and prompts with a shared
+//! prefix.
 
 use rand::RngExt as _;
 use rand::seq::SliceRandom as _;
@@ -17,12 +17,12 @@ use crate::{Part, Prompt, WorkItem};
 pub(crate) struct Source<'a> {
     /// The tokenizer and its random words.
     pub(crate) words: &'a Words<'a>,
-    /// Turns as a source of text; `None`: random words.
+    /// Conversation turns as a source of text; `None`: random words.
     pub(crate) turns: Option<Turns>,
 }
 
 impl Source<'_> {
-    /// Text number `index`, of `tokens` tokens.
+    /// Creates the text at index `index`, with `tokens` tokens.
     fn text(&self, seed: u64, index: usize, tokens: u32) -> anyhow::Result<Text> {
         let mut generator = generator(seed, Purpose::Words, index as u64);
         if let Some(turns) = &self.turns {
@@ -34,7 +34,7 @@ impl Source<'_> {
     }
 }
 
-/// The lengths of text number `index`: prompt tokens and tokens to generate, each uniform in
+/// The lengths of request `index`: prompt tokens and tokens to generate. Each is uniform in
 /// `[max(1, floor(most * ratio)), most]`.
 fn lengths(args: &RandomArgs, seed: u64, index: usize) -> (u32, u32) {
     let mut generator = generator(seed, Purpose::Lengths, index as u64);
@@ -46,10 +46,10 @@ fn lengths(args: &RandomArgs, seed: u64, index: usize) -> (u32, u32) {
     (input, draw(args.random_output_len))
 }
 
-/// `count` requests for text.
+/// Creates `count` text requests.
 ///
 /// # Errors
-/// If a text cannot be encoded.
+/// If a text can't be encoded.
 pub(crate) fn items(
     args: &RandomArgs,
     seed: u64,
@@ -66,10 +66,10 @@ pub(crate) fn items(
     work.collect()
 }
 
-/// `count` chat requests, each of images and then text.
+/// Creates `count` chat requests, each of images followed by text.
 ///
 /// # Errors
-/// If a text cannot be encoded, or an image not be compressed.
+/// If a text can't be encoded, or an image can't be compressed.
 pub(crate) fn with_images(
     args: &RandomArgs,
     images: &ImageArgs,
@@ -92,7 +92,7 @@ pub(crate) fn with_images(
     work.collect()
 }
 
-/// `count` embeddings requests of `inputs` texts each, of drawn lengths.
+/// Creates `count` embeddings requests of `inputs` texts each, of random lengths.
 ///
 /// # Errors
 /// If a text cannot be encoded.
@@ -110,7 +110,7 @@ pub(crate) fn embeddings(
     Ok(in_requests(texts.collect::<anyhow::Result<_>>()?, inputs))
 }
 
-/// Embeddings requests of `inputs` texts each, given as `(tokens, text)`.
+/// Combines texts, given as `(tokens, text)`, into embeddings requests of `inputs` texts each.
 pub(crate) fn in_requests(texts: Vec<(u32, String)>, inputs: u32) -> Vec<WorkItem> {
     let requests = texts.chunks(inputs as usize).map(|texts| WorkItem {
         text_tokens: texts.iter().map(|(tokens, _)| tokens).sum(),
@@ -121,7 +121,7 @@ pub(crate) fn in_requests(texts: Vec<(u32, String)>, inputs: u32) -> Vec<WorkIte
     requests.collect()
 }
 
-/// Requests in groups that share a prefix, in random order.
+/// Creates requests in groups that share a prefix, in random order.
 ///
 /// # Errors
 /// If a text cannot be encoded.

@@ -21,8 +21,8 @@ pub(crate) enum Purpose {
     Order,
 }
 
-/// The generator of request (or block, or group) `index`: ChaCha with 12 rounds, whose key is
-/// `seed` and `purpose` and whose stream is `index`.
+/// Creates the generator of request (or block, or group) `index`: ChaCha with 12 rounds, with
+/// `seed` and `purpose` as the key and `index` as the stream.
 pub(crate) fn generator(seed: u64, purpose: Purpose, index: u64) -> ChaCha12Rng {
     let mut key = [0; 32];
     key[..8].copy_from_slice(&seed.to_le_bytes());

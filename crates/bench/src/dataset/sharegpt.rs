@@ -15,29 +15,29 @@ use super::seed::{Purpose, generator};
 use super::words::{Text, Words};
 use crate::WorkItem;
 
-/// Prompts and answers shorter than this are left out, as `vllm bench serve` does.
+/// Exchanges with a shorter prompt or answer are left out, as in `vllm bench serve`.
 const SHORTEST: u32 = 4;
-/// The longest prompt, unless a context length is given.
+/// The largest number of prompt tokens, unless a context length is given.
 const LONGEST_PROMPT: u32 = 1024;
-/// The longest prompt and answer together, unless a context length is given.
+/// The largest number of prompt and answer tokens together, unless a context length is given.
 const LONGEST_TOTAL: u32 = 2048;
 
 /// The first two turns of a conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Exchange {
-    /// The question.
+    /// The first turn.
     pub(crate) prompt: String,
-    /// The answer.
+    /// The second turn.
     pub(crate) answer: String,
 }
 
-/// The exchanges of a file, in the random order of `seed`. Conversations of fewer than two turns
-/// are left out.
+/// Returns the exchanges of a file, in the random order of `seed`. Conversations of fewer than two
+/// turns are left out.
 ///
-/// A file that ends too early is used up to its last whole record, with a warning.
+/// A truncated file is used up to its last complete record, with a warning.
 ///
 /// # Errors
-/// If the file cannot be read, is not such a list, or has no conversation of two turns.
+/// If the file can't be read, is not such a list, or contains no conversation of two turns.
 pub(crate) fn read(path: &Path, seed: u64) -> anyhow::Result<Vec<Exchange>> {
     let json = std::fs::read(path).with_context(|| path.display().to_string())?;
     let mut exchanges = parse(&json).with_context(|| path.display().to_string())?;
@@ -63,7 +63,8 @@ fn parse(json: &[u8]) -> anyhow::Result<Vec<Exchange>> {
     Ok(exchanges)
 }
 
-/// Stores each exchange as it is read, so that those before an error are not lost.
+/// Stores each exchange as soon as it is parsed, so that an error later in the file does not lose
+/// it.
 struct Exchanges<'a>(&'a mut Vec<Exchange>);
 
 impl<'de> DeserializeSeed<'de> for Exchanges<'_> {
@@ -103,7 +104,7 @@ struct Turn {
     value: String,
 }
 
-/// The rule by which exchanges are chosen.
+/// The rule that selects exchanges.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Filter {
     output_len: Option<u32>,
@@ -111,12 +112,12 @@ pub(crate) struct Filter {
 }
 
 impl Filter {
-    /// Reads the flags.
+    /// Creates the filter from the flags.
     pub(crate) fn new(args: &SharegptArgs) -> Self {
         Self { output_len: args.sharegpt_output_len, context_len: args.sharegpt_context_len }
     }
 
-    /// True if a prompt of this many tokens is used at all.
+    /// True if a prompt of `tokens` tokens may be used at all.
     pub(crate) fn takes_prompt(self, tokens: u32) -> bool {
         let longest = self.context_len.unwrap_or(LONGEST_PROMPT);
         (SHORTEST..=longest).contains(&tokens)
@@ -129,11 +130,11 @@ impl Filter {
     }
 }
 
-/// The first `count` exchanges that pass the filter, each with its prompt's tokens and the tokens
-/// to generate; fewer if there are no more.
+/// The first `count` exchanges that pass the filter, or fewer if there are no more. Each is
+/// returned with its prompt's tokens and the number of tokens to generate.
 ///
 /// # Errors
-/// If none passes, or a text cannot be encoded.
+/// If no exchange passes, or a text can't be encoded.
 pub(crate) fn items(
     exchanges: &[Exchange],
     filter: Filter,
@@ -159,10 +160,10 @@ pub(crate) fn items(
     Ok(items)
 }
 
-/// The first `count` prompts that pass the filter by themselves, as `(tokens, text)`.
+/// The first `count` prompts that pass the filter regardless of their answers, as `(tokens, text)`.
 ///
 /// # Errors
-/// If none passes, or a text cannot be encoded.
+/// If no prompt passes, or a text can't be encoded.
 pub(crate) fn prompts(
     exchanges: &[Exchange],
     filter: Filter,
@@ -177,7 +178,8 @@ pub(crate) fn prompts(
     Ok(prompts)
 }
 
-/// The first `count` results, in order, without encoding much more of the file than needed.
+/// Returns the first `count` exchanges that pass, in order, without encoding much more of the file
+/// than needed.
 fn first_that_pass<T: Send>(
     exchanges: &[Exchange],
     count: usize,
@@ -234,7 +236,7 @@ mod tests {
                 _ if end >= first => {
                     assert_eq!(parsed.expect("one"), [exchange("one", "two")], "{end}");
                 }
-                // The comma after the record may be cut off, too.
+                // The comma after the record may also be cut off.
                 _ if end + 20 < first => assert!(parsed.is_err(), "{end}"),
                 _ => {}
             }

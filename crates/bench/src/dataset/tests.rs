@@ -1,4 +1,4 @@
-//! Whole datasets, from the flags to the requests.
+//! Tests of whole datasets, from the flags to the requests.
 
 use std::collections::HashSet;
 use std::io::Write as _;
@@ -12,7 +12,7 @@ use tempfile::NamedTempFile;
 use super::*;
 use crate::{Part, Prompt};
 
-/// Tokenizers of every kind. Most tests use `tiny_llama`, whose vocabulary has English words.
+/// Tokenizers of all kinds. Most tests use `tiny_llama`, whose vocabulary contains English words.
 pub(crate) const TOKENIZERS: [&str; 7] = [
     "tiny_llama",
     "byte_level",
@@ -23,7 +23,7 @@ pub(crate) const TOKENIZERS: [&str; 7] = [
     "suffix_bpe",
 ];
 
-/// A `tokenizer.json` of the text crate's tests.
+/// Reads a `tokenizer.json` of the text crate's tests.
 pub(crate) fn json(name: &str) -> Value {
     let data = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../text/tests/data");
     let path = match name {
@@ -78,7 +78,7 @@ fn count(text: &str) -> u32 {
     tokenizer("tiny_llama").encode(text, false).expect("tokens").len() as u32
 }
 
-/// A file that lasts as long as a test.
+/// A temporary file that is deleted at the end of a test.
 fn file(content: &str) -> NamedTempFile {
     let mut file = NamedTempFile::new().expect("a file");
     file.write_all(content.as_bytes()).expect("a file");
@@ -89,8 +89,8 @@ fn lines(rows: &[Value]) -> NamedTempFile {
     file(&rows.iter().map(|row| format!("{row}\n")).collect::<String>())
 }
 
-/// Ten conversations whose prompts are "word word ..", ten to nineteen times, and whose answers are
-/// twice as long.
+/// Ten conversations. The prompts repeat a word ten to nineteen times, and the answers are twice as
+/// long.
 fn conversations() -> NamedTempFile {
     let turn = |words: usize| json!({"from": "human", "value": vec!["water"; words].join(" ")});
     let record = |index: usize| json!({"conversations": [turn(10 + index), turn(20 + 2 * index)]});
@@ -237,7 +237,7 @@ fn embeddings_have_several_inputs_and_nothing_to_generate() {
             assert_eq!(inputs(item).len(), 3);
             texts.extend(inputs(item));
         }
-        // The file has only ten prompts.
+        // The file contains only ten prompts.
         assert_eq!(texts.len(), if line == from_file { 10 } else { 12 });
     }
 }

@@ -1,6 +1,6 @@
 //! Recorded traffic in Mooncake's format: JSONL with `timestamp` in milliseconds, and
-//! `input_length` and `output_length` in tokens. Each of `hash_ids` names 512 tokens of the prompt,
-//! together with all tokens before them.
+//! `input_length` and `output_length` in tokens. Each of `hash_ids` identifies 512 tokens of the
+//! prompt together with all tokens before them.
 
 use std::path::Path;
 use std::time::Duration;
@@ -15,7 +15,7 @@ use super::seed::{Purpose, generator};
 use super::words::{Drawn, Words};
 use crate::WorkItem;
 
-/// Tokens of one hash id. The last hash id of a prompt may cover fewer.
+/// The number of tokens of a hash id. The last hash id of a prompt may cover fewer.
 pub const BLOCK_TOKENS: u32 = 512;
 
 /// One request of a trace.
@@ -24,19 +24,19 @@ pub struct TraceEntry {
     /// The time of arrival, in milliseconds from the start of the recording.
     #[serde(rename = "timestamp")]
     pub timestamp_ms: f64,
-    /// Tokens of the prompt.
+    /// The number of prompt tokens.
     pub input_length: u32,
-    /// Tokens that were generated.
+    /// The number of generated tokens.
     pub output_length: u32,
-    /// The names, one for each [`BLOCK_TOKENS`] of the prompt. Equal names mean equal tokens. Empty
-    /// if they are not known.
+    /// The hash ids, one for each [`BLOCK_TOKENS`] of the prompt. Equal ids mean equal tokens.
+    /// Empty if they are unknown.
     #[serde(default)]
     pub hash_ids: Vec<u64>,
-    /// The images in the prompt, in the order of their positions. Only `forebay plan` reads them.
-    /// The original format has none.
+    /// The images in the prompt, in the order of their positions. Only `forebay plan` reads them;
+    /// Mooncake's format does not have them.
     #[serde(default)]
     pub images: Vec<TraceImage>,
-    /// The number of the client. Only `forebay plan` reads it. The original format has none.
+    /// The id of the client. Only `forebay plan` reads it; Mooncake's format does not have it.
     #[serde(default)]
     pub client: u64,
 }
@@ -44,22 +44,22 @@ pub struct TraceEntry {
 /// An image in a recorded prompt: it takes `rows * columns` of the prompt's positions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 pub struct TraceImage {
-    /// The name of the image; equal names mean equal images.
+    /// The id of the image; equal ids mean equal images.
     pub id: u64,
     /// The first position of the image.
     pub position: u32,
-    /// Rows of positions.
+    /// The number of rows of positions.
     pub rows: u32,
-    /// Positions of a row.
+    /// The number of positions per row.
     pub columns: u32,
 }
 
-/// The requests of a trace, sorted by time.
+/// Returns the requests of a trace, sorted by time.
 ///
 /// # Errors
-/// The file cannot be read, is empty, or has a line that is not a request. Such a line has no
-/// tokens, an invalid time, or a wrong number of hash ids for its prompt. The message names the
-/// line.
+/// The file can't be read, is empty, or has a line that is not a request. Such a line has no
+/// tokens, an invalid time, or a wrong number of hash ids for its prompt. The message contains the
+/// line number.
 pub fn read(path: &Path) -> anyhow::Result<Vec<TraceEntry>> {
     let mut entries = Vec::new();
     for (line, entry) in jsonl::read::<TraceEntry>(path)? {
@@ -107,14 +107,15 @@ impl TraceEntry {
         Ok(())
     }
 
-    /// The time of arrival, from `start_ms`.
+    /// The time of arrival, relative to `start_ms`.
     fn arrival(&self, start_ms: f64) -> Duration {
-        // Not negative, because the entries are sorted, and checked not to be too large.
+        // Not negative, because the entries are sorted; `read` has checked that it is not too
+        // large.
         Duration::from_secs_f64(((self.timestamp_ms - start_ms) / 1000.0).max(0.0))
     }
 
-    /// The words of the prompt: those of each block depend only on its hash id. `index` identifies
-    /// a prompt without hash ids.
+    /// Draws the words of the prompt: the words of each block depend only on its hash id. `index`
+    /// is used as the seed of a prompt without hash ids.
     fn draw(&self, words: &Words<'_>, seed: u64, index: u64, tokens: u32) -> Drawn {
         let mut drawn = Drawn::with_capacity(tokens as usize);
         if self.hash_ids.is_empty() {
@@ -128,10 +129,10 @@ impl TraceEntry {
     }
 }
 
-/// The first `count` requests of a trace; equal hash ids become equal tokens.
+/// Creates the first `count` requests of a trace. Equal hash ids become equal tokens.
 ///
 /// # Errors
-/// If a text cannot be encoded.
+/// If a text can't be encoded.
 pub(crate) fn items(
     entries: &[TraceEntry],
     args: &DatasetArgs,

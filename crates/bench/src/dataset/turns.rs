@@ -1,4 +1,4 @@
-//! Turns of real conversations, cut or repeated to the requested length.
+//! Text from turns of real conversations, cut or repeated to the requested length.
 
 use anyhow::ensure;
 use rand::rngs::ChaCha12Rng;
@@ -7,13 +7,13 @@ use rayon::prelude::*;
 use super::sharegpt::Exchange;
 use super::words::{Text, Words};
 
-/// The largest number of random words that replace text that cannot be cut.
+/// The largest number of random words that fill up a text for which a turn can't be cut exactly.
 const MOST_FILLING: usize = 32;
 /// Before encoding, turns are cut to this many bytes per requested token: few tokens are longer,
-/// and some turns are books.
+/// and some turns are as long as books.
 const BYTES_A_TOKEN: usize = 8;
 
-/// First turns and their tokens.
+/// The first turns of conversations, with their tokens.
 #[derive(Debug)]
 pub(crate) struct Turns(Vec<Turn>);
 
@@ -24,11 +24,11 @@ struct Turn {
 }
 
 impl Turns {
-    /// The first turns that are not blank, as many as `count` texts of at most `longest` tokens
-    /// need.
+    /// Encodes the first `count` turns that are not blank, or all if there are fewer. Each turn is
+    /// cut to a length that suffices for a text of `longest` tokens.
     ///
     /// # Errors
-    /// If they cannot be encoded, or all are blank.
+    /// If a turn can't be encoded, or all turns are blank.
     pub(crate) fn new(
         words: &Words<'_>,
         exchanges: &[Exchange],
@@ -46,10 +46,10 @@ impl Turns {
         Ok(Self(turns.collect::<anyhow::Result<_>>()?))
     }
 
-    /// Text number `index`, of `tokens` tokens.
+    /// Creates the text at index `index`, with `tokens` tokens.
     ///
     /// # Errors
-    /// If the tokenizer cannot decode its tokens, or not encode them again.
+    /// If the tokenizer can't decode its own tokens, or can't encode the decoded text again.
     pub(crate) fn text(
         &self,
         words: &Words<'_>,
@@ -66,8 +66,9 @@ impl Turns {
 }
 
 impl Turn {
-    /// Makes `wanted` tokens from the turn's tokens, cut and repeated at joints so that no text has
-    /// to be encoded again. Random words fill the rest. `None` if the turn has too few joints.
+    /// Creates `wanted` tokens from the turn's tokens. They are cut and repeated at joints, so that
+    /// no text has to be encoded again, and random words fill the rest. `None`: the turn has too
+    /// few joints.
     fn joined(
         &self,
         words: &Words<'_>,
@@ -97,7 +98,7 @@ impl Turn {
     }
 }
 
-/// The longest prefix of `text` of whole characters and at most `bytes` bytes.
+/// Returns the longest prefix of `text` that has at most `bytes` bytes and ends between characters.
 fn beginning(text: &str, bytes: usize) -> &str {
     let end = (0..=bytes.min(text.len())).rev().find(|&at| text.is_char_boundary(at));
     &text[..end.unwrap_or(0)]

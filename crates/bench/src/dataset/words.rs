@@ -1,4 +1,4 @@
-//! Text of a requested number of tokens.
+//! Texts of a requested number of tokens.
 
 use anyhow::{Context as _, ensure};
 use forebay_text::Tokenizer;
@@ -8,9 +8,9 @@ use rayon::prelude::*;
 
 use crate::Prompt;
 
-/// With fewer words prompts would repeat themselves.
+/// With fewer words, prompts would be too repetitive.
 const FEWEST_WORDS: usize = 8;
-/// The number of rounds of cutting and encoding before a text of almost the requested length is
+/// The number of rounds of cutting and encoding before a text of nearly the requested length is
 /// accepted.
 const ROUNDS: usize = 8;
 
@@ -26,34 +26,34 @@ pub(crate) struct Text {
 impl Text {
     /// The number of tokens.
     pub(crate) fn tokens(&self) -> u32 {
-        // A text of 4 billion tokens does not fit in memory.
+        // No text has 2^32 tokens, because it would not fit in memory.
         self.ids.len() as u32
     }
 
-    /// The prompt, as text or as ids.
+    /// Returns the prompt, as text or as token ids.
     pub(crate) fn prompt(self, as_ids: bool) -> Prompt {
         if as_ids { Prompt::Tokens(self.ids) } else { Prompt::Text(self.text) }
     }
 }
 
-/// A tokenizer, and words that are one token each wherever they are in a text.
+/// A tokenizer, and words that are always one token each, wherever they occur in a text.
 ///
-/// A word is lower-case ASCII letters, and it is one token both at the start of a text and after a
-/// space. No token of the vocabulary has a space after a letter, so no token spans two words. The
-/// tokens of a text are then the tokens of its words, which can be joined without encoding. A
-/// tokenizer without such words (characters, a tiny vocabulary) gets texts of any of its tokens.
-/// They are encoded again and cut until the length is right.
+/// A word consists of lower-case ASCII letters, and is one token both at the start of a text and
+/// after a space. No token of the vocabulary contains a space after a letter, so no token spans two
+/// words. So the tokens of a text are the tokens of its words, and words can be joined without
+/// encoding. A tokenizer without such words (characters, a tiny vocabulary) gets texts of arbitrary
+/// tokens. These are encoded again and cut until the length is right.
 #[derive(Debug)]
 pub(crate) struct Words<'t> {
     tokenizer: &'t Tokenizer,
     words: Vec<Word>,
-    /// All tokens of whole characters; used if there are no words.
+    /// All tokens that are whole characters; used if there are no words.
     tokens: Vec<u32>,
 }
 
 #[derive(Debug)]
 struct Word {
-    /// A space, and the word.
+    /// The word with a leading space.
     text: String,
     /// The token of the word at the start of a text.
     first: u32,
@@ -61,14 +61,14 @@ struct Word {
     id: u32,
 }
 
-/// Random words (or tokens), as numbers that only [`Words`] can interpret.
+/// Random words (or tokens), as indices that only [`Words`] can interpret.
 pub(crate) type Drawn = Vec<u32>;
 
 impl<'t> Words<'t> {
-    /// Looks for words in the vocabulary.
+    /// Finds the words in the vocabulary.
     ///
     /// # Errors
-    /// If the vocabulary has no token that is text.
+    /// If no token of the vocabulary is text.
     pub(crate) fn new(tokenizer: &'t Tokenizer) -> anyhow::Result<Self> {
         let vocabulary: Vec<(u32, String)> = (0..tokenizer.vocab_size() as u32)
             .filter(|&id| !tokenizer.is_special(id.cast_signed()))
@@ -101,16 +101,16 @@ impl<'t> Words<'t> {
         if words.len() < FEWEST_WORDS { Vec::new() } else { words }
     }
 
-    /// Draws `count` words.
+    /// Draws `count` random words and appends them to `into`.
     pub(crate) fn draw(&self, generator: &mut ChaCha12Rng, count: u32, into: &mut Drawn) {
         let choices = self.words.len().max(self.tokens.len()) as u32;
         into.extend((0..count).map(|_| generator.random_range(0..choices)));
     }
 
-    /// The text of random words: as many tokens as words, if the tokenizer has words.
+    /// Returns the text of drawn words. It has as many tokens as words, if the tokenizer has words.
     ///
     /// # Errors
-    /// If the tokenizer cannot encode the text of its own tokens.
+    /// If the tokenizer can't encode the text of its own tokens.
     pub(crate) fn text(&self, drawn: &[u32]) -> anyhow::Result<Text> {
         if self.words.is_empty() {
             let ids: Vec<u32> = drawn.iter().map(|&at| self.tokens[at as usize]).collect();
@@ -132,17 +132,17 @@ impl<'t> Words<'t> {
         Ok(Text { text, ids })
     }
 
-    /// Draws the tokens of `count` words that follow another word; `None` if there are no words.
+    /// Draws tokens of `count` words that can follow another word; `None`: there are no words.
     pub(crate) fn draw_ids(&self, generator: &mut ChaCha12Rng, count: usize) -> Option<Vec<u32>> {
         let choices = self.words.len();
         let draw = |_| self.words[generator.random_range(0..choices)].id;
         (choices > 0).then(|| (0..count).map(draw).collect())
     }
 
-    /// The indices at which the tokens can be split: the token before ends in an ASCII letter, and
-    /// the token after is a space and at least one ASCII letter. The texts on the two sides encode
-    /// to the tokens on the two sides, and so does any text that is joined at such places. There
-    /// are none if there are no words.
+    /// Returns the joints: the indices at which the tokens can be split. The token before a joint
+    /// ends in an ASCII letter, and the token after it is a space and at least one ASCII letter.
+    /// The text of each side encodes to the tokens of that side, also after it is joined to other
+    /// text at a joint. Without words there are no joints.
     pub(crate) fn joints(&self, ids: &[u32]) -> Vec<usize> {
         if self.words.is_empty() {
             return Vec::new();
@@ -157,10 +157,10 @@ impl<'t> Words<'t> {
         (1..ids.len()).filter(|&at| sides[at - 1].1 && sides[at].0).collect()
     }
 
-    /// The text of tokens.
+    /// Decodes tokens to text.
     ///
     /// # Errors
-    /// If the tokenizer cannot decode them.
+    /// If the tokenizer can't decode them.
     pub(crate) fn decode(&self, ids: &[u32]) -> anyhow::Result<String> {
         let ids: Vec<i32> = ids.iter().map(|id| id.cast_signed()).collect();
         Ok(self.tokenizer.decode(&ids, false)?)
@@ -175,14 +175,15 @@ impl<'t> Words<'t> {
         Ok(ids.into_iter().map(i32::cast_unsigned).collect())
     }
 
-    /// A text of `wanted` tokens that begins like `source`, which is repeated if it is too short.
+    /// Creates a text of `wanted` tokens that begins like `source`. A `source` that is too short is
+    /// repeated.
     ///
-    /// Text that is cut does not always encode to the tokens that were kept, so it is encoded
-    /// again, and cut or filled up, a few times. [`Text::ids`] is always the text's encoding, also
-    /// in the rare case (some tokenizers without words) that the length never becomes exact.
+    /// A cut text does not always encode to the tokens that were kept. So it is encoded again, and
+    /// cut or filled up, in a few rounds. [`Text::ids`] is always the text's encoding, also in the
+    /// rare case (some tokenizers without words) that the length never becomes exact.
     ///
     /// # Errors
-    /// If `source` is empty, or the tokenizer cannot encode its own decoded text.
+    /// If `source` is empty, or the tokenizer can't encode the text that it decoded.
     pub(crate) fn fit(&self, source: &[u32], wanted: usize) -> anyhow::Result<Text> {
         ensure!(!source.is_empty(), "there is no token to make a text of");
         let mut filler = source.iter().copied().cycle();
@@ -210,7 +211,7 @@ impl<'t> Words<'t> {
         best.context("no round was made")
     }
 
-    /// The text of `ids`, less those at the end that are a part of a character.
+    /// Decodes `ids`, after removing tokens at the end that are only part of a character.
     fn decode_whole(&self, ids: &mut Vec<u32>) -> anyhow::Result<String> {
         let mut text = self.decode(ids)?;
         while text.ends_with('\u{fffd}') && ids.len() > 1 {
@@ -222,7 +223,7 @@ impl<'t> Words<'t> {
 }
 
 impl Word {
-    /// `text` as a word, if it is one token everywhere.
+    /// Returns `text` as a word, if it is one token at every position.
     fn new(tokenizer: &Tokenizer, text: &str) -> Option<Self> {
         let ids = tokenizer.encode(&format!("{text} {text} {text}"), false).ok()?;
         match ids[..] {
@@ -236,7 +237,7 @@ impl Word {
     }
 }
 
-/// True if a token holds a space after a letter.
+/// True if a token contains a space after a letter.
 fn reaches_over_a_space(token: &str) -> bool {
     token.as_bytes().windows(2).any(|pair| pair[0].is_ascii_alphabetic() && pair[1] == b' ')
 }

@@ -1,4 +1,4 @@
-//! The questions, the prompts, and finding answers in the model's text.
+//! The questions, the prompts, and the search for numbers in the model's answers.
 
 use std::collections::HashSet;
 use std::path::Path;
@@ -6,40 +6,40 @@ use std::path::Path;
 use anyhow::{Context as _, Result, bail, ensure};
 use serde::Deserialize;
 
-/// The strings that end an answer. Without them models invent the next question.
+/// The strings that end an answer. Without them, models continue with questions of their own.
 pub(super) const STOP: [&str; 3] = ["Question", "Assistant:", "<|separator|>"];
 
 /// A line of a GSM8K file.
 #[derive(Debug, Clone, Deserialize)]
 pub(super) struct Question {
     question: String,
-    /// The reasoning, and after `####` the answer.
+    /// The reasoning, followed by `####` and the answer.
     answer: String,
 }
 
-/// The questions, with the examples before each.
+/// The prompts of an evaluation, with the right answers.
 #[derive(Debug)]
 pub(super) struct Exam {
-    /// The prompts, one for each question, in the file's order.
+    /// The prompts, one for each question, in file order. Each contains the examples.
     pub(super) prompts: Vec<String>,
-    /// The right answer to each.
+    /// The right answer to each question.
     pub(super) labels: Vec<u64>,
 }
 
 impl Question {
-    /// The question in the form of a prompt, without its answer.
+    /// The question in the format of a prompt, without its answer.
     fn asked(&self) -> String {
         format!("Question: {}\nAnswer:", self.question)
     }
 
-    /// The question in a normal form, to find copies of it.
+    /// The question in a normalised form, to find copies of it.
     fn essence(&self) -> String {
         let words = self.question.split_whitespace();
         words.map(str::to_lowercase).collect::<Vec<_>>().join(" ")
     }
 }
 
-/// The questions of a file with a JSON object a line.
+/// Reads the questions of a file with one JSON object per line.
 pub(super) fn read(path: &Path) -> Result<Vec<Question>> {
     let text =
         std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
@@ -52,11 +52,12 @@ pub(super) fn read(path: &Path) -> Result<Vec<Question>> {
 }
 
 impl Exam {
-    /// The first `count` of `questions`, or all if there are fewer, each after the first `shots` of
-    /// `examples` with their answers.
+    /// Creates prompts for the first `count` of `questions`, or for all if there are fewer. Each
+    /// prompt begins with the first `shots` of `examples` and their answers.
     ///
     /// # Errors
-    /// There are too few examples, a question has no answer, or an example is among the questions.
+    /// There are too few examples, a question has no numeric answer, or an example is also a
+    /// question.
     pub(super) fn new(
         questions: &[Question],
         examples: &[Question],
@@ -88,9 +89,9 @@ impl Exam {
     }
 }
 
-/// The last run of digits in a text without its commas. A sign is ignored, and `3.50` ends with 50,
-/// as in published results. A run with leading zeros is not a number, and ends the search. A run
-/// that is too large for any right answer becomes the largest integer.
+/// Returns the last run of digits in a text, ignoring commas. As in published results, a sign is
+/// ignored, and `3.50` ends with 50. If the last run has leading zeros and is not zero, the result
+/// is `None`. A run that is too large for any right answer becomes the largest integer.
 pub(super) fn last_integer(text: &str) -> Option<u64> {
     let text = text.replace(',', "");
     let last = text.rsplit(|c: char| !c.is_ascii_digit()).find(|run| !run.is_empty())?;

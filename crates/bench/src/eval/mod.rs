@@ -1,6 +1,6 @@
-//! An accuracy test of a served model: few-shot GSM8K (Cobbe et al. 2021). Questions are asked and
+//! An accuracy test of a served model: few-shot GSM8K (Cobbe et al. 2021). Questions are sent and
 //! scored as in SGLang's `few_shot_gsm8k`, except that the examples come from the training
-//! questions, so none of them is scored.
+//! questions, so no example is scored.
 
 mod exam;
 mod score;
@@ -29,25 +29,25 @@ use score::{Answer, Score};
 /// Flags of `forebay eval gsm8k`.
 #[derive(Debug, Clone, Args)]
 pub struct Gsm8kArgs {
-    /// Name of the model in requests [default: the first that /v1/models lists].
+    /// Name of the model in requests [default: the first model that /v1/models lists].
     #[arg(long, value_name = "NAME")]
     pub model: Option<String>,
-    /// GSM8K's test questions, a JSON object a line.
+    /// GSM8K's test questions, one JSON object per line.
     #[arg(long, value_name = "FILE")]
     pub data_path: PathBuf,
-    /// GSM8K's training questions; the first ones are the examples in each prompt.
+    /// GSM8K's training questions; the first are the examples in each prompt.
     #[arg(long, value_name = "FILE")]
     pub train_path: PathBuf,
-    /// Examples in each prompt.
+    /// Number of examples in each prompt.
     #[arg(long, value_name = "N", default_value_t = 5)]
     pub num_shots: usize,
-    /// Questions to ask, from the first on.
+    /// Number of questions to send, from the first on.
     #[arg(long, value_name = "N", default_value_t = 200)]
     pub num_questions: usize,
-    /// The largest number of requests at a time.
+    /// Largest number of concurrent requests.
     #[arg(long, value_name = "N", default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
     pub parallel: u32,
-    /// The largest number of tokens of an answer.
+    /// Largest number of tokens of an answer.
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     pub max_new_tokens: u32,
     /// Number of retries of a failed request. A request that never succeeds is reported, and counts
@@ -60,10 +60,10 @@ pub struct Gsm8kArgs {
     /// File for the results and the settings, as a JSON object.
     #[arg(long, value_name = "FILE")]
     pub output_file: Option<PathBuf>,
-    /// File for every prompt and answer, one JSON object a line.
+    /// File for all prompts and answers, one JSON object per line.
     #[arg(long, value_name = "FILE")]
     pub raw_result_file: Option<PathBuf>,
-    /// The server to ask.
+    /// The server to evaluate.
     #[command(flatten)]
     pub server: ServerFlags,
 }
@@ -80,18 +80,19 @@ struct Summary<'a> {
     max_new_tokens: u32,
     #[serde(flatten)]
     score: &'a Score,
-    /// Requests that were sent again.
+    /// The number of retried requests.
     retried: u64,
     date: String,
     forebay_version: &'static str,
 }
 
-/// Asks the questions, prints accuracy, share of invalid answers, latency and output throughput,
-/// and writes the files.
+/// Sends the questions. Prints the accuracy, the share of invalid answers, latency and output
+/// throughput, and writes the files.
 ///
 /// # Errors
-/// The question files cannot be used, the server cannot be found, a file cannot be written, or a
-/// request failed. After a failed request, the numbers of the others are still printed and written.
+/// The question files can't be used, the server can't be found, a file can't be written, or a
+/// request failed. After a failed request, the results of all other requests are still printed and
+/// written.
 pub fn gsm8k(args: &Gsm8kArgs) -> Result<()> {
     let questions = exam::read(&args.data_path)?;
     let examples = exam::read(&args.train_path)?;
@@ -165,12 +166,12 @@ fn cannot_write(path: &Path) -> String {
 
 /// The answers of a run.
 struct Run {
-    /// The records, one for each prompt, in their order.
+    /// The records, one for each prompt, in the order of the prompts.
     records: Vec<Record>,
     retried: u64,
 }
 
-/// Asks all prompts, `--parallel` at a time, starting each as soon as another has ended.
+/// Sends all prompts, `--parallel` at a time. As soon as a request ends, the next is sent.
 async fn ask(args: &Gsm8kArgs, client: Client, model: &str, prompts: &[String]) -> Result<Run> {
     let options = RequestOptions {
         model: model.to_owned(),

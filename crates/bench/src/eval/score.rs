@@ -1,4 +1,4 @@
-//! The scores of answers.
+//! Scores the answers.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -11,23 +11,23 @@ use crate::record::{Outcome, Record};
 /// A question with its answer and score: a line of the raw result file.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Answer {
-    /// The number of the question in its file, from 0.
+    /// The index of the question in its file, from 0.
     pub(super) index: usize,
     /// The prompt that was sent.
     pub(super) prompt: String,
     /// The text of the answer, without the stop string; empty if the request failed.
     pub(super) text: String,
-    /// The number that the text is read as.
+    /// The number found in the text; `None`: there is none.
     pub(super) predicted: Option<u64>,
-    /// The right number.
+    /// The right answer.
     pub(super) label: u64,
-    /// True if the answer has the number of the label.
+    /// True if the predicted number is the right answer.
     pub(super) correct: bool,
-    /// Generated tokens.
+    /// The number of generated tokens.
     pub(super) tokens: u32,
-    /// Seconds from the send to the end of the answer.
+    /// Seconds from the sending of the request to the end of the answer.
     pub(super) latency: f64,
-    /// The reason of a failure; `None`: the request succeeded.
+    /// The reason for the failure; `None`: the request succeeded.
     pub(super) error: Option<String>,
 }
 
@@ -45,32 +45,32 @@ impl Answer {
     }
 }
 
-/// The numbers of a run. Shares refer to answered questions, because a failed request says nothing
-/// about the model.
+/// The results of a run. Shares refer to answered questions only, because a failed request does not
+/// measure the model.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(super) struct Score {
-    /// Questions asked.
+    /// The number of questions.
     pub(super) num_questions: usize,
     /// The number of questions whose request failed.
     pub(super) failed: usize,
-    /// Answers that are right.
+    /// The number of right answers.
     pub(super) correct: usize,
-    /// The share of right answers; `None` if nothing was answered.
+    /// The share of right answers; `None` if no question was answered.
     pub(super) accuracy: Option<f64>,
-    /// The share of the answers without a number.
+    /// The share of answers without a number.
     pub(super) invalid: Option<f64>,
-    /// Seconds from the first send to the last answer.
+    /// Seconds from the first request to the last answer.
     pub(super) latency: f64,
-    /// Tokens of all answers.
+    /// The number of tokens of all answers.
     pub(super) output_tokens: u64,
-    /// Generated tokens a second.
+    /// Generated tokens per second.
     pub(super) output_throughput: f64,
-    /// The number of times that each error came.
+    /// The number of occurrences of each error message.
     pub(super) errors: BTreeMap<String, usize>,
 }
 
 impl Score {
-    /// The numbers for `answers`, which took `latency` seconds in total.
+    /// Computes the results for `answers`, which took `latency` seconds in total.
     pub(super) fn new(answers: &[Answer], latency: f64) -> Self {
         let mut errors = BTreeMap::new();
         for error in answers.iter().filter_map(|answer| answer.error.as_ref()) {

@@ -1,6 +1,6 @@
-//! Axes: where values are drawn, which values are marked, and how numbers are printed.
+//! Axes of charts: coordinates of values, the values to mark, and the format of numbers.
 
-/// Maps values to coordinates, with marks at round values.
+/// Maps values to coordinates, and chooses round values to mark.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Axis {
     logarithmic: bool,
@@ -11,15 +11,15 @@ pub(super) struct Axis {
 }
 
 impl Axis {
-    /// An axis from zero to a round value that is at least `high`, drawn between the coordinates
-    /// `from` and `to`, with about `marks` marks.
+    /// A linear axis from zero to a round value that is at least `high`, drawn between the
+    /// coordinates `from` and `to`, with about `marks` marks.
     pub(super) fn linear(high: f64, from: f64, to: f64, marks: usize) -> Self {
         let high = if high.is_finite() && high > 0.0 { high } else { 1.0 };
         let step = round_step(high / marks.max(1) as f64);
         Self { logarithmic: false, low: 0.0, high: (high / step).ceil() * step, from, to }
     }
 
-    /// An axis from zero to exactly `high`.
+    /// A linear axis from zero to exactly `high`.
     pub(super) fn linear_exact(high: f64, from: f64, to: f64) -> Self {
         let high = if high.is_finite() && high > 0.0 { high } else { 1.0 };
         Self { logarithmic: false, low: 0.0, high, from, to }
@@ -33,12 +33,12 @@ impl Axis {
         Self { logarithmic: true, low: low / missing, high: high * missing, from, to }
     }
 
-    /// The greatest value on the axis.
+    /// The largest value on the axis.
     pub(super) fn high(&self) -> f64 {
         self.high
     }
 
-    /// The coordinate of a value; values beyond an end are drawn there.
+    /// The coordinate of a value. A value outside the axis gets the coordinate of the nearer end.
     pub(super) fn at(&self, value: f64) -> f64 {
         let value = value.clamp(self.low, self.high);
         let share = if self.logarithmic {
@@ -49,7 +49,8 @@ impl Axis {
         self.from + share * (self.to - self.from)
     }
 
-    /// The values that cut the axis into `parts` pieces of equal length on paper, ends included.
+    /// The values that divide the drawn axis into `parts` parts of equal length, including both
+    /// ends.
     pub(super) fn cuts(&self, parts: usize) -> Vec<f64> {
         let share = |part: usize| part as f64 / parts as f64;
         (0..=parts)
@@ -65,9 +66,10 @@ impl Axis {
             .collect()
     }
 
-    /// Round values to mark: at most `most`, and at least two unless `most` is smaller.
+    /// The round values to mark: at most `most`, and at least two unless `most` is smaller.
     pub(super) fn marks(&self, most: usize) -> Vec<f64> {
-        // Within a decade, evenly spaced values are rounder than digits.
+        // If the axis covers less than a decade, evenly spaced values are rounder than multiples of
+        // a power of ten.
         if self.logarithmic && self.high >= 10.0 * self.low {
             for digits in [&[1, 2, 3, 4, 5, 6, 7, 8, 9][..], &[1, 2, 5], &[1, 3], &[1]] {
                 let marks = self.powers(digits);
@@ -94,13 +96,14 @@ impl Axis {
         }
     }
 
-    /// The values on the axis that are a digit times a power of ten.
+    /// The values on the axis that are one of `digits` times a power of ten.
     fn powers(&self, digits: &[i32]) -> Vec<f64> {
         let (first, last) = (self.low.log10().floor() as i32, self.high.log10().floor() as i32);
         (first..=last)
             .flat_map(|power| {
                 digits.iter().map(move |&digit| {
-                    // Dividing by a whole power keeps 0.3 from being 0.30000000000000004.
+                    // Dividing by a positive power of ten avoids results such as
+                    // 0.30000000000000004.
                     let digit = f64::from(digit);
                     if power < 0 { digit / 10f64.powi(-power) } else { digit * 10f64.powi(power) }
                 })
@@ -118,14 +121,15 @@ fn round_step(least: f64) -> f64 {
     rounded.unwrap_or(10.0) * power
 }
 
-/// A coordinate to a tenth of a unit, as short as possible.
+/// Formats a coordinate, rounded to a tenth of a unit, as briefly as possible.
 pub(super) fn coordinate(value: f64) -> String {
     let rounded = (value * 10.0).round() / 10.0;
-    // Negative zero would be written with its sign.
+    // Adding 0.0 turns negative zero, which would be written with its sign, into zero.
     format!("{}", rounded + 0.0)
 }
 
-/// A number for display: about four significant digits, thousands separated, whole numbers whole.
+/// Formats a number with about four significant digits and thousands separators. Whole numbers get
+/// no decimals.
 pub(super) fn plain(value: f64) -> String {
     let size = value.abs();
     let whole = size.fract() == 0.0 && size < 1e15;
@@ -158,7 +162,7 @@ pub(super) fn plain(value: f64) -> String {
     out
 }
 
-/// A number on an axis: 1,500 is 1.5k, 2,000,000 is 2M.
+/// Formats a number for an axis: 1,500 is 1.5k, 2,000,000 is 2M.
 pub(super) fn short(value: f64) -> String {
     let (scaled, suffix) = match value.abs() {
         1e9.. => (value / 1e9, "G"),
@@ -169,7 +173,7 @@ pub(super) fn short(value: f64) -> String {
     format!("{}{suffix}", three_digits(scaled))
 }
 
-/// A time in milliseconds, written in its best unit.
+/// Formats a time, given in milliseconds, in the most suitable unit.
 pub(super) fn time(milliseconds: f64) -> String {
     match milliseconds.abs() {
         1000.0.. => format!("{} s", three_digits(milliseconds / 1e3)),
@@ -179,13 +183,13 @@ pub(super) fn time(milliseconds: f64) -> String {
     }
 }
 
-/// A share as per cent.
+/// Formats a share as a percentage.
 pub(super) fn percent(share: f64) -> String {
     format!("{} %", three_digits(share * 100.0))
 }
 
-/// Writes a value with at most three significant digits (all digits of the integer part), without
-/// trailing zeros.
+/// Formats a value with at most three significant digits (but all digits of the integer part),
+/// without trailing zeros.
 fn three_digits(value: f64) -> String {
     let decimals = match value.abs() {
         100.0.. => 0,

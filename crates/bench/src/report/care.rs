@@ -1,4 +1,4 @@
-//! Warnings for a reader who compares runs.
+//! Warnings for readers who compare runs.
 
 use super::Run;
 use super::axis::{percent, plain};
@@ -17,18 +17,21 @@ const LOAD: [(&str, &str); 9] = [
     ("goodput_slos", "goodput limits"),
 ];
 
-/// Lengths that differ by more than this make the runs' work different.
+/// Runs count as having different work if the lengths of their prompts or answers differ by more
+/// than this share.
 const SAME_LENGTH: f64 = 0.01;
-/// The share of late sends above which the schedule counts as missed.
+/// The share of late sends above which a run counts as not having followed its schedule.
 const KEPT: f64 = 0.01;
-/// A load generator that uses more than this part of the server's CPU time may have slowed it down.
+/// If the CPU time of the load generator is more than this share of the server's, the load
+/// generator may have slowed the server down.
 const LIGHT: f64 = 1.0 / 3.0;
 
-/// The smallest ratio of chunks to tokens. With fewer chunks, times between tokens are mostly those
+/// The smallest ratio of chunks to tokens. With fewer chunks, times between tokens are mostly times
 /// between chunks.
 const COARSE: f64 = 0.5;
 
-/// Warnings about failures, late sends, a heavy load generator, and runs that did different work.
+/// Warnings about failures, late sends, a load generator that uses much CPU time, and runs with
+/// different work.
 pub(super) fn cautions(runs: &[Run]) -> Vec<String> {
     let mut cautions = Vec::new();
     for (index, run) in runs.iter().enumerate() {
@@ -123,7 +126,7 @@ fn differences(runs: &[Run]) -> Vec<String> {
     differences
 }
 
-/// A setting as text that is equal for equal meanings: 1.0 is 1.
+/// Formats a setting so that equal meanings give equal texts, for example 1.0 and 1.
 fn comparable(run: &Run, key: &str) -> Option<String> {
     run.number(key).map(plain).or_else(|| run.setting(key))
 }

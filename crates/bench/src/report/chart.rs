@@ -1,24 +1,24 @@
-//! The parts that all charts share: the frame with its axes, lines, and legends.
+//! The elements that all charts share: the frame with its axes, lines, and legends.
 
 use maud::{Markup, html};
 
 use super::Run;
 use super::axis::{Axis, coordinate};
 
-/// Width of every chart, in units of its own; charts are scaled to the page.
+/// Width of every chart, in SVG units; the page scales charts to its width.
 pub(super) const WIDTH: f64 = 520.0;
 /// The left edge of the plot, right of the labels of the vertical axis.
 pub(super) const LEFT: f64 = 52.0;
 /// The right edge of the plot.
 pub(super) const RIGHT: f64 = WIDTH - 16.0;
 
-/// The number of colours in the style sheet. Further runs reuse colours, and differ by their
-/// letter.
+/// The number of colours in the style sheet. Further runs reuse colours, and are distinguished by
+/// their letters.
 const COLOURS: usize = 8;
 /// The number of dash patterns in the style sheet.
 const DASHES: usize = 4;
 
-/// The classes of the drawings of the run at `index`.
+/// The CSS classes for drawing the run at `index`.
 pub(super) fn style(index: usize) -> String {
     format!("c{} d{}", index % COLOURS, index % DASHES)
 }
@@ -41,12 +41,12 @@ pub(super) fn line(points: impl IntoIterator<Item = (f64, f64)>) -> String {
     path
 }
 
-/// A line of steps: `heights[i]` is the height between `edges[i]` and `edges[i + 1]`.
+/// A step line: `heights[i]` is its height between `edges[i]` and `edges[i + 1]`.
 pub(super) fn steps(edges: &[f64], heights: &[f64]) -> String {
     line(heights.iter().zip(edges.windows(2)).flat_map(|(&y, edge)| [(edge[0], y), (edge[1], y)]))
 }
 
-/// The path of the area between the curve and `floor`.
+/// The path of the area between the step line and `floor`.
 pub(super) fn area(edges: &[f64], heights: &[f64], floor: f64) -> String {
     let (Some(&first), Some(&last)) = (edges.first(), edges.last()) else {
         return String::new();
@@ -56,7 +56,7 @@ pub(super) fn area(edges: &[f64], heights: &[f64], floor: f64) -> String {
     format!("M{first} {floor}{}L{last} {floor}Z", outline.replacen('M', "L", 1))
 }
 
-/// Horizontal lines and labels at values of the vertical axis.
+/// Horizontal grid lines, and labels at values of the vertical axis.
 pub(super) fn vertical_axis(marks: impl IntoIterator<Item = (f64, String)>) -> Markup {
     html! {
         @for (y, label) in marks {
@@ -66,7 +66,8 @@ pub(super) fn vertical_axis(marks: impl IntoIterator<Item = (f64, String)>) -> M
     }
 }
 
-/// Vertical lines from `top` to `bottom` with labels below, at the marks of the horizontal axis.
+/// Vertical grid lines from `top` to `bottom`, with labels below, at the marks of the horizontal
+/// axis.
 pub(super) fn horizontal_axis(
     axis: &Axis,
     top: f64,
@@ -83,7 +84,7 @@ pub(super) fn horizontal_axis(
     }
 }
 
-/// A transparent strip that shows a tooltip for its part of a chart.
+/// A transparent strip that shows a tooltip for one section of a chart.
 pub(super) fn strip(from: f64, to: f64, top: f64, bottom: f64, tells: &str) -> Markup {
     html! {
         rect class="strip" x=(coordinate(from)) y=(coordinate(top))
@@ -91,7 +92,7 @@ pub(super) fn strip(from: f64, to: f64, top: f64, bottom: f64, tells: &str) -> M
     }
 }
 
-/// A chart of a given height with its caption and a note. `summary` describes it in words.
+/// A chart of the given height with its caption and a note. `summary` describes the chart in words.
 pub(super) fn figure(
     (caption, note): (&str, &str),
     legend: &Markup,
@@ -109,7 +110,7 @@ pub(super) fn figure(
     }
 }
 
-/// A short piece of a run's line.
+/// A short sample of a run's line, for legends.
 pub(super) fn swatch(index: usize) -> Markup {
     html! {
         svg class="swatch" viewBox="0 0 28 10" aria-hidden="true" {
@@ -118,7 +119,7 @@ pub(super) fn swatch(index: usize) -> Markup {
     }
 }
 
-/// The runs of a chart, each with its line, letter, label and a note.
+/// The legend of a chart: the line, letter, label and a note for each run.
 pub(super) fn legend<'a>(runs: impl IntoIterator<Item = (usize, &'a Run, String)>) -> Markup {
     html! {
         ul class="legend" {

@@ -7,15 +7,16 @@ use super::axis::{Axis, coordinate, plain, short};
 use super::chart::{self, RIGHT};
 use super::run::Process;
 
-/// Processes with less than this share of their run's CPU time are shown as one.
+/// Processes with less than this share of their run's CPU time are combined.
 const SMALL: f64 = 0.01;
 const LEFT: f64 = 8.0;
 const GROUP: f64 = 26.0;
 const ROW: f64 = 36.0;
-/// Longer names are cut, and shown in full in the tooltip.
+/// The largest number of characters of a name. Longer names are cut; the tooltip shows the full
+/// name.
 const LONGEST_NAME: usize = 32;
 
-/// The chart, for the runs whose CPU time is known; `None`: there are none.
+/// The chart of the runs whose CPU time is known; `None`: there are no such runs.
 pub(super) fn figure(runs: &[Run]) -> Option<Markup> {
     let shown: Vec<(usize, &Run, Vec<Process>)> = runs
         .iter()
@@ -26,7 +27,7 @@ pub(super) fn figure(runs: &[Run]) -> Option<Markup> {
     if shown.is_empty() {
         return None;
     }
-    // Runs of different length can only be compared per token.
+    // Runs of different lengths can only be compared per token.
     let per_token = shown.iter().all(|(_, run, _)| run.positive("total_output_tokens").is_some());
     let scale = |run: &Run| match run.positive("total_output_tokens") {
         Some(tokens) if per_token => 1e6 / tokens,
@@ -90,7 +91,7 @@ fn bar(index: usize, process: &Process, scale: f64, tells: &str, x: &Axis, y: f6
     }
 }
 
-/// The text about a process: CPU seconds, average number of cores, and time per token.
+/// The tooltip of a process: CPU seconds, average number of cores, and time per token.
 fn tells(run: &Run, process: &Process) -> String {
     let seconds = process.seconds();
     let mut text = format!("{} s", plain(seconds));
@@ -103,14 +104,14 @@ fn tells(run: &Run, process: &Process) -> String {
     text
 }
 
-/// The processes of a run, with the server's small ones combined, and the load generator last.
+/// The processes of a run: the server's, with the small ones combined, and then the load generator.
 fn processes(run: &Run) -> Vec<Process> {
     let mut kept = joined(run.server_processes());
     kept.extend(run.client_process());
     kept
 }
 
-/// The processes, largest first, with all small ones combined.
+/// Returns the processes, largest first, with all small ones combined.
 fn joined(mut processes: Vec<Process>) -> Vec<Process> {
     let all: f64 = processes.iter().map(Process::seconds).sum();
     let few = processes.partition_point(|process| process.seconds() >= all * SMALL);
@@ -186,7 +187,7 @@ mod tests {
     fn the_kernel_is_shown_beside_the_user() {
         let value = json!({"server_cpu": [{"pid": 1, "name": "n".repeat(50), "user_seconds": 1, "system_seconds": 3}]});
         let page = figure(&[Run::new("x", value)]).unwrap().into_string();
-        // The whole axis is four seconds, so one second is a quarter.
+        // The axis ends at four seconds, so one second is a quarter of it.
         assert!(page.contains("width=\"496\""), "{page}");
         assert!(page.contains("width=\"124\""), "{page}");
         assert!(page.contains("…") && page.contains(&"n".repeat(50)));

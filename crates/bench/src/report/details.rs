@@ -1,22 +1,22 @@
-//! Distributions and timelines computed from every request's values. They are for files without
-//! histograms, which other clients write with their details option.
+//! Distributions and timelines computed from the values of every request. They are for files
+//! without histograms, which other clients write with their details options.
 
 use serde_json::Value;
 
 use super::run::{MOST_SECONDS, Timeline, numbers};
 
-/// A request that succeeded; times in seconds.
+/// A successful request; times in seconds.
 struct Request {
     /// The time of the send, on the client's clock.
     start: Option<f64>,
     ttft: f64,
-    /// Times between chunks, in order.
+    /// Times between consecutive chunks.
     gaps: Vec<f64>,
     latency: f64,
     output_tokens: f64,
 }
 
-/// The values of a metric, in milliseconds; empty if the file does not have them.
+/// The values of a metric, in milliseconds; empty if the file does not contain them.
 pub(super) fn milliseconds(value: &Value, metric: &str) -> Vec<f64> {
     let requests = requests(value);
     let seconds: Vec<f64> = match metric {
@@ -33,7 +33,7 @@ pub(super) fn milliseconds(value: &Value, metric: &str) -> Vec<f64> {
     seconds.into_iter().map(|seconds| seconds * 1e3).collect()
 }
 
-/// The numbers of each second; `None` if the file has no times of requests.
+/// The counts of each second; `None`: the file does not contain times of requests.
 pub(super) fn timeline(value: &Value) -> Option<Timeline> {
     let requests = requests(value);
     let starts: Option<Vec<f64>> = requests.iter().map(|request| request.start).collect();
@@ -58,7 +58,7 @@ pub(super) fn timeline(value: &Value) -> Option<Timeline> {
         for touched in second(sent)..=second(ended) {
             timeline.concurrency[touched] += 1.0;
         }
-        // A gap may stand for several tokens; all arrivals are taken to have equally many.
+        // A chunk may contain several tokens; all chunks are assumed to have equally many.
         let tokens = request.output_tokens / (request.gaps.len() + 1) as f64;
         let mut now = sent + request.ttft;
         timeline.output_tokens[second(now)] += tokens;
@@ -70,7 +70,7 @@ pub(super) fn timeline(value: &Value) -> Option<Timeline> {
     Some(timeline)
 }
 
-/// The requests that succeeded; empty if lists are missing or of different lengths.
+/// The successful requests; empty if lists are missing or have different lengths.
 fn requests(value: &Value) -> Vec<Request> {
     let list = |key: &str| value.get(key).and_then(numbers);
     let (Some(ttfts), Some(tokens)) = (list("ttfts"), list("output_lens")) else {
@@ -138,8 +138,8 @@ mod tests {
     #[test]
     fn the_timeline_counts_every_token_and_request() {
         let timeline = timeline(&file()).unwrap();
-        // The first request's tokens come at 0.5, 0.75 and 1.5 s, the second's three in two pieces
-        // at 1.75 and 2 s.
+        // The first request's tokens arrive at 0.5, 0.75 and 1.5 s; the three of the second arrive
+        // in two chunks at 1.75 and 2 s.
         assert_eq!(timeline.output_tokens, [2.0, 2.5, 1.5]);
         assert_eq!(timeline.sent, [1.0, 1.0, 0.0]);
         assert_eq!(timeline.finished, [0.0, 1.0, 1.0]);

@@ -1,4 +1,4 @@
-//! The chart of a latency: the distribution of its values, and the share below each value.
+//! The chart of a latency: the distribution of its values, and the share of values below each.
 
 use std::fmt::Write;
 
@@ -15,11 +15,12 @@ const MIDDLE: f64 = 118.0;
 const CURVE_TOP: f64 = 140.0;
 const BOTTOM: f64 = 310.0;
 const HEIGHT: f64 = 336.0;
-/// Bins of the upper chart. The lower chart has a point at each edge, and three in between.
+/// Bins of the upper chart. The lower chart has a point at each edge, and three between adjacent
+/// edges.
 const BINS: usize = 48;
 const POINTS: usize = BINS * 4;
 
-/// The chart, for the runs that have a distribution of `latency`; `None`: there are none.
+/// The chart of the runs that have a distribution of `latency`; `None`: there are no such runs.
 pub(super) fn figure(latency: Latency, runs: &[Run]) -> Option<Markup> {
     let shown: Vec<(usize, &Run, Histogram)> = runs
         .iter()
@@ -72,8 +73,8 @@ pub(super) fn figure(latency: Latency, runs: &[Run]) -> Option<Markup> {
     Some(chart::figure((latency.name, &note), &legend, HEIGHT, &summary(latency, &shown), &content))
 }
 
-/// Dots on the curve at the run's own percentiles, and its letter beside the curve. The run is at
-/// index `place` of the `of` runs shown.
+/// Dots on the curve at the percentiles in the run's file, and the run's letter beside the curve.
+/// `place`: the run's index among the `of` shown runs.
 fn markers(
     latency: Latency,
     (index, run, histogram): &(usize, &Run, Histogram),
@@ -81,7 +82,7 @@ fn markers(
     x: &Axis,
     below: &Axis,
 ) -> Markup {
-    // Letters at different heights do not overlap even if the curves do.
+    // Letters at different heights do not overlap, even if the curves do.
     let level = 0.2 + 0.6 * (place as f64 + 0.5) / of as f64;
     let at = x.cuts(POINTS).into_iter().find(|&value| histogram.below(value) >= level);
     let (index, letter) = (*index, chart::letter(*index));
@@ -106,7 +107,7 @@ fn markers(
 const PERCENTILES: [(&str, &str, f64); 3] =
     [("median", "median", 0.5), ("p90", "P90", 0.9), ("p99", "P99", 0.99)];
 
-/// The text about one bin.
+/// The tooltip of one bin.
 fn tells(
     edge: &[f64],
     bin: usize,
@@ -123,7 +124,7 @@ fn tells(
     text
 }
 
-/// The percentiles that the file gives, for the legend.
+/// The percentiles in the run's file, for the legend.
 fn note(latency: Latency, run: &Run) -> String {
     let known = PERCENTILES.iter().filter_map(|(statistic, name, _)| {
         let value = run.number(&format!("{statistic}_{}_ms", latency.key))?;
@@ -167,7 +168,7 @@ mod tests {
     fn runs_without_a_distribution_are_left_out() {
         let runs = [Run::new("no", json!({})), run([5.0, 10.0, 20.0], [1, 3])];
         let page = figure(LATENCIES[1], &runs).unwrap().into_string();
-        // One area, two lines and the swatch, all in the second run's colour.
+        // One area, two lines and the legend's sample, all in the second run's colour.
         assert_eq!(page.matches("class=\"area c1 d1\"").count(), 1);
         assert_eq!(page.matches("class=\"series c1 d1\"").count(), 3);
         assert!(!page.contains("c0 d0"));

@@ -1,15 +1,15 @@
-//! Distributions: how values spread over bins, and the share below each value.
+//! Distributions: the counts of values in bins, and the share of values below each value.
 
 /// A distribution: `counts[i]` values lie between `edges[i]` and `edges[i + 1]`, in milliseconds.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Histogram {
     edges: Vec<f64>,
-    /// The share of all values below each edge, from 0 to 1; one for each edge.
+    /// The share of all values below each edge, from 0 to 1.
     below: Vec<f64>,
 }
 
 impl Histogram {
-    /// A histogram; `None` for too few edges, edges that do not rise, or no values.
+    /// Creates a histogram; `None`: too few edges, edges that do not increase, or no values.
     pub(super) fn new(edges: Vec<f64>, counts: &[f64]) -> Option<Self> {
         let total: f64 = counts.iter().sum();
         let rising =
@@ -30,7 +30,7 @@ impl Histogram {
         Some(Self { edges: edges[first..=last + 1].to_vec(), below })
     }
 
-    /// The histogram of values, in bins of equal width on a logarithmic scale.
+    /// Creates the histogram of values, in bins of equal width on a logarithmic scale.
     pub(super) fn of(values: &[f64]) -> Option<Self> {
         const BINS_PER_DECADE: f64 = 40.0;
         let positive = || values.iter().copied().filter(|value| *value > 0.0 && value.is_finite());
@@ -45,8 +45,8 @@ impl Histogram {
         Self::new(edges.collect(), &counts)
     }
 
-    /// Splits the bin that contains `value`, given the exact `share` of values below it, because
-    /// bins may be wide while percentiles are exact. Does nothing if that contradicts the counts.
+    /// Splits the bin that contains `value`, given the exact `share` of values below it: bins may
+    /// be wide, but percentiles are exact. Does nothing if the share contradicts the counts.
     pub(super) fn refine(&mut self, value: f64, share: f64) {
         let after = self.edges.partition_point(|&edge| edge < value);
         let inside = after > 0 && self.edges.get(after).is_some_and(|&edge| edge > value);
@@ -54,13 +54,13 @@ impl Histogram {
             self.edges.insert(after, value);
             self.below.insert(after, share);
         }
-        // Beyond the greatest value there is nothing.
+        // Remove the edges beyond the largest value.
         let end = self.below.partition_point(|&share| share < 1.0) + 1;
         self.edges.truncate(end);
         self.below.truncate(end);
     }
 
-    /// The smallest edge, or a positive replacement if it is zero and the axis logarithmic.
+    /// The smallest edge, or a positive replacement for zero, which a logarithmic axis can't show.
     pub(super) fn low(&self) -> f64 {
         if self.edges[0] > 0.0 { self.edges[0] } else { self.edges[1] / 2.0 }
     }
@@ -70,7 +70,7 @@ impl Histogram {
         self.edges[self.edges.len() - 1]
     }
 
-    /// The share of values below `value`; within a bin values are assumed to be evenly spread on a
+    /// The share of values below `value`. Within a bin, values are assumed to be evenly spread on a
     /// logarithmic scale.
     pub(super) fn below(&self, value: f64) -> f64 {
         let after = self.edges.partition_point(|&edge| edge <= value);
@@ -132,7 +132,7 @@ mod tests {
             prop_assert!(shares.is_sorted());
             prop_assert!(histogram.below(histogram.low() * 0.999) == 0.0);
             prop_assert!(histogram.below(histogram.high() * 1.001) == 1.0);
-            // At the end of its bin, a value's share is exact.
+            // At the end of a bin, the share is exact.
             let count = sorted.len() as f64;
             for (index, &edge) in histogram.edges.iter().enumerate() {
                 let exact = sorted.iter().filter(|&&value| value < edge).count() as f64 / count;

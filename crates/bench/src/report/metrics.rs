@@ -1,30 +1,31 @@
-//! The rows of the comparison, in `bench_serving`'s order, and what a ratio to the first run means.
+//! The rows of the comparison, in `bench_serving`'s order, and the meaning of a ratio to the first
+//! run.
 
 use super::Run;
 
-/// The better of two values: the higher or the lower.
+/// Which of two values is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Better {
-    /// The higher one.
+    /// The higher value is better.
     Higher,
-    /// The lower one.
+    /// The lower value is better.
     Lower,
-    /// Neither: it describes the work or the run.
+    /// Neither is better: the value describes the workload or the run.
     Neither,
 }
 
-/// One row: its label, its key in the result file, and its better direction.
+/// A row: its label, its key in the result file, and which values are better.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Row {
     /// The label of the row, with its unit.
     pub(super) name: String,
     /// The key in the result file.
     pub(super) key: String,
-    /// The better direction of the value.
+    /// Whether higher or lower values are better.
     pub(super) better: Better,
 }
 
-/// Rows under one heading.
+/// A group of rows under one heading.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Group {
     /// The heading.
@@ -38,15 +39,15 @@ pub(super) struct Group {
 pub(super) struct Latency {
     /// The name of the latency in keys: `mean_{key}_ms`.
     pub(super) key: &'static str,
-    /// The name of the latency in full.
+    /// The full name of the latency.
     pub(super) name: &'static str,
-    /// The things that the distribution counts.
+    /// The unit that the distribution counts, such as requests.
     pub(super) of: &'static str,
-    /// The meaning of the latency, in a sentence.
+    /// An explanation of the latency in one sentence.
     pub(super) meaning: &'static str,
 }
 
-/// The times, in `bench_serving`'s order.
+/// The latencies, in `bench_serving`'s order.
 pub(super) const LATENCIES: [Latency; 5] = [
     Latency {
         key: "e2e_latency",
@@ -120,7 +121,7 @@ const COSTS: [(&str, &str, Better); 7] = [
     ("chunks_per_token", "Chunks per output token", Better::Neither),
 ];
 
-/// All groups and rows for which at least one run has a number.
+/// All groups and rows for which at least one run has a value.
 pub(super) fn groups(runs: &[Run]) -> Vec<Group> {
     let listed = |rows: &[(&str, &str, Better)]| -> Vec<Row> {
         let row = |(key, name, better): &(&str, &str, Better)| Row {
@@ -151,24 +152,25 @@ pub(super) fn groups(runs: &[Run]) -> Vec<Group> {
     groups
 }
 
-/// The verdict on a ratio to the first run.
+/// The verdict on a value, from its ratio to the first run's value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// More than [`SAME`] better.
+    /// Better by more than [`SAME`].
     Better,
-    /// More than [`SAME`] worse.
+    /// Worse by more than [`SAME`].
     Worse,
-    /// Within [`SAME`].
+    /// Equal within [`SAME`].
     Same,
-    /// There is no better and worse.
+    /// Neither value is better.
     None,
 }
 
-/// Ratios this close to one count as equal, because repeated runs differ by as much.
+/// Ratios that differ from one by at most this count as equal, because repeated runs differ as
+/// much.
 pub(super) const SAME: f64 = 0.02;
 
 impl Verdict {
-    /// The verdict on a value that is `ratio` times the first run's.
+    /// The verdict on a value that is `ratio` times the first run's value.
     pub(super) fn of(ratio: f64, better: Better) -> Self {
         match better {
             Better::Neither => Self::None,
@@ -179,7 +181,7 @@ impl Verdict {
         }
     }
 
-    /// A sign and a word, so that colours are not needed; empty if equal.
+    /// A symbol and a word, so that readers need not see colours; empty if there is no verdict.
     pub(super) fn mark(self) -> &'static str {
         match self {
             Self::Better => "▲ better",
@@ -189,7 +191,7 @@ impl Verdict {
         }
     }
 
-    /// The class of its style.
+    /// The CSS class of the verdict.
     pub(super) fn class(self) -> &'static str {
         match self {
             Self::Better => "better",
@@ -199,7 +201,7 @@ impl Verdict {
     }
 }
 
-/// `value` as a multiple of the first run's, where that is a number other than zero.
+/// `value` divided by the first run's value; `None`: a value is missing, or the first is zero.
 pub(super) fn ratio(first: Option<f64>, value: Option<f64>) -> Option<f64> {
     let ratio = value? / first?;
     ratio.is_finite().then_some(ratio)

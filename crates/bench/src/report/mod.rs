@@ -1,12 +1,12 @@
-//! One self-contained page about one or several result files: `forebay bench report`.
+//! `forebay bench report`: one self-contained page about one or several result files.
 //!
-//! `read` reads files, and `run` gives names to their values. `histogram` holds a distribution, and
-//! `details` computes the values that other clients' files lack. `metrics` lists the rows, and
+//! `read` reads files, and `run` finds values by name. `histogram` represents a distribution, and
+//! `details` computes the values that other clients' files lack. `metrics` defines the rows, and
 //! `care` the warnings. `distribution`, `timeline` and `cpu` draw charts with `axis` and `chart`.
 //! `page` combines everything.
 //!
 //! The charts are inline SVG. Their colours come from the page's style sheet, so they follow the
-//! reader's choice of light or dark. Charting crates would fix the colours in the drawing.
+//! reader's choice of light or dark. Charting crates would embed fixed colours.
 
 mod axis;
 mod care;
@@ -36,11 +36,11 @@ pub struct ReportArgs {
     #[arg(required = true, value_name = "FILE")]
     pub files: Vec<PathBuf>,
 
-    /// The file of the page
+    /// File for the page
     #[arg(short, long, value_name = "FILE")]
     pub output: PathBuf,
 
-    /// The heading of the page
+    /// Heading of the page
     #[arg(long, default_value = DEFAULT_TITLE, value_name = "TEXT")]
     pub title: String,
 }
@@ -51,7 +51,7 @@ const DEFAULT_TITLE: &str = "Serving benchmark";
 /// Writes the page about the runs in `args.files`.
 ///
 /// # Errors
-/// A file cannot be read or holds no result, or the page cannot be written.
+/// A file can't be read or contains no result, or the page can't be written.
 pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
     write(&args.output, &args.title, &read::read_all(&args.files)?)
 }
@@ -61,14 +61,14 @@ pub fn report(args: &ReportArgs) -> anyhow::Result<()> {
 /// `compare`.
 ///
 /// # Errors
-/// A file of `compare` cannot be read or holds no result, or the page cannot be written.
+/// A file of `compare` can't be read or contains no result, or the page can't be written.
 pub fn report_run(output: &Path, run: Value, compare: &[PathBuf]) -> anyhow::Result<()> {
     let mut runs = read::read_all(compare)?;
     runs.push(Run::new("this run", run));
     write(output, DEFAULT_TITLE, &runs)
 }
 
-/// The page about `runs`, as HTML in one file. The others are compared with the first run.
+/// Returns the page about `runs`, as a single HTML document. All runs are compared with the first.
 fn render(title: &str, runs: &[Run]) -> String {
     page::page(title, runs)
 }

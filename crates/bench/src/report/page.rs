@@ -1,4 +1,4 @@
-//! The page: the runs, warnings, the comparison, charts, errors.
+//! The page: runs, warnings, the comparison, charts, and errors.
 
 use maud::{DOCTYPE, Markup, PreEscaped, html};
 
@@ -8,7 +8,7 @@ use super::care::cautions;
 use super::metrics::{self, Better, LATENCIES, SAME, Verdict, ratio};
 use super::{chart, cpu, distribution, timeline};
 
-/// The number of errors listed for a run, the most frequent first.
+/// The largest number of errors that are listed for a run, the most frequent first.
 const MOST_ERRORS: usize = 20;
 
 const SETTINGS: [(&str, &str); 17] = [
@@ -31,7 +31,7 @@ const SETTINGS: [(&str, &str); 17] = [
     ("source", "File"),
 ];
 
-/// The numbers that most readers come for.
+/// The metrics that most readers look for.
 const HEADLINES: [(&str, &str, Better); 6] = [
     ("output_throughput", "Output tokens/s", Better::Higher),
     ("request_throughput", "Requests/s", Better::Higher),
@@ -41,7 +41,7 @@ const HEADLINES: [(&str, &str, Better); 6] = [
     ("p99_itl_ms", "P99 ITL (ms)", Better::Lower),
 ];
 
-/// The whole page, as HTML.
+/// Returns the whole page, as HTML.
 pub(super) fn page(title: &str, runs: &[Run]) -> String {
     let content = html! {
         (DOCTYPE)
@@ -50,7 +50,7 @@ pub(super) fn page(title: &str, runs: &[Run]) -> String {
                 meta charset="utf-8";
                 meta name="viewport" content="width=device-width, initial-scale=1";
                 meta name="color-scheme" content="light dark";
-                // Nothing in a result file can make the page load or run anything.
+                // No content of a result file can make the page load or run anything.
                 meta http-equiv="Content-Security-Policy"
                     content="default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'";
                 link rel="icon" href="data:,";
@@ -76,7 +76,7 @@ pub(super) fn page(title: &str, runs: &[Run]) -> String {
     content.into_string()
 }
 
-/// A section, omitted if it would be empty.
+/// A section, which is omitted if its content is empty.
 fn section(id: &str, heading: &str, content: &Markup) -> Markup {
     html! {
         @if !content.0.is_empty() {
@@ -98,7 +98,7 @@ fn introduction(runs: &[Run]) -> Markup {
     }
 }
 
-/// A run in one line: model, backend, load.
+/// Describes a run in one line: model, backend, load.
 fn said_of(run: &Run) -> String {
     let most =
         run.positive("max_concurrency").map(|most| format!("at most {} at once", plain(most)));
@@ -161,7 +161,7 @@ fn headlines(runs: &[Run]) -> Markup {
     }
 }
 
-/// A ratio to the first run with its verdict. Without a ratio the cell is empty.
+/// A table cell with the ratio to the first run and the verdict; empty if there is no ratio.
 fn verdict(ratio: Option<f64>, better: Better) -> Markup {
     let (class, text) = match ratio {
         Some(ratio) => {
@@ -173,7 +173,7 @@ fn verdict(ratio: Option<f64>, better: Better) -> Markup {
     html! { span class={ "ratio " (class) } { (text.trim_end()) } }
 }
 
-/// The head of a table with a column for each run.
+/// The head row of a table with a column for each run.
 fn head(first: &str, runs: &[Run]) -> Markup {
     html! {
         thead {
@@ -187,7 +187,7 @@ fn head(first: &str, runs: &[Run]) -> Markup {
     }
 }
 
-/// A table that scrolls sideways, also with the keyboard.
+/// A table that scrolls sideways, which also works with the keyboard.
 fn table(name: &str, content: &Markup) -> Markup {
     html! { div class="scroll" role="region" tabindex="0" aria-label=(name) { table { (content) } } }
 }

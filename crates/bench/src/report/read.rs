@@ -8,11 +8,11 @@ use serde_json::Value;
 
 use super::Run;
 
-/// The runs of several files, in order.
+/// Reads the runs of several files, in order.
 ///
 /// # Errors
-/// A file cannot be read, is not JSON (or JSON values one after the other), or holds something that
-/// is not the result of a serving benchmark.
+/// A file can't be read, is not a sequence of JSON values, or contains a value that is not the
+/// result of a serving benchmark.
 pub(super) fn read_all(files: &[PathBuf]) -> anyhow::Result<Vec<Run>> {
     let mut runs = Vec::new();
     for file in files {
@@ -27,7 +27,7 @@ fn read(file: &Path) -> anyhow::Result<Vec<Run>> {
     parse(&text, &name)
 }
 
-/// The runs in the text of a file called `name`.
+/// Parses the runs in the text of a file with the name `name`.
 fn parse(text: &str, name: &str) -> anyhow::Result<Vec<Run>> {
     let text = without_python_numbers(text);
     let mut values = Vec::new();
@@ -53,7 +53,7 @@ fn parse(text: &str, name: &str) -> anyhow::Result<Vec<Run>> {
     runs.collect()
 }
 
-/// Replaces Python's numbers that JSON lacks: `NaN` by `null`, `Infinity` by the text `inf`.
+/// Replaces Python's values that JSON lacks: `NaN` by `null`, `Infinity` by the text `inf`.
 fn without_python_numbers(text: &str) -> Cow<'_, str> {
     const NAMES: [(&str, &str); 3] =
         [("NaN", "null"), ("-Infinity", "\"-inf\""), ("Infinity", "\"inf\"")];
@@ -79,8 +79,8 @@ fn without_python_numbers(text: &str) -> Cow<'_, str> {
     Cow::Owned(out)
 }
 
-/// The length in bytes of the JSON string at the start of `text`, including quotes; all of it if
-/// the string is not closed.
+/// The length in bytes of the JSON string at the start of `text`, including quotes. An unclosed
+/// string extends to the end.
 fn string_length(text: &str) -> usize {
     let mut escaped = false;
     for (index, byte) in text.bytes().enumerate().skip(1) {

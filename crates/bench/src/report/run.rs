@@ -1,19 +1,19 @@
-//! One run's data for a page: its numbers by name, histograms, timeline, processes and errors.
+//! The data of a run for a page: values by name, histograms, timeline, processes and errors.
 
 use serde_json::{Map, Value};
 
 use super::details;
 use super::histogram::Histogram;
 
-/// The result of one run: the object that `forebay bench serve --output-file` writes, or that of
-/// `bench_serving` or `vllm bench serve`.
+/// The result of a run: the object that `forebay bench serve --output-file`, `bench_serving` or
+/// `vllm bench serve` writes.
 #[derive(Debug, Clone)]
 pub(super) struct Run {
     source: String,
     value: Value,
 }
 
-/// Other clients' names for our names; ours come first.
+/// Other clients' names for our keys, as (our key, their name).
 const ALIASES: [(&str, &str); 8] = [
     ("label", "tag"),
     ("model", "model_id"),
@@ -25,12 +25,12 @@ const ALIASES: [(&str, &str); 8] = [
     ("dataset_name", "dataset"),
 ];
 
-/// One value of each series for every second of a run, from its start.
+/// The values of each series for every second of a run, from its start.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(super) struct Timeline {
     /// Output tokens that arrived in the second.
     pub(super) output_tokens: Vec<f64>,
-    /// Requests in flight.
+    /// Requests in flight in the second.
     pub(super) concurrency: Vec<f64>,
     /// Requests sent in the second.
     pub(super) sent: Vec<f64>,
@@ -45,34 +45,34 @@ pub(super) struct Timeline {
 pub(super) struct Process {
     /// The name and id of the process.
     pub(super) name: String,
-    /// Seconds in user code; for the client, all its seconds.
+    /// Seconds in user mode; for the client, all CPU seconds.
     pub(super) user: f64,
     /// Seconds in the kernel.
     pub(super) system: f64,
 }
 
 impl Run {
-    /// A run with the result `value`. Its name is `source` if the result has no label.
+    /// Creates a run from its result `value`. Without a label in the result, its name is `source`.
     pub(super) fn new(source: impl Into<String>, value: Value) -> Self {
         Self { source: source.into(), value }
     }
 
-    /// The source of the run: a file, or the run that has just ended.
+    /// The source of the run: a file, or the run that has just finished.
     pub(super) fn source(&self) -> &str {
         &self.source
     }
 
-    /// True if the run is the result of a serving benchmark.
+    /// True if the value is the result of a serving benchmark.
     pub(super) fn is_result(&self) -> bool {
         self.number("output_throughput").is_some()
     }
 
-    /// True if Forebay's own client wrote it.
+    /// True if Forebay's own client wrote the result.
     pub(super) fn is_ours(&self) -> bool {
         self.get("forebay_version").is_some()
     }
 
-    /// The label of the run, or its source.
+    /// The label of the run; if there is none, its source.
     pub(super) fn label(&self) -> &str {
         match self.get("label").and_then(Value::as_str) {
             Some(label) if !label.trim().is_empty() => label,
@@ -80,7 +80,7 @@ impl Run {
         }
     }
 
-    /// The value under any name that `key` may have; null does not count.
+    /// The value for `key`, under any of its names; null counts as missing.
     pub(super) fn get(&self, key: &str) -> Option<&Value> {
         let others = ALIASES.iter().filter(|(name, _)| *name == key).map(|(_, alias)| *alias);
         let renamed = key.replace("e2e_latency_ms", "e2el_ms");
@@ -90,17 +90,17 @@ impl Run {
             .find_map(|name| self.value.get(name).filter(|value| !value.is_null()))
     }
 
-    /// A number.
+    /// The value for `key`, if it is a number.
     pub(super) fn number(&self, key: &str) -> Option<f64> {
         self.get(key)?.as_f64()
     }
 
-    /// A number above zero.
+    /// The value for `key`, if it is a number above zero.
     pub(super) fn positive(&self, key: &str) -> Option<f64> {
         self.number(key).filter(|&number| number > 0.0)
     }
 
-    /// A setting as text. A null is "none", and an absent setting is `None`.
+    /// A setting as text. Null becomes "none"; `None`: the setting is missing.
     pub(super) fn setting(&self, key: &str) -> Option<String> {
         match self.get(key) {
             Some(Value::String(text)) => Some(text.clone()),
@@ -110,8 +110,8 @@ impl Run {
         }
     }
 
-    /// The distribution of a metric ("ttft", "itl", ...): the file's histogram, or one computed
-    /// from the values of all requests if the file has them.
+    /// The distribution of a metric ("ttft", "itl", ...): the file's histogram, or a histogram
+    /// computed from the values of all requests if the file contains them.
     pub(super) fn histogram(&self, metric: &str) -> Option<Histogram> {
         let stored = self.value.get("histograms").and_then(|all| all.get(format!("{metric}_ms")));
         let mut histogram = match stored {
@@ -129,14 +129,14 @@ impl Run {
         Some(histogram)
     }
 
-    /// The timeline of the run, if it has one.
+    /// The timeline of the run; `None`: the file contains no data for one.
     pub(super) fn timeline(&self) -> Option<Timeline> {
         let Some(rows) = self.value.get("timeline").and_then(Value::as_array) else {
             return details::timeline(&self.value);
         };
         let mut timeline = Timeline::default();
         for row in rows {
-            // A second without a row is one in which nothing happened.
+            // Nothing happened in a second that has no row.
             let second = row.get("second")?.as_u64().filter(|&second| second < MOST_SECONDS)?;
             for (series, key) in timeline.series_mut() {
                 series.resize(series.len().max(second as usize + 1), 0.0);
@@ -146,7 +146,7 @@ impl Run {
         (!timeline.output_tokens.is_empty()).then_some(timeline)
     }
 
-    /// The server's processes whose CPU time is known, the largest first.
+    /// The server's processes whose CPU time is known, largest first.
     pub(super) fn server_processes(&self) -> Vec<Process> {
         let rows = self.value.get("server_cpu").and_then(Value::as_array);
         let number = |row: &Value, key| row.get(key).and_then(Value::as_f64).unwrap_or(0.0);
@@ -167,13 +167,13 @@ impl Run {
         processes
     }
 
-    /// The load generator, if its CPU time is known.
+    /// The load generator; `None`: its CPU time is unknown.
     pub(super) fn client_process(&self) -> Option<Process> {
         let user = self.number("client_cpu_seconds")?;
         Some(Process { name: "load generator".to_owned(), user, system: 0.0 })
     }
 
-    /// Errors with their numbers, the most frequent first.
+    /// The errors with their counts, the most frequent first.
     pub(super) fn errors(&self) -> Vec<(String, u64)> {
         let mut errors: Vec<(String, u64)> = Vec::new();
         match self.value.get("errors") {
@@ -182,7 +182,7 @@ impl Run {
                     map.iter().map(|(text, count)| (text.clone(), count.as_u64().unwrap_or(1))),
                 );
             }
-            // Other clients keep one text for each request, empty if it succeeded.
+            // Other clients store one text per request, which is empty if the request succeeded.
             Some(Value::Array(list)) => {
                 for text in list.iter().filter_map(Value::as_str).filter(|text| !text.is_empty()) {
                     match errors.iter_mut().find(|(known, _)| known == text) {
@@ -202,11 +202,12 @@ impl Run {
 const SHARES: [(&str, f64); 5] =
     [("median", 0.5), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99), ("max", 1.0)];
 
-/// A day: no run that can be drawn is longer, and a wrong number must not exhaust memory.
+/// The number of seconds in a day. Longer runs can't be drawn, and a wrong number must not exhaust
+/// memory.
 pub(super) const MOST_SECONDS: u64 = 24 * 3600;
 
 impl Timeline {
-    /// Each series with its name in a result file.
+    /// Each series, with its key in a result file.
     pub(super) fn series_mut(&mut self) -> [(&mut Vec<f64>, &'static str); 5] {
         [
             (&mut self.output_tokens, "output_tokens"),
@@ -219,18 +220,18 @@ impl Timeline {
 }
 
 impl Process {
-    /// All its seconds.
+    /// The seconds in user mode and in the kernel.
     pub(super) fn seconds(&self) -> f64 {
         self.user + self.system
     }
 }
 
-/// All numbers of a list; `None` if one is not a finite number.
+/// The numbers of a list; `None`: a value is not a number.
 pub(super) fn numbers(list: &Value) -> Option<Vec<f64>> {
     list.as_array()?.iter().map(Value::as_f64).collect()
 }
 
-/// `{"ttft": 200, "tpot": 20}` as "ttft 200, tpot 20".
+/// Formats `{"ttft": 200, "tpot": 20}` as "ttft 200, tpot 20".
 fn pairs(map: &Map<String, Value>) -> String {
     if map.is_empty() {
         return "none".to_owned();

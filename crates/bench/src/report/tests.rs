@@ -2,7 +2,7 @@ use serde_json::{Value, json};
 
 use super::*;
 
-/// A small result with everything that a page can show.
+/// A small result with all data that a page can show.
 fn full() -> Value {
     json!({
         "label": "first", "forebay_version": "0.1.0", "model": "smollm2", "backend": "openai-chat",
@@ -69,7 +69,7 @@ fn every_run_has_its_column_and_its_ratio() {
 #[test]
 fn what_comes_from_files_is_text() {
     const EVIL: &str = "</title></style><script>alert('&\"')</script>";
-    // Replaces every string of the file, and every map key, with the same hostile text.
+    // Replaces every string and every map key of the file with the same hostile text.
     fn poisoned(value: Value) -> Value {
         match value {
             Value::String(_) => json!(EVIL),
@@ -87,7 +87,7 @@ fn what_comes_from_files_is_text() {
     assert!(!page.contains("<script"), "{page}");
     assert!(page.contains("&lt;script&gt;alert("));
     assert_eq!(page.matches("</style>").count(), 1);
-    // Quotes would end an attribute.
+    // An unescaped quote would close an attribute.
     assert!(!page.contains("'&\""));
 }
 

@@ -1,4 +1,4 @@
-//! Charts over the time of a run: the numbers of each second.
+//! Charts over the time of a run: the values of each second.
 
 use maud::{Markup, html};
 
@@ -10,10 +10,10 @@ use super::run::Timeline;
 const TOP: f64 = 10.0;
 const BOTTOM: f64 = 172.0;
 const HEIGHT: f64 = 198.0;
-/// Longer runs are drawn in wider pieces, at most this many.
+/// The largest number of intervals in a chart. In longer runs, an interval covers several seconds.
 const PIECES: usize = 180;
 
-/// One chart: its caption, the unit of its values, and its series.
+/// A kind of chart: its caption, the unit of its values, and its series.
 type Kind = (&'static str, &'static str, fn(&Timeline) -> &[f64]);
 
 const KINDS: [Kind; 5] = [
@@ -24,7 +24,7 @@ const KINDS: [Kind; 5] = [
     ("Requests failed", "requests/s", |timeline| &timeline.failed),
 ];
 
-/// All charts, for the runs with a timeline; empty if there are none.
+/// All charts of the runs that have a timeline; empty if no run has one.
 pub(super) fn figures(runs: &[Run]) -> Vec<Markup> {
     let shown: Vec<(usize, &Run, Timeline)> = runs
         .iter()
@@ -43,14 +43,14 @@ pub(super) fn figures(runs: &[Run]) -> Vec<Markup> {
     KINDS.iter().filter(worth).map(|&kind| figure(kind, seconds, width, &shown)).collect()
 }
 
-/// The least round number of seconds that makes at most [`PIECES`] pieces.
+/// The smallest round number of seconds per interval that gives at most [`PIECES`] intervals.
 fn piece_width(seconds: usize) -> usize {
     let widths = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600];
     let enough = |width: &usize| seconds.div_ceil(*width) <= PIECES;
     widths.into_iter().find(enough).unwrap_or_else(|| seconds.div_ceil(PIECES))
 }
 
-/// The mean of each `width` values; the last piece may have fewer.
+/// The mean of every `width` values; the last interval may have fewer values.
 fn means(series: &[f64], width: usize) -> Vec<f64> {
     series.chunks(width).map(|piece| piece.iter().sum::<f64>() / piece.len() as f64).collect()
 }
@@ -62,7 +62,7 @@ fn figure(kind: Kind, seconds: usize, width: usize, shown: &[(usize, &Run, Timel
     let highest = pieces.iter().flatten().copied().fold(0.0, f64::max);
     let x = Axis::linear_exact(seconds as f64, LEFT, RIGHT);
     let y = Axis::linear(highest, BOTTOM, TOP, 4);
-    // The last piece may be shorter.
+    // The last interval may be shorter.
     let edge = |index: usize| ((index * width) as f64).min(seconds as f64);
     let content = html! {
         (chart::horizontal_axis(&x, TOP, BOTTOM, |mark| format!("{} s", plain(mark))))
@@ -103,7 +103,7 @@ fn figure(kind: Kind, seconds: usize, width: usize, shown: &[(usize, &Run, Timel
     chart::figure((name, &note), &legend, HEIGHT, &summary, &content)
 }
 
-/// The text about one piece of the timeline.
+/// The tooltip of one interval.
 fn tells(
     piece: usize,
     (from, to): (f64, f64),

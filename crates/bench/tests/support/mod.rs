@@ -1,4 +1,4 @@
-//! A scripted server, and runs of the load generator against it.
+//! A scripted server, and a function that runs the load generator against it.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -22,12 +22,12 @@ pub(crate) struct Request {
 pub(crate) struct Wire(TcpStream);
 
 impl Wire {
-    /// Writes bytes unchanged, and ignores whether the client still reads.
+    /// Writes bytes unchanged. Ignores errors, since the client may have closed the connection.
     pub(crate) fn raw(&mut self, bytes: &[u8]) {
         let _ = self.0.write_all(bytes);
     }
 
-    /// Writes a whole answer.
+    /// Writes a complete response.
     pub(crate) fn answer(&mut self, status: &str, body: &str) {
         let length = body.len();
         self.raw(
@@ -72,8 +72,8 @@ impl Wire {
     }
 }
 
-/// Serves every connection on a thread of its own until the process ends. `script` answers all
-/// requests except /v1/models, and returns whether to keep the connection.
+/// Serves every connection on a separate thread until the process exits. `script` responds to all
+/// requests except /v1/models, and returns whether to keep the connection open.
 pub(crate) fn server(
     script: impl Fn(&Request, &mut Wire) -> bool + Send + Sync + 'static,
 ) -> SocketAddr {
@@ -147,8 +147,8 @@ struct Cli {
     args: ServeArgs,
 }
 
-/// Runs the load generator with the flags in `line`; returns its line of the result file, and its
-/// error.
+/// Runs the load generator with the flags in `line`. Returns its line of the result file, and its
+/// error if there was one.
 pub(crate) fn run(address: SocketAddr, line: &str) -> (Value, Option<String>) {
     let directory = tempfile::tempdir().expect("a directory");
     let file = directory.path().join("result.jsonl");

@@ -16,7 +16,8 @@ use tokio::time::sleep;
 use super::SMALL_ANSWER;
 use crate::link::{Connection, Link, refusal};
 
-/// How often a request is sent to a server that does not answer, or answers that it is unavailable.
+/// The maximum number of tries for a server that does not respond, or reports that it is
+/// unavailable.
 const TRIES: u32 = 10;
 /// The wait before the second try. Each further wait is twice as long.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
@@ -26,17 +27,18 @@ const LONGEST_WAIT: Duration = Duration::from_secs(60);
 pub(super) struct Client {
     link: Link,
     idle: Mutex<Vec<Connection>>,
-    /// Only one large answer is received at a time. The others wait in the server.
+    /// Permits one large response to be received at a time. The other large responses wait in the
+    /// server.
     large: Arc<Semaphore>,
 }
 
-/// The answer of a server.
+/// A response of the server.
 pub(super) struct Reply {
     pub(super) status: StatusCode,
     pub(super) id: Option<String>,
     pub(super) body: Vec<u8>,
     retry_after: Option<Duration>,
-    /// Held until a large answer is written.
+    /// The permit of a large response, which is held until the response is written.
     pub(super) large: Option<OwnedSemaphorePermit>,
 }
 
@@ -45,12 +47,13 @@ impl Client {
         Self { link, idle: Mutex::default(), large: Arc::new(Semaphore::new(1)) }
     }
 
-    /// Retries until there is an answer. An overloaded server is retried for as long as it says so.
-    /// If a healthy server never answers this request, the request is given up.
+    /// Sends a request, and retries until there is a response. An overloaded server is retried for
+    /// as long as it reports overload. If a healthy server does not respond to this request, the
+    /// request fails.
     ///
     /// # Errors
-    /// The server is unavailable, or requires another key. Then no other request would succeed
-    /// either.
+    /// The server is unavailable, or requires another key. In both cases no other request would
+    /// succeed either.
     pub(super) async fn ask(&self, request: &BatchRequest) -> Result<Result<Reply, LineFault>> {
         let (mut tries, mut wait) = (0, FIRST_WAIT);
         loop {
@@ -89,7 +92,7 @@ impl Client {
         }
     }
 
-    /// True if the server answers anything at all.
+    /// True if the server's health check returns no server error.
     async fn is_alive(&self) -> bool {
         let asked = self.link.ask(Method::GET, "/health").await;
         asked.is_ok_and(|(status, _)| !status.is_server_error())
@@ -113,7 +116,7 @@ impl Client {
         Ok(Ok(Reply { status, id, body, retry_after, large }))
     }
 
-    /// Reads an answer; `None`: it is too large.
+    /// Reads a response body; `None`: it is too large.
     async fn whole(
         &self,
         mut body: Incoming,
@@ -133,7 +136,7 @@ impl Client {
         Ok(Some((whole, large)))
     }
 
-    /// An open connection: an idle one if there is any.
+    /// Returns an open connection: an idle one if there is any.
     async fn connection(&self) -> Result<Connection> {
         loop {
             let Some(mut idle) = self.idle().pop() else { return self.link.connect().await };
@@ -170,11 +173,11 @@ mod tests {
 
     use super::*;
 
-    /// A server that answers with these responses in turn, and then repeats the last. An empty
-    /// response closes the connection. `health` is the answer to its health check.
+    /// A server that sends these responses in turn, and then repeats the last. An empty response
+    /// closes the connection. `health` is the status of its health check.
     struct Scripted {
         client: Client,
-        /// The number of requests, and of connections.
+        /// The number of requests, and the number of connections.
         counts: Arc<[AtomicUsize; 2]>,
         _folder: TempDir,
     }
@@ -240,7 +243,7 @@ mod tests {
         let server = Scripted::start(responses, WELL);
         let reply = server.ask().await.unwrap().ok().unwrap();
         assert_eq!((reply.status, reply.id.as_deref()), (StatusCode::BAD_REQUEST, Some("r")));
-        // A refusal counts as an answer, and the connection is reused.
+        // An error status counts as a response, and the connection is reused.
         assert_eq!(reply.body, b"[1]");
         assert_eq!((server.count(0), server.count(1)), (33, 2));
     }

@@ -1,8 +1,8 @@
-//! `forebay run-batch`: a file of requests, and a file of their answers.
+//! `forebay run-batch`: processes a file of requests, and writes a file of their responses.
 //!
-//! Lines have the format of OpenAI's batches. Answers are written as they arrive. A run that was
-//! killed can be resumed: requests with an answer in the file are not sent again. Memory is
-//! bounded, except for 16 bytes a request to recognise its id.
+//! Lines have the format of OpenAI's batches. Responses are written as they arrive. A run that was
+//! killed can be resumed: requests with a response in the file are not sent again. Memory is
+//! bounded, except for 16 bytes per request to recognise its id.
 
 mod client;
 mod progress;
@@ -30,22 +30,22 @@ use self::progress::{Progress, REDRAW, Tally};
 use crate::link::Link;
 use crate::server::StartedServer;
 
-/// The largest line of the input in bytes.
+/// The maximum length of an input line in bytes.
 const LINE: usize = 64 << 20;
 /// The total size of requests in flight, in bytes, beyond which no further line is read.
 const IN_FLIGHT: usize = 256 << 20;
-/// The largest answer in bytes that is received together with others.
+/// The maximum size in bytes of a response that is received concurrently with others.
 const SMALL_ANSWER: usize = 1 << 20;
-/// The number of requests in flight if a server does not report how many it runs.
+/// The number of requests in flight for a server that does not report its capacity.
 const UNKNOWN_SERVER: u64 = 64;
-/// The exit status of a run that has answered all requests, some with an error.
+/// The exit status of a run that has processed all requests, some with an error.
 const SOME_ERRORS: u8 = 3;
 
 /// The flags of `forebay run-batch`.
 #[derive(Debug, Args)]
 pub struct BatchArgs {
-    /// File of requests, one JSON object a line: `custom_id`, `method`, `url` and `body`. `-` means
-    /// standard input.
+    /// File of requests, one JSON object per line: `custom_id`, `method`, `url` and `body`. `-`
+    /// means standard input.
     #[arg(long, short, value_name = "FILE")]
     input_file: PathBuf,
     /// File for the answers. Requests with an answer there are not sent again.
@@ -58,7 +58,7 @@ pub struct BatchArgs {
     /// URL of a running server, such as http://127.0.0.1:8000.
     #[arg(long, value_name = "URL")]
     url: Option<String>,
-    /// Key that the server at `--url` asks for.
+    /// API key that the server at `--url` requires.
     #[arg(long, env = "FOREBAY_API_KEY", hide_env_values = true, value_name = "KEY")]
     api_key: Option<String>,
     /// Largest number of requests in flight [default: twice as many as the server runs].
@@ -70,25 +70,25 @@ pub struct BatchArgs {
 }
 
 impl BatchArgs {
-    /// The model for which a server is started; `None`: a running server is used.
+    /// Returns the model for which a server is started; `None`: a running server is used.
     #[must_use]
     pub fn model(&self) -> Option<&str> {
         self.url.is_none().then_some(&self.model)
     }
 
-    /// Flags for a new server.
+    /// Returns the flags for a new server.
     #[must_use]
     pub fn serve_flags(&self) -> &[String] {
         &self.serve
     }
 }
 
-/// Answers the requests of a file. `program` is the path of this program, for starting a server.
-/// The exit status is 0 if all answers are good, and 3 if some are errors.
+/// Processes the requests of a file. `program` is the path of this program, for starting a server.
+/// The exit status is 0 if all requests succeeded, and 3 if some failed.
 ///
 /// # Errors
-/// A file cannot be read or written, the server cannot be reached, or a signal arrived. Answers
-/// that were written stay.
+/// A file cannot be read or written, the server cannot be reached, or a signal arrived. Responses
+/// that were written are kept.
 pub fn run_batch(args: &BatchArgs, program: PathBuf) -> Result<ExitCode> {
     let (output, answered) = BatchOutput::open(&args.output_file)?;
     let input = BatchInput::open(&args.input_file, answered.names, LINE)?;
@@ -114,13 +114,13 @@ struct Run {
     tally: Tally,
 }
 
-/// The error of an interrupted run.
+/// Resolves to the error of an interrupted run.
 type Interruption = Pin<Box<dyn Future<Output = anyhow::Error>>>;
 
 impl Run {
     async fn answer_all(&mut self, args: &BatchArgs, program: PathBuf) -> Result<()> {
         let mut interruption = interruption()?;
-        // No server is needed where all is answered.
+        // If all requests have responses already, no server is needed.
         let Some(first) = self.first(&mut interruption).await? else { return Ok(()) };
         let (mut started, link) = match &args.url {
             Some(url) => (None, Link::to(url, args.api_key.as_deref())?),
@@ -150,7 +150,7 @@ impl Run {
             error = death => Err(error),
             error = &mut interruption => Err(error),
         };
-        // Write the answers that have already come.
+        // Write the responses that have already arrived.
         while let Some(done) = running.try_join_next() {
             if let Ok(Ok(done)) = done {
                 self.write(&done.answer)?;
@@ -162,7 +162,7 @@ impl Run {
         ended
     }
 
-    /// The first valid request; the lines before it are not valid requests.
+    /// Returns the first valid request; writes errors for the invalid lines before it.
     async fn first(&mut self, interruption: &mut Interruption) -> Result<Option<Job>> {
         loop {
             let line = tokio::select! {
@@ -176,7 +176,7 @@ impl Run {
         }
     }
 
-    /// The request of a line; `None`: the line is no valid request, and its error was written.
+    /// Returns the request of a line; `None`: the line is not valid, and its error was written.
     fn take(&mut self, line: BatchLine) -> Result<Option<Job>> {
         let size = line.size();
         let BatchLine { number, name, request } = line;
@@ -196,7 +196,7 @@ impl Run {
         Ok(())
     }
 
-    /// Answers `first` and all that follow, `most` at a time.
+    /// Processes `first` and all following requests, `most` at a time.
     async fn answer_rest(
         &mut self,
         first: Job,
@@ -234,7 +234,7 @@ impl Run {
     }
 }
 
-/// A request, and the place of its answer.
+/// A request, and the data that identifies its response.
 struct Job {
     number: u64,
     name: Option<String>,
@@ -242,11 +242,11 @@ struct Job {
     size: usize,
 }
 
-/// The answer of a request.
+/// A processed request.
 struct Done {
     answer: BatchAnswer,
     size: usize,
-    /// Held until a large answer is written.
+    /// The permit of a large response, which is held until the response is written.
     _large: Option<OwnedSemaphorePermit>,
 }
 
@@ -263,7 +263,8 @@ impl Job {
     }
 }
 
-/// How many requests keep a server busy: as many as it runs, and as many again waiting.
+/// Returns the number of requests that keep a server busy: as many as it runs, and as many again
+/// waiting.
 async fn capacity(link: &Link) -> usize {
     let allowed = match link.ask(Method::GET, "/server_info").await {
         Ok((StatusCode::OK, info)) => {
@@ -276,7 +277,7 @@ async fn capacity(link: &Link) -> usize {
         // The key has no access to this route, or the server is not Forebay.
         _ => UNKNOWN_SERVER,
     };
-    // Each request in flight is a connection.
+    // Each request in flight uses a connection.
     let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     usize::try_from(allowed.min(files / 2).max(1)).unwrap_or(1)
 }

@@ -1,4 +1,4 @@
-//! Progress on standard error: a bar on a terminal, otherwise a line now and then.
+//! Progress on standard error: a bar on a terminal, otherwise a line from time to time.
 
 use std::io::IsTerminal;
 use std::sync::atomic::Ordering;
@@ -9,27 +9,27 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 /// The interval at which the progress line is redrawn.
 pub(super) const REDRAW: Duration = Duration::from_millis(250);
-/// The interval of lines when there is no terminal.
+/// The interval of progress lines when standard error is not a terminal.
 const LINES: Duration = Duration::from_secs(10);
 
-/// The numbers of a run.
+/// The counts of a run.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Tally {
-    /// Requests that were answered in this run.
+    /// Requests that were processed in this run.
     pub(super) answered: u64,
-    /// Errors among the answers in the output, including those of earlier runs.
+    /// Errors among the responses in the output file, including those of earlier runs.
     pub(super) errors: u64,
 }
 
 pub(super) struct Progress {
-    /// `None`: there is no terminal.
+    /// `None`: standard error is not a terminal.
     bar: Option<ProgressBar>,
     size: Option<u64>,
     last: Instant,
 }
 
 impl Progress {
-    /// Shows progress through a file of `size` bytes.
+    /// Creates the display of progress through a file of `size` bytes; `None`: the size is unknown.
     pub(super) fn new(size: Option<u64>) -> Self {
         let bar = std::io::stderr().is_terminal().then(|| match size {
             Some(size) => ProgressBar::new(size),
@@ -46,7 +46,7 @@ impl Progress {
         Self { bar, size, last: Instant::now() }
     }
 
-    /// Shows the numbers, if it is time.
+    /// Shows the counts, if an update is due.
     pub(super) fn show(&mut self, counts: &InputCounts, tally: Tally, running: usize) {
         let bytes = counts.bytes.load(Ordering::Relaxed);
         let text = line(tally, counts.before.load(Ordering::Relaxed), running);

@@ -1,4 +1,4 @@
-//! Processor, memory, limits and GPUs, as the system reports them.
+//! Findings about processor, memory, limits and GPUs, as the system reports them.
 
 use std::env;
 use std::ffi::OsStr;
@@ -15,11 +15,11 @@ use super::Finding;
 use crate::descriptors;
 use crate::gpus::Gpus;
 
-/// Less than this is for tiny models only.
+/// With less memory than this, only tiny models can be served.
 const LITTLE_MEMORY: u64 = 2_000_000_000;
-/// Fewer connections than this are soon used up.
+/// A smaller limit on connections gets a note, because it is soon used up.
 const FEW_CONNECTIONS: usize = 256;
-/// Instruction sets with kernels of their own, by the Linux kernel's names, best first.
+/// Instruction sets for which there are separate kernels, by the Linux kernel's names, best first.
 const INSTRUCTIONS: [(&str, &str); 8] = [
     ("amx_bf16", "AMX"),
     ("avx512_bf16", "AVX-512 with bfloat16"),
@@ -31,7 +31,7 @@ const INSTRUCTIONS: [(&str, &str); 8] = [
     ("asimd", "NEON"),
 ];
 
-/// Everything about the machine.
+/// Findings about the machine.
 pub(super) fn findings() -> Vec<Finding> {
     let read = |path: &str| fs::read_to_string(path).unwrap_or_default();
     let machine = Machine::here();
@@ -93,7 +93,7 @@ fn processor(info: &str, cores: usize) -> Finding {
     )
 }
 
-/// The levels of the compiled kernels, of which `make build` chooses a few.
+/// Reports the instruction sets for which `make build` has compiled kernels.
 fn kernels(levels: &Levels) -> Finding {
     const WHAT: &str = "CPU kernels";
     let says = format!("{}; this program has {}", levels.used, levels.built.join(", "));
@@ -105,7 +105,7 @@ fn kernels(levels: &Levels) -> Finding {
     )
 }
 
-/// The part of the machine that this process's control groups allow it.
+/// The memory and CPU time that the control groups of this process allow.
 fn limits(memory: &MachineMemory, processors: &Processors) -> Finding {
     const WHAT: &str = "cgroup limits";
     let of_memory = memory.limit.map(|bytes| format!("{} of memory", size(bytes)));
@@ -153,7 +153,7 @@ fn huge_pages(enabled: &str) -> Finding {
 
 fn gpu(gpus: &Gpus, driver: &str, names: &[String], compiler: bool) -> Finding {
     const WHAT: &str = "GPU";
-    // "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar ..."
+    // Example: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar ..."
     let version = driver.lines().next().unwrap_or_default();
     let is_version =
         |word: &&str| word.contains('.') && word.starts_with(|c: char| c.is_ascii_digit());
@@ -185,7 +185,7 @@ fn gpu(gpus: &Gpus, driver: &str, names: &[String], compiler: bool) -> Finding {
     }
 }
 
-/// Whether Triton finds a C compiler: `CC`, or one in the folders of `path`.
+/// True if Triton finds a C compiler: `CC`, or one in the folders of `path`.
 fn has_c_compiler(cc: Option<&OsStr>, path: &OsStr) -> bool {
     let runs = |file: PathBuf| access(file, Access::EXEC_OK).is_ok();
     cc.is_some_and(|name| !name.is_empty())
@@ -193,7 +193,7 @@ fn has_c_compiler(cc: Option<&OsStr>, path: &OsStr) -> bool {
             .any(|folder| ["clang", "gcc"].map(|name| folder.join(name)).into_iter().any(runs))
 }
 
-/// The driver's names of the GPUs.
+/// The names of the GPUs as the driver reports them.
 fn gpu_names(folder: &Path) -> Vec<String> {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let name = |path: &Path| {

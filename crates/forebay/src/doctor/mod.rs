@@ -20,7 +20,7 @@ pub(crate) struct DoctorFlags {
     /// problem), `says` and `advice`.
     #[arg(long)]
     json: bool,
-    /// Do not ask the hub.
+    /// Do not contact the hub.
     #[arg(long)]
     offline: bool,
     /// Folder for downloads [default: the hub's own cache].
@@ -47,9 +47,9 @@ struct Finding {
 #[serde(rename_all = "lowercase")]
 enum State {
     Ok,
-    /// The machine can serve, but other settings or parts would be better.
+    /// The machine can serve; other settings or components would be better.
     Note,
-    /// The machine does not serve.
+    /// The machine can't serve.
     Problem,
 }
 
@@ -89,7 +89,7 @@ pub(crate) fn run(flags: &DoctorFlags) -> Result<()> {
     }
 }
 
-/// A line for each finding, and one with advice.
+/// Formats each finding as a line, followed by a line with its advice if there is any.
 fn text(findings: &[Finding]) -> String {
     let width = findings.iter().map(|finding| finding.what.len()).max().unwrap_or_default();
     let mut text = String::new();

@@ -1,4 +1,4 @@
-//! Python, the caches and the hub.
+//! Findings about Python, the caches and the hub.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -12,11 +12,11 @@ use super::Finding;
 use crate::gpus::Gpus;
 use crate::{models, python};
 
-/// Less room than this is for few models.
+/// With less free disk space than this, few models can be stored.
 const LITTLE_ROOM: u64 = 2_000_000_000;
-/// The hub should have answered by then.
+/// The longest time to wait for the hub's response.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// The packages that PyTorch's hand imports.
+/// The packages that the PyTorch hand imports.
 const NEEDED: &str = "torch, numpy, safetensors, tokenizers, gguf";
 
 /// The output of `python -m forebay.installed`.
@@ -30,7 +30,7 @@ struct Installed {
     gguf: Option<String>,
 }
 
-/// Everything that is installed, kept or asked.
+/// Findings about installed packages, the caches, and the hub.
 pub(super) fn findings(python: &Path, settings: &Settings) -> Vec<Finding> {
     let mut findings = interpreter(python, Gpus::find().any());
     findings.push(cache("models", &settings.hub_cache, "HF_HOME"));
@@ -39,8 +39,8 @@ pub(super) fn findings(python: &Path, settings: &Settings) -> Vec<Finding> {
     findings
 }
 
-/// Python or a part of it is missing or too old. A GPU needs PyTorch's hand, and a processor has
-/// the Rust hand.
+/// A finding that Python or a package is missing or too old. It is a problem if there is a GPU,
+/// which needs the PyTorch hand. Otherwise it is a note, because the Rust hand serves on CPUs.
 fn lacking(what: &'static str, says: &str, advice: impl Into<String>, gpu: bool) -> Finding {
     if gpu {
         return Finding::problem(what, says, advice);

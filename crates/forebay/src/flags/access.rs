@@ -1,4 +1,4 @@
-//! Flags about hosts, web pages and keys that may use the server.
+//! Flags about the hosts, web pages and API keys that may use the server.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use anyhow::{Context, Result, bail};
 use clap::Args;
 use forebay_server::{Access, Keys, Tls, TrustedProxies};
 
-/// Host names that only reach this machine.
+/// Host names that always mean this machine.
 const LOCAL_HOSTS: [&str; 3] = ["localhost", "127.0.0.1", "::1"];
 
 #[derive(Debug, Args)]
@@ -18,19 +18,19 @@ pub(crate) struct AccessFlags {
     /// command lines.
     #[arg(long, value_name = "KEY", env = "FOREBAY_API_KEY", hide_env_values = true)]
     pub(crate) api_key: Vec<String>,
-    /// File with API keys, one a line.
+    /// File with API keys, one per line.
     #[arg(long, value_name = "FILE")]
     pub(crate) api_key_file: Option<PathBuf>,
     /// Key for administrative routes: draining, flushing, /server_info, /v1/loads. Without an admin
     /// key, any API key suffices.
     #[arg(long, value_name = "KEY", env = "FOREBAY_ADMIN_API_KEY", hide_env_values = true)]
     pub(crate) admin_api_key: Vec<String>,
-    /// File with admin keys, one a line.
+    /// File with admin keys, one per line.
     #[arg(long, value_name = "FILE")]
     pub(crate) admin_api_key_file: Option<PathBuf>,
     /// Host names that requests may use, comma-separated. `*.example.com` matches subdomains, `*`
-    /// any name. [default: any; without keys on a loopback address only that address and localhost,
-    /// against DNS rebinding]
+    /// any name. [default: any; for a server without API keys on a loopback address, only that
+    /// address and localhost, which prevents DNS rebinding]
     #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
     pub(crate) allowed_hosts: Vec<String>,
     /// Origins of web pages that may send requests, such as `https://chat.example.com`,
@@ -44,27 +44,27 @@ pub(crate) struct AccessFlags {
     /// `unix` for clients of a Unix socket; comma-separated.
     #[arg(long, value_name = "LIST", default_value = "", hide_default_value = true)]
     pub(crate) trusted_proxies: TrustedProxies,
-    /// Certificate with its chain, as PEM. It turns encryption (TLS) on.
+    /// Certificate with its chain, as PEM. Turns on encryption (TLS).
     #[arg(long, value_name = "FILE", requires = "ssl_keyfile")]
     pub(crate) ssl_certfile: Option<PathBuf>,
-    /// Key of the certificate, as unencrypted PEM.
+    /// Private key of the certificate, as unencrypted PEM.
     #[arg(long, value_name = "FILE", requires = "ssl_certfile")]
     pub(crate) ssl_keyfile: Option<PathBuf>,
 }
 
 impl AccessFlags {
-    /// Keys for the model's use.
+    /// The API keys, for requests to the model.
     pub(crate) fn keys(&self) -> Result<Keys> {
         keys("--api-key", &self.api_key, self.api_key_file.as_deref()).map(Keys::new)
     }
 
-    /// Keys for the rest.
+    /// The admin keys, for all other routes.
     pub(crate) fn admin_keys(&self) -> Result<Keys> {
         keys("--admin-api-key", &self.admin_api_key, self.admin_api_key_file.as_deref())
             .map(Keys::new)
     }
 
-    /// A warning if clients may use operators' routes.
+    /// Returns a warning if all clients may use the administrative routes.
     pub(crate) fn shared_administration(keys: &Keys, admin_keys: &Keys) -> Option<&'static str> {
         (keys.len() > 1 && admin_keys.is_empty()).then_some(
             "without --admin-api-key each of the API keys can drain and flush the server, and read \
@@ -72,12 +72,13 @@ impl AccessFlags {
         )
     }
 
-    /// The access rules of a server. `loopback` is its address if it listens on nothing else.
+    /// The access rules of a server. `loopback` is the server's address if only this machine can
+    /// reach it.
     pub(crate) fn access(&self, loopback: Option<&str>, keys: &Keys) -> Access {
         access(&self.allowed_hosts, &self.allowed_origins, loopback.filter(|_| keys.is_empty()))
     }
 
-    /// The certificate, where there is one.
+    /// The certificate; `None`: no certificate was given.
     pub(crate) fn tls(&self) -> Result<Option<Tls>> {
         let (Some(certificate), Some(key)) = (&self.ssl_certfile, &self.ssl_keyfile) else {
             return Ok(None);
@@ -90,7 +91,7 @@ impl AccessFlags {
 }
 
 /// The access rules for hosts and pages. `local` is the address of a server without keys that only
-/// this machine can reach, which has to be protected from web pages.
+/// this machine can reach. Such a server has to be protected from web pages.
 pub(crate) fn access(hosts: &[String], origins: &[String], local: Option<&str>) -> Access {
     let allowed_hosts = match (hosts, local) {
         ([], None) => None,
@@ -106,7 +107,7 @@ pub(crate) fn access(hosts: &[String], origins: &[String], local: Option<&str>) 
     }
 }
 
-/// Keys given by a flag, its environment variable or a file.
+/// The keys given by a flag, its environment variable or its file.
 pub(crate) fn keys(flag: &str, given: &[String], file: Option<&Path>) -> Result<Vec<String>> {
     let mut all = given.to_vec();
     if let Some(file) = file {
@@ -118,7 +119,8 @@ pub(crate) fn keys(flag: &str, given: &[String], file: Option<&Path>) -> Result<
         }
         all.extend(lines.into_iter().map(str::to_owned));
     }
-    // A key that cannot be sent would lock all clients out, and an empty one would admit all.
+    // A key that can't be sent in a header would lock all clients out; an empty key would admit all
+    // clients.
     if all.iter().any(|key| key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic())) {
         bail!(
             "{flag}: a key is made of at least one letter, digit or sign of ASCII, without spaces"
@@ -127,7 +129,7 @@ pub(crate) fn keys(flag: &str, given: &[String], file: Option<&Path>) -> Result<
     Ok(all)
 }
 
-/// Flags among `arguments` whose value is a secret.
+/// Returns the flags in `arguments` whose values are secrets.
 pub(crate) fn visible_keys(arguments: impl IntoIterator<Item = String>) -> Vec<&'static str> {
     let given: Vec<String> = arguments.into_iter().collect();
     let is = |flag: &str| {

@@ -20,14 +20,14 @@ pub(crate) struct AdapterFlags {
     /// Adapters to load at start, named after their files without the extension.
     #[arg(long, value_name = "FILE")]
     pub(crate) lora: Vec<PathBuf>,
-    /// Largest number of different adapters in a step. Memory for them is reserved.
+    /// Largest number of different adapters in a step. Device memory is reserved for all of them.
     #[arg(long, visible_alias = "max-loras-per-batch", default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub(crate) max_loras: u32,
-    /// The largest rank of an adapter.
+    /// Largest rank of an adapter.
     #[arg(long, default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) max_lora_rank: u32,
-    /// Number of further adapters that stay in host memory. Others are read from disk again when a
-    /// request names them.
+    /// Number of further adapters that are kept in host memory. All other adapters are read from
+    /// disk again when a request names them.
     #[arg(long, visible_alias = "max-loaded-loras", default_value_t = 32, value_parser = clap::value_parser!(u32).range(0..=1024))]
     pub(crate) max_cpu_loras: u32,
     /// Folder from which clients with an admin key may load adapters at run time. If no admin key
@@ -55,7 +55,7 @@ impl AdapterFlags {
     /// The adapters to load at the start, with their names.
     ///
     /// # Errors
-    /// One has no name or no path.
+    /// An entry has no name or no path.
     pub(crate) fn named(&self) -> Result<Vec<(String, PathBuf)>> {
         let modules = self.lora_modules.iter().map(|module| {
             if module.trim_start().starts_with('{') {

@@ -1,4 +1,4 @@
-//! Flags about files of requests that clients send.
+//! Flags about the store of batch files.
 
 use std::path::PathBuf;
 
@@ -12,20 +12,20 @@ pub(crate) struct BatchFlags {
     /// restart. Without the flag both routes are off.
     #[arg(long, value_name = "DIR")]
     pub(crate) batch_dir: Option<PathBuf>,
-    /// The largest number of bytes of all files.
+    /// Largest total size of all files in bytes.
     #[arg(long, default_value_t = BatchConfig::default().batch_max_bytes, value_name = "BYTES", requires = "batch_dir")]
     batch_max_bytes: u64,
-    /// Largest total size of an API key's files in bytes, including answers.
+    /// Largest total size of the files of one API key in bytes, including output files.
     #[arg(long, default_value_t = BatchConfig::default().batch_key_bytes, value_name = "BYTES", requires = "batch_dir")]
     batch_key_bytes: u64,
     /// Largest size in bytes of a file that a client uploads.
     #[arg(long, default_value_t = BatchConfig::default().batch_max_file_bytes, value_name = "BYTES", requires = "batch_dir")]
     batch_max_file_bytes: u64,
-    /// The largest number of requests of a batch.
+    /// Largest number of requests in a batch.
     #[arg(long, default_value_t = BatchConfig::default().batch_max_requests, value_name = "N", requires = "batch_dir")]
     batch_max_requests: u64,
-    /// Largest number of batch requests that are computed at a time [default: twice as many as the
-    /// server runs].
+    /// Largest number of batch requests that run or wait in the queue at the same time [default:
+    /// for each replica, twice --max-running-requests, but at most --max-queued-requests].
     #[arg(long, value_name = "N", requires = "batch_dir", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     batch_concurrency: Option<u32>,
     /// Seconds for which files and finished batches are kept.
@@ -34,8 +34,8 @@ pub(crate) struct BatchFlags {
 }
 
 impl BatchFlags {
-    /// The bounds of the store; `None`: there is no store. A line may have `longest_line` bytes.
-    /// `usual` requests are computed at a time unless the flag is given.
+    /// The bounds of the store; `None`: there is no store. A line may have `longest_line` bytes. If
+    /// `batch_concurrency` is not set, `usual` requests are in flight at the same time.
     pub(crate) fn store(&self, longest_line: usize, usual: usize) -> Option<BatchConfig> {
         Some(BatchConfig {
             batch_dir: self.batch_dir.clone()?,

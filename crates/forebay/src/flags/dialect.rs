@@ -1,4 +1,4 @@
-//! Flags about how the model writes.
+//! Flags about the format of tool calls and reasoning.
 
 use clap::Args;
 

@@ -7,24 +7,25 @@ use clap::Args;
 use forebay_engine::DraftConfig;
 use serde::Deserialize;
 
-/// The largest number of drafts of a row.
+/// The largest number of draft tokens per row.
 const MOST_DRAFTS: u32 = 32;
-/// The default number of the hand's own drafts, each of which takes a forward pass.
+/// The default number of drafts that the hand computes itself. Each takes a forward pass.
 const HAND_DRAFTS: u32 = 3;
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Speculation")]
 pub(crate) struct DraftFlags {
     /// Source of draft tokens for speculative decoding: `auto`, `none`, `ngram`, `draft_model`
-    /// (`STANDALONE`), `eagle3`, or `mtp` (`NEXTN`, `EAGLE`). `ngram` takes drafts from earlier
-    /// text of the prompt and the answer, from OpenAI's `prediction`, and from tokens that a
-    /// grammar forces. A step uses them only as far as their measured time pays off. Drafts of
-    /// models and heads are always verified. Drafts never change the output. `auto` is `ngram`
-    /// with the Rust hand, and else `none` [default: auto; with a draft model draft_model].
+    /// (SGLang: `STANDALONE`), `eagle3`, or `mtp` (SGLang: `NEXTN`, `EAGLE`). `ngram` takes drafts
+    /// from earlier text of the prompt and the answer, from OpenAI's `prediction`, and from tokens
+    /// that a grammar forces. A step verifies n-gram drafts only while the expected gain exceeds
+    /// the measured cost; drafts of models and heads are always verified. Drafts never change the
+    /// output. `auto` is `ngram` with the Rust hand, otherwise `none` [default: auto, or
+    /// draft_model with a draft model].
     #[arg(long, visible_alias = "spec-type", value_name = "NAME")]
     pub(crate) speculative_algorithm: Option<DraftAlgorithm>,
-    /// Largest number of drafts for a request in a step, at least 1 and at most 32 [default: 8;
-    /// with a draft model or head 3].
+    /// Largest number of draft tokens for a request in a step; numbers above 32 count as 32
+    /// [default: 8, or 3 with a draft model or head].
     #[arg(
         long,
         visible_aliases = ["draft-max", "num-speculative-tokens"],
@@ -37,11 +38,11 @@ pub(crate) struct DraftFlags {
     #[arg(long, value_name = "MODEL")]
     pub(crate) speculative_draft_model_path: Option<String>,
     /// SGLang's flag for the number of drafts of a head. It overrides
-    /// --speculative-num-draft-tokens, which in SGLang counts one token more.
+    /// --speculative-num-draft-tokens, which in SGLang is larger by one.
     #[arg(long, value_name = "STEPS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) speculative_num_steps: Option<u32>,
-    /// Number of tokens that SGLang's heads draft for a position. Only 1 is supported, because
-    /// drafts are chains.
+    /// Number of alternative tokens that SGLang's heads draft for a position. Only 1 is supported,
+    /// because drafts are chains.
     #[arg(long, value_name = "TOKENS", value_parser = chain)]
     pub(crate) speculative_eagle_topk: Option<u32>,
     /// vLLM's form of these settings, as a JSON object: method (`ngram`, `draft_model`, `eagle3`,
@@ -59,47 +60,47 @@ pub(crate) struct DraftFlags {
         ]
     )]
     pub(crate) speculative_config: Option<SpeculativeConfig>,
-    /// Memory in MiB per model for a shared history of answers, in which `ngram` finds drafts for
-    /// other requests too [default: none]. Requests share it only within the same `cache_salt`, and
-    /// the same API key unless keys share the cache. The speed of an answer can then reveal earlier
-    /// answers.
+    /// Memory in MiB per model for a shared history of answers, from which `ngram` also drafts for
+    /// other requests [default: none]. Requests share it only within the same `cache_salt` and,
+    /// without --share-cache-across-keys, the same API key. With a shared history, the speed of an
+    /// answer can reveal earlier answers.
     #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
     pub(crate) speculative_shared_history: Option<u32>,
-    /// For measurements: verify every draft, even if its time does not pay off.
+    /// For measurements: verify every draft, even if verification costs more time than it saves.
     #[arg(long)]
     pub(crate) speculative_unpriced: bool,
 }
 
-/// A source of drafts.
+/// The source of draft tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(try_from = "String")]
 pub(crate) enum DraftAlgorithm {
-    /// `Ngram` where it was measured to cost nothing, else `None`.
+    /// `Ngram` where measurements found that drafts cost nothing, else `None`.
     Auto,
     /// No drafts.
     None,
-    /// Earlier occurrences of the last tokens.
+    /// Tokens that followed earlier occurrences of the last tokens.
     Ngram,
-    /// Another model of the same vocabulary.
+    /// A separate model with the same vocabulary.
     Model,
-    /// A head that reads hidden states of several layers, in files of its own.
+    /// A head in separate files that reads hidden states of several layers.
     Eagle3,
-    /// The layer after the model's last one.
+    /// The model's MTP layer, which follows its last regular layer.
     Mtp,
 }
 
-/// The hand's own drafts.
+/// The source of the drafts that the hand computes itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum HandDrafts<'a> {
-    /// A model of this name.
+    /// A draft model of this name.
     Model(&'a str),
-    /// A head of this name.
+    /// An EAGLE-3 head of this name.
     Eagle3(&'a str),
-    /// A layer of the model.
+    /// The model's MTP layer.
     Mtp,
 }
 
-/// vLLM's names of MTP by family.
+/// vLLM's names for MTP, by model family.
 const MTP_OF_FAMILIES: [&str; 11] = [
     "deepseek_mtp",
     "ernie_mtp",
@@ -119,7 +120,7 @@ impl FromStr for DraftAlgorithm {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        // llama.cpp takes a list here, and vLLM's older names are in brackets.
+        // llama.cpp accepts a list here, and vLLM's older names are in square brackets.
         let name = name.to_ascii_lowercase();
         if name == "auto" {
             return Ok(Self::Auto);
@@ -133,7 +134,7 @@ impl FromStr for DraftAlgorithm {
                 "ngram" | "suffix" | "prompt-lookup" | "ngram-simple" | "ngram-map-k"
                 | "ngram-map-k4v" | "ngram-mod" | "ngram-cache" => found = Self::Ngram,
                 "eagle3" | "draft-eagle3" => found = Self::Eagle3,
-                // SGLang's EAGLE, for a model with such a layer.
+                // SGLang's EAGLE, for a model with an MTP layer.
                 "mtp" | "nextn" | "eagle" | "draft-mtp" => found = Self::Mtp,
                 name if MTP_OF_FAMILIES.contains(&name) => found = Self::Mtp,
                 "medusa" | "mlp_speculator" | "dflash" => {
@@ -163,10 +164,10 @@ impl TryFrom<String> for DraftAlgorithm {
 #[serde(deny_unknown_fields)]
 pub(crate) struct SpeculativeConfig {
     method: Option<DraftAlgorithm>,
-    /// The draft model; or the method in brackets.
+    /// The draft model, or vLLM's older method name in square brackets.
     model: Option<String>,
     num_speculative_tokens: Option<u32>,
-    /// Accepted without effect: the price of a draft decides, whatever the match length.
+    /// Accepted without effect: the expected gain of a draft decides, whatever the match length.
     #[serde(rename = "prompt_lookup_min")]
     _prompt_lookup_min: Option<u32>,
     #[serde(rename = "prompt_lookup_max")]
@@ -199,7 +200,8 @@ impl DraftFlags {
         ChosenDrafts { algorithm, most: most.map(|most| most.min(MOST_DRAFTS)), model }
     }
 
-    /// The drafts of the engine, if there are any. `usual`: `auto` turns them on.
+    /// The engine's settings for drafts; `None`: drafts are off. `usual`: whether `auto` turns
+    /// drafts on.
     ///
     /// # Errors
     /// A flag sets a parameter of drafts that are off.
@@ -243,10 +245,11 @@ impl DraftFlags {
         Ok(None)
     }
 
-    /// The source and the largest number of the hand's own drafts, if there are any.
+    /// The source and the largest number of the drafts that the hand computes; `None`: it computes
+    /// none.
     ///
     /// # Errors
-    /// A path is missing, or not allowed.
+    /// A path is missing, or given for a source that takes none.
     pub(crate) fn of_hand(&self) -> Result<Option<(HandDrafts<'_>, u32)>> {
         let ChosenDrafts { algorithm, most, model } = self.chosen();
         let source = match (algorithm, model) {

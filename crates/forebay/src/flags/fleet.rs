@@ -1,4 +1,4 @@
-//! Flags for several models in one server, which concern all of them.
+//! Flags of a server with several models that concern the server as a whole.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -27,20 +27,21 @@ pub(crate) struct FleetFlags {
     /// share of free memory given by --mem-fraction-static].
     #[arg(long, value_name = "GB", value_parser = gigabytes)]
     pub(crate) models_memory: Option<u64>,
-    /// Largest number of requests that wait for one model to load. More are answered 503.
+    /// Largest number of requests that wait for one model to load. Further requests are answered
+    /// 503.
     #[arg(long, value_name = "REQUESTS", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) models_queue: u32,
-    /// Seconds for which a model stays in memory before another may replace it; at least as long as
-    /// loading it took.
+    /// Seconds for which a loaded model stays in memory before another may replace it; at least the
+    /// time that loading took.
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
     pub(crate) models_min_stay: Duration,
-    /// Seconds without a request after which a model sleeps: its hands end, and the next request
+    /// Seconds without a request after which a model sleeps: its hands exit, and the next request
     /// starts them again [default: never].
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) sleep_idle_seconds: Option<Duration>,
 }
 
-/// The flags about several models, by their ids.
+/// The ids of the flags about several models.
 pub(crate) fn fleet_flags() -> BTreeSet<String> {
     ids(&FleetFlags::augment_args(Command::new("serve")))
 }
@@ -49,8 +50,8 @@ fn ids(command: &Command) -> BTreeSet<String> {
     command.get_arguments().map(|argument| argument.get_id().to_string()).collect()
 }
 
-/// The flags of the server: whole groups, and single flags of other groups. All other flags belong
-/// to a model.
+/// The ids of the server's flags: whole groups, and single flags of other groups. All other flags
+/// belong to a model.
 pub(crate) fn server_flags() -> BTreeSet<String> {
     const SINGLE: [&str; 11] = [
         "receive_timeout",

@@ -1,29 +1,29 @@
 //! Flags of vLLM, SGLang, llama-server and Ollama that `forebay serve` does not declare itself, and
-//! those of other routers. Each maps to one of our flags, is not needed, or belongs to a feature
-//! that Forebay lacks.
+//! flags of other routers. Each flag is translated to one of ours, dropped as unnecessary, or
+//! refused because Forebay lacks the feature.
 //!
-//! Command lines are copied from other servers. So flags of this table get specific answers, where
+//! Users copy command lines from other servers. So flags in this table get specific messages, where
 //! the parser's suggestions ("did you mean --trusted-proxies") would not help.
 
 use std::ffi::OsString;
 
-/// The meaning of a flag of another server.
+/// How a flag of another server is handled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Meaning {
-    /// Our flag with the same meaning. It takes a value.
+    /// Replaced by this flag of ours, which has the same meaning and takes a value.
     Same(&'static str),
-    /// The flag is dropped, because of this.
+    /// The flag is dropped, for this reason.
     Unneeded(&'static str),
-    /// The server does not start, because of this.
+    /// The server does not start, for this reason.
     Missing(&'static str),
 }
 use Meaning::{Missing, Same, Unneeded};
 
 /// A flag of another server.
 struct Foreign {
-    /// The flag, with its dashes, in all spellings.
+    /// All spellings of the flag, with dashes.
     names: &'static [&'static str],
-    /// True if a value follows.
+    /// True if the flag takes a value.
     value: bool,
     meaning: Meaning,
 }
@@ -48,7 +48,7 @@ const MAPPED: &str = "a CPU's packed weights are read once and kept in memory";
 const OFFLOAD: &str = "a model is on one kind of device: --device cpu or --device cuda";
 
 const FLAGS: &[Foreign] = &[
-    // vLLM and SGLang
+    // Flags of vLLM and SGLang.
     switch(&["--trust-remote-code"], Unneeded(FILES)),
     switch(
         &["--disable-log-requests", "--no-enable-log-requests"],
@@ -153,7 +153,7 @@ const FLAGS: &[Foreign] = &[
     value(&["--dp", "-dp"], Same("--dp-size")),
     value(&["--random-seed"], Same("--seed")),
     value(&["--base-gpu-id"], Missing("CUDA_VISIBLE_DEVICES chooses the GPUs")),
-    // llama-server
+    // Flags of llama-server.
     value(&["-m", "--model"], Same("--model-path")),
     value(&["-hf", "-hfr", "--hf-repo"], Same("--model-path")),
     value(&["-a", "--alias"], Same("--served-model-name")),
@@ -248,7 +248,8 @@ const ROUTER_FLAGS: &[Foreign] = &[
     ),
 ];
 
-/// Names of data types without kernels here, which command lines for older GPUs use.
+/// Names of float16, for which Forebay has no kernels. Command lines for older GPUs contain these
+/// names.
 const HALF: [&str; 4] = ["half", "float16", "fp16", "f16"];
 const NO_HALF: &str = "--dtype: float16 is not computed here, so it is --dtype auto";
 
@@ -256,15 +257,15 @@ const NO_HALF: &str = "--dtype: float16 is not computed here, so it is --dtype a
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Translated {
     pub(crate) arguments: Vec<OsString>,
-    /// A line for each flag that was dropped.
+    /// One line for each flag that was dropped.
     pub(crate) notes: Vec<String>,
 }
 
-/// Translates the arguments of `forebay serve` and `forebay route`; those of other commands are
+/// Translates the arguments of `forebay serve` and `forebay route`. Arguments of other commands are
 /// unchanged.
 ///
 /// # Errors
-/// One line for each flag of a feature that Forebay lacks.
+/// Some flags belong to features that Forebay lacks; the message has one line for each.
 pub(crate) fn translate(arguments: impl Iterator<Item = OsString>) -> Result<Translated, String> {
     let mut arguments = arguments.peekable();
     let mut found = Translated { arguments: Vec::new(), notes: Vec::new() };
@@ -322,7 +323,7 @@ pub(crate) fn translate(arguments: impl Iterator<Item = OsString>) -> Result<Tra
     if missing.is_empty() { Ok(found) } else { Err(missing.join("\n")) }
 }
 
-/// True for a flag, but not for a negative number, which may be a value.
+/// True if the argument is a flag. A negative number is not a flag, because it may be a value.
 fn is_flag(argument: &OsString) -> bool {
     argument.to_str().is_some_and(|text| text.starts_with('-') && text.parse::<f64>().is_err())
 }

@@ -1,4 +1,4 @@
-//! Flags about the form of answers.
+//! Flags about structured output.
 
 use std::num::NonZeroUsize;
 use std::time::Duration;
@@ -10,7 +10,8 @@ use forebay_machine::Processors;
 
 use super::duration::seconds;
 
-/// One mask thread for this many cores: only with many cores do masks delay a step.
+/// The default is one mask thread for this many cores, because masks delay steps only on machines
+/// with many cores.
 const CORES_A_HELPER: usize = 8;
 const MOST_HELPERS: usize = 8;
 
@@ -18,41 +19,42 @@ const MOST_HELPERS: usize = 8;
 #[command(next_help_heading = "Structured output")]
 pub(crate) struct GrammarFlags {
     /// Disable structured output: requests with `response_format` and similar parameters are
-    /// answered 400. Saves the memory of the vocabulary's trie.
+    /// answered 400. This saves the memory of the vocabulary's trie.
     #[arg(long)]
     pub(crate) no_grammar: bool,
-    /// Threads that compile schemas and grammars.
+    /// Number of threads that compile schemas and grammars.
     #[arg(long, value_name = "N", default_value = "1")]
     pub(crate) grammar_threads: NonZeroUsize,
-    /// Seconds that a schema or grammar may take to compile before it is refused.
+    /// Longest time in seconds to compile a schema or grammar. Slower ones are refused.
     #[arg(long, value_name = "SECONDS", default_value = "2", value_parser = seconds)]
     pub(crate) grammar_timeout: Duration,
-    /// Size in bytes of the cache of compiled schemas and grammars. While several clients use it,
-    /// one may have at most half.
+    /// Size in bytes of the cache of compiled schemas and grammars. While several clients use the
+    /// cache, each client may fill at most half of it.
     #[arg(long, value_name = "BYTES", default_value_t = GrammarConfig::default().grammar_cache_bytes)]
     pub(crate) grammar_cache_bytes: usize,
     /// Number of threads that compute token masks besides the engine thread. They compute expensive
-    /// masks, and cheap ones if a step has more than eight [default: one for every 8 cores, at
-    /// least one].
+    /// masks, and also cheap masks if a step has more than eight of these [default: one for every 8
+    /// cores, from 1 to 8].
     #[arg(long, value_name = "N")]
     pub(crate) mask_threads: Option<NonZeroUsize>,
     /// Longest wait of a step for token masks, as a percentage of the step's time, but at least 2
     /// and at most 20 milliseconds. A request whose mask is late gets no token in this step.
     #[arg(long, value_name = "PERCENT", default_value_t = EngineConfig::default().mask_share, value_parser = clap::value_parser!(u32).range(1..=100))]
     pub(crate) mask_share: u32,
-    /// Accept schemas of which only a part can be enforced: unknown keywords are ignored, and
-    /// `oneOf` is read as `anyOf`.
+    /// Accept schemas that can be enforced only partly: unknown keywords are ignored, and `oneOf`
+    /// is treated as `anyOf`.
     #[arg(long)]
     pub(crate) grammar_lenient: bool,
 }
 
 impl GrammarFlags {
-    /// True if grammars are compiled. A pooling model generates no answers.
+    /// True if grammars are compiled. `pools`: the model is a pooling model, which generates no
+    /// answers.
     pub(crate) fn wanted(&self, pools: bool) -> bool {
         !self.no_grammar && !pools
     }
 
-    /// The compiler of forms.
+    /// The settings of the grammar compiler.
     pub(crate) fn compiler(&self) -> GrammarConfig {
         GrammarConfig {
             grammar_threads: self.grammar_threads.get(),
@@ -63,7 +65,7 @@ impl GrammarFlags {
         }
     }
 
-    /// Threads that fill masks.
+    /// The number of threads that fill masks.
     pub(crate) fn helpers(&self, processors: &Processors) -> usize {
         let usual = (processors.threads() / CORES_A_HELPER).clamp(1, MOST_HELPERS);
         self.mask_threads.map_or(usual, NonZeroUsize::get)

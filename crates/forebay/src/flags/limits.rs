@@ -4,15 +4,15 @@ use clap::Args;
 use forebay_machine::MachineMemory;
 use forebay_server::ServerConfig;
 
-/// The smallest default for all requests together: a thousand chats, or a few of the largest
-/// bodies.
+/// The smallest default of the memory budget: enough for a thousand chats, or for a few of the
+/// largest bodies.
 const LEAST: usize = 1 << 30;
-/// The upper limit, for machines with much memory.
+/// The largest default, for machines with much memory.
 const MOST: usize = 16 << 30;
-/// The share of the memory between the two.
+/// Between these bounds, the default is the memory divided by this.
 const SHARE: usize = 8;
-/// At most one part in this many of the memory, even below that minimum, because a hand's weights
-/// and pages are in the same memory.
+/// The default is at most the memory divided by this, even below the minimum, because a hand's
+/// weights and pages are in the same memory.
 const LARGEST_SHARE: usize = 4;
 
 #[derive(Debug, Args)]
@@ -25,8 +25,8 @@ pub(crate) struct LimitFlags {
     #[arg(long, default_value_t = ServerConfig::default().max_json_bytes)]
     pub(crate) max_json_bytes: usize,
     /// Memory budget in bytes for all requests together, including bodies and expected output.
-    /// Beyond it new requests get 429 [default: an eighth of the memory that the process may use,
-    /// from 1 to 16 GiB, but at most a quarter].
+    /// Requests beyond the budget get 429 [default: an eighth of the memory that the process may
+    /// use, from 1 to 16 GiB, but at most a quarter of that memory].
     #[arg(long)]
     max_request_bytes_in_flight: Option<usize>,
 }

@@ -1,4 +1,4 @@
-//! The addresses to listen on, and the number of connections.
+//! Flags about the addresses to listen on and the number of connections.
 
 use std::path::PathBuf;
 
@@ -16,13 +16,13 @@ pub(crate) struct ListenFlags {
     /// Unix socket to listen on, instead of an address and port. A stale socket is replaced.
     #[arg(long, value_name = "PATH", conflicts_with = "host")]
     pub(crate) uds: Option<PathBuf>,
-    /// Further port of the same address, only for /livez, /health and /metrics. It has a thread of
-    /// its own, and no TLS.
+    /// Second port at the same address, only for /livez, /health and /metrics. A separate thread
+    /// serves it, without TLS.
     #[arg(long, value_name = "PORT", conflicts_with = "uds")]
     pub(crate) health_port: Option<u16>,
-    /// Largest number of connections at a time. At the limit, the longest idle one is closed; if
-    /// none is idle, new ones get 503 [default: what the limit of open files allows, at most
-    /// 65536].
+    /// Largest number of simultaneous connections. At the limit, the longest idle connection is
+    /// closed; if none is idle, new connections get 503 [default: what the limit of open files
+    /// allows, at most 65536].
     #[arg(long, value_name = "CONNECTIONS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) max_connections: Option<u32>,
 }

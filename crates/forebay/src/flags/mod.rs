@@ -1,5 +1,4 @@
-//! The flags of `serve`, as typed. Defaults that depend on the model or machine are resolved
-//! elsewhere: see `resolve`.
+//! The flags of `serve`, as typed. `resolve` derives defaults that depend on the model or machine.
 
 mod access;
 mod adapters;
@@ -59,12 +58,12 @@ pub(crate) use windows::WindowFlags;
 
 #[derive(Debug, Args)]
 pub(crate) struct ServeFlags {
-    /// `smollm2` (the embedded default), a hub id (org/name, org/name@revision, org/name:Q4_K_M or
-    /// org/name/file.gguf), a directory, or a .gguf file. If several are given, each is loaded when
-    /// a request names it.
+    /// `smollm2` (SmolLM2-135M-Instruct), a hub id (org/name, org/name@revision, org/name:Q4_K_M or
+    /// org/name/file.gguf), a directory, or a .gguf file. If several models are given, each is
+    /// loaded when a request names it.
     #[arg(value_name = "MODEL", required_unless_present_any = ["model_path", "models_dir", "models_config"])]
     pub(crate) model: Vec<String>,
-    /// MODEL, in SGLang's spelling.
+    /// SGLang's flag for MODEL.
     #[arg(long, value_name = "MODEL", conflicts_with = "model")]
     pub(crate) model_path: Option<String>,
     #[command(flatten)]
@@ -118,7 +117,8 @@ pub(crate) struct ServeFlags {
 }
 
 impl ServeFlags {
-    /// Flags about arithmetic and memory, which have no effect on a simulated device.
+    /// The given flags that have no effect on a simulated device: those about arithmetic and
+    /// memory.
     pub(crate) fn without_effect_on_sim(&self) -> Vec<&'static str> {
         [
             ("--dtype", self.loading.dtype != Dtype::Auto),
@@ -135,7 +135,7 @@ impl ServeFlags {
         .collect()
     }
 
-    /// The model as typed, in either spelling.
+    /// The model as typed, as MODEL or with --model-path.
     pub(crate) fn model_name(&self) -> Option<&str> {
         self.named().next()
     }
@@ -160,32 +160,33 @@ impl ServeFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "HTTP")]
 pub(crate) struct HttpFlags {
-    /// Names by which requests may call the model; lists show the first [default: the model's own
-    /// name, and MODEL].
+    /// Names by which requests may call the model. The first is the name in logs, and in answers to
+    /// requests that name no model [default: the model's own name, and MODEL].
     #[arg(long, num_args = 1..)]
     pub(crate) served_model_name: Vec<String>,
     /// Answer 400 to requests with a parameter that has no effect. Without the flag, the header
     /// x-forebay-ignored names such parameters.
     #[arg(long)]
     pub(crate) strict_params: bool,
-    /// Serve no page at `/`. Its routes remain.
+    /// Do not serve the web page at `/`. The API routes that the page uses remain.
     #[arg(long)]
     pub(crate) no_webui: bool,
     /// Let requests that arrive while the model loads wait for it. Without the flag they are
     /// answered 503.
     #[arg(long)]
     pub(crate) queue_while_loading: bool,
-    /// Seconds that a request's head may take to arrive, and then its body. An idle connection is
-    /// closed after the same time.
+    /// Longest time in seconds for a request's head to arrive, and again for its body. An idle
+    /// connection is closed after the same time.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) receive_timeout: Duration,
-    /// Seconds after which a client that reads nothing is disconnected, and its request aborted.
+    /// Seconds after which a client that does not read is disconnected, and its request aborted.
     #[arg(long, default_value = "60", value_parser = seconds)]
     pub(crate) send_timeout: Duration,
-    /// Largest number of unread bytes of an answer; beyond it, the answer ends with an error.
+    /// Largest number of bytes of an answer that the client has not read; beyond it, the stream
+    /// ends with an error.
     #[arg(long, default_value_t = ServerConfig::default().max_unread_bytes)]
     pub(crate) max_unread_bytes: usize,
-    /// Number of threads that parse requests, and write heads and ends of answers.
+    /// Number of threads that parse requests, and write the heads and ends of responses.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) http_threads: u16,
     /// Number of threads that detokenise and write streams [default: 1, and one more for every 16
@@ -193,16 +194,16 @@ pub(crate) struct HttpFlags {
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) egress_threads: Option<u16>,
     /// Threads that write a stream's chunks. `direct`: the egress threads. `tasks`: connection
-    /// tasks, woken for pending chunks. `naive`: connection tasks, woken for every token. The last
-    /// two are for measurements.
+    /// tasks, which wake when chunks are pending. `naive`: connection tasks, which wake for every
+    /// token. The last two are for measurements.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) egress: Egress,
-    /// Tokens in a chunk of a stream; requests may override it. The first token and the end are not
-    /// delayed.
+    /// Tokens in a chunk of a stream; requests may override it. The first token and the end of the
+    /// stream are not delayed.
     #[arg(long, default_value_t = ServerConfig::default().stream_interval, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) stream_interval: u32,
     /// Shortest time in microseconds between two chunks of a stream; tokens in between are merged.
-    /// The first token and the end are not delayed.
+    /// The first token and the end of the stream are not delayed.
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0, value_parser = clap::value_parser!(u64).range(..=60_000_000))]
     pub(crate) stream_flush_us: u64,
     /// Number of threads that apply chat templates and tokenise [default: 2, or 1 if the process
@@ -210,14 +211,14 @@ pub(crate) struct HttpFlags {
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256))]
     pub(crate) text_threads: Option<u16>,
     /// Number of threads that parse large requests and copy embeddings to the arena. If the model
-    /// takes images, the same number of further threads decodes them.
+    /// takes images, as many further threads decode them.
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) intake_threads: u16,
-    /// For measurements: do the work of the intake threads on the engine thread, where steps wait
-    /// for it.
+    /// For measurements: do the work of the intake threads on the engine thread, which delays
+    /// steps.
     #[arg(long)]
     pub(crate) inline_intake: bool,
-    /// Seconds that running requests have to finish after SIGTERM.
+    /// Seconds for running requests to finish after SIGTERM.
     #[arg(long, default_value = "30", value_parser = seconds)]
     pub(crate) drain_timeout: Duration,
 }
@@ -245,17 +246,17 @@ pub(crate) struct ModelFlags {
     /// token. Encoders, and repositories with sentence-transformers settings, need no flag.
     #[arg(long)]
     pub(crate) is_embedding: bool,
-    /// Code that computes the model. `native` is Forebay's. `transformers` is that library's code,
-    /// in PyTorch: it serves nearly every model, more slowly. `auto` is `native` if there is native
-    /// code for the model, and otherwise `transformers`.
+    /// Code that computes the model. `native` is Forebay's own code. `transformers` is the code of
+    /// that library, in PyTorch: it supports nearly every model, but is slower. `auto` is `native`
+    /// if there is native code for the model, otherwise `transformers`.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) model_impl: ModelImpl,
-    /// `dummy` fills the weights with random numbers; then only the config and tokenizer files are
-    /// needed.
+    /// Source of the weights: `auto` reads the model's files. `dummy` fills the weights with random
+    /// numbers, and needs only the config and tokenizer files.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_format: LoadFormat,
-    /// Data type of the model; `auto` is bfloat16 on CUDA and if the processor computes it
-    /// natively, else float32.
+    /// Data type of the model; `auto` is bfloat16 on CUDA and on processors with native bfloat16
+    /// arithmetic, else float32.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) dtype: Dtype,
     /// Weight format for matrix products. `auto` is `gguf` for a GGUF file on a CPU unless --dtype
@@ -278,16 +279,16 @@ pub(crate) struct ModelFlags {
     /// no cache [default: 16].
     #[arg(long, value_name = "GIB", value_parser = clap::value_parser!(u32).range(..=1 << 20))]
     pub(crate) weight_cache_gib: Option<u32>,
-    /// Largest number of tokens of prompt and answer together [default: the model's].
+    /// Largest total number of tokens of prompt and answer [default: the model's].
     #[arg(long, visible_alias = "max-model-len", value_name = "TOKENS")]
     pub(crate) context_length: Option<u32>,
     /// File with a Jinja chat template that replaces the model's.
     #[arg(long, value_name = "FILE")]
     pub(crate) chat_template: Option<PathBuf>,
-    /// The source of default sampling parameters.
+    /// Source of default sampling parameters.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) generation_config: GenerationConfig,
-    /// Seed of dummy weights, and of a simulated device's jitter.
+    /// Seed of dummy weights, and of the random variation of a simulated device's step times.
     #[arg(long, default_value_t = 0)]
     pub(crate) seed: u64,
 }
@@ -296,54 +297,55 @@ pub(crate) struct ModelFlags {
 #[command(next_help_heading = "Hand")]
 pub(crate) struct RunFlags {
     /// Device of the model: `auto` is `cuda` if there is an NVIDIA GPU, and otherwise `cpu`. Each
-    /// rank uses one of the GPUs in `CUDA_VISIBLE_DEVICES`. `sim` answers with made-up words and
-    /// the timing of a simulated device.
+    /// rank uses one of the GPUs in `CUDA_VISIBLE_DEVICES`. `sim` is a simulated device, which
+    /// answers with made-up words and takes the step times of --sim-profile.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) device: Device,
-    /// Implementation of the hand on a CPU: `rust` is built into this program; `torch` is PyTorch
-    /// in Python, the reference, which serves every model. `auto` is `rust` if it supports the
-    /// model and all flags, and otherwise `torch`.
+    /// Implementation of the hand (the process that computes the model) on CPUs. `rust` is built
+    /// into this program. `torch` is the reference implementation in Python with PyTorch, which
+    /// supports every model. `auto` is `rust` if it supports the model and all flags, and otherwise
+    /// `torch`.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) hand: Hand,
-    /// The implementation of attention on CUDA [default: triton].
+    /// Implementation of attention on CUDA [default: triton].
     #[arg(long, value_enum)]
     pub(crate) attention_backend: Option<AttentionBackend>,
     /// Run without CUDA graphs.
     #[arg(long, visible_alias = "disable-cuda-graph", conflicts_with = "cuda_graph_max_bs")]
     pub(crate) enforce_eager: bool,
-    /// Largest number of rows of a CUDA graph. Larger steps launch each operator by itself
+    /// Largest number of rows of a CUDA graph. Larger steps launch each operator separately
     /// [default: --max-running-requests].
     #[arg(long, visible_alias = "max-cudagraph-capture-size", value_name = "ROWS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) cuda_graph_max_bs: Option<u32>,
-    /// Number of compute threads of a hand [default: one for each physical core that it may use,
-    /// within the CPU quota of its control group].
+    /// Number of compute threads of a hand [default: one for each physical core that the hand may
+    /// use, within the CPU quota of its control group].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) threads: Option<u32>,
     /// Seconds without a result after which a hand counts as hung and is restarted.
     #[arg(long, default_value = "300", value_parser = seconds)]
     pub(crate) watchdog_timeout: Duration,
-    /// Seconds without progress after which a starting hand counts as hung; every loaded part of
-    /// the weights is progress. 0: no limit.
+    /// Seconds without progress after which a starting hand counts as hung; loading any part of the
+    /// weights is progress. 0: no limit.
     #[arg(long, default_value = "600", value_parser = seconds)]
     pub(crate) load_timeout: Duration,
-    /// Bytes of shared memory that carry embeddings and images to the hand. Requests wait while it
-    /// is full. Only the parts in use take memory.
+    /// Size in bytes of the shared memory that carries embeddings and images to the hand. Requests
+    /// wait while it is full. Only used parts take physical memory.
     #[arg(long, value_name = "BYTES", default_value_t = 256 << 20, value_parser = clap::value_parser!(u32).range(65536..=i64::from(MAX_ARENA_BYTES)))]
     pub(crate) arena_bytes: u32,
     /// Number of consecutive failed restarts after which a hand is given up. While other replicas
-    /// serve, it is retried later, with growing pauses. When none is left, the server exits with
-    /// status 1. Deaths after a successful start do not count.
+    /// serve, it is retried later, with growing pauses. When no replica is left, the server exits
+    /// with status 1. Deaths after a successful start do not count.
     #[arg(long, default_value_t = EngineConfig::default().hand_restarts)]
     pub(crate) hand_restarts: u32,
     /// Python interpreter [default: the one beside this program, else the virtual environment's,
     /// else python3].
     #[arg(long, env = "FOREBAY_PYTHON", value_name = "FILE")]
     pub(crate) python: Option<PathBuf>,
-    /// Id of the parent process. This process ends when the parent ends.
+    /// Id of the parent process. This process exits when the parent does.
     #[arg(long, value_name = "PID", hide = true)]
     pub(crate) parent: Option<i32>,
-    /// Write the load and the time of each step to this file, one JSON object a line (see `forebay
-    /// sim fit`).
+    /// Write the load and the time of each step to this file, one JSON object per line (see
+    /// `forebay sim fit`).
     #[arg(long, value_name = "FILE")]
     pub(crate) record_steps: Option<PathBuf>,
 }
@@ -351,20 +353,20 @@ pub(crate) struct RunFlags {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Simulated device (--device sim)")]
 pub(crate) struct SimFlags {
-    /// Step times: a profile that `forebay sim profiles` lists, or a TOML file. Several for
-    /// different replicas are comma-separated [default: instant].
+    /// Step times: a profile that `forebay sim profiles` lists, or a TOML file. A comma-separated
+    /// list has one profile for each replica [default: instant].
     #[arg(long, value_name = "NAME|FILE", value_delimiter = ',')]
     pub(crate) sim_profile: Vec<String>,
-    /// Mean length of answers that may end by themselves. Lengths are uniform from 1 to nearly
-    /// twice this [default: 256].
+    /// Mean length of simulated answers that end with the end-of-sequence token. Lengths are
+    /// uniform from 1 to nearly twice this [default: 256].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=1 << 24))]
     pub(crate) sim_output_tokens: Option<u32>,
-    /// Largest number of tokens that a step gives a request, as with speculative decoding; a hash
-    /// chooses the number for each step [default: 1].
+    /// Largest number of tokens that a step generates for a request, as with speculative decoding;
+    /// a hash chooses the number for each step [default: 1].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=16))]
     pub(crate) sim_tokens_a_row: Option<u32>,
-    /// File with answers that the device gives instead of made-up words, as JSON lines: see
-    /// docs/simulation.md.
+    /// File with answers that the simulated device gives instead of made-up words, as JSON lines:
+    /// see docs/simulation.md.
     #[arg(long, value_name = "FILE")]
     pub(crate) sim_script: Option<PathBuf>,
 }
@@ -399,7 +401,7 @@ pub(crate) struct LineFlags {
     /// `info,forebay_engine=debug`.
     #[arg(long, default_value = "info")]
     pub(crate) log_level: String,
-    /// One JSON object a line, or text.
+    /// Format of log lines: one JSON object per line, or text.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) log_format: LogFormat,
 }
@@ -421,8 +423,8 @@ pub(crate) enum Dtype {
     Float32,
 }
 
-/// The weight format for matrix products, computed or stored. The names are those of vLLM and
-/// SGLang.
+/// The weight format for matrix products: that of the model's files, or one that is computed at
+/// load. The names are those of vLLM and SGLang.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub(crate) enum Quantization {
@@ -431,10 +433,10 @@ pub(crate) enum Quantization {
     Auto,
     /// Weights in DTYPE.
     None,
-    /// 8-bit weights with a scale per output, 8-bit activations with a scale per token.
+    /// 8-bit weights with a scale per output channel, 8-bit activations with a scale per token.
     #[value(name = "w8a8_int8")]
     W8A8Int8,
-    /// The file's blocks of 8 or 4 bits, with a scale for every 32 numbers.
+    /// The GGUF file's blocks of 8-bit or 4-bit weights, with a scale for every 32 weights.
     Gguf,
     /// 8-bit floats: the checkpoint's own, or quantised at load.
     #[value(aliases = ["fbgemm_fp8", "w8a8_fp8"])]
@@ -460,10 +462,10 @@ impl Quantization {
 /// The data type of the KV cache.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum KvCacheDtype {
-    /// The model's type.
+    /// The model's data type.
     #[default]
     Auto,
-    /// 8-bit integers with a scale every 32 of them.
+    /// 8-bit integers with a scale for every 32.
     #[value(alias = "q8_0")]
     Int8,
     /// 8-bit floats without scales.
@@ -472,7 +474,7 @@ pub(crate) enum KvCacheDtype {
 }
 
 impl KvCacheDtype {
-    /// The name that a hand gets; `None`: the model's type.
+    /// The name in a hand's configuration; `None`: the model's data type.
     pub(crate) fn told(self) -> Option<String> {
         match self {
             Self::Auto => None,
@@ -495,17 +497,17 @@ pub(crate) enum AttentionBackend {
     /// Forebay's own kernels.
     #[value(alias = "TRITON_ATTN")]
     Triton,
-    /// PyTorch's operators: slow, and needs nothing else.
+    /// PyTorch's operators: slow, but without further requirements.
     #[value(aliases = ["torch_native", "sdpa", "TORCH_SDPA"])]
     Torch,
-    /// FlashAttention 3, if `flash_attn_interface` is installed, on Hopper in bfloat16; without
+    /// FlashAttention 3 on Hopper in bfloat16, if `flash_attn_interface` is installed; without CUDA
     /// graphs.
     #[value(aliases = ["flash_attn", "FLASH_ATTN"])]
     Fa3,
 }
 
 impl AttentionBackend {
-    /// The name in the configuration of a hand.
+    /// The name in a hand's configuration.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Triton => "triton",
@@ -517,13 +519,13 @@ impl AttentionBackend {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Device {
-    /// The first visible GPU; the CPU if there is none.
+    /// `cuda` if there is an NVIDIA GPU, otherwise `cpu`.
     #[default]
     Auto,
     Cpu,
     Cuda,
     Sim,
-    /// For tests: a CPU whose work is done as late as an accelerator's may be.
+    /// For tests: a CPU that completes work as late as an accelerator may.
     #[value(hide = true)]
     Deferred,
 }
@@ -548,8 +550,8 @@ pub(crate) enum Hand {
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum GenerationConfig {
-    /// The model's generation_config.json. A GGUF file has its own parameters
-    /// (`general.sampling.*`), and llama.cpp's defaults fill in the rest.
+    /// The model's generation_config.json. A GGUF file has parameters of its own
+    /// (`general.sampling.*`); llama.cpp's defaults replace missing ones.
     #[default]
     Auto,
     /// OpenAI's defaults.

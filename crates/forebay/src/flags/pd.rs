@@ -17,9 +17,9 @@ pub(crate) enum DisaggregationMode {
     /// Whole requests, without other servers.
     #[default]
     Null,
-    /// Prompts, for servers with `decode`.
+    /// Prompts, on behalf of servers with `decode`.
     Prefill,
-    /// Whole requests, with the prompts that servers with `prefill` have computed.
+    /// Whole requests; servers with `prefill` may compute their prompts.
     Decode,
 }
 
@@ -30,8 +30,8 @@ pub(crate) struct PdFlags {
     /// cache. Only for hands on this machine.
     #[arg(long, value_name = "P:D", value_parser = served)]
     pub(crate) pd: Option<PdSplit>,
-    /// Uncached prompt tokens up to which a decode replica, or a server with --disaggregation-mode
-    /// `decode`, serves a request alone [default: 512].
+    /// Number of uncached prompt tokens up to which a decode replica, or a server with
+    /// --disaggregation-mode `decode`, computes a request alone [default: 512].
     #[arg(long, value_name = "TOKENS")]
     pub(crate) pd_local_tokens: Option<u32>,
     /// Disaggregated prefill with several servers, on one machine or on several. All need the same
@@ -39,18 +39,18 @@ pub(crate) struct PdFlags {
     /// KV cache.
     #[arg(long, value_enum, default_value_t, value_name = "MODE", conflicts_with = "pd")]
     pub(crate) disaggregation_mode: DisaggregationMode,
-    /// Servers with --disaggregation-mode `prefill` that a server with `decode` asks. A router with
-    /// this server's --router-key may name others.
+    /// Servers with --disaggregation-mode `prefill` to which a server with `decode` sends prompts.
+    /// A router with this server's --router-key may name another.
     #[arg(long, value_name = "URL,...", value_delimiter = ',', value_parser = BackendUrl::parse)]
     pub(crate) pd_prefill_servers: Vec<BackendUrl>,
-    /// Longest time that a server with --disaggregation-mode `decode` waits for the blocks of a
-    /// prompt. Then it computes the prompt [default: 60].
+    /// Longest time in seconds that a server with --disaggregation-mode `decode` waits for the
+    /// blocks of a prompt. After that the server computes the prompt itself [default: 60].
     #[arg(long, value_name = "SECONDS", value_parser = seconds)]
     pub(crate) pd_timeout: Option<Duration>,
 }
 
 impl PdFlags {
-    /// True if the server is one of several that share the work of requests.
+    /// True if this server shares the work of requests with other servers.
     pub(crate) fn apart(&self) -> bool {
         self.disaggregation_mode != DisaggregationMode::Null
     }
@@ -59,7 +59,7 @@ impl PdFlags {
 /// The largest number of prefill or decode replicas of a server.
 const MOST: u32 = 128;
 
-/// Reads --pd of a server.
+/// Parses the value of --pd of a server.
 fn served(text: &str) -> Result<PdSplit, String> {
     match text.parse::<PdSplit>() {
         Ok(split) if split.prefill.max(split.decode) <= MOST => Ok(split),
@@ -68,7 +68,7 @@ fn served(text: &str) -> Result<PdSplit, String> {
 }
 
 impl ServeFlags {
-    /// Sets the flags that --pd and --disaggregation-mode stand for.
+    /// Sets the flags that --pd and --disaggregation-mode imply.
     ///
     /// # Errors
     /// Flags contradict each other, or are for a mode that is not given.

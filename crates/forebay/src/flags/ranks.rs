@@ -6,22 +6,22 @@ use serde::{Serialize, Serializer};
 
 #[derive(Debug, Args)]
 pub(crate) struct RankFlags {
-    /// Replicas: whole copies of the model, each with its own hand and scheduler. Limits on steps,
-    /// running requests and the KV pool apply to each replica; the queue's limit applies to all
-    /// together.
+    /// Number of replicas: whole copies of the model, each with its own hands and scheduler. Limits
+    /// on steps, running requests and the KV pool apply to each replica; the queue's limit applies
+    /// to all replicas together.
     #[arg(long, visible_alias = "data-parallel-size", value_name = "REPLICAS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) dp_size: u32,
-    /// Ranks per replica, among which the model is divided. On CPUs this is for tests, and slower
-    /// than a single rank.
+    /// Number of ranks of each replica, among which the model is divided; on CUDA, a rank has one
+    /// GPU. On CPUs this is for tests, and slower than a single rank.
     #[arg(long, visible_alias = "tensor-parallel-size", value_name = "RANKS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=256))]
     pub(crate) tp_size: u32,
-    /// Give each rank whole experts instead of a slice of each expert, on as many ranks as
-    /// --tp-size. With --dp-size and one rank a replica it means --enable-dp-attention, as in vLLM.
+    /// Give each of the --tp-size ranks whole experts instead of a slice of every expert. With
+    /// --dp-size and one rank per replica, this flag means --enable-dp-attention, as in vLLM.
     #[arg(long, visible_alias = "enable-ep-moe")]
     pub(crate) enable_expert_parallel: bool,
     /// For mixture-of-experts models: the replicas of --dp-size divide the experts among them, and
-    /// share nothing else. They compute in step, and restart together when one dies. --tp-size is 1
-    /// or, as in SGLang, equal to --dp-size.
+    /// share nothing else. They compute each step together, and restart together when one dies.
+    /// --tp-size is 1 or, as in SGLang, equal to --dp-size.
     #[arg(long)]
     pub(crate) enable_dp_attention: bool,
     /// Number of ranks among which whole experts are divided; 1: experts are sliced like other
@@ -33,33 +33,33 @@ pub(crate) struct RankFlags {
 /// The replicas, and the hands of each.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Arrangement {
-    /// Replicas, each with a scheduler.
+    /// The number of replicas, each with a scheduler.
     pub(crate) replicas: u32,
-    /// Groups of ranks that live and die together.
+    /// The number of groups of ranks that start and fail together.
     pub(crate) groups: u32,
-    /// Ranks of each group.
+    /// The number of ranks of each group.
     pub(crate) ranks: u32,
-    /// Each rank has some of the experts, whole.
+    /// True if each rank has some of the experts, whole.
     pub(crate) expert_parallel: bool,
 }
 
 impl Arrangement {
-    /// The number of replicas in a group: one, or one for each rank.
+    /// The number of replicas in a group: 1, or in a step group the number of ranks.
     pub(crate) fn members(self) -> u32 {
         self.replicas / self.groups
     }
 
-    /// True if the ranks of a group have requests of their own.
+    /// True if each group is a step group, whose ranks each schedule their own requests.
     pub(crate) fn step_group(self) -> bool {
         self.members() > 1
     }
 
-    /// Ranks among which a replica is divided.
+    /// The number of ranks among which a replica is divided.
     pub(crate) fn tp_size(self) -> u32 {
         if self.step_group() { 1 } else { self.ranks }
     }
 
-    /// Processes in all.
+    /// The total number of hands.
     pub(crate) fn hands(self) -> u32 {
         self.groups.saturating_mul(self.ranks)
     }
@@ -86,7 +86,7 @@ impl Serialize for Arrangement {
 }
 
 impl RankFlags {
-    /// The numbers of hands and replicas.
+    /// Returns how many replicas, groups and ranks the flags specify.
     ///
     /// # Errors
     /// The flags contradict each other.
@@ -115,7 +115,7 @@ impl RankFlags {
         Ok(Arrangement { replicas, groups: replicas, ranks, expert_parallel })
     }
 
-    /// All replicas as one group that shares the experts.
+    /// Arranges all replicas as one step group, whose ranks divide the experts among them.
     fn step_group(&self) -> Result<Arrangement> {
         let replicas = self.dp_size;
         if replicas == 1 {

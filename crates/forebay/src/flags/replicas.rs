@@ -19,7 +19,7 @@ use crate::affinity::AffinityFlag;
 pub(crate) enum LoadBalance {
     /// Each replica in turn.
     RoundRobin,
-    /// The replica with the fewest requests.
+    /// The replica with the fewest requests, waiting or running.
     #[value(alias = "total_requests")]
     ShortestQueue,
     /// The replica with the fewest tokens left to compute and to generate.
@@ -50,7 +50,7 @@ pub(crate) struct ReplicaFlags {
     /// Policy that chooses a replica for requests that name none.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) load_balance_method: LoadBalance,
-    /// For measurements, with `shortest_queue`: read the replicas' loads only at this interval in
+    /// For measurements, with `shortest_queue`: sample the replicas' loads at this interval in
     /// seconds. 0: use exact loads.
     #[arg(long, value_name = "SECONDS", default_value = "0", value_parser = seconds)]
     pub(crate) load_watch_interval: Duration,
@@ -64,27 +64,29 @@ pub(crate) struct ReplicaFlags {
     /// --tp-size and --dp-size set the number of hands. Without the flag all hands run here.
     #[arg(long, value_name = "ADDR:PORT", requires = "join_token_file")]
     pub(crate) listen_hands: Option<SocketAddr>,
-    /// Token file for --listen-hands. If missing, it is created with FILE.key, which stays on the
-    /// server.
+    /// Token file for --listen-hands. A missing file is created together with FILE.key, which stays
+    /// on the server.
     #[arg(long, value_name = "FILE", requires = "listen_hands")]
     pub(crate) join_token_file: Option<PathBuf>,
     /// Network interface for replicas whose ranks do not fit on one machine. Traffic between ranks
     /// is not encrypted. Without the flag the ranks of a replica stay on one machine.
     #[arg(long, value_name = "NAME", value_parser = crate::collectives::interface)]
     pub(crate) collective_interface: Option<String>,
-    /// Cluster manager that starts the workers on its machines. `ray` requests one GPU for each
-    /// hand from the Ray cluster of this machine or of RAY_ADDRESS; with --device `cpu`, one
-    /// processor. Workers join at this machine's address in the cluster, or at --listen-hands.
+    /// Cluster manager that starts outposts (`forebay worker`) on its machines. `ray` requests one
+    /// GPU for each hand from the Ray cluster of this machine or of RAY_ADDRESS; with --device
+    /// `cpu`, one processor. Outposts join at this machine's address in the cluster, or at
+    /// --listen-hands.
     #[arg(long, value_enum, value_name = "WHO")]
     pub(crate) placement: Option<Placement>,
-    /// Processors of the brain's threads and of each hand: `[brain=LIST|]LIST|LIST...`, such as
-    /// `brain=0-1|2-15|16-31`. One list per replica, or one for all; `;` separates the lists of a
-    /// replica's ranks. `auto` divides the cores among the hands [default: any].
+    /// Processors of this process's threads (`brain`) and of each hand:
+    /// `[brain=LIST|]LIST|LIST...`, such as `brain=0-1|2-15|16-31`. One list per replica, or one
+    /// for all; `;` separates the lists of a replica's ranks. `auto` divides the cores among the
+    /// hands [default: any].
     #[arg(long, value_name = "LISTS")]
     pub(crate) cpu_affinity: Option<AffinityFlag>,
 }
 
-/// Flags with which other servers spread a group over machines. They are recognised, so that
+/// Flags by which other servers distribute a group over machines. They are recognised, so that
 /// command lines written for those servers get a specific error.
 #[derive(Debug, Args)]
 pub(crate) struct ElsewhereFlags {
@@ -101,7 +103,7 @@ pub(crate) struct ElsewhereFlags {
 }
 
 impl ElsewhereFlags {
-    /// The first flag that needs more than one machine, or an unsupported one.
+    /// The first given flag that needs several machines or is unsupported, with the message for it.
     fn given(&self) -> Option<(&'static str, &'static str)> {
         const MACHINES: &str = "other machines run `forebay worker --join HOST:7711 --token-file FILE`, and this one --listen-hands 0.0.0.0:7711 --join-token-file FILE; with --collective-interface ranks of one replica may be on several";
         let several = |number: Option<u32>| number.is_some_and(|number| number > 1);
@@ -121,20 +123,20 @@ impl ElsewhereFlags {
     }
 }
 
-/// The cluster that runs outposts.
+/// The cluster manager that starts outposts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Placement {
     Ray,
 }
 
 impl ReplicaFlags {
-    /// The given flag that makes hands run on other machines.
+    /// The given flag that places hands on other machines; `None`: all hands run on this machine.
     pub(crate) fn elsewhere(&self) -> Option<&'static str> {
         let placed = self.placement.map(|_| "--placement");
         self.listen_hands.map(|_| "--listen-hands").or(placed)
     }
 
-    /// The numbers of hands and replicas.
+    /// Returns how many replicas, groups and ranks the flags specify.
     ///
     /// # Errors
     /// The flags contradict each other, or need a feature that Forebay lacks.

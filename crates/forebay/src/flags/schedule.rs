@@ -1,4 +1,4 @@
-//! Flags about running and waiting requests, and their order.
+//! Flags about running and waiting requests, and the order of the queue.
 
 use std::time::Duration;
 
@@ -11,14 +11,15 @@ use super::duration::seconds;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Scheduling")]
 pub(crate) struct ScheduleFlags {
-    /// Largest number of requests that run at a time.
+    /// Largest number of simultaneously running requests.
     #[arg(long, visible_alias = "max-num-seqs", default_value_t = EngineConfig::default().max_running_requests, value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) max_running_requests: u32,
-    /// Largest number of waiting requests; more are answered 429. While others wait, one client
-    /// gets at most half. A further quarter is reserved for clients with few waiting requests.
+    /// Largest number of waiting requests; further requests are answered 429. While other clients
+    /// wait, one client gets at most half. A further quarter is reserved for clients with few
+    /// waiting requests.
     #[arg(long, default_value_t = EngineConfig::default().max_queued_requests)]
     pub(crate) max_queued_requests: usize,
-    /// Seconds that a request may wait for its turn before it is answered 503 `queue_timeout`; 0:
+    /// Seconds that a request may wait in the queue before it is answered 503 `queue_timeout`; 0:
     /// no limit.
     #[arg(long, default_value = "0", value_parser = seconds)]
     pub(crate) queue_timeout: Duration,
@@ -27,24 +28,24 @@ pub(crate) struct ScheduleFlags {
     pub(crate) disable_fair_queueing: bool,
     #[command(flatten)]
     pub(crate) shares: ShareArgs,
-    /// Share of the step time of other requests, in percent, that background work (batches,
-    /// `Priority: u=7`) may add. 0: it runs only while nothing else does. 100: unlimited.
+    /// Time that background work (batches, `Priority: u=7`) may add to the steps of other requests,
+    /// in percent of their time. 0: it runs only while there are no other requests. 100: unlimited.
     #[arg(long, value_name = "PERCENT", default_value_t = EngineConfig::default().background_share, value_parser = clap::value_parser!(u32).range(0..=100))]
     pub(crate) background_share: u32,
-    /// Largest absolute value of `priority` that clients may set; others are answered 400 [default:
-    /// any].
+    /// Largest absolute value of `priority` that clients may set; requests with a larger value are
+    /// answered 400 [default: any].
     #[arg(long, value_name = "PRIORITY", value_parser = clap::value_parser!(u32).range(..=1 << 31))]
     pub(crate) max_client_priority: Option<u32>,
-    /// Largest number of tokens of a step. Longer prompts are computed in chunks beside running
-    /// requests [default: 2048 on CUDA, otherwise 1024].
+    /// Largest number of tokens of a step. Longer prompts are computed in chunks, in the same steps
+    /// as running requests [default: 2048 on CUDA, otherwise 1024].
     #[arg(long, visible_alias = "max-num-batched-tokens", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) chunked_prefill_size: Option<u32>,
     /// Tokens in a KV page [default: 64 for latent attention on CUDA, otherwise 16].
     #[arg(long, visible_alias = "block-size", value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=4096))]
     pub(crate) page_size: Option<u32>,
-    /// Share of the device's free memory for weights, KV pages and, on CUDA, the memory of steps.
-    /// Replicas on a CPU divide it. [default: 0.9 on CUDA, otherwise 0.3, or 0.6 if a control group
-    /// limits the memory]
+    /// Share of the device's free memory for weights, KV pages and, on CUDA, temporary memory of
+    /// steps. Replicas on a CPU divide this share. [default: 0.9 on CUDA, otherwise 0.3, or 0.6 if
+    /// a control group limits the memory]
     #[arg(long, visible_alias = "gpu-memory-utilization", value_parser = fraction)]
     pub(crate) mem_fraction_static: Option<f64>,
     /// Size of the KV pool in tokens, instead of a share of memory.
@@ -59,14 +60,15 @@ pub(crate) struct ScheduleFlags {
     /// With the priority policy, serve smaller numbers first, as in vLLM.
     #[arg(long)]
     pub(crate) schedule_low_priority_values_first: bool,
-    /// Number of steps that are planned ahead of the current one; 0: the serial loop.
+    /// Number of steps that are planned before the result of the current one arrives; 0: one step
+    /// at a time.
     #[arg(long, default_value_t = EngineConfig::default().lookahead, value_parser = clap::value_parser!(u32).range(0..=1))]
     pub(crate) lookahead: u32,
 }
 
 impl ScheduleFlags {
-    /// The engine's settings from these flags; all others come from `usual`, the defaults for the
-    /// device.
+    /// The engine's settings from these flags. All other settings come from `usual`, the device's
+    /// defaults.
     pub(crate) fn engine(&self, usual: EngineConfig) -> EngineConfig {
         EngineConfig {
             max_running_requests: self.max_running_requests,

@@ -1,4 +1,4 @@
-//! Sparse decoding from host memory, by SGLang's names.
+//! Flags about sparse decoding from host memory, by SGLang's names.
 
 use clap::Args;
 use forebay_capacity::{KvSave, KvSaveOrder};
@@ -7,24 +7,24 @@ use serde::Deserialize;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Sparse decoding")]
 pub(crate) struct SparseFlags {
-    /// For models with sparse attention: keep most KV cache of running requests only in host
-    /// memory. It turns on the host tier.
+    /// For models with sparse attention: keep most of the KV cache of running requests only in host
+    /// memory. Turns on the host tier.
     #[arg(long)]
     pub(crate) enable_hisparse: bool,
     /// Settings of sparse decoding as a JSON object, as in SGLang: top_k, device_buffer_size,
     /// host_to_device_ratio.
     #[arg(long, value_name = "JSON", value_parser = parsed)]
     pub(crate) hisparse_config: Option<HisparseConfig>,
-    /// Positions that a sparse request keeps on the device besides its last pages, at least the
-    /// model's top-k [default: twice the top-k].
+    /// Number of positions that a sparse request keeps on the device besides its last pages, at
+    /// least the model's top-k [default: twice the top-k].
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(1..=32_767))]
     pub(crate) hot_buffer_tokens: Option<u32>,
-    /// For measurements: save whole pages when they are full, or each position in the step that
+    /// For measurements: save whole pages once they are full, or each position in the step that
     /// computes it [default: page].
     #[arg(long, value_enum)]
     pub(crate) kv_save: Option<KvSave>,
-    /// For measurements: what waits for saves. `behind`: nothing; `fence`: the rows of the next
-    /// step; `inline`: the next step [default: behind].
+    /// For measurements: which work waits for saves. `behind`: none; `fence`: the rows of the next
+    /// step; `inline`: the whole next step [default: behind].
     #[arg(long, value_enum)]
     pub(crate) kv_save_order: Option<KvSaveOrder>,
 }
@@ -39,7 +39,7 @@ pub(crate) struct HisparseConfig {
 }
 
 impl SparseFlags {
-    /// A flag of sparse decoding, if one was given.
+    /// The first given flag of sparse decoding.
     pub(crate) fn given(&self) -> Option<&'static str> {
         let flags = [
             ("--hisparse-config", self.hisparse_config.is_some()),

@@ -9,8 +9,8 @@ pub(crate) struct StateFlags {
     /// Do not cache recurrent states for later requests.
     #[arg(long)]
     pub(crate) disable_state_cache: bool,
-    /// Tokens between two cached states of a prompt. States are also cached where prompts and
-    /// answers end, and where prompts diverge. 0: only there.
+    /// Number of tokens between two cached states of a prompt. States are also cached where prompts
+    /// and answers end, and where prompts diverge. 0: only there.
     #[arg(long, value_name = "TOKENS", default_value_t = StateCache::INTERVAL)]
     pub(crate) state_interval: u32,
     /// Largest number of cached states [default: as many as fit].

@@ -1,4 +1,4 @@
-//! Flags about text.
+//! Flags about tokenisation.
 
 use std::num::NonZeroUsize;
 use std::time::Duration;
@@ -12,12 +12,12 @@ use super::seconds;
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Text")]
 pub(crate) struct TextFlags {
-    /// Tokenizer library: Hugging Face's, or `fastokens`, which is many times faster but supports
-    /// only byte-level BPE.
+    /// Tokenizer library: `hf`, that of Hugging Face, or `fastokens`, which is many times faster
+    /// but supports only byte-level BPE.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) tokenizer_backend: TokenizerBackend,
-    /// Threads that tokenise prompts: the text threads or, for comparison, the thread that read the
-    /// request.
+    /// Threads that tokenise prompts. `auto`: the text threads. `inline`, for comparison: the
+    /// thread that reads the request.
     #[arg(long, value_enum, default_value_t)]
     pub(crate) tokenizer_mode: TokenizerMode,
     /// Size in bytes of the cache of tokenised text for later turns of conversations; 0: no cache.
@@ -34,8 +34,8 @@ pub(crate) struct TextFlags {
     /// always tokenised together.
     #[arg(long)]
     pub(crate) enable_dynamic_batch_tokenizer: bool,
-    /// Largest number of prompts that a text thread takes at a time [default: limited only by their
-    /// length].
+    /// Largest number of prompts that a text thread tokenises together [default: limited only by
+    /// their length].
     #[arg(long, value_name = "N")]
     pub(crate) dynamic_batch_tokenizer_batch_size: Option<NonZeroUsize>,
     /// Accepted for SGLang, with a warning: prompts never wait for a batch.

@@ -1,4 +1,4 @@
-//! Flags about the host tier, with the names of SGLang and vLLM.
+//! Flags about the host tier, by the names of SGLang and vLLM.
 
 use clap::{Args, ValueEnum};
 use forebay_capacity::WritePolicy;
@@ -10,8 +10,8 @@ pub(crate) struct TierFlags {
     /// computed again.
     #[arg(long, visible_alias = "enable-hicache")]
     pub(crate) enable_hierarchical_cache: bool,
-    /// Size of the host tier relative to the device's pages, and of its state pages likewise
-    /// [default: 2, or what fits].
+    /// Size of the host tier relative to the device's KV pages and state pages [default: 2, or what
+    /// fits].
     #[arg(long, value_name = "RATIO", conflicts_with = "hicache_size", value_parser = ratio)]
     pub(crate) hicache_ratio: Option<f64>,
     /// Size of each replica's host tier in GB (10^9 bytes), instead of a ratio. KV pages and state
@@ -21,7 +21,7 @@ pub(crate) struct TierFlags {
     /// When blocks are copied to the host tier [default: write_through].
     #[arg(long, value_enum)]
     pub(crate) hicache_write_policy: Option<WritePolicy>,
-    /// Number of waiting requests whose blocks are copied back ahead of their turn; 0: none
+    /// Number of waiting requests whose blocks are copied back before the requests run; 0: none
     /// [default: 4].
     #[arg(long, value_name = "REQUESTS", value_parser = clap::value_parser!(u32).range(..=1024))]
     pub(crate) hicache_prefetch_requests: Option<u32>,
@@ -31,15 +31,15 @@ pub(crate) struct TierFlags {
     /// Backend that copies KV pages to the host tier; only `native` exists.
     #[arg(long, value_enum, requires = "kv_offloading_size")]
     pub(crate) kv_offloading_backend: Option<Backend>,
-    /// Largest number of copies that a step starts [default: 32, or twice the pages of a step's
-    /// prefill].
+    /// Largest number of pages that a step starts to copy [default: twice the pages of a step's
+    /// prefill, at least 32].
     #[arg(long, value_name = "PAGES", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub(crate) kv_copy_pages_per_step: Option<u32>,
-    /// How a preempted or replayed request gets its KV cache back: copied from the host tier, or
-    /// computed again [default: restore].
+    /// How a preempted or replayed request regains its KV cache. `restore`: copied from the host
+    /// tier. `recompute`: computed again [default: restore].
     #[arg(long, value_enum)]
     pub(crate) preemption: Option<Preemption>,
-    /// For tests: limit copies to this speed in each direction, in GB a second.
+    /// For tests: limit copies to this speed in each direction, in GB per second.
     #[arg(long, value_name = "GB/S", value_parser = positive)]
     pub(crate) debug_kv_copy_gbps: Option<f64>,
     /// For tests: record a checksum of each page that is copied to the host tier, and check it when
@@ -54,7 +54,7 @@ pub(crate) enum Backend {
     Native,
 }
 
-/// How KV cache is regained that was taken from a request.
+/// How a request regains the KV cache that it lost.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Preemption {
     #[default]
@@ -68,14 +68,14 @@ impl TierFlags {
         self.enable_hierarchical_cache || self.kv_offloading_size.is_some()
     }
 
-    /// True if a flag gives the size of the tier.
+    /// True if a flag gives the size of the host tier.
     pub(crate) fn names_size(&self) -> bool {
         self.hicache_ratio.is_some()
             || self.hicache_size.is_some()
             || self.kv_offloading_size.is_some()
     }
 
-    /// A flag of the host tier, if one was given.
+    /// The first given flag that needs the host tier.
     pub(crate) fn given(&self) -> Option<&'static str> {
         let flags = [
             ("--hicache-ratio", self.hicache_ratio.is_some()),

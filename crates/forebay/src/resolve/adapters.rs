@@ -1,4 +1,4 @@
-//! Adapters: where they are served, and how.
+//! Resolves the settings of adapters.
 
 use anyhow::{Result, bail};
 use forebay_hand::PlaceConfig;
@@ -7,7 +7,7 @@ use super::device::DeviceSettings;
 use crate::flags::{Device, ServeFlags};
 use crate::model::Model;
 
-/// The number of adapter places of each hand; `None`: no adapters are served.
+/// The adapter settings of each hand; `None`: no adapters are served.
 ///
 /// # Errors
 /// Adapters are not served with this model or on this device.

@@ -1,4 +1,4 @@
-//! The devices of the hands, and their number.
+//! Resolves the devices of the hands, and how many hands and replicas there are.
 
 use std::path::PathBuf;
 
@@ -12,13 +12,13 @@ use crate::flags::{Arrangement, Device, ServeFlags, SimFlags};
 use crate::gpus::Gpus;
 
 const SIM_PROFILE: &str = "instant";
-/// About the length of a chat answer.
+/// The default mean length of simulated answers, roughly that of a chat answer.
 const SIM_OUTPUT_TOKENS: u32 = 256;
 
-/// The devices that compute.
+/// The devices that compute the model.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct DeviceSettings {
-    /// The kind of device, never `auto`. A hand's configuration contains its name.
+    /// The kind of device, never `auto`. A hand's configuration contains its name too.
     #[serde(skip)]
     pub(crate) device: Device,
     #[serde(flatten)]
@@ -26,17 +26,17 @@ pub(crate) struct DeviceSettings {
     /// True if the hands are on other machines.
     #[serde(skip)]
     pub(crate) apart: bool,
-    /// The GPU of each replica, as `CUDA_VISIBLE_DEVICES` names it; none on another device.
+    /// The GPU of each rank, as `CUDA_VISIBLE_DEVICES` names it; empty on other devices.
     pub(crate) gpus: Vec<String>,
     pub(crate) cpu_affinity: Affinity,
-    /// The simulation, with the profile's times. `None` with a real device.
+    /// The simulation, with the profile's times; `None`: a real device.
     pub(crate) simulated: Option<Simulated>,
-    /// The simulation of each replica.
+    /// The simulation of each rank group.
     #[serde(skip)]
     pub(crate) simulated_groups: Vec<Simulated>,
 }
 
-/// The simulation that stands in for a device.
+/// The simulation that replaces a device.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Simulated {
     pub(crate) profile: String,
@@ -48,7 +48,7 @@ pub(crate) struct Simulated {
 }
 
 impl Simulated {
-    /// The simulations, one for each replica. Replicas of a step group have the same.
+    /// Returns the simulation of each replica. Replicas of a step group have equal simulations.
     fn resolve(flags: &SimFlags, replicas: u32) -> Result<Vec<Self>> {
         let output_tokens = flags.sim_output_tokens.unwrap_or(SIM_OUTPUT_TOKENS);
         let tokens_a_row = flags.sim_tokens_a_row.unwrap_or(1);
@@ -102,7 +102,7 @@ impl DeviceSettings {
         self.device == Device::Cuda
     }
 
-    /// The name for a hand.
+    /// The device's name in a hand's configuration.
     pub(crate) fn name(&self) -> &'static str {
         match self.device {
             Device::Auto | Device::Cpu => "cpu",
@@ -113,7 +113,7 @@ impl DeviceSettings {
     }
 }
 
-/// The device that `auto` resolves to, and each rank's GPU.
+/// Returns the device that `auto` resolves to, and the GPU of each rank.
 fn device(flag: Device, replicas: u32, ranks: u32, apart: bool) -> Result<(Device, Vec<String>)> {
     if apart {
         // Hands on other machines report their devices themselves.
@@ -129,10 +129,11 @@ fn device(flag: Device, replicas: u32, ranks: u32, apart: bool) -> Result<(Devic
     Ok((device, each))
 }
 
-/// Checks that hands on other machines support all requested features.
+/// Checks that hands on other machines support all requested features. If all hands run here, only
+/// `--collective-interface` is refused.
 ///
 /// # Errors
-/// One line for the user.
+/// A message of one line for the user.
 pub(super) fn check_elsewhere(flags: &ServeFlags, device: Device, host_tier: bool) -> Result<()> {
     let Some(flag) = flags.replicas.elsewhere() else {
         if flags.replicas.collective_interface.is_some() {

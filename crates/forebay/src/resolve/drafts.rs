@@ -1,5 +1,5 @@
-//! Drafts from text, and the hand's own by a draft model or a head: where they are supported, and
-//! with which other features.
+//! Resolves drafts from text, and the drafts that the hand computes with a draft model or head:
+//! where they are supported, and with which other features.
 
 use std::path::Path;
 
@@ -15,18 +15,18 @@ use crate::flags::{Device, Hand, HandDrafts, LoadFormat, ServeFlags};
 use crate::hands::Chosen;
 use crate::model::{Model, Source, fetch, fetch_part};
 
-/// Source of drafts beside the model's forward pass.
+/// A source of drafts that the hand runs beside the model.
 #[derive(Debug)]
 pub(crate) enum Drafter {
-    /// Another model.
+    /// A draft model.
     Model(Box<Model>),
-    /// A head of the model, in the hand's format.
+    /// A draft head, as the hand's configuration describes it.
     Head(Value),
 }
 
 impl Drafter {
-    /// Finds the hand's own source of drafts for a model; `None`: it has none. Without `weights` no
-    /// files need to be present.
+    /// Finds the source of the drafts that the hand computes; `None`: it computes none. Without
+    /// `weights`, no files need to be present.
     pub(crate) fn find(
         flags: &ServeFlags,
         python: &Path,
@@ -64,7 +64,7 @@ impl Drafter {
     }
 }
 
-/// The settings of drafts from text; `None`: there are none.
+/// The settings of drafts from text; `None`: they are off.
 ///
 /// # Errors
 /// Another feature excludes them, or a flag sets a parameter of drafts that are off.
@@ -80,7 +80,8 @@ pub(super) fn from_text(
     ];
     let excluded = excluded.into_iter().find(|&(wanted, _)| wanted);
     let verifies = model.images.is_none() && !model.has_states();
-    // Elsewhere it was not measured that drafts cost nothing.
+    // Drafts are on by default only where measurements showed that they cost nothing: with these
+    // hands and models.
     let usual = choice.hand == "rust" && !device.apart && verifies && excluded.is_none();
     let drafts = flags.drafts.engine(usual)?;
     if let (Some((_, why)), true) = (excluded, drafts.is_some()) {
@@ -89,7 +90,7 @@ pub(super) fn from_text(
     Ok(drafts.filter(|_| model.pooling.is_none()))
 }
 
-/// The settings of the hand's own drafts; `None`: there are none.
+/// The settings of the drafts that the hand computes; `None`: it computes none.
 ///
 /// # Errors
 /// The model or the device does not support them, or their vocabulary differs.
@@ -125,7 +126,7 @@ pub(super) fn resolve(
     Ok(Some(DraftModelConfig { model: told, tokens }))
 }
 
-/// The hand's configuration of a draft model.
+/// The hand's configuration for a draft model.
 fn of_model(flags: &ServeFlags, model: &Model, draft: &Model) -> Result<Value> {
     let name = &draft.name;
     if let Some(why) = other_kind(draft) {
@@ -142,7 +143,8 @@ fn of_model(flags: &ServeFlags, model: &Model, draft: &Model) -> Result<Value> {
     Ok(told)
 }
 
-/// Why this kind of model can't use drafts of the hand's own, or be a draft model; `None`: it can.
+/// Why this kind of model can't use drafts that the hand computes, or be a draft model; `None`: it
+/// can.
 fn other_kind(model: &Model) -> Option<&'static str> {
     [
         (model.called.is_some(), "that transformers' code computes"),
@@ -154,7 +156,7 @@ fn other_kind(model: &Model) -> Option<&'static str> {
     .find_map(|(is, what)| is.then_some(what))
 }
 
-/// True if two models have the same tokens.
+/// True if two models have the same vocabulary.
 fn same_tokens(model: &Model, draft: &Model) -> Result<bool> {
     let of = |model: &Model| Tokenizer::from_file(&model.tokenizer);
     let (ours, theirs) = (of(model)?, of(draft)?);

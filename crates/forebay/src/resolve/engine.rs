@@ -1,4 +1,4 @@
-//! The settings of the engines, and how requests are spread over them.
+//! Resolves the settings of the engines and of the load balancing.
 
 use anyhow::{Result, bail};
 use forebay_balance::Method;
@@ -13,10 +13,10 @@ use crate::flags::ServeFlags;
 use crate::model::{Model, Pooling};
 use crate::secret;
 
-/// The default tokens of a step. More rows make a GPU's matrix products no faster, and delay decode
-/// rows.
+/// The default number of tokens per step. More rows do not make a GPU's matrix products more
+/// efficient, but delay decode rows.
 const CUDA_STEP_TOKENS: u32 = 2048;
-/// The positions that latent attention kernels read at once.
+/// The number of positions that latent attention kernels read at once.
 const CUDA_LATENT_PAGE_SIZE: u32 = 64;
 
 pub(super) fn resolve(
@@ -69,7 +69,7 @@ pub(super) fn resolve(
     })
 }
 
-/// The image settings of steps; `None`: the model takes none.
+/// The engine's image settings; `None`: the model takes no images.
 fn step_images(
     flags: &ServeFlags,
     model: &Model,
@@ -83,7 +83,7 @@ fn step_images(
     Ok(model.images.as_ref().map(|images| flags.images.engine(images.merge, whole, cpu)))
 }
 
-/// The spread of requests over replicas.
+/// The settings of load balancing over replicas.
 pub(super) fn replicas(all: &ServeFlags) -> Result<ReplicasConfig> {
     let flags = &all.replicas;
     let config = ReplicasConfig {
@@ -91,7 +91,7 @@ pub(super) fn replicas(all: &ServeFlags) -> Result<ReplicasConfig> {
         load_watch_interval: flags.load_watch_interval,
         queue_moves: !flags.moves.disable_queue_moves,
         pd: pd::config(all),
-        // A decode server asks prefill servers for blocks that are not cached.
+        // A decode server requests from prefill servers the blocks that it has not cached.
         tells_cached: all.replicas.pd.apart(),
     };
     let polled = !config.load_watch_interval.is_zero();
@@ -101,8 +101,8 @@ pub(super) fn replicas(all: &ServeFlags) -> Result<ReplicasConfig> {
     Ok(config)
 }
 
-/// Refuses models and flags that step groups do not support yet. Hands check that the model has
-/// experts that can be divided evenly.
+/// Refuses models that step groups do not support yet. Hands check that the model has experts and
+/// that they can be divided evenly.
 fn check_step_group(model: &Model) -> Result<()> {
     const FLAG: &str = "--enable-dp-attention";
     if model.pooling.is_some() {

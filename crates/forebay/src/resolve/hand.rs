@@ -1,4 +1,4 @@
-//! The configuration of the hands.
+//! Resolves the configuration of the hands.
 
 use anyhow::{Result, bail};
 use forebay_engine::EngineConfig;
@@ -15,20 +15,22 @@ use crate::flags::{
 };
 use crate::model::Model;
 
-/// Leave most of a laptop's memory to other programs.
+/// The default share of memory on a CPU: it leaves most of a laptop's memory to other programs.
 const CPU_MEM_FRACTION: f64 = 0.3;
-/// The fraction under a control group's memory limit, since that memory is meant for this server.
-/// Together with the quarter for requests it leaves enough for the brain.
+/// The default share under a control group's memory limit, since that memory is meant for this
+/// server. Besides this share and the quarter for requests, enough memory remains for the brain.
 const LIMITED_MEM_FRACTION: f64 = 0.6;
-/// The default of `--mem-fraction-static` on CUDA. Other programs use little there, and the memory
-/// of a step is measured.
+/// The default of `--mem-fraction-static` on CUDA. Other programs use little GPU memory, and the
+/// memory that a step takes is measured.
 const CUDA_MEM_FRACTION: f64 = 0.9;
-/// The share of free memory for all host tiers. The rest is for the brain and other programs.
+/// The share of free memory for all host tiers together. The rest is for the brain and other
+/// programs.
 const HOST_SHARE: f64 = 0.8;
-/// Room for one model of seven billion parameters in bfloat16, but not for two.
+/// The default size of the weight cache: enough for one model of seven billion parameters in
+/// bfloat16, but not for two.
 const WEIGHT_CACHE_GIB: u32 = 16;
 
-/// The configuration of each hand, apart from its rank.
+/// The configuration that all hands share; their ranks differ.
 pub(super) fn resolve(
     flags: &ServeFlags,
     model: &Model,
@@ -49,12 +51,13 @@ pub(super) fn resolve(
         let keys = kv_cache_dtype(loading.kv_cache_dtype, device.name(), arrangement.ranks)?;
         (quantization, keys.told())
     };
-    // On other machines, the hands of a replica are on one machine.
+    // On other machines, only the hands of one replica share a machine.
     let together = if device.apart { arrangement.ranks } else { arrangement.hands() };
-    // Other machines have limits of their own.
+    // Memory limits of other machines are not known here.
     let limited = machine.memory().limit.is_some() && !device.apart;
     let simulated = device.simulated.is_some();
-    // Latent rows belong to all heads, so each rank has the same rows.
+    // All heads use the same latent rows, so each rank has equal rows and the ranks can share a
+    // host tier.
     let host_shared = engine.host_tier.is_some() && arrangement.tp_size() > 1 && model.is_latent();
     let tiers = if host_shared { arrangement.groups } else { arrangement.hands() };
     Ok(HandConfig {
@@ -83,19 +86,20 @@ pub(super) fn resolve(
         threads: threads(run.threads, device, &machine.processors()),
         seed: loading.seed,
         weight_cache_bytes: u64::from(loading.weight_cache_gib.unwrap_or(WEIGHT_CACHE_GIB)) << 30,
-        // The hands read the same amount of free memory at about the same time.
+        // The hands read the free memory at about the same time, so each takes only its share of
+        // it.
         host_share: HOST_SHARE / f64::from(tiers),
         host_shared,
         image_pool_tokens: flags.images.image_pool_tokens,
-        // Without a prefix cache a kept state would never be loaded.
+        // Without a prefix cache, a cached state would never be loaded.
         state_pages: if engine.prefix_cache { flags.states.pages() } else { Some(0) },
         window_ratio: flags.windows.ratio().filter(|_| why_one_pool(engine, device).is_none()),
         ..tiers::hand(flags, engine.host_tier.is_some())
     })
 }
 
-/// Lowers the number of running requests to the machine's memory, if the model has recurrent
-/// states. For devices other than CPUs, hands do this.
+/// Lowers the number of running requests to what the machine's memory allows, if the model has
+/// recurrent states. On other devices than CPUs, hands do this.
 pub(super) fn bound_states(
     flags: &ServeFlags,
     model: &Model,
@@ -114,10 +118,10 @@ pub(super) fn bound_states(
     states::bound(engine, model, element, (share * available as f64) as u64);
 }
 
-/// Threads of a hand on a CPU; `None`: it counts the cores itself.
+/// The number of threads of a hand on a CPU; `None`: the hand counts the cores itself.
 fn threads(given: Option<u32>, device: &DeviceSettings, processors: &Processors) -> Option<u32> {
     let (affinity, hands) = (&device.cpu_affinity, device.arrangement.hands());
-    // Hands on other machines do not share this machine's cores.
+    // Hands on other machines do not use this machine's cores.
     if given.is_some() || device.apart {
         return given;
     }
@@ -127,7 +131,8 @@ fn threads(given: Option<u32>, device: &DeviceSettings, processors: &Processors)
     affinity.threads(processors)
 }
 
-/// The flag, if it suits the model. The hand checks the rest: its kernels, and a file's formats.
+/// Checks `--quantization` against the model. The hand checks that its kernels support the format,
+/// and which formats a file contains.
 fn quantization(flags: &ServeFlags, model: &Model, alone: bool) -> Result<Option<Quantization>> {
     let wanted = flags.loading.quantization;
     let dummy = flags.loading.load_format == LoadFormat::Dummy;
@@ -144,16 +149,17 @@ fn quantization(flags: &ServeFlags, model: &Model, alone: bool) -> Result<Option
     })
 }
 
-/// `auto` if a hand may compute with a GGUF file's blocks; `None`: it computes in the model's type.
+/// Returns `auto` if a hand may compute with a GGUF file's blocks; `None`: it computes in the
+/// model's data type.
 ///
-/// `may`: the file is read, by one rank on a CPU.
+/// `may`: the file is read by a single rank on a CPU.
 pub(crate) fn own_blocks(model: &Model, dtype: Dtype, may: bool) -> Option<Quantization> {
     let may = may && model.format == "gguf" && model.pooling.is_none();
     (may && dtype == Dtype::Auto).then_some(Quantization::Auto)
 }
 
-/// The largest number of rows of a graph: by default all that a step may have. The deferred device
-/// has graphs only if a test requests them.
+/// The largest number of rows of a CUDA graph: by default all rows that a step may have. The
+/// deferred device has graphs only if a test requests them.
 fn graph_rows(flags: &RunFlags, device: Device, running: u32) -> Result<u32> {
     let graphs = matches!(device, Device::Cuda | Device::Deferred);
     let asked = flags.cuda_graph_max_bs.is_some() || flags.attention_backend.is_some();
@@ -168,8 +174,8 @@ fn graph_rows(flags: &RunFlags, device: Device, running: u32) -> Result<u32> {
     })
 }
 
-/// The share of free memory for a hand. The hands of a CPU read the same free memory at about the
-/// same time, so `together` of them divide it. `limited`: a control group limits the memory.
+/// The share of free memory for a hand. The hands on a CPU read the same free memory at about the
+/// same time, so `together` hands divide it. `limited`: a control group limits the memory.
 pub(crate) fn mem_fraction(given: Option<f64>, cuda: bool, limited: bool, together: u32) -> f64 {
     if cuda {
         return given.unwrap_or(CUDA_MEM_FRACTION);

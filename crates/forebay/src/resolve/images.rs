@@ -1,4 +1,4 @@
-//! The settings for clients' images.
+//! Resolves the settings for images from clients.
 
 use anyhow::{Context, Result, bail};
 use forebay_fetch::{Config as FetchConfig, Fetcher};
@@ -11,10 +11,10 @@ use serde::Serialize;
 use crate::flags::ImageFlags;
 use crate::model::{Images, Model};
 
-/// Positions of a simulated pool.
+/// The number of positions in the image pool of a simulated device.
 const SIM_POOL_TOKENS: u64 = 8192;
 
-/// The images that requests may have, and from where.
+/// How many images a request may have, and where they may come from.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct ImageSettings {
     pub(crate) limit_images: u32,
@@ -23,10 +23,10 @@ pub(crate) struct ImageSettings {
     pub(crate) fetch: FetchConfig,
 }
 
-/// Checks that flags about images are given only for models with images.
+/// Checks that image flags are given only for models that take images.
 ///
 /// # Errors
-/// The model takes none, and a flag was given.
+/// An image flag was given for a model that takes no images.
 pub(super) fn check(flags: &ImageFlags, model: &Model) -> Result<()> {
     match flags.given().filter(|_| model.images.is_none()) {
         Some(flag) => bail!("{flag}: {} sees no images", model.name),
@@ -51,10 +51,10 @@ pub(super) fn resolve(flags: &ImageFlags, model: &Model) -> Option<ImageSettings
 }
 
 impl ImageSettings {
-    /// The processing of images.
+    /// Creates the image processor for the model.
     ///
     /// # Errors
-    /// The model's parameters allow no image.
+    /// The model's parameters exclude every image.
     pub(crate) fn model(&self, images: &Images) -> Result<ImageModel> {
         let (patch, merge) = (images.patch, images.merge);
         let processing = match images.fixed {
@@ -70,7 +70,7 @@ impl ImageSettings {
         })
     }
 
-    /// The fetcher of images.
+    /// Creates the fetcher for images by URL.
     ///
     /// # Errors
     /// A domain or the folder is invalid.
@@ -79,7 +79,7 @@ impl ImageSettings {
     }
 }
 
-/// The tower of a simulated device.
+/// The vision tower of a simulated device; `None`: the model takes no images.
 pub(crate) fn sim_tower(model: &Model, image_pool_tokens: Option<u64>) -> Option<SimTower> {
     model.images.as_ref()?;
     let decoder = model.shape.as_ref().and_then(ModelShape::decoder);

@@ -1,11 +1,11 @@
-//! The data type of the KV cache, as far as device and model support it.
+//! The data type of the KV cache, as far as the device and the model support it.
 
 use anyhow::{Result, bail};
 
 use crate::flags::KvCacheDtype;
 use crate::model::Model;
 
-/// The flag's value, if a hand on this kind of device supports it.
+/// Returns the flag's value, if hands on this kind of device support it.
 pub(crate) fn kv_cache_dtype(flag: KvCacheDtype, device: &str, ranks: u32) -> Result<KvCacheDtype> {
     match flag {
         KvCacheDtype::Int8 if device == "cuda" => bail!(
@@ -21,7 +21,7 @@ pub(crate) fn kv_cache_dtype(flag: KvCacheDtype, device: &str, ranks: u32) -> Re
     }
 }
 
-/// Refuses 8-bit floats for models and kernels that do not support them.
+/// Refuses an 8-bit float KV cache for models and kernels that do not support it.
 pub(crate) fn check_floats(
     flag: KvCacheDtype,
     model: &Model,

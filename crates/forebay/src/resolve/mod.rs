@@ -1,4 +1,5 @@
-//! Turns flags and model into the configuration of each part. /server_info prints all of them.
+//! Turns the flags and the model into the configuration of each component. /server_info prints all
+//! of it.
 
 mod adapters;
 mod device;
@@ -40,8 +41,8 @@ pub(crate) use sparse::hot_row_tokens;
 pub(crate) use tiers::HostSize;
 pub(crate) use windows::why_one_pool;
 
-/// Fields of a hand's configuration that are not settings: the model's files, and facts about one
-/// hand among several.
+/// Fields of a hand's configuration that /server_info omits because they are not settings: the
+/// model's files, and values that differ between hands.
 const NO_SETTINGS: [&str; 8] = [
     "model",
     "draft",
@@ -53,15 +54,15 @@ const NO_SETTINGS: [&str; 8] = [
     "host_lenders",
 ];
 
-/// The configuration of each part: everything decided before the hand starts. A setting that
-/// several parts need has the same name and value in each of them.
+/// The configuration of each component: everything that is decided before the hand starts. A
+/// setting that several components need has the same name and value in each of them.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct Resolved {
     #[serde(flatten)]
     pub(crate) model: ModelSettings,
     #[serde(flatten)]
     pub(crate) device: DeviceSettings,
-    /// The chosen hand, and why it was chosen.
+    /// The chosen hand, and the reason for the choice.
     #[serde(flatten)]
     pub(crate) choice: Chosen,
     #[serde(flatten, serialize_with = "settings_of_hand")]
@@ -70,7 +71,7 @@ pub(crate) struct Resolved {
     pub(crate) engine: EngineConfig,
     #[serde(flatten)]
     pub(crate) replicas: ReplicasConfig,
-    /// `None`: the server computes all of each request.
+    /// `None`: the server computes whole requests.
     #[serde(flatten)]
     pub(crate) disaggregation: Option<Disaggregation>,
     #[serde(flatten)]
@@ -130,7 +131,7 @@ fn settings_of_hand<S: Serializer>(hand: &HandConfig, serializer: S) -> Result<S
     let mut settings = json!(hand);
     if let Value::Object(settings) = &mut settings {
         settings.retain(|name, _| !NO_SETTINGS.contains(&name.as_str()));
-        // The default has a name for users that hands do not get.
+        // A hand's configuration omits the default, but users see it by name.
         if hand.kv_cache_dtype.is_none() {
             settings.insert("kv_cache_dtype".into(), "auto".into());
         }

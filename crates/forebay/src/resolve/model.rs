@@ -1,4 +1,4 @@
-//! The settings of the model: its names and its defaults.
+//! Resolves the settings of the model: its names and its defaults.
 
 use anyhow::{Result, bail};
 use forebay_api::GenerationDefaults;
@@ -18,10 +18,10 @@ pub(crate) struct ModelSettings {
     pub(crate) served_model_names: Vec<String>,
     #[serde(flatten)]
     pub(crate) facts: ModelFacts,
-    /// The sampling parameters for requests that omit them; null: OpenAI's.
+    /// The sampling parameters for requests that omit them; null: OpenAI's defaults.
     pub(crate) sampling_defaults: GenerationDefaults,
     pub(crate) tokenizer_backend: TokenizerBackend,
-    /// The chat format; null if it is not known yet, or the model has none.
+    /// The chat format; null: it is not known yet, or the model has no chat format.
     pub(crate) chat: Option<ChatFacts>,
     /// The output of a pooling model.
     pub(crate) pooling: Option<Pooling>,
@@ -53,18 +53,19 @@ impl ModelSettings {
     }
 }
 
-/// Facts about the model's files. A server without weights, as on a simulated device, lacks some.
+/// Facts about the model's files. Some are missing if the weights are not present, as on a
+/// simulated device.
 fn facts(model: &Model) -> ModelFacts {
     let stored =
         Some(&model.files).filter(|files| !files.is_empty()).map(|files| stored_weights(files));
-    // A faulty file is reported by the loader of weights.
+    // The loader of the weights reports a faulty file.
     let stored = stored.and_then(Result::ok);
     let parameters = stored.as_ref().and_then(|stored| stored.parameters);
     let weight_type = stored.map(|stored| stored.weight_type).unwrap_or_default();
     ModelFacts::new(&model.format, &model.config, parameters, &weight_type)
 }
 
-/// The longest prompt and answer together.
+/// The largest total number of tokens of prompt and answer.
 pub(super) fn context_length(flags: &ServeFlags, model: &Model) -> Result<u32> {
     let longest = model.context_length;
     let usual = model.pooling.as_ref().and_then(|pooling| pooling.max_length);

@@ -1,4 +1,4 @@
-//! Disaggregated prefill.
+//! Resolves the settings of disaggregated prefill.
 
 use anyhow::{Context, Result, bail};
 use forebay_capacity::WritePolicy;
@@ -11,19 +11,19 @@ use serde_json::json;
 use crate::flags::{Device, DisaggregationMode, ServeFlags};
 use crate::model::Model;
 
-/// The part of its share of the memory that the host tier of a decode server may take. Pages from
-/// other servers take half as much.
+/// The share of the usual memory for host tiers that a decode server's host tier may take. Pages
+/// from other servers take half as much.
 const TIER_SHARE: f64 = 2.0 / 3.0;
 
-/// The roles of the replicas; `None`: each does everything.
+/// The roles of the replicas; `None`: each replica computes whole requests.
 pub(super) fn config(flags: &ServeFlags) -> Option<PdConfig> {
     let usual = PdConfig::default().local_tokens;
     let local_tokens = flags.replicas.pd.pd_local_tokens.unwrap_or(usual);
     flags.replicas.pd.pd.map(|split| PdConfig { prefill: split.prefill, local_tokens })
 }
 
-/// The part of requests that the server computes, where others compute the rest; `None`: all of
-/// them.
+/// The part of requests that the server computes if other servers compute the rest; `None`: it
+/// computes whole requests.
 pub(super) fn disaggregation(flags: &ServeFlags) -> Option<Disaggregation> {
     let (pd, usual) = (&flags.replicas.pd, DecodeConfig::default());
     match pd.disaggregation_mode {
@@ -37,14 +37,14 @@ pub(super) fn disaggregation(flags: &ServeFlags) -> Option<Disaggregation> {
     }
 }
 
-/// Leaves memory beside the host tier of a decode server.
+/// Reduces the host tier of a decode server, to leave memory for pages from other servers.
 pub(super) fn leave_room(config: Option<&Disaggregation>, hand: &mut HandConfig) {
     if let Some(Disaggregation::Decode(_)) = config {
         hand.host_share *= TIER_SHARE;
     }
 }
 
-/// The name of a model and of the settings that change the numbers in its pages.
+/// A name that identifies the model and the settings that change the content of its pages.
 ///
 /// # Errors
 /// A file of the model can't be read.
@@ -64,11 +64,11 @@ pub(crate) fn model_name(model: &Model, hand: &HandConfig) -> Result<String> {
     Ok(format!("model {digest}"))
 }
 
-/// Refuses models whose state can't be lent to another replica or server. `drafts`: another model
-/// drafts for this one.
+/// Refuses models whose KV cache can't be transferred to another replica or server. `drafts`: a
+/// draft model is used.
 ///
 /// # Errors
-/// One line for the user.
+/// A message of one line for the user.
 pub(super) fn check(flags: &ServeFlags, model: &Model, device: Device, drafts: bool) -> Result<()> {
     let pd = &flags.replicas.pd;
     let flag = match (pd.pd, pd.disaggregation_mode) {
@@ -96,7 +96,7 @@ pub(super) fn check(flags: &ServeFlags, model: &Model, device: Device, drafts: b
     }
 }
 
-/// Refuses a server that no other could share work with.
+/// Refuses settings with which the server could not share work with other servers.
 fn check_apart(flags: &ServeFlags, device: Device, drafts: bool) -> Result<()> {
     let pd = &flags.replicas.pd;
     if !pd.apart() {

@@ -1,4 +1,4 @@
-//! The settings of the server, and of the threads that read and write for clients.
+//! Resolves the settings of the server, and of the threads that parse requests and write responses.
 
 use anyhow::{Result, bail};
 use forebay_engine::EngineConfig;
@@ -42,7 +42,7 @@ impl ServerSettings {
             namer: engine.namer.clone(),
             share_cache_across_keys: flags.sharing.share_cache_across_keys,
         };
-        // The running requests, and as many waiting ones.
+        // This is enough for the running requests and as many waiting ones.
         let running = (2 * engine.max_running_requests as usize).min(engine.max_queued_requests);
         let concurrency = running.max(1) * flags.replicas.ranks.dp_size as usize;
         let server = ServerConfig {
@@ -95,8 +95,8 @@ impl ServerSettings {
     }
 }
 
-/// The threads that tokenise. If the engine's queue is longer than their default queue, theirs is
-/// as long, so that a large queue can be filled at once.
+/// The settings of the threads that tokenise. If the engine's queue is longer than their default
+/// queue, their queue is as long, so that the engine's queue can be filled at once.
 fn text(flags: &TextFlags, threads: u16, engine_queue: usize) -> Result<TextConfig> {
     if flags.enable_dynamic_batch_tokenizer && flags.tokenizer_mode == TokenizerMode::Inline {
         bail!(
@@ -121,12 +121,14 @@ fn text(flags: &TextFlags, threads: u16, engine_queue: usize) -> Result<TextConf
     })
 }
 
-/// One thread writes more than 100 000 chunks a second, more than most devices produce.
+/// The default number of egress threads. A thread writes more than 100 000 chunks per second, more
+/// than most devices produce.
 fn egress_threads(processors: &Processors) -> u16 {
     u16::try_from(1 + processors.threads() / 16).unwrap_or(u16::MAX).min(8)
 }
 
-/// The second thread serves short prompts while the first is busy with a long one.
+/// The default number of text threads. The second tokenises short prompts while the first is busy
+/// with a long prompt.
 fn text_threads(processors: &Processors) -> u16 {
     if processors.threads() > 1 { 2 } else { 1 }
 }

@@ -1,4 +1,4 @@
-//! Sparse decoding from host memory.
+//! Resolves the settings of sparse decoding from host memory.
 
 use anyhow::{Result, bail};
 use forebay_capacity::{WritePolicy, hot_row_tokens as hot_row_tokens_of};
@@ -11,7 +11,7 @@ use crate::model::Model;
 /// Checks the flags of sparse decoding.
 ///
 /// # Errors
-/// The model reads all positions, or flags exclude each other.
+/// The model attends to all positions, or flags exclude each other.
 pub(super) fn check(flags: &ServeFlags, model: &Model) -> Result<()> {
     let sparse = &flags.sparse;
     if !sparse.enable_hisparse {
@@ -62,11 +62,11 @@ pub(super) fn check(flags: &ServeFlags, model: &Model) -> Result<()> {
     Ok(())
 }
 
-/// Positions that a sparse slot of a simulated device keeps, in whole pages; 0: no slot is ever
-/// sparse.
+/// The number of positions that a sparse slot of a simulated device keeps, in whole pages; 0: no
+/// slot ever becomes sparse.
 ///
 /// # Errors
-/// The profile's model does not choose positions, or chooses more than are kept.
+/// The profile's model does not use sparse attention, or selects more positions than are kept.
 pub(crate) fn hot_row_tokens(hand: &HandConfig, profile: &Profile) -> Result<u32> {
     let Some(wanted) = hand.hot_row_tokens else { return Ok(0) };
     let (name, top_k) = (&profile.name, profile.sparse.top_k);

@@ -1,4 +1,4 @@
-//! The number of running requests, limited by the memory for recurrent states.
+//! Limits the number of running requests by the memory for recurrent states.
 
 use std::fs;
 
@@ -9,12 +9,12 @@ use crate::model::Model;
 
 /// Rows of the state table per slot: two, because the previous state may be needed again.
 const ROWS: u64 = 2;
-/// Slot states get one part in `SHARE` of the memory that the weights leave. KV pages and state
-/// pages get the rest.
+/// The states of slots get the memory that the weights leave, divided by this. KV pages and cached
+/// states get the rest.
 const SHARE: u64 = 2;
 
 /// Lowers the number of running requests until the states of all slots fit. `budget`: bytes for
-/// weights, pages and states together. `element`: bytes of the model's data type.
+/// weights, pages and states together. `element`: bytes of an element of the model's data type.
 pub(super) fn bound(engine: &mut EngineConfig, model: &Model, element: u64, budget: u64) {
     let of_slot = ROWS * model.state_bytes(element);
     if of_slot == 0 {

@@ -11,9 +11,9 @@ struct Line {
     flags: ServeFlags,
 }
 
-/// Settings that do not come from a single flag.
+/// Settings that no single flag determines.
 const DERIVED: [&str; 18] = [
-    // From the model and its worker.
+    // These come from the model and its hand.
     "chat",
     "family",
     "format",
@@ -23,7 +23,7 @@ const DERIVED: [&str; 18] = [
     "sampling_defaults",
     "simulated",
     "weight_type",
-    // From several flags, or from the machine.
+    // These come from several flags, or from the machine.
     "gpus",
     "graph_rows",
     "host_fits",
@@ -35,7 +35,7 @@ const DERIVED: [&str; 18] = [
     "expert_parallel",
 ];
 
-/// Settings whose names in the step protocol differ from those of the flags.
+/// Settings whose names in the step protocol differ from the names of their flags.
 const OF_THE_WIRE: [(&str, &str); 8] = [
     ("copy_gbps", "debug-kv-copy-gbps"),
     ("host_bytes", "hicache-size"),
@@ -47,7 +47,7 @@ const OF_THE_WIRE: [(&str, &str); 8] = [
     ("window_ratio", "swa-full-tokens-ratio"),
 ];
 
-/// Keys of features that are on unless a flag disables them, and the flags.
+/// Settings of features that are on by default, each with the flag that disables the feature.
 const TURNED_OFF: [(&str, &str); 6] = [
     ("fair_queueing", "disable-fair-queueing"),
     ("step_shares", "disable-step-shares"),
@@ -89,7 +89,7 @@ fn resolved(flags: &[&str], model: &Model) -> Resolved {
     Resolved::new(&flags, (model, None), ServerConfig::default()).expect("a configuration")
 }
 
-/// Flags that change every setting.
+/// Flags that together change every setting.
 const ALL: [&str; 9] = [
     "--dp-size=2",
     "--enable-hierarchical-cache",

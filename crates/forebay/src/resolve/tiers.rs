@@ -1,4 +1,4 @@
-//! The host tier of each replica: how the engine uses it, and its size in a hand's configuration.
+//! Resolves the host tier of each replica: how the engine uses it, and its size for the hand.
 
 use anyhow::{Result, bail};
 use forebay_capacity::KvSave;
@@ -10,7 +10,7 @@ use super::sparse;
 use crate::flags::{Preemption as PreemptionFlag, ServeFlags, TierFlags};
 use crate::model::{Model, Pooling};
 
-/// The ratio that SGLang takes.
+/// The default ratio, the same as SGLang's.
 const RATIO: f64 = 2.0;
 
 /// The size of the host tier.
@@ -18,12 +18,12 @@ const RATIO: f64 = 2.0;
 pub(crate) enum HostSize {
     /// The size in bytes.
     Bytes(u64),
-    /// The number of its pages for each page of the device.
+    /// The number of host pages for each page of the device.
     Ratio(f64),
 }
 
 impl HostSize {
-    /// The size in the hand's configuration; `None`: there is no host tier.
+    /// Reads the size from the hand's configuration; `None`: there is no host tier.
     pub(crate) fn from_hand(hand: &HandConfig) -> Option<Self> {
         hand.host_bytes.map(Self::Bytes).or(hand.host_ratio.map(Self::Ratio))
     }
@@ -37,11 +37,11 @@ impl HostSize {
         }
     }
 
-    /// The number of host pages and host state pages, for a device with `pages` KV pages and state
-    /// pages and this profile.
+    /// Returns how many host pages and host state pages there are. `device`: how many KV pages and
+    /// state pages the device has.
     ///
     /// # Errors
-    /// The profile has no bytes of a page, or the number is invalid.
+    /// The profile does not contain the size of a page, or a number is invalid.
     pub(crate) fn pages(
         self,
         profile: &Profile,
@@ -65,7 +65,8 @@ impl HostSize {
     }
 }
 
-/// The engine's use of the host tier, with steps of `step` tokens; `None`: there is no host tier.
+/// The engine's settings for the host tier, with steps of `step` tokens; `None`: there is no host
+/// tier.
 ///
 /// # Errors
 /// Flags exclude each other, or the model has no KV cache.
@@ -136,7 +137,7 @@ pub(super) fn engine(
     }))
 }
 
-/// The host tier in a hand's configuration; `on`: there is one.
+/// The host tier in a hand's configuration. `on`: there is a host tier.
 pub(super) fn hand(flags: &ServeFlags, on: bool) -> HandConfig {
     let (tiers, sparse) = (&flags.tiers, &flags.sparse);
     let numbers = sparse.hisparse_config.clone().unwrap_or_default();
@@ -146,7 +147,8 @@ pub(super) fn hand(flags: &ServeFlags, on: bool) -> HandConfig {
     HandConfig {
         host_bytes: if let Some(HostSize::Bytes(bytes)) = size { Some(bytes) } else { None },
         host_ratio: if let Some(HostSize::Ratio(ratio)) = size { Some(ratio) } else { None },
-        // With sparse decoding the device has a page of index keys for each host page.
+        // With sparse decoding, the device has a page of index keys for each host page. So the host
+        // tier can't be reduced to what fits.
         host_fits: on && !tiers.names_size() && !sparse.enable_hisparse,
         copy_gbps: tiers.debug_kv_copy_gbps,
         kv_checksum: tiers.debug_kv_checksum,

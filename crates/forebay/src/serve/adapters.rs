@@ -1,4 +1,4 @@
-//! The adapters of a server: those loaded at start, and how clients' ones are read.
+//! The adapters of a server: those loaded at start, and a reader for those that clients load.
 
 use std::net::IpAddr;
 use std::path::Path;
@@ -13,10 +13,10 @@ use crate::flags::ServeFlags;
 use crate::model::Model;
 use crate::resolve::Resolved;
 
-/// Reads the adapters of the command line; `None`: requests name none.
+/// Reads the adapters of the command line; `None`: requests can't name adapters.
 ///
 /// # Errors
-/// One can't be served under its name.
+/// An adapter can't be served under its name.
 pub(super) fn settings(
     flags: &ServeFlags,
     model: &Model,
@@ -42,14 +42,14 @@ pub(super) fn settings(
     Ok(Some(AdapterSettings { at_start, reader: reader.transpose()?, open: is_local(flags) }))
 }
 
-/// Reads adapters below a folder.
+/// Creates the reader of adapters in the folder `root`.
 fn reader(root: &Path, shape: &Arc<Shape>, rank: u32) -> Result<AdapterReader> {
     let named = || format!("--lora-root {}", root.display());
     let folder = AdapterFolder::below(root).with_context(named)?;
     let root = root.canonicalize().with_context(named)?;
     let shape = Arc::clone(shape);
     Ok(Arc::new(move |path| {
-        // Clients may send the whole path.
+        // Clients may send the absolute path.
         let below = path.strip_prefix(&root).unwrap_or(path);
         read(&folder, below, path, &shape, rank)
     }))
@@ -70,7 +70,7 @@ fn read(
     Ok(AdapterFiles { path: path.to_owned(), digest, modules, manifest })
 }
 
-/// True if no other machine reaches the server.
+/// True if no other machine can reach the server.
 pub(super) fn is_local(flags: &ServeFlags) -> bool {
     let host = flags.listen.host.as_str();
     let loopback = host.parse::<IpAddr>().is_ok_and(|address| address.is_loopback());

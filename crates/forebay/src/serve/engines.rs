@@ -1,4 +1,4 @@
-//! The engines, with their hands or simulations.
+//! The engines, with their hands or simulated devices.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -22,22 +22,23 @@ use crate::placement::Placed;
 use crate::resolve::{DeviceSettings, Resolved};
 use crate::{collectives, gpus, hands, outposts, python, simulate};
 
-/// The running engines.
+/// The running engines, with the values that have to live as long as the engines.
 pub(super) struct Engines {
     pub(super) replicas: Replicas,
     threads: Vec<EngineThread>,
     /// The placer of outposts, which has to outlive the hands.
     _placed: Option<Placed>,
     pub(super) arena: Arena,
-    /// The host tiers that this process reads for other servers, or the memory for their blocks.
+    /// Memory that this process uses for transfers between servers: host tiers from which it sends
+    /// blocks to other servers, or memory for the blocks that it receives.
     pub(super) tiers: Vec<Arc<dyn TierMemory>>,
 }
 
-/// Receives a value when the first engine has ended.
+/// Receives a value when the first engine ends.
 pub(super) type EngineEnd = oneshot::Receiver<()>;
 
 impl Engines {
-    /// Starts an engine for each rank group, which starts its hands.
+    /// Starts an engine for each rank group. Each engine starts its hands.
     pub(super) fn start(
         flags: &ServeFlags,
         interpreter: &Path,
@@ -54,7 +55,7 @@ impl Engines {
             Some(_) => simulations(flags, resolved, model, tokenizer)?,
             None => hand_processes(interpreter, resolved, &arena, memories, site.as_ref())?,
         };
-        // There is only one replica: the flags were checked.
+        // The checks of the flags allow `--record-steps` with a single replica only.
         if let Some(file) = &flags.run.record_steps
             && let Some(executor) = executors.pop()
         {
@@ -64,7 +65,7 @@ impl Engines {
         }
         let (on_exit, ended) = oneshot::channel();
         let on_exit = move || {
-            // If the server has ended first, there is no receiver.
+            // If the server ends first, there is no receiver.
             let _ = on_exit.send(());
         };
         let member = |executor| Member {
@@ -77,7 +78,7 @@ impl Engines {
         Ok((Self { replicas, threads, _placed: placed, arena, tiers }, ended))
     }
 
-    /// Stops the engines and waits for their end.
+    /// Stops the engines and waits until they have ended.
     pub(super) fn stop(self) {
         self.replicas.stop();
         self.threads.into_iter().for_each(EngineThread::join);
@@ -87,7 +88,7 @@ impl Engines {
 /// The executors of the rank groups, and the clock that they share.
 type Executors = (Vec<Box<dyn Executor>>, Arc<dyn Clock>);
 
-/// Simulated rank groups.
+/// Creates the simulated rank groups.
 fn simulations(
     flags: &ServeFlags,
     resolved: &Resolved,
@@ -108,7 +109,7 @@ fn simulations(
     Ok((executors, Arc::new(clock)))
 }
 
-/// The memories of each group's host tier, and those that the server reads or writes itself.
+/// The memories of each group's host tier, and the memories that the server itself reads or writes.
 type Memories = (Vec<HostMemories>, Vec<Arc<dyn TierMemory>>);
 
 fn memories(resolved: &Resolved) -> Result<Memories> {
@@ -133,7 +134,7 @@ fn memories(resolved: &Resolved) -> Result<Memories> {
     }
 }
 
-/// Rank groups of processes, here or at `site`.
+/// Creates the rank groups of hands, on this machine or at `site`.
 fn hand_processes(
     interpreter: &Path,
     resolved: &Resolved,
@@ -150,7 +151,7 @@ fn hand_processes(
         executors.push(Box::new(HandExecutor::new(HandSpec {
             program: program.clone(),
             args: args.clone(),
-            // Another machine has its own processors.
+            // Huge pages are for this machine; another machine sets its own variables.
             env: if site.is_some() { Vec::new() } else { hands::environment() },
             config: resolved.hand.clone(),
             arena: arena.clone(),
@@ -162,11 +163,12 @@ fn hand_processes(
     Ok((executors, Arc::new(SystemClock::default())))
 }
 
-/// The ranks of a group. A rank with a GPU sees only that GPU, so each computes on its first.
+/// The ranks of a group. A rank with a GPU has only that GPU visible, so each uses the first
+/// visible GPU.
 fn ranks(device: &DeviceSettings, group: usize) -> Vec<RankSpec> {
     let count = device.arrangement.ranks as usize;
     let hands = (0..count).map(|rank| group * count + rank);
-    // Outposts choose the collectives of their own hands.
+    // Outposts choose how the ranks of their own hands communicate.
     let together = count > 1 && !device.apart;
     let collectives = if together { Collectives::Machine } else { Collectives::None };
     let is_set = |name: &str| std::env::var_os(name).is_some();

@@ -1,4 +1,4 @@
-//! The model's language: its tokens, chat format and grammars.
+//! The tokenizer, chat format and grammars of a model.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -15,19 +15,19 @@ use crate::model::Model;
 use crate::resolve::Resolved;
 use crate::{dialect, grammar, text, vocabulary};
 
-/// The parts that read and write the model's language, with their threads. Clones share them.
+/// The components that convert between text and tokens, with their threads. Clones share them.
 #[derive(Clone)]
 pub(super) struct Language {
     pub(super) tokenizer: Arc<Tokenizer>,
     pub(super) dialect: Dialect,
-    /// Special tokens that are marks of the dialect.
+    /// The special tokens that are marks of the dialect.
     pub(super) marks: Arc<[i32]>,
     pub(super) text: Arc<TextPool>,
     pub(super) grammars: Option<Grammars>,
 }
 
 impl Language {
-    /// Reads the model's files and starts the threads. Records the chat format in the settings, and
+    /// Loads the model's files and starts the threads. Records the chat format in the settings, and
     /// all end-of-turn tokens in the model.
     pub(super) fn load(
         flags: &ServeFlags,

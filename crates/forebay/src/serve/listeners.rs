@@ -1,4 +1,4 @@
-//! Sockets for clients, and the access rules.
+//! The listening sockets for clients, and the access rules.
 
 use std::net::TcpListener;
 
@@ -13,13 +13,13 @@ use crate::listening::{self, Bound};
 /// The open listeners.
 pub(super) struct Listeners {
     pub(super) main: Bound,
-    /// The listener for health and metrics alone.
+    /// The listener that serves only health and metrics.
     pub(super) health: Option<TcpListener>,
 }
 
 impl Listeners {
-    /// Opens the listeners. Also returns the access rules; the server's other settings are
-    /// defaults.
+    /// Opens the listeners. Also returns a configuration with the access rules; its other settings
+    /// are defaults.
     pub(super) fn open(flags: &ServeFlags) -> Result<(Self, ServerConfig)> {
         let main = Bound::open(&flags.listen)?;
         let health_port = flags.listen.health_port;

@@ -1,4 +1,4 @@
-//! `forebay serve`: starts the parts in order and stops them in reverse.
+//! `forebay serve`: starts the components in order, and stops them in reverse order.
 
 mod adapters;
 mod engines;
@@ -31,18 +31,18 @@ use outputs::Outputs;
 use process::Process;
 use server::{Server, Surroundings};
 
-/// Serves until a signal, or until the engine ends. `flags` were parsed from `arguments`.
+/// Serves until a signal arrives or the engine ends. `flags` were parsed from `arguments`.
 pub(crate) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     if flags.is_fleet() {
         return fleet::run(flags, arguments);
     }
     let mut process = Process::start(flags)?;
     let name = flags.model_name().context("no model named")?;
-    // Listen before minutes of downloads, so that a port in use is reported at once.
+    // Listen before downloads that may take minutes, so that a port in use is reported at once.
     let (listeners, access) = Listeners::open(flags)?;
     let python = find_python(flags.run.python.as_deref());
     let (mut model, mut resolved) = load(flags, name, &python, access)?;
-    // Read adapters before a hand starts, so that a fault is reported at once.
+    // Read adapters before a hand starts, so that a faulty adapter is reported at once.
     let adapters = adapters::settings(flags, &model, &resolved)?;
     let guard = &process.guard;
     let language = Language::load(flags, &mut model, &mut resolved, guard)?;
@@ -50,7 +50,7 @@ pub(crate) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     let tokenizer = &language.tokenizer;
     let (engines, ended) =
         Engines::start(flags, &python, &model, &resolved, tokenizer, &sinks, guard)?;
-    // Only the engines' own clones may keep the streams open.
+    // Only the engines may keep senders of the output streams, so that the streams close with them.
     drop(sinks);
     let surroundings = Surroundings {
         guard: guard.clone(),

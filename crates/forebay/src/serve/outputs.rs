@@ -1,4 +1,4 @@
-//! The way of the engines' outputs to clients.
+//! Connects the engines' outputs to clients.
 
 use std::sync::Arc;
 
@@ -13,24 +13,24 @@ use forebay_server::{
 use crate::model::{Function, Model, Task};
 use crate::resolve::Resolved;
 
-/// The ends of the engines' outputs.
+/// The receivers of the engines' outputs.
 pub(super) struct Outputs {
     pub(super) metrics: Arc<Metrics>,
     pub(super) egress: Egress,
-    /// The model, if it pools.
+    /// The model, if it is a pooling model.
     pub(super) pooling: Option<PooledModel>,
-    /// The contents of the prefix caches, if routers use them.
+    /// The log of cached blocks, for routers; `None`: there is no prefix cache.
     pub(super) blocks: Option<BlockLog>,
 }
 
-/// Receiving ends of the replicas' sinks.
+/// Creates the senders for the outputs of each replica.
 pub(super) struct Sinks {
     sink: MakeSink,
     blocks: Option<BlockLog>,
 }
 
 impl Sinks {
-    /// The listeners of another replica.
+    /// Creates the sinks of one more replica.
     pub(super) fn replica(&self) -> Listeners {
         let blocks = self.blocks.as_ref();
         Listeners {
@@ -41,7 +41,7 @@ impl Sinks {
 }
 
 impl Outputs {
-    /// Starts the threads that write answers.
+    /// Starts the threads that write responses.
     pub(super) fn start(
         model: &Model,
         resolved: &Resolved,
@@ -61,10 +61,11 @@ impl Outputs {
     }
 }
 
-/// Makes a sink for each replica.
+/// Creates a sink for a replica.
 type MakeSink = Box<dyn Fn() -> Box<dyn OutputSink>>;
 
-/// The sinks of the replicas' outputs, and the model if it is a pooling model.
+/// Returns the function that creates a sink for each replica, and the model if it is a pooling
+/// model.
 fn sinks(
     model: &Model,
     egress: EgressSink,

@@ -1,7 +1,8 @@
-//! Folders for tensors from clients, inside this process's folder in shared memory.
+//! Folders for tensors that clients send, inside this process's folder in shared memory.
 //!
-//! A folder is removed with its last user, and all folders with the process. Each process holds a
-//! lock on its own, so the next process that needs such folders removes those of a killed process.
+//! A folder is removed when its last user drops it, and all folders when the process exits. Each
+//! process locks a file in its folder. So the next process that needs such folders can remove those
+//! of a killed process.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -13,29 +14,29 @@ use rustix::fs::{FlockOperation, flock};
 use rustix::process::geteuid;
 use tempfile::TempDir;
 
-/// Shared memory, where it is mounted.
+/// The mount point of shared memory.
 const SHARED_MEMORY: &str = "/dev/shm";
-/// The beginning of the folders' names.
+/// The prefix of the folders' names.
 const PREFIX: &str = "forebay-weights-";
-/// The file whose lock the process holds.
+/// The file that the process keeps locked.
 const LOCK: &str = ".lock";
 
 /// The folders of this process.
 #[derive(Default)]
 pub(super) struct Overlays(Mutex<Option<Root>>);
 
-/// The folder that contains all other folders.
+/// The folder of this process, which contains all the others.
 struct Root {
     folder: TempDir,
-    /// Holds the lock.
+    /// Keeps the lock.
     _lock: File,
 }
 
 impl Overlays {
-    /// A new folder.
+    /// Creates a new folder.
     ///
     /// # Errors
-    /// It can't be made.
+    /// The folder can't be created.
     pub(super) fn add(&self) -> Result<TempDir> {
         let mut root = self.0.lock();
         let root = match &mut *root {
@@ -46,7 +47,7 @@ impl Overlays {
                     clear(parent);
                     Root::below(parent)
                 };
-                // Without shared memory, ordinary files work too, only more slowly.
+                // Without shared memory, ordinary files work too, but more slowly.
                 let made = below(shared).or_else(|_| below(&std::env::temp_dir()));
                 none.insert(made.context("no folder for tensors")?)
             }
@@ -57,7 +58,7 @@ impl Overlays {
             .context("no folder for tensors")
     }
 
-    /// True if the folder is one of them.
+    /// True if `folder` is one of these folders.
     pub(super) fn has(&self, folder: &Path) -> bool {
         let root = self.0.lock();
         root.as_ref().is_some_and(|root| folder.starts_with(root.path()))
@@ -69,7 +70,7 @@ impl Root {
         let own = fs::Permissions::from_mode(0o700);
         let parent = parent.canonicalize()?;
         let folder = tempfile::Builder::new().prefix(PREFIX).permissions(own).tempdir_in(parent)?;
-        // The file is locked before it gets its name.
+        // The file is locked before it gets the name by which other processes find it.
         let unnamed = folder.path().join("lock");
         let lock = File::create_new(&unnamed)?;
         flock(&lock, FlockOperation::NonBlockingLockExclusive)?;
@@ -82,7 +83,7 @@ impl Root {
     }
 }
 
-/// Removes folders that this user's ended processes have left.
+/// Removes folders that this user's processes left when they were killed.
 fn clear(parent: &Path) {
     let Ok(entries) = fs::read_dir(parent) else { return };
     let named = |path: &PathBuf| {

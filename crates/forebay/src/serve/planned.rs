@@ -1,4 +1,4 @@
-//! A model on this machine, with all settings decided before it starts.
+//! A model on this machine, with all settings that are decided before it starts.
 
 use std::path::Path;
 
@@ -11,8 +11,8 @@ use crate::model::{Model, Source, fetch};
 use crate::python;
 use crate::resolve::{Drafter, Resolved};
 
-/// Fetches a model, and resolves the settings for it. If its images need PyTorch's hand, which is
-/// not installed, only text is served.
+/// Fetches a model, and resolves the settings for it. If its images need the PyTorch hand, which is
+/// not installed, the model is served for text only.
 pub(super) fn find(
     flags: &ServeFlags,
     name: &str,
@@ -60,7 +60,8 @@ fn find_from(
     Ok((model, resolved))
 }
 
-/// Why a model's images can't be computed here, unless a flag requires them.
+/// The reason why a model's images can't be computed here; `None`: they can, or a flag requires
+/// them.
 fn why_no_images(
     flags: &ServeFlags,
     model: &Model,

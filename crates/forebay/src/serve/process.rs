@@ -14,7 +14,7 @@ pub(super) struct Process {
 }
 
 impl Process {
-    /// Starts the logs, and makes the process end with its parent if a flag says so.
+    /// Starts the logs. With `--parent`, also makes this process exit when its parent does.
     pub(super) fn start(flags: &ServeFlags) -> Result<Self> {
         let guard = Guard::default();
         let logs = logs::init(&flags.log.lines, flags.log.otlp_traces_endpoint.as_deref(), &guard)?;

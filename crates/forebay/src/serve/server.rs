@@ -1,4 +1,4 @@
-//! The HTTP server, from its first connection to its end.
+//! The HTTP server, from its start until it has stopped.
 
 use std::io;
 use std::sync::Arc;
@@ -26,27 +26,27 @@ use crate::model::Model;
 use crate::resolve::{Resolved, model_name, why_one_pool};
 use crate::{grammar, sampling, signals, threads, watch};
 
-/// The server, put together.
+/// The assembled server.
 pub(super) struct Server(pub(super) AppState);
 
-/// The process-wide services that a model uses.
+/// Services of the process, and settings from the command line, that a model's server uses.
 pub(super) struct Surroundings {
     pub(super) guard: Guard,
     pub(super) log_lines_dropped: Arc<AtomicU64>,
-    /// The parts that it shares with other models.
+    /// The parts that the models of a server share; `None`: there is only one model.
     pub(super) common: Option<CommonParts>,
-    /// Names for requests that no list shows.
+    /// Names that requests may use but model lists omit.
     pub(super) aliases: Vec<String>,
-    /// `None`: requests name no adapters.
+    /// `None`: requests can't name adapters.
     pub(super) adapters: Option<AdapterSettings>,
-    /// `None`: hands load no other weights.
+    /// `None`: the weights can't be replaced.
     pub(super) weights: Option<WeightSettings>,
 }
 
-/// How long tasks may take to end with their runtime.
+/// How long tasks may run after the runtime begins to shut down.
 pub(super) const LAST_TASKS: Duration = Duration::from_secs(1);
 
-/// The runtime of the threads of HTTP.
+/// Creates the runtime of the HTTP threads.
 pub(super) fn runtime(threads: u16) -> io::Result<Runtime> {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(threads.into())
@@ -120,7 +120,7 @@ impl Server {
         })))
     }
 
-    /// Serves until a signal or an engine's end, then stops everything.
+    /// Serves until a signal arrives or an engine ends, then stops everything.
     pub(super) fn run(
         self,
         flags: &ServeFlags,
@@ -180,8 +180,8 @@ impl Server {
         let hurry = signals::another(told.clone());
         forebay_server::serve(listener, self.0, stopped, hurry).await?;
         if engine_died {
-            // It panicked, so its state can't be trusted, or no replica is left that could be
-            // started.
+            // The engine panicked, so its state can't be trusted, or no replica is left that could
+            // be started.
             for report in engine.reports() {
                 if let Status::Failed(reason) = report.status {
                     bail!("{reason}");
@@ -196,7 +196,7 @@ impl Server {
     }
 }
 
-/// The banner, once the hand is ready; `None`: it never became ready.
+/// Returns the banner once the hand is ready; `None`: the hand never became ready.
 async fn banner(engine: Replicas, resolved: Resolved, url: String, curl: String) -> Option<String> {
     if !watch::loading(&engine).await {
         return None;
@@ -225,7 +225,8 @@ async fn banner(engine: Replicas, resolved: Resolved, url: String, curl: String)
     ))
 }
 
-/// The parts of a server that computes a part of requests; `None`: it computes all of them.
+/// The components of a server that computes only a part of each request; `None`: it computes whole
+/// requests.
 fn pd_parts(model: &Model, resolved: &Resolved, engines: &Engines) -> Result<Option<PdParts>> {
     let Some(config) = resolved.disaggregation.clone() else { return Ok(None) };
     let model = model_name(model, &resolved.hand)?;

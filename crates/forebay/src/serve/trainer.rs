@@ -1,4 +1,4 @@
-//! The process that joins a trainer's process group as a rank, and writes received tensors to
+//! A process that joins a trainer's process group as a rank, and writes the received tensors to
 //! files.
 
 use std::io::{BufRead, BufReader, Write};
@@ -11,17 +11,17 @@ use forebay_server::{NamedTensor, TensorReceiver, TrainerGroup};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
-/// Seconds for which ranks wait for each other.
+/// Seconds for which the ranks of a group wait for each other.
 const PATIENCE: u32 = 300;
 
-/// A rank in a group. Dropping it ends its process.
+/// A rank in a trainer's group. Dropping it stops its process.
 pub(super) struct GroupRank {
     process: Child,
     orders: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
 }
 
-/// The answer to an order.
+/// The process's response to an order.
 #[derive(Deserialize)]
 struct Answer {
     error: Option<String>,
@@ -31,7 +31,7 @@ impl GroupRank {
     /// Joins a group. Waits for the trainer.
     ///
     /// # Errors
-    /// There is no interpreter with PyTorch, or the ranks do not meet.
+    /// The interpreter or PyTorch is missing, or the ranks do not find each other.
     pub(super) fn join(python: &Path, group: &TrainerGroup) -> Result<Self> {
         crate::python::check(python)?;
         let mut command = Command::new(python);
@@ -61,7 +61,7 @@ impl GroupRank {
     fn order(&mut self, order: &Value) -> Result<()> {
         let ended = "the process that receives tensors has ended";
         let mut orders = self.orders.as_ref().context(ended)?;
-        // A single write, as far as the pipe accepts it.
+        // This is a single write, if the pipe accepts the whole line.
         orders.write_all(format!("{order}\n").as_bytes()).context(ended)?;
         let mut line = String::new();
         self.answers.read_line(&mut line).context(ended)?;
@@ -87,7 +87,7 @@ impl TensorReceiver for GroupRank {
 
 impl Drop for GroupRank {
     fn drop(&mut self) {
-        // It ends when its input is closed, even in the middle of a tensor.
+        // The process exits when its stdin is closed, even in the middle of a tensor.
         drop(self.orders.take());
         if let Err(error) = self.process.wait() {
             tracing::warn!("the end of the process that receives tensors: {error}");

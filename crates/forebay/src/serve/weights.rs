@@ -1,4 +1,4 @@
-//! Weight files that clients make a running server load.
+//! Loads new weights into a running server, from files that clients name or send.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -17,8 +17,8 @@ use crate::flags::{Device, Hand, LoadFormat, ModelImpl, ServeFlags};
 use crate::model::{Model, Pooling, Source, fetch};
 use crate::resolve::Resolved;
 
-/// Fields of the description that engine, tokenizer and hands depend on: new weights must have the
-/// same values.
+/// Fields of the model's description on which engine, tokenizer and hands depend: new weights must
+/// have the same values.
 const SETTLED: [&str; 5] = ["format", "shape", "pooling", "images", "called"];
 
 /// The settings for weight updates; `None`: the hands' weights can't be replaced.
@@ -28,7 +28,7 @@ pub(super) fn settings(
     resolved: &Resolved,
 ) -> Option<WeightSettings> {
     let made = flags.loading.load_format == LoadFormat::Dummy;
-    // A request that is handed on would take blocks of the old weights along.
+    // A request that is handed on to another replica would transfer blocks of the old weights.
     let lends = resolved.replicas.pd.is_some() || resolved.disaggregation.is_some();
     if made || lends || resolved.device.device == Device::Sim {
         return None;
@@ -48,18 +48,18 @@ pub(super) fn settings(
     Some(WeightSettings { model, files: Arc::new(files), open: is_local(flags) })
 }
 
-/// The files of the served model.
+/// Finds and describes weight files for the served model.
 struct Files {
     python: PathBuf,
-    /// The model that the server started with.
+    /// The description of the model with which the server started.
     first: Value,
     download_dir: Option<PathBuf>,
     embedding: bool,
-    /// True if the model takes no images, even if its files have a tower.
+    /// True if the model is served for text only, even if its files contain a vision tower.
     text_alone: bool,
     model_impl: ModelImpl,
     hand: Hand,
-    /// The flag that makes hands run on other machines.
+    /// The given flag that makes hands run on other machines; `None`: they run here.
     elsewhere: Option<&'static str>,
     overlays: Overlays,
 }
@@ -105,8 +105,8 @@ impl WeightFiles for Files {
         };
         lay().map_err(|error| format!("{error:#}"))?;
         let mut next = self.describe(&folder.path)?;
-        // Do not cache these: packed weights of one training step would evict weights that are used
-        // again.
+        // Do not cache packed weights of a training step: they would evict packed weights that are
+        // used again.
         next["cache"] = Value::Null;
         Ok(next)
     }
@@ -132,7 +132,7 @@ impl WeightFiles for Files {
     }
 }
 
-/// A checkpoint of safetensors, by its description.
+/// A safetensors checkpoint, according to the model's description.
 struct Checkpoint {
     folder: PathBuf,
     files: Vec<PathBuf>,
@@ -164,13 +164,13 @@ impl Checkpoint {
     }
 }
 
-/// A field of a description.
+/// Returns a field of the model's description.
 fn field<T: serde::de::DeserializeOwned>(served: &Value, name: &str) -> Result<T> {
     let found = serde_json::from_value(served[name].clone());
     found.with_context(|| format!("the model's description has another `{name}`"))
 }
 
-/// Describes the model at `path` for hands that have the model `last`.
+/// Describes the model at `path` for hands that currently have the model `last`.
 fn read(path: &Path, last: &Value, find: impl FnOnce(&str) -> Result<Model>) -> Result<Value> {
     let path: PathBuf = path
         .canonicalize()
@@ -189,7 +189,8 @@ fn read(path: &Path, last: &Value, find: impl FnOnce(&str) -> Result<Model>) -> 
     Ok(next)
 }
 
-/// The first place where two descriptions differ.
+/// Returns the path of the first field in which two descriptions differ. `place` is the path so
+/// far.
 fn difference(last: &Value, next: &Value, place: &str) -> Option<String> {
     if last == next {
         return None;

@@ -1,4 +1,4 @@
-//! Starts and stops each of several models.
+//! Starts and stops the models of a server with several models.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,15 +22,15 @@ use crate::model::Model;
 use crate::resolve::Resolved;
 use crate::{threads, watch};
 
-/// The largest share of free memory that a hand may be configured to take.
+/// The largest share of free memory that a hand may get.
 const LARGEST_SHARE: f64 = 0.95;
 
-/// A model that was found, with all settings decided before it is loaded.
+/// A model, with all settings that are decided before it is loaded.
 pub(super) struct PlannedModel {
     pub(super) recipe: Recipe,
     pub(super) model: Model,
     pub(super) resolved: Resolved,
-    /// State that a sleeping model keeps.
+    /// The state of a sleeping model; `None`: the next start has to create this state.
     pub(super) kept: Mutex<Option<Kept>>,
 }
 
@@ -77,8 +77,8 @@ impl Loader {
             && let Some(available) = self.available()
         {
             let hands = f64::from(resolved.device.arrangement.hands());
-            // After a first load, `bytes` is the amount that it took. A start needs more for a
-            // while, and gets as many pages as before.
+            // After the first load, `bytes` is the memory that the model took. A start needs more
+            // for a short time, and should get as many pages as before.
             let granted = bytes.max(entry.plan.bytes);
             let share = (granted as f64 / available.max(1) as f64).min(LARGEST_SHARE);
             resolved.hand.mem_fraction_static = share / hands;
@@ -89,16 +89,17 @@ impl Loader {
         let started =
             Engines::start(flags, &self.python, model, &resolved, tokenizer, &sinks, guard);
         let (engines, ended) = started?;
-        // Only the engines' own clones may keep the streams open.
+        // Only the engines may keep senders of the output streams, so that the streams close with
+        // them.
         drop(sinks);
         let surroundings = Surroundings {
             guard: guard.clone(),
             log_lines_dropped: Arc::clone(&self.log_lines_dropped),
             common: Some(self.common.clone()),
             aliases: entry.aliases.clone(),
-            // Adapters with several models were refused on the command line.
+            // The command line refuses adapters in a server of several models.
             adapters: None,
-            // With several models, other weights are another model with a name of its own.
+            // With several models, replaced weights would be a different model with its own name.
             weights: None,
         };
         let language = language.clone();

@@ -1,4 +1,4 @@
-//! Several models in one server.
+//! A server with several models.
 
 mod loader;
 mod recipes;
@@ -28,15 +28,15 @@ use crate::signals;
 use loader::{Loader, PlannedModel};
 use recipes::Recipe;
 
-/// The memory for steps and pages that a model needs, relative to the size of its weights. With
-/// less it is not loaded.
+/// The least memory for steps and pages that a model needs, relative to the size of its weights.
+/// With less memory, the model is not loaded.
 const LEAST_PAGES: f64 = 0.25;
 
 /// Serves several models until a signal. `flags` were parsed from `arguments`.
 pub(super) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     let mut process = Process::start(flags)?;
     let recipes = recipes::read(flags, arguments)?;
-    // Listen before minutes of downloads, so that a port in use is reported at once.
+    // Listen before downloads that may take minutes, so that a port in use is reported at once.
     let (listeners, access) = Listeners::open(flags)?;
     let python = find_python(flags.run.python.as_deref());
     let mut models = Vec::new();
@@ -47,7 +47,7 @@ pub(super) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     let settings = &first.resolved.server;
     let (config, http_threads) = (settings.server.clone(), settings.http_threads);
     for model in &mut models {
-        // The front removes the root path.
+        // The server removes the root path before it passes requests to a model.
         model.resolved.server.server.root_path = String::new();
     }
     let bounds = bounds(&flags.fleet, &models)?;
@@ -79,8 +79,8 @@ pub(super) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     served
 }
 
-/// Finds a model, and downloads missing files; `None`: it was found in a folder and can't be
-/// served.
+/// Finds a model, and downloads missing files. Returns `None` if the model was found in a folder
+/// and can't be served.
 fn find(recipe: Recipe, python: &Path, access: &ServerConfig) -> Result<Option<PlannedModel>> {
     let found = planned::find(&recipe.flags, &recipe.source, python, access.clone());
     let (model, resolved) = match found {
@@ -94,7 +94,7 @@ fn find(recipe: Recipe, python: &Path, access: &ServerConfig) -> Result<Option<P
     Ok(Some(PlannedModel { recipe, model, resolved, kept: Mutex::new(None) }))
 }
 
-/// The bounds of memory and number.
+/// The limits on the number and memory of loaded models.
 fn bounds(flags: &FleetFlags, models: &[PlannedModel]) -> Result<FleetBounds> {
     let device = |wanted| models.iter().any(|model| model.resolved.device.device == wanted);
     let on_gpu = models.iter().any(|model| model.resolved.device.cuda());
@@ -118,8 +118,8 @@ fn bounds(flags: &FleetFlags, models: &[PlannedModel]) -> Result<FleetBounds> {
     })
 }
 
-/// The models as the server lists them, each with its planned memory: its weights, and its share of
-/// the limit for pages.
+/// The models in the server's list. The planned memory of each is its weights and the least pages,
+/// or its share of the memory limit if that is larger.
 fn entries(models: &[PlannedModel], bounds: &FleetBounds) -> Vec<ModelEntry> {
     let places = models.len().min(bounds.models_max) as u64;
     let entry = |planned: &PlannedModel| {

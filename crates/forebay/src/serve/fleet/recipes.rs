@@ -17,34 +17,34 @@ use crate::flags::{FleetFlags, ServeFlags, fleet_flags, foreign, server_flags};
 /// A model, with the flags for serving it.
 #[derive(Debug)]
 pub(super) struct Recipe {
-    /// The model as it was typed.
+    /// The model as typed.
     pub(super) source: String,
     pub(super) flags: ServeFlags,
     pub(super) aliases: Vec<String>,
     pub(super) pinned: bool,
     pub(super) idle: Option<Duration>,
-    /// True if it was found in a folder, where some models may not be servable.
+    /// True if the model was found in a folder, which may also contain models that can't be served.
     pub(super) is_found: bool,
 }
 
-/// The file of `--models-config`.
+/// The content of the `--models-config` file.
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct ConfigFile {
     models: Vec<Entry>,
 }
 
-/// A model of that file.
+/// A model in the `--models-config` file.
 #[derive(Debug, Default, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entry {
-    /// The name for requests [default: the model's own, and the source].
+    /// The name for requests [default: the model's own name, and the source].
     name: Option<String>,
     /// The model, as on the command line.
     source: String,
     #[serde(default)]
     aliases: Vec<String>,
-    /// Flags of `serve`, which follow those of the command line.
+    /// Flags of `serve`, which are appended to those of the command line.
     #[serde(default)]
     flags: Vec<String>,
     #[serde(default)]
@@ -54,7 +54,7 @@ struct Entry {
     is_found: bool,
 }
 
-/// All models of the command line `arguments`, from which `flags` was parsed.
+/// Returns all models of the command line `arguments`, from which `flags` was parsed.
 ///
 /// # Errors
 /// A file cannot be read, or flags are invalid.
@@ -92,7 +92,7 @@ fn config(file: &Path) -> Result<Vec<Entry>> {
     Ok(read.models)
 }
 
-/// The models of a folder, by name.
+/// Returns the models in a folder, sorted by name.
 fn in_folder(folder: &Path) -> Result<Vec<Entry>> {
     let is_gguf = |path: &Path| path.extension().is_some_and(|kind| kind == "gguf");
     let mut found: Vec<PathBuf> = Vec::new();
@@ -121,8 +121,8 @@ fn listed(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(paths)
 }
 
-/// The command line's flags that apply to every model, in a form that can be parsed again. They
-/// include the server's flags, because every model has the server's limits.
+/// Returns the flags of the command line that apply to every model, in a form that can be parsed
+/// again. They include the server's flags, because the server's limits apply to every model.
 fn common(arguments: &[OsString]) -> Result<Vec<OsString>> {
     let mut command = Flags::command();
     command.build();
@@ -190,7 +190,7 @@ fn recipe(entry: Entry, common: &[OsString], fleet: &FleetFlags) -> Result<Recip
     Ok(Recipe { source, flags: *flags, aliases, pinned, idle, is_found })
 }
 
-/// Checks that an entry's own flags belong to a model.
+/// Checks that an entry contains only flags of a model.
 fn check_own(arguments: &[OsString]) -> Result<()> {
     let all = Flags::command().try_get_matches_from(arguments)?;
     let matches: &ArgMatches = all.subcommand_matches("serve").context("another command")?;
@@ -202,7 +202,7 @@ fn check_own(arguments: &[OsString]) -> Result<()> {
     }
 }
 
-/// Refuses flags that apply to a server of one model only.
+/// Refuses flags that only a server with a single model supports.
 fn check_supported(flags: &ServeFlags) -> Result<()> {
     let refused = [
         ("--listen-hands", flags.replicas.listen_hands.is_some()),
