@@ -1,5 +1,6 @@
-//! Writes what is made of the declarations of columns: the hand's constants and columns in Python,
-//! and the tables of `docs/protocol.md`. `cargo run -p forebay-protocol --example columns`.
+//! Writes the files that are generated from the column declarations: the hand's constants and
+//! columns in Python, and the tables of `docs/protocol.md`. Run
+//! `cargo run -p forebay-protocol --example columns`.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -9,7 +10,7 @@ use forebay_protocol as protocol;
 use forebay_protocol::{ColumnSpec, Kind, Multiplicity, RecordSpec, StepPlan, StepResult};
 
 const MADE: &str = "Made from crates/protocol by `make columns`; a test compares the two.";
-/// Columns of a line of Python.
+/// The width of a line of Python.
 const WIDTH: usize = 120;
 const FRAMES: [(&str, &str, &[ColumnSpec]); 2] =
     [("plan", "Plan", StepPlan::COLUMNS), ("result", "Result", StepResult::COLUMNS)];
@@ -21,7 +22,7 @@ fn main() -> std::io::Result<()> {
     Ok(())
 }
 
-/// The files with their content.
+/// Returns the generated files with their content.
 pub(crate) fn files() -> std::io::Result<Vec<(PathBuf, String)>> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let page = root.join("docs/protocol.md");
@@ -61,7 +62,7 @@ fn constants() -> Vec<(&'static str, i64)> {
     sizes.chain(others).collect()
 }
 
-/// `PlanAt` as `PLAN_AT`.
+/// Converts `PlanAt` to `PLAN_AT`.
 fn screaming(name: &str) -> String {
     let mut found = String::new();
     for (at, letter) in name.char_indices() {
@@ -77,7 +78,7 @@ fn width_name(record: &RecordSpec) -> String {
     format!("{}_WORDS", screaming(record.name.trim_end_matches("Record")))
 }
 
-/// The records in the order of columns, with the names of their columns.
+/// Returns the records in the order of columns, with the names of the columns that use them.
 fn records() -> Vec<(RecordSpec, Vec<&'static str>)> {
     let mut found: Vec<(RecordSpec, Vec<&str>)> = Vec::new();
     for column in FRAMES.iter().flat_map(|(_, _, columns)| *columns) {
@@ -118,7 +119,7 @@ fn python_constants() -> String {
     out
 }
 
-/// A column's meaning in one line.
+/// Returns the description of a column on one line.
 fn meaning(column: &ColumnSpec) -> String {
     let lines: Vec<&str> = column.meaning.lines().map(str::trim).collect();
     let text = lines.join(" ");
@@ -131,7 +132,7 @@ fn meaning(column: &ColumnSpec) -> String {
     }
 }
 
-/// A docstring below a field.
+/// Formats the docstring of a field.
 fn docstring(text: &str) -> String {
     let (mut lines, mut line) = (Vec::new(), String::from("    \"\"\""));
     for (at, word) in text.split(' ').enumerate() {
@@ -198,7 +199,7 @@ fn python_columns() -> String {
     out
 }
 
-/// The page with its tables of columns.
+/// Returns the page with its tables of columns replaced.
 fn page_with_tables(page: &str) -> String {
     let mut page = page.to_owned();
     for (_, heading, columns) in FRAMES {

@@ -1,50 +1,50 @@
-//! Declarations of records and columns. Each is declared once. The type, its encoding and decoding
-//! are generated from the declaration, and so are the table in `docs/protocol.md` and the Python
-//! constants (`examples/columns.rs`).
+//! Declarations of records and columns. Each is declared once. Its type, encoding and decoding are
+//! generated from the declaration, as are the tables in `docs/protocol.md` and the Python constants
+//! (`examples/columns.rs`).
 
 use bytemuck::{Pod, cast_slice, try_cast_slice};
 
-/// The number of elements for which an emptied column keeps memory, even after a larger use.
+/// The number of elements for which a cleared column keeps its memory, even after a larger step.
 pub(crate) const KEPT: usize = 1 << 18;
 
 /// A record: consecutive words of a column that belong together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecordSpec {
-    /// The name of the type.
+    /// The name of the record type.
     pub name: &'static str,
-    /// The names of the words, in order.
+    /// The names of the record's words, in order.
     pub words: &'static [&'static str],
 }
 
 /// The declaration of a column.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ColumnSpec {
-    /// The id, unique among the columns of a kind of frame.
+    /// The id of the column, unique within its kind of frame.
     pub id: u32,
-    /// The name.
+    /// The name of the column.
     pub name: &'static str,
-    /// The meaning, in Markdown.
+    /// The description of the column, in Markdown.
     pub meaning: &'static str,
-    /// The record that the column has; `None`: numbers.
+    /// The record type of the column's elements; `None` if they are plain numbers.
     pub record: Option<RecordSpec>,
     /// True if the words are 32-bit floats, and false if they are integers.
     pub is_float: bool,
-    /// The number of records or numbers.
+    /// How many elements the column may have.
     pub multiplicity: Multiplicity,
 }
 
-/// How many records or numbers a column may have.
+/// How many elements (records or numbers) a column may have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Multiplicity {
-    /// One.
+    /// Exactly one.
     One,
-    /// One, or none.
+    /// At most one.
     Optional,
     /// Any number.
     Many,
 }
 
-/// A record, or a number of 32 bits.
+/// An element of a column: a record, or a 32-bit number.
 pub(crate) trait Element: Pod {
     const RECORD: Option<RecordSpec> = None;
     const IS_FLOAT: bool = false;
@@ -63,13 +63,13 @@ pub(crate) trait Column: Default {
     type Element: Element;
     const MULTIPLICITY: Multiplicity;
 
-    /// The column's words; empty: the frame omits the column.
+    /// Returns the column's words. If there are none, the frame omits the column.
     fn words(&self) -> &[i32];
 
-    /// Reads a column's words. `None`: they are not a valid number of records of this kind.
+    /// Reads a column from its words; `None` if their number does not fit the column.
     fn read(words: &[i32]) -> Option<Self>;
 
-    /// Makes the column empty, for the next step.
+    /// Clears the column for the next step.
     fn empty(&mut self) {
         *self = Self::default();
     }
@@ -120,7 +120,7 @@ impl<T: Element> Column for Vec<T> {
         try_cast_slice(words).ok().map(<[T]>::to_vec)
     }
 
-    /// Keeps the memory, except for the part that only one large step needed.
+    /// Keeps the memory, except what only one large step needed.
     fn empty(&mut self) {
         let used = self.len();
         self.clear();
@@ -146,7 +146,7 @@ macro_rules! record {
         }
 
         impl $record {
-            /// Words of a record.
+            /// The number of words of a record.
             $vis const WORDS: usize = size_of::<Self>() / 4;
         }
 
@@ -161,9 +161,9 @@ macro_rules! record {
     };
 }
 
-/// Declares the columns of a kind of frame: a struct with a field for each, by id. The comment of a
-/// column is its meaning in `docs/protocol.md`. The type has a method `check`, which compares the
-/// columns with each other.
+/// Declares the columns of a kind of frame, by id: a struct with one field per column. The doc
+/// comment of a column is its description in `docs/protocol.md`. The type must have a method
+/// `check`, which checks that the columns are consistent.
 macro_rules! columns {
     (
         $(#[$meta:meta])*
@@ -193,19 +193,19 @@ macro_rules! columns {
             )+];
             const COUNT: usize = Self::COLUMNS.len();
 
-            /// Empties all columns, for step `step`. Their memory is kept, except what only one
-            /// large step needed.
+            /// Clears all columns for step `step`. Their memory is kept, except what only one large
+            /// step needed.
             pub fn begin(&mut self, step: u64) {
                 self.step = step;
                 $( $crate::columns::Column::empty(&mut self.$name); )+
             }
 
-            /// The words of all columns, in their order.
+            /// Returns the words of all columns, in the order of their ids.
             fn columns(&self) -> [&[i32]; Self::COUNT] {
                 [$( $crate::columns::Column::words(&self.$name) ),+]
             }
 
-            /// Writes a frame of columns in their order.
+            /// Writes a frame with these columns.
             fn encode_columns(
                 step: u64,
                 columns: [&[i32]; Self::COUNT],
@@ -215,7 +215,7 @@ macro_rules! columns {
                 $crate::frame::encode_columns($crate::frame::Kind::$kind, step, ids.zip(columns), out)
             }
 
-            /// Writes the frame to `out`, whose old content is lost.
+            /// Writes the frame to `out`, replacing its content.
             ///
             /// # Errors
             /// The frame would be too large for a reader.
@@ -226,8 +226,8 @@ macro_rules! columns {
             /// Reads a frame.
             ///
             /// # Errors
-            /// The frame is of another kind, a column is not known, or columns contradict each
-            /// other.
+            /// The frame is of another kind, has an unknown column, or its columns are
+            /// inconsistent.
             pub fn decode(frame: &$crate::frame::Frame) -> Result<Self, $crate::frame::FrameError> {
                 use $crate::frame::FrameError;
                 if frame.header().kind != $crate::frame::Kind::$kind {

@@ -2,38 +2,41 @@
 
 use crate::columns::record;
 
-/// Words of a record of a plan's `copies` column.
+/// The number of words of a record in a plan's `copies` column.
 pub const COPY_WORDS: usize = CopyRecord::WORDS;
-/// The longest wait of a plan without rows, in microseconds. A request that arrives meanwhile waits
-/// at most this long.
+/// The longest wait of a plan without rows, in microseconds. It bounds the delay of a request that
+/// arrives meanwhile.
 pub const MAX_WAIT_US: u32 = 1000;
-/// Bytes behind the pages of a host tier for each of them: its checksum.
+/// The number of bytes per page that are stored after all pages of a host tier: the page's
+/// checksum.
 pub const PAGE_NOTE_BYTES: u64 = 4;
-/// Bytes behind the state pages of a host tier for each of them: its checksum, and the number of
-/// positions that it has seen.
+/// The number of bytes per state page that are stored after all state pages of a host tier: the
+/// page's checksum, and the number of positions that the state covers.
 pub const STATE_NOTE_BYTES: u64 = 8;
-/// Bytes of the number of state pages at the end of a host tier that has some.
+/// The size in bytes of the number of state pages, which is stored at the end of a host tier that
+/// has state pages.
 pub const STATE_COUNT_BYTES: u64 = 8;
-/// The report of a copy that succeeded.
+/// The copy succeeded.
 pub const COPY_OK: i32 = 0;
-/// The report of a copy that failed.
+/// The copy failed.
 pub const COPY_FAILED: i32 = 1;
 
-/// The direction of a copy. The numbers are those used in plans.
+/// The direction of a copy. The values are those in plans.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub enum Direction {
-    /// From the device to the host, after the rows of the plan that names it.
+    /// From the device to the host, after the rows of the same plan are computed.
     Save = 0,
-    /// From the host to the device, at once, because no plan in flight names the target.
+    /// From the host to the device, at once, because no plan in flight uses the target.
     Restore = 1,
-    /// Only index keys, from the host to the device: to the index page with the host page's number.
+    /// Only index keys, from the host to the device, into the index page with the number of the
+    /// host page.
     RestoreIndex = 2,
     /// A recurrent state, from a state page of the device to one of the host, after the state saves
-    /// of the plan that names it.
+    /// of the same plan.
     SaveState = 3,
     /// A recurrent state, from a state page of the host to one of the device, at once, because no
-    /// plan in flight names the target.
+    /// plan in flight uses the target.
     RestoreState = 4,
 }
 
@@ -56,7 +59,7 @@ impl Direction {
 }
 
 record! {
-    /// Positions of a page.
+    /// A range of positions of a page.
     #[derive(Eq)]
     pub struct Span {
         /// The first position, counted from the beginning of the page.
@@ -67,12 +70,12 @@ record! {
 }
 
 impl Span {
-    /// The span that means the whole page, in a plan where other copies have spans.
+    /// The span that means the whole page, in a plan in which other copies have spans.
     pub(crate) const WHOLE: Self = Self { first: 0, count: 0 };
 }
 
 record! {
-    /// A copy of a page in a plan.
+    /// A copy of a page, as plans encode it.
     pub(crate) struct CopyRecord {
         pub(crate) ticket: i32,
         pub(crate) direction: i32,
@@ -82,10 +85,10 @@ record! {
 }
 
 record! {
-    /// The end of a copy.
+    /// Reports that a copy has ended.
     #[derive(Eq)]
     pub struct CopyEnd {
-        /// The number of the copy.
+        /// The ticket of the copy.
         pub ticket: u32,
         /// [`COPY_OK`] or [`COPY_FAILED`].
         pub error: i32,
@@ -103,26 +106,26 @@ record! {
     }
 }
 
-/// A copy of one page of keys and values, or of one state page, over all layers.
+/// A copy, over all layers, of one page of keys and values or of one state page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PageCopy {
-    /// The number of the copy, which the report of its end names.
+    /// The ticket of the copy, which the report of its end repeats.
     pub ticket: u32,
     /// The direction of the copy.
     pub direction: Direction,
-    /// The page or state page of the device; `None`: only index keys are restored.
+    /// The page or state page of the device; `None` if only index keys are restored.
     pub hot: Option<u32>,
     /// The page or state page of the host.
     pub host: u32,
-    /// The positions of the page to copy; `None`: all of it.
+    /// The positions of the page to copy; `None` for the whole page.
     pub span: Option<Span>,
-    /// The replica whose host tier has the page; `None`: the plan's own. Only restores may have
-    /// one.
+    /// The replica whose host tier has the page; `None` for the hand's own tier. Only restores may
+    /// have a lender.
     pub lender: Option<u32>,
 }
 
 impl PageCopy {
-    /// The lender, in the plan's encoding: 0, or its number plus 1.
+    /// Returns the lender as plans encode it: 0 for none, else the replica's number plus 1.
     pub(crate) fn source(self) -> i32 {
         self.lender.map_or(0, |lender| lender.cast_signed() + 1)
     }
@@ -136,8 +139,8 @@ impl PageCopy {
         }
     }
 
-    /// Reads a copy of a plan; `None`: the direction is unknown, or such pages don't fit it.
-    /// `source`: 0 for the own host tier, otherwise the lender's number plus 1.
+    /// Decodes a copy of a plan; `None` if the direction is unknown or does not fit the pages.
+    /// `source` is 0 for the hand's own host tier, else the lender's number plus 1.
     pub(crate) fn new(record: CopyRecord, span: Option<Span>, source: i32) -> Option<Self> {
         let CopyRecord { ticket, direction, hot, host } = record;
         let direction = Direction::ALL.into_iter().find(|known| *known as i32 == direction)?;

@@ -1,20 +1,20 @@
-//! The types of a model's computation.
+//! The data types of a model's computation.
 
 use serde::{Deserialize, Serialize};
 
-/// The type of a model's activations, and of prompts of embeddings.
+/// The data type of a model's activations, and of prompts given as embeddings.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Dtype {
-    /// IEEE single precision.
+    /// IEEE 754 single precision.
     #[default]
     Float32,
-    /// The upper half of single precision.
+    /// bfloat16, the upper half of single precision.
     Bfloat16,
 }
 
 impl Dtype {
-    /// The name of the type in `config` and `ready`.
+    /// Returns the name of the type in `config` and `ready`.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -23,13 +23,13 @@ impl Dtype {
         }
     }
 
-    /// The type with this name.
+    /// Returns the type with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         [Self::Float32, Self::Bfloat16].into_iter().find(|dtype| dtype.name() == name)
     }
 
-    /// Bytes of an element.
+    /// Returns the size of an element in bytes.
     #[must_use]
     pub fn bytes(self) -> usize {
         match self {

@@ -3,18 +3,18 @@
 use bytemuck::cast_slice;
 use thiserror::Error;
 
-/// The version of the protocol in this crate.
+/// The version of the protocol that this crate implements.
 pub const VERSION: u16 = 5;
-/// Bytes of the fixed header.
+/// The size of the fixed header in bytes.
 pub const HEADER_BYTES: usize = 24;
-/// The largest number of words of a frame after its header (256 MiB). Readers refuse more, so
-/// writers make no larger frame.
+/// The largest number of words of a frame after its header (256 MiB). Readers reject larger frames,
+/// so writers must not produce them.
 pub const MAX_WORDS: u32 = 1 << 26;
-/// The capacity that an encoded frame's buffer keeps for the next frame, in bytes, even after a
+/// The capacity in bytes that the buffer of an encoded frame keeps for the next frame, even after a
 /// larger one.
 const KEPT_BYTES: usize = 1 << 20;
 
-/// Words of an entry of the table of columns: id and length.
+/// The number of words of an entry in the table of columns: id and length.
 pub const ENTRY_WORDS: usize = 2;
 
 const MAGIC: [u8; 4] = *b"FBAY";
@@ -23,7 +23,7 @@ const MAGIC: [u8; 4] = *b"FBAY";
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u16)]
 pub enum Kind {
-    /// Hand to brain: process id.
+    /// Hand to brain: the process id.
     Hello = 1,
     /// Brain to hand: the resolved configuration.
     Config = 2,
@@ -35,19 +35,19 @@ pub enum Kind {
     Plan = 5,
     /// Hand to brain: the result of a step.
     Result = 6,
-    /// Hand to brain: last words.
+    /// Hand to brain: the error of a hand that fails.
     Fatal = 7,
     /// Brain to hand: exit.
     Shutdown = 8,
     /// Brain to hand: the tokens that the masked rows of a step may sample.
     Masks = 9,
-    /// Hand to brain: a request to the store with which ranks find each other.
+    /// Hand to brain: a request to the store through which the ranks find each other.
     Store = 10,
-    /// Brain to hand: the answer of the store.
+    /// Brain to hand: the response of the store.
     StoreReply = 11,
     /// Brain to hand: where a step's frame is in the arena.
     PlanAt = 12,
-    /// Brain to hand: an adapter to announce, or to forget.
+    /// Brain to hand: announces or removes an adapter.
     Adapter = 13,
 }
 
@@ -84,7 +84,7 @@ pub enum FrameError {
     /// The stream does not start with the magic bytes.
     #[error("not a Forebay frame (magic {0:02x?})")]
     Magic([u8; 4]),
-    /// The peer speaks another version.
+    /// The peer uses another version of the protocol.
     #[error(
         "protocol version {theirs}, but this brain speaks {VERSION}: brain and hand are from different releases"
     )]
@@ -92,24 +92,24 @@ pub enum FrameError {
         /// The version in the peer's header.
         theirs: u16,
     },
-    /// A kind that this version does not know.
+    /// The kind is not part of this version.
     #[error("unknown frame kind {0}")]
     Kind(u16),
-    /// More words than any frame may have.
+    /// The frame has more words than allowed.
     #[error("frame of {0} words is over the limit")]
     TooLarge(u64),
-    /// The lengths do not add up, or a column has a length that its kind does not allow.
+    /// The lengths do not add up, or a column has a length that its type does not allow.
     #[error("malformed frame: {0}")]
     Malformed(&'static str),
-    /// A column that a frame of this kind does not have.
+    /// The frame has a column that its kind does not have.
     #[error("malformed frame: unknown column {0}")]
     Column(u32),
-    /// The text of a JSON frame is not a valid message of its kind.
+    /// The text of a JSON frame is not a valid message.
     #[error("{kind:?} frame: {reason}")]
     Message {
-        /// The frame's kind.
+        /// The kind of the frame.
         kind: Kind,
-        /// The fault, with the field's name.
+        /// Why the message is invalid, with the name of the field.
         reason: String,
     },
 }
@@ -117,21 +117,21 @@ pub enum FrameError {
 /// A decoded frame header.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
-    /// The frame's kind.
+    /// The kind of the frame.
     pub kind: Kind,
     /// The step of the frame, or 0.
     pub step: u64,
     /// The number of columns.
     pub columns: u32,
-    /// Words after the header.
+    /// The number of words after the header.
     pub words: u32,
 }
 
 impl Header {
-    /// Reads a header.
+    /// Decodes a header.
     ///
     /// # Errors
-    /// The header is malformed, or of another version.
+    /// The header is malformed, or has another version.
     pub fn decode(bytes: &[u8; HEADER_BYTES]) -> Result<Self, FrameError> {
         let u16_at = |i: usize| u16::from_le_bytes([bytes[i], bytes[i + 1]]);
         let u32_at =
@@ -165,10 +165,10 @@ pub struct Frame {
 }
 
 impl Frame {
-    /// Takes the words that followed `header`.
+    /// Creates a frame from its header and the words that followed it.
     ///
     /// # Errors
-    /// The column lengths do not add up to the number of words, or ids do not ascend.
+    /// The lengths do not add up to the number of words, or the ids do not ascend.
     pub fn new(header: Header, words: Vec<i32>) -> Result<Self, FrameError> {
         let table = ENTRY_WORDS * header.columns as usize;
         if words.len() != header.words as usize || table > words.len() {
@@ -189,13 +189,13 @@ impl Frame {
         Ok(Self { header, words })
     }
 
-    /// The header.
+    /// Returns the header.
     #[must_use]
     pub fn header(&self) -> &Header {
         &self.header
     }
 
-    /// The columns with their ids, in ascending order.
+    /// Iterates over the columns with their ids, in ascending order.
     pub fn columns(&self) -> impl Iterator<Item = (u32, &[i32])> {
         let (table, mut rest) = self.words.split_at(ENTRY_WORDS * self.header.columns as usize);
         table.chunks_exact(ENTRY_WORDS).map(move |entry| {
@@ -205,10 +205,10 @@ impl Frame {
         })
     }
 
-    /// The columns 1 to `N`. Absent ones are empty.
+    /// Returns the columns 1 to `N`. Absent columns are empty.
     ///
     /// # Errors
-    /// There is a column beyond `N`.
+    /// The frame has a column beyond `N`.
     pub fn known<const N: usize>(&self) -> Result<[&[i32]; N], FrameError> {
         let mut columns = [&[] as &[i32]; N];
         for (id, column) in self.columns() {
@@ -217,10 +217,10 @@ impl Frame {
         Ok(columns)
     }
 
-    /// The text of a JSON frame.
+    /// Returns the text of a JSON frame.
     ///
     /// # Errors
-    /// There is another column, or the text is not UTF-8.
+    /// The frame has a second column, or the text is not UTF-8.
     pub fn json(&self) -> Result<&str, FrameError> {
         let [column] = self.known::<1>()?;
         let bytes: &[u8] = cast_slice(column);
@@ -228,10 +228,10 @@ impl Frame {
     }
 }
 
-/// Writes a frame of columns with the ids 1, 2, and so on, as [`encode_columns`] does.
+/// Writes a frame whose columns have the ids 1, 2, and so on, as [`encode_columns`] does.
 ///
 /// # Errors
-/// The frame would be too large for a reader. `out` is empty then.
+/// The frame would be too large for a reader. `out` is then empty.
 pub(crate) fn encode(
     kind: Kind,
     step: u64,
@@ -241,11 +241,11 @@ pub(crate) fn encode(
     encode_columns(kind, step, (1..).zip(columns.iter().copied()), out)
 }
 
-/// Writes a frame of word columns with their ids to `out`, replacing what it holds. Empty columns
-/// are left out. A buffer that has grown for one large frame shrinks again.
+/// Writes a frame of columns with their ids to `out`, replacing its content. Empty columns are
+/// omitted. A buffer that has grown for one large frame shrinks again.
 ///
 /// # Errors
-/// The frame would be too large for a reader. `out` is empty then.
+/// The frame would be too large for a reader. `out` is then empty.
 pub(crate) fn encode_columns<'a>(
     kind: Kind,
     step: u64,
@@ -281,10 +281,10 @@ pub(crate) fn encode_columns<'a>(
     Ok(())
 }
 
-/// Writes a frame whose one column is JSON text. Empty text gives no column, as in `shutdown`.
+/// Writes a frame whose only column is JSON text. Empty text gives no column, as in `shutdown`.
 ///
 /// # Errors
-/// The text is longer than a frame may be.
+/// The text is too long for a frame.
 pub fn encode_json(kind: Kind, text: &str) -> Result<Vec<u8>, FrameError> {
     let mut out = Vec::new();
     let mut words = vec![i32::from_le_bytes(*b"    "); text.len().div_ceil(4)];
@@ -293,11 +293,11 @@ pub fn encode_json(kind: Kind, text: &str) -> Result<Vec<u8>, FrameError> {
     Ok(out)
 }
 
-/// Writes the frame that tells where a frame of step `step` is in the arena: its offset in bytes, a
-/// multiple of 16, and its words including the header.
+/// Writes the frame that states where a frame of step `step` is in the arena. The written frame
+/// contains the offset in bytes, a multiple of 16, and the number of words including the header.
 ///
 /// # Errors
-/// None, since the frame is short. The type is the same for all writers.
+/// Never fails, since the frame is short. All writers have this return type.
 pub fn encode_place(
     step: u64,
     offset: u32,
@@ -362,7 +362,7 @@ mod tests {
     #[test]
     fn a_writer_makes_no_frame_that_a_reader_refuses() {
         let mut out = Vec::new();
-        // One column eight times: nothing of that size is copied.
+        // One column is used eight times, so that nothing of that size is copied.
         let column = vec![0; (MAX_WORDS / 8) as usize];
         let frame = |columns: &[&[i32]], out: &mut Vec<u8>| encode(Kind::Plan, 1, columns, out);
         let refused = frame(&[&column[..]; 8], &mut out);

@@ -1,4 +1,5 @@
-//! The JSON frames: the messages between brain and hand before the first plan, and after a failure.
+//! The JSON frames: the messages between brain and hand before the first plan, about adapters, and
+//! after a failure.
 
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
@@ -10,11 +11,11 @@ use crate::frame::{Frame, FrameError, Kind, encode_json};
 /// The memory of a hand for adapters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct PlaceConfig {
-    /// The number of places: adapters that a step may use.
+    /// The number of places, which is the number of adapters that one step may use.
     pub places: u32,
     /// The largest rank of an adapter.
     pub rank: u32,
-    /// The number of further adapters that the hand keeps in the host's memory.
+    /// The number of additional adapters that the hand keeps in the host's memory.
     pub kept: u32,
 }
 
@@ -25,21 +26,21 @@ impl Default for PlaceConfig {
     }
 }
 
-/// A message that has its own kind of frame.
+/// A message with its own kind of frame.
 pub trait Message: Serialize + DeserializeOwned {
-    /// The frame's kind.
+    /// The kind of the frame.
     const KIND: Kind;
 
-    /// The message's frame.
+    /// Encodes the message as a frame.
     ///
     /// # Errors
-    /// The frame would be too long.
+    /// The frame would be too large.
     fn encode(&self) -> Result<Vec<u8>, FrameError> {
         let text = serde_json::to_string(self).map_err(|error| unfit(Self::KIND, &error))?;
         encode_json(Self::KIND, &text)
     }
 
-    /// Reads a frame of this kind. Unknown fields are ignored.
+    /// Decodes a message of this kind. Unknown fields are ignored.
     ///
     /// # Errors
     /// The frame is of another kind, or a field is missing or of another type. The error names the
@@ -56,41 +57,41 @@ fn unfit(kind: Kind, error: &serde_json::Error) -> FrameError {
     FrameError::Message { kind, reason: error.to_string() }
 }
 
-/// Hand to brain, the first message: the process runs.
+/// Hand to brain, the first message: the process has started.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Hello {
     /// The process id of the hand.
     pub pid: u32,
 }
 
-/// A draft model with the same vocabulary as the model, or a head of the model.
+/// A draft model with the same vocabulary as the target model, or a draft head of the target model.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct DraftModelConfig {
-    /// The model, as the brain has described it.
+    /// The description of the model, made by the brain.
     pub model: Value,
-    /// The largest number of drafts of a row.
+    /// The largest number of draft tokens per row.
     pub tokens: u32,
 }
 
-/// Brain to hand: the configuration, with everything resolved.
+/// Brain to hand: the configuration, with all defaults resolved.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct HandConfig {
-    /// The model, as the brain has described it (docs/protocol.md).
+    /// The description of the model, made by the brain (docs/protocol.md).
     pub model: Value,
-    /// `auto`, or `dummy` for weights made of `seed`.
+    /// `auto`, or `dummy` for random weights from `seed`.
     pub load_format: String,
     /// The kind of device.
     pub device: String,
-    /// The name of a [`Dtype`].
+    /// The name of the data type: a [`Dtype`].
     pub dtype: String,
-    /// The weight format for products, if it is not `dtype`. `auto`: a GGUF file's blocks, if the
-    /// hand has fast products with them.
+    /// The weight format of matrix products, if it is not `dtype`. `auto`: compute in a GGUF file's
+    /// quantised blocks if the hand has fast kernels for them.
     pub quantization: Option<String>,
-    /// The data type of keys and values in pages (`int8`, `fp8_e4m3`), if it is not `dtype`.
+    /// The data type of the KV cache (`int8`, `fp8_e4m3`), if it is not `dtype`.
     pub kv_cache_dtype: Option<String>,
-    /// Positions of a page.
+    /// The number of positions of a page.
     pub page_size: u32,
-    /// Rows of the device tables.
+    /// The number of slots in the device tables.
     pub slots: u32,
     /// The largest number of positions of a request.
     pub context_length: u32,
@@ -98,93 +99,99 @@ pub struct HandConfig {
     pub chunked_prefill_size: u32,
     /// The largest number of running requests, and so of rows in a step.
     pub max_running_requests: u32,
-    /// The implementation of attention (`triton`, `torch`, `fa3`); `None`: the device's best.
+    /// The attention backend (`triton`, `torch`, `fa3`); `None` for the best one of the device.
     pub attention_backend: Option<String>,
-    /// The largest number of rows of a CUDA graph; 0: no graphs.
+    /// The largest number of rows of a CUDA graph; 0 disables CUDA graphs.
     pub graph_rows: u32,
-    /// The share of the device's memory for weights and pages, and for the memory of steps if that
-    /// is measured.
+    /// The fraction of the device's memory for weights and pages. The fraction includes the memory
+    /// of steps if the hand measures that memory.
     pub mem_fraction_static: f64,
-    /// A fixed size of the KV pool in tokens.
+    /// The size of the KV pool in tokens; `None` derives it from the memory.
     pub max_total_tokens: Option<u64>,
-    /// Bytes of the shared memory.
+    /// The size of the arena in bytes.
     pub arena_bytes: u64,
     /// The rank of the hand in its group.
     pub rank: u32,
     /// The number of ranks in the group.
     pub world_size: u32,
-    /// True if ranks have whole experts. Otherwise each expert is split like any matrix.
+    /// True for expert parallelism, where each rank has whole experts; false if each expert is
+    /// split like any matrix.
     pub expert_parallel: bool,
-    /// True if the ranks have plans, pages and requests of their own, and share only experts.
+    /// True if the ranks form a step group: each has plans, pages and requests of its own, and only
+    /// experts are shared.
     pub step_group: bool,
-    /// Compute threads on a CPU; `None`: as many as the hand's machine has cores and CPU quota for.
+    /// The number of compute threads on a CPU; `None` for the number of cores, limited by the CPU
+    /// quota.
     pub threads: Option<u32>,
     /// The seed of dummy weights.
     pub seed: u64,
-    /// The largest size of the cache of packed weights in bytes; 0: no cache.
+    /// The largest size of the cache of packed weights in bytes; 0 disables it.
     pub weight_cache_bytes: u64,
-    /// The size of the host tier in bytes. Without this and a ratio there is no tier.
+    /// The size of the host tier in bytes. There is no host tier if neither `host_bytes` nor
+    /// `host_ratio` is set.
     pub host_bytes: Option<u64>,
-    /// The size of the host tier, in pages for each page of the device.
+    /// The size of the host tier as the number of host pages per page of the device.
     pub host_ratio: Option<f64>,
-    /// True if the ratio is only an upper limit: the hand takes what fits.
+    /// True if `host_ratio` is only an upper limit: the hand takes as much memory as it can get.
     pub host_fits: bool,
-    /// The number of pages of an earlier hand's host tier, whose content is still there.
+    /// The number of pages in the host tier of an earlier hand whose content is reused.
     pub host_pages: Option<u32>,
-    /// True if pages have the same content on all ranks, which then share one host tier. The first
-    /// rank writes it.
+    /// True if pages have the same content on all ranks. The ranks then share one host tier, which
+    /// the first rank writes.
     #[serde(default)]
     pub host_shared: bool,
-    /// The number of state pages of an earlier hand's host tier, beside `host_pages`.
+    /// The number of state pages in the host tier of an earlier hand, in addition to `host_pages`.
     pub host_state_pages: Option<u32>,
-    /// The descriptors of host memories that are lent to this hand, by replica number; `None` for
-    /// its own. Empty: nothing is lent.
+    /// The file descriptors of the host tiers that are lent to this hand, by replica number; `None`
+    /// for the hand's own. Empty if no tier is lent.
     #[serde(default)]
     pub host_lenders: Vec<Option<u32>>,
-    /// The largest share of the memory left by weights and pages that the host tier may take.
+    /// The largest fraction that the host tier may take of the memory that weights and pages leave
+    /// free.
     pub host_share: f64,
-    /// A speed limit on copies, in GB a second; for tests.
+    /// The limit on the speed of copies, in GB per second; for tests.
     pub copy_gbps: Option<f64>,
-    /// True if checksums of pages are recorded and checked; for tests.
+    /// True if checksums of pages are stored and checked; for tests.
     pub kv_checksum: bool,
-    /// Rows of the device that a sparse slot keeps, at least the model's top-k; 0: twice that.
-    /// `None`: no slot is ever sparse.
+    /// The number of positions that a sparse slot caches on the device, at least the model's top-k;
+    /// 0 for twice the top-k. `None` if slots never become sparse.
     pub hot_row_tokens: Option<u32>,
-    /// The number of positions that a row chooses, if the user gave it. The model must have the
-    /// same.
+    /// The number of positions that a row selects, if the user set it. It must equal the model's
+    /// own value.
     pub sparse_top_k: Option<u32>,
-    /// Positions of all image pages; `None`: the hand chooses.
+    /// The total number of positions of all image pages; `None` lets the hand choose.
     pub image_pool_tokens: Option<u64>,
-    /// State pages, if the model has recurrent layers; `None`: the hand chooses.
+    /// The number of state pages, if the model has recurrent layers; `None` lets the hand choose.
     pub state_pages: Option<u32>,
-    /// Pages of the window part relative to the main part, if layers with a window may have pages
-    /// of their own; `None`: all layers share one pool.
+    /// The number of pages in the window part, relative to the main part, if layers with a sliding
+    /// window may have separate pages. `None` if all layers share one pool.
     #[serde(default)]
     pub window_ratio: Option<f64>,
-    /// The memory for adapters; `None`: none are served.
+    /// The memory for adapters; `None` if adapters are not served.
     pub lora: Option<PlaceConfig>,
-    /// The draft model or head that the hand runs; `None`: it has none.
+    /// The draft model or draft head that the hand runs; `None` if there is none.
     pub draft: Option<DraftModelConfig>,
-    /// What waits for saves: `behind`, nothing; `fence`, the rows of the next plan; `inline`, the
-    /// next plan.
+    /// The work that waits until saves are done. `behind`: none; `fence`: the rows of the next
+    /// plan; `inline`: the next plan.
     pub kv_save_order: String,
 }
 
 impl HandConfig {
-    /// The number of host tiers of a group with this many ranks: one each, or one in common.
+    /// The number of host tiers of a group with this many ranks: one per rank, or one that all
+    /// ranks share.
     #[must_use]
     pub fn host_tiers(&self, ranks: usize) -> usize {
         if self.host_shared { 1 } else { ranks }
     }
 }
 
-/// Hand to brain, between `config` and `ready`: a request to the store with which ranks find each
-/// other. Values are in base64.
+/// Hand to brain, between `config` and `ready`: a request to the store through which the ranks find
+/// each other. Values are in base64.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreRequest {
-    /// The number of the request, which the answer repeats.
+    /// The id of the request, which the response repeats.
     pub id: u64,
-    /// The question.
+    /// The requested operation.
     #[serde(flatten)]
     pub op: StoreOp,
 }
@@ -200,153 +207,155 @@ pub enum StoreOp {
         /// The value.
         value: String,
     },
-    /// Gets a value, and waits until it exists.
+    /// Returns a value, and waits until it exists.
     Get {
         /// The key.
         key: String,
     },
-    /// Adds to a number that is 0 at first. The answer is the sum.
+    /// Adds to a number that is 0 at first. The response is the sum.
     Add {
         /// The key.
         key: String,
-        /// The number that is added.
+        /// The number to add.
         amount: i64,
     },
-    /// Checks whether all keys exist. The answer is 1 or 0.
+    /// Checks whether all keys exist. The response is 1 or 0.
     Check {
         /// The keys.
         keys: Vec<String>,
     },
-    /// Waits until all keys are there.
+    /// Waits until all keys exist.
     Wait {
         /// The keys.
         keys: Vec<String>,
     },
-    /// Sets a value if the current one is as expected. The answer is the value afterwards.
+    /// Sets a value if the current one equals `expected`. The response is the resulting value.
     CompareSet {
         /// The key.
         key: String,
-        /// The expected value; empty: the key must not exist.
+        /// The expected value. If empty, the key must not exist.
         expected: String,
-        /// The value.
+        /// The new value.
         value: String,
     },
-    /// Removes a key. The answer is 1 if it existed, otherwise 0.
+    /// Removes a key. The response is 1 if it existed, otherwise 0.
     Delete {
         /// The key.
         key: String,
     },
-    /// Asks for the number of keys.
+    /// Returns the number of keys.
     Count,
 }
 
-/// Brain to hand: an answer of the store.
+/// Brain to hand: the response of the store.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StoreReply {
-    /// The id of the question.
+    /// The id of the request.
     pub id: u64,
-    /// A value in base64, if the request asks for one.
+    /// The value in base64, if the operation returns one.
     pub value: Option<String>,
-    /// A number, if the request asks for one.
+    /// The number, if the operation returns one.
     pub number: Option<i64>,
 }
 
 /// Hand to brain: the progress of loading, which also shows that the hand is alive.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Progress {
-    /// The part that is loaded.
+    /// The name of the loading stage.
     pub stage: String,
-    /// The number of loaded pieces.
+    /// The number of items that are loaded.
     pub done: u64,
-    /// The number of all pieces.
+    /// The total number of items.
     pub total: u64,
 }
 
-/// Hand to brain: the hand is ready for plans. The message has facts about the device.
+/// Hand to brain: the hand is ready for plans. The message describes the device and its memory.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Ready {
-    /// Pages of the KV pool; 0: the model keeps no keys and values, and its prompts must not be
-    /// cut.
+    /// The number of pages in the KV pool. 0 if the model has no KV cache; its prompts must then
+    /// not be split over steps.
     pub page_count: u32,
-    /// Rows of the output head.
+    /// The number of rows of the output head.
     pub vocab_size: u32,
-    /// Elements of an embedding.
+    /// The number of elements of an embedding.
     pub hidden_size: u32,
-    /// The type of the model's activations, and of prompts of embeddings.
+    /// The data type of the model's activations, and of prompts given as embeddings.
     pub dtype: Dtype,
-    /// Bytes of the weights in memory.
+    /// The size of the weights in memory, in bytes.
     pub weight_bytes: u64,
-    /// Bytes of the KV pool.
+    /// The size of the KV pool in bytes.
     pub kv_bytes: u64,
     /// The device's name.
     pub device: String,
-    /// Seconds from the spawn to `ready`, by the hand's clock.
+    /// Seconds from the start of the process to `ready`, by the hand's clock.
     pub load_seconds: f64,
-    /// The largest number of tokens that a sampling row may give.
+    /// The largest number of tokens that a sampling row may return.
     #[serde(default = "one")]
     pub tokens_a_row: u32,
-    /// True if the hand verifies drafts from the brain.
+    /// True if the hand verifies draft tokens from the brain.
     #[serde(default)]
     pub verifies_drafts: bool,
-    /// Pages of the host's tier; 0 without one.
+    /// The number of pages in the host tier; 0 if there is none.
     #[serde(default)]
     pub host_page_count: u32,
-    /// Bytes of a page over all layers; 0: there are no pages, or the number is unknown.
+    /// The size of a page over all layers in bytes; 0 if there are no pages or the size is unknown.
     #[serde(default)]
     pub page_bytes: u64,
-    /// Rows of the device that a sparse slot keeps, in whole pages; 0: no slot is ever sparse.
+    /// The number of positions that a sparse slot caches on the device, in whole pages; 0 if slots
+    /// never become sparse.
     #[serde(default)]
     pub hot_row_tokens: u32,
-    /// Layers of the vision tower; 0 without one.
+    /// The number of layers of the vision tower; 0 if there is none.
     #[serde(default)]
     pub tower_layers: u32,
-    /// Image pages; 0 without a tower.
+    /// The number of image pages; 0 if there is no vision tower.
     #[serde(default)]
     pub image_page_count: u32,
-    /// Positions of an image page.
+    /// The number of positions of an image page.
     #[serde(default)]
     pub image_page_tokens: u32,
-    /// The number of captured CUDA graphs; 0: every step launches its operators one by one.
+    /// The number of captured CUDA graphs; 0 if every step launches its kernels one by one.
     #[serde(default)]
     pub graphs: u32,
-    /// A text about the matrices computed in a GGUF file's blocks: how many of each type, and of
-    /// others; empty: there are none.
+    /// A description of the matrices that are computed in a GGUF file's quantised blocks: the
+    /// number of matrices of each block type, and of the others. Empty if there are none.
     #[serde(default)]
     pub blocks: String,
-    /// Bytes that are kept for adapters in places.
+    /// The size of the memory for adapters in places, in bytes.
     #[serde(default)]
     pub lora_bytes: u64,
-    /// The modules that adapters may change, by the last parts of their names.
+    /// The modules that adapters may change, given by the last components of their names.
     #[serde(default)]
     pub lora_modules: Vec<String>,
-    /// True if prompts must be tokens, because the model takes no embeddings.
+    /// True if prompts must be token ids, because the model takes no embeddings.
     #[serde(default)]
     pub tokens_only: bool,
-    /// State pages; 0: only the slots' own states are kept.
+    /// The number of state pages; 0 if only the slots keep states.
     #[serde(default)]
     pub state_page_count: u32,
-    /// Bytes of one slot's recurrent states over all layers; 0: the model has none.
+    /// The size of the recurrent states of one slot over all layers, in bytes; 0 if there are none.
     #[serde(default)]
     pub state_bytes: u64,
-    /// The number of positions that layers with a window read, including the query's; 0: no layer
-    /// has a window shorter than the context.
+    /// The number of positions that layers with a sliding window read, including the query's
+    /// position. 0 if no layer has a window shorter than the context.
     #[serde(default)]
     pub window: u32,
-    /// Pages of the window part; 0: all layers share one pool.
+    /// The number of pages in the window part; 0 if all layers share one pool.
     #[serde(default)]
     pub window_page_count: u32,
-    /// Bytes of a page of the window part, over the layers that use it.
+    /// The size of a page of the window part in bytes, over the layers that use it.
     #[serde(default)]
     pub window_page_bytes: u64,
-    /// Why layers with a window have no pages of their own although that was requested; otherwise
-    /// empty.
+    /// Why layers with a sliding window have no separate pages although they were requested;
+    /// otherwise empty.
     #[serde(default)]
     pub one_pool: String,
-    /// State pages of the host's tier; 0: it has none.
+    /// The number of state pages in the host tier; 0 if there are none.
     #[serde(default)]
     pub host_state_page_count: u32,
-    /// The name of the order of numbers in a page. Hands of the same model with the same name and
-    /// the same bytes of a page read each other's pages; empty: nobody else reads this hand's.
+    /// The name of the memory layout of a page. Hands of the same model with the same layout name
+    /// and `page_bytes` can read each other's pages. Empty if no other hand can read this hand's
+    /// pages.
     #[serde(default)]
     pub kv_layout: String,
 }
@@ -355,12 +364,12 @@ fn one() -> u32 {
     1
 }
 
-/// Hand to brain: the last words of a failed hand.
+/// Hand to brain: the error of a hand that fails.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fatal {
     /// The error, in one line.
     pub error: String,
-    /// The place of the error, as a traceback.
+    /// Where the error occurred, as a traceback.
     pub traceback: String,
 }
 

@@ -1,7 +1,8 @@
-//! The step protocol between the brain and its hands: frames, plans and results as bytes. No I/O.
+//! The step protocol between the brain and its hands: encodes frames, plans and results. It does no
+//! I/O.
 //!
-//! `docs/protocol.md` is the specification. The Python twin is `python/forebay/protocol`; golden
-//! fixtures in `tests/wire/` are checked from both languages.
+//! `docs/protocol.md` is the specification. `python/forebay/protocol` implements the same protocol;
+//! the test files in `tests/wire/` are checked by both languages.
 //!
 //! ```
 //! use forebay_protocol::{Frame, FrameError, HEADER_BYTES, Header, Row, StepPlan, Want};

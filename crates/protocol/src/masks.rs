@@ -1,37 +1,38 @@
-//! The masks of a step: which tokens its masked rows may sample. They are sent after the plan, when
-//! the preceding tokens are known. A row has a mask for each position for which it may give a
+//! The masks of a step: which tokens its masked rows may sample. They are sent after the plan, once
+//! the preceding tokens are known. A row has one mask for each position at which it may return a
 //! token.
 
 use crate::frame::{Frame, FrameError, Kind, encode};
 
-/// Offset where everything may be sampled.
+/// The offset that means that every token is allowed.
 const EVERYTHING: i32 = -1;
-/// Offset of a mask that is in the frame.
+/// The offset that means that the mask is in this frame.
 const INLINE: i32 = -2;
 
 /// The tokens that a masked row may sample at one position.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum RowMask {
-    /// Everything is allowed.
+    /// Every token is allowed.
     Everything,
     /// Bit `i % 32` of word `i / 32` is set if token `i` is allowed.
     Tokens(Vec<u32>),
-    /// There is no mask: in this step the row gives no token for this position or later ones.
+    /// There is no mask: the row returns no token for this position or later ones in this step.
     NoToken,
 }
 
-/// The masks of a step: one for each token that a masked row of a plan may give, in row order.
+/// The masks of a step: one for each token that a masked row of the plan may return, in row order.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct StepMasks {
-    /// The plan's step.
+    /// The number of the step.
     pub step: u64,
-    /// The masks of its masked rows, [`crate::Want::most`] of each.
+    /// The masks of the plan's masked rows, [`crate::Want::most`] of them per row.
     pub masks: Vec<RowMask>,
 }
 
 impl StepMasks {
-    /// Writes the frame to `out`, whose old content is lost. `place` gets each mask and returns its
-    /// byte offset in the arena, or `None` if the arena is full. Then the mask stays in the frame.
+    /// Writes the frame to `out`, replacing its content. `place` copies a mask to the arena and
+    /// returns its byte offset, or returns `None` if the arena is full. Then the mask stays in the
+    /// frame.
     ///
     /// # Errors
     /// The frame would be too large for a reader.
@@ -62,35 +63,35 @@ impl StepMasks {
     }
 }
 
-/// The place of a mask.
+/// Where a mask is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MaskPlace {
-    /// There is no mask, because everything is allowed.
+    /// There is no mask, because every token is allowed.
     Everything,
     /// The mask is at this byte of the arena.
     Arena(u32),
     /// The index of the mask among those in the frame.
     Inline(usize),
-    /// There is no mask, so the row gives no token here.
+    /// There is no mask, so the row returns no token here.
     NoToken,
 }
 
 /// The masks of a step, as the hand receives them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReceivedMasks {
-    /// The plan's step.
+    /// The number of the step.
     pub step: u64,
-    /// The places of the masks, in order.
+    /// Where each mask is, in order.
     pub places: Vec<MaskPlace>,
-    /// The masks in the frame, one after another.
+    /// The words of the masks in the frame, one mask after another.
     words: Vec<u32>,
 }
 
 impl ReceivedMasks {
-    /// Reads a frame of masks.
+    /// Decodes a frame of masks.
     ///
     /// # Errors
-    /// The frame is of another kind, a column is not known, or an offset is invalid.
+    /// The frame is of another kind, has an unknown column, or an offset is invalid.
     pub fn decode(frame: &Frame) -> Result<Self, FrameError> {
         if frame.header().kind != Kind::Masks {
             return Err(FrameError::Malformed("not a masks frame"));
@@ -116,7 +117,8 @@ impl ReceivedMasks {
         Ok(Self { step: frame.header().step, places, words })
     }
 
-    /// The mask with this index in the frame, of `width` words; `None`: there is no such mask.
+    /// Returns the mask with this index in the frame, of `width` words; `None` if there is no such
+    /// mask.
     #[must_use]
     pub fn inline(&self, index: usize, width: usize) -> Option<&[u32]> {
         self.words.get(index * width..(index + 1) * width)

@@ -1,4 +1,4 @@
-//! The step result: the outputs of one step.
+//! The result of a step.
 
 use crate::adapter::PlaceEnd;
 use crate::columns::{columns, record};
@@ -10,11 +10,11 @@ pub const ROW_OK: i32 = 0;
 /// The row's logits were not finite.
 pub const ROW_NOT_FINITE: i32 = 1;
 
-/// Log-probabilities of one sampled position: the sampled token first, then the most likely in
-/// descending order.
+/// The log-probabilities of one sampled position: the sampled token first, then the most likely
+/// tokens in descending order.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SampledLogprobs<'a> {
-    /// Token ids.
+    /// The token ids.
     pub ids: &'a [i32],
     /// Natural logarithms of the unmodified distribution, one for each id.
     pub values: &'a [f32],
@@ -24,90 +24,95 @@ record! {
     /// The times of a step, in microseconds.
     #[derive(Default, Eq)]
     pub struct StepTiming {
-        /// The step's compute, without a wait for masks.
+        /// The step's compute time, without the wait for masks.
         pub device_us: u32,
-        /// The time from the end of the previous step's compute to the start of this one's, and the
-        /// wait for masks within this one. Kernels of a step may wait for each other too.
+        /// The time from the end of the previous step's compute to the start of this step's, plus
+        /// the wait for masks within this step. Kernels of a step may also wait for each other.
         pub gap_us: u32,
     }
 }
 
 record! {
-    /// The number of rows that a step's sparse slots chose, by their places, summed over rows and
-    /// layers.
+    /// How many positions the sparse slots of a step selected, by where they were found, summed
+    /// over rows and layers.
     #[derive(Default, Eq)]
     pub struct SparseRows {
-        /// All chosen rows.
+        /// All selected positions.
         pub selected: u32,
-        /// Rows found on pages of the device.
+        /// Positions found on pages of the device.
         pub on_pages: u32,
-        /// Rows found in the hot rows of their slot.
+        /// Positions found in the hot rows of their slot.
         pub in_rows: u32,
-        /// Rows copied from the host's tier.
+        /// Positions copied from the host tier.
         pub missed: u32,
     }
 }
 
 columns! {
-    /// The answer to one step.
+    /// The result of one step.
     pub struct StepResult: Result, "result" {
-        /// The plan's step number.
+        /// The number of the step.
         pub step,
-        /// Those of each row that samples and does not sit out, in row order.
+        /// The tokens of each row that samples and does not sit out, in row order.
         1 pub tokens: Vec<i32>,
-        /// One a row, in row order: 0 fine, 1 the logits, also those of a prompt's tokens, or the
-        /// vector were not finite.
+        /// One per row, in row order. 0: the row was computed. 1: the logits, those of prompt
+        /// tokens, or the vector were not finite.
         2 pub row_errors: Vec<i32>,
-        /// Absent if no request asked; else one a token: number of entries in the next two columns.
+        /// One per token: its number of entries in the next two columns. Absent if no request needs
+        /// log-probabilities.
         3 pub logprob_counts: Vec<i32>,
-        /// A token's entries: the sampled token, then the most likely, descending.
+        /// The entries of each token: the sampled token, then the most likely ones, descending.
         4 pub logprob_ids: Vec<i32>,
-        /// Natural logarithms, one an entry.
+        /// The natural logarithm of each entry's probability.
         5 pub logprob_values: Vec<f32>,
-        /// Microseconds: the step's compute; from the end of the previous step's compute to the
-        /// start of this one's, and the wait for masks within it.
+        /// The step's compute time in microseconds. Then the time from the end of the previous
+        /// step's compute to the start of this step's, plus the wait for masks within it.
         6 pub timing: StepTiming,
-        /// The vectors of the pooled rows, in row order, one after the other and all equally long.
+        /// The vectors of the pooling rows, in row order, concatenated. All have the same length.
         7 pub pooled: Vec<f32>,
-        /// Tokens of each row that samples and does not sit out, at least 1; absent: one each.
+        /// The number of tokens of each row that samples and does not sit out, at least 1; absent:
+        /// one each.
         8 pub token_counts: Vec<i32>,
-        /// The copies that ended since the last result: `error` 0 done, 1 could not be done.
+        /// The copies that ended since the last result. `error` 0: done; 1: failed.
         9 pub copied: Vec<CopyEnd>,
-        /// Microseconds that saves and restores took since the last result; absent: none.
+        /// Microseconds that saves and restores took since the last result; absent: there were
+        /// none.
         10 pub copy_timing: Option<CopyTiming>,
-        /// Of the positions that the step's sparse slots chose, over all rows and layers: all;
-        /// found on pages; found in hot rows; missed. Absent: none.
+        /// The positions that the step's sparse slots selected, summed over all rows and layers:
+        /// all; found on pages; found in hot rows; missed. Absent: there were none.
         11 pub sparse_rows: Option<SparseRows>,
-        /// Microseconds that rows waited for copies since the last result; absent: none.
+        /// Microseconds that rows waited for copies since the last result; absent: they did not
+        /// wait.
         12 pub copy_wait_us: Option<u32>,
-        /// Of the tokens that the plan's `prompt_logprobs` name, in their order: 1, and 1 more for
-        /// each token that is likelier.
+        /// The rank of each token that the plan's `prompt_logprobs` request, in their order: 1 plus
+        /// the number of likelier tokens.
         13 pub prompt_ranks: Vec<i32>,
-        /// Entries of these tokens, `1 + most` each: the token, then the most likely, descending.
+        /// The entries of each of these tokens, `1 + most` of them: the token, then the most likely
+        /// ones, descending.
         14 pub prompt_ids: Vec<i32>,
-        /// Natural logarithms, one an entry.
+        /// The natural logarithm of each entry's probability.
         15 pub prompt_values: Vec<f32>,
         /// The writes into places that ended since the last result. `error` 0: done; 1: the files
-        /// can't be read; 2: they have other content than the brain has read; 3: no memory.
+        /// cannot be read; 2: their content has changed since the brain read them; 3: no memory.
         16 pub placed: Vec<PlaceEnd>,
     }
 }
 
-/// Log-probabilities of tokens of prompts. A token's entries are the token itself, then the most
-/// likely ones, descending.
+/// The log-probabilities of prompt tokens. The entries of a token are the token itself, then the
+/// most likely ones, descending.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PromptLogprobs {
     /// The rank of each token: 1, plus the number of likelier tokens.
     pub ranks: Vec<i32>,
-    /// Token ids of the entries.
+    /// The token ids of the entries.
     pub ids: Vec<i32>,
-    /// Natural logarithms, one for each entry.
+    /// The natural logarithm of each entry's probability.
     pub values: Vec<f32>,
 }
 
 impl StepResult {
-    /// Log-probabilities of each token in order; `None`: its request wants none. The iterator is
-    /// endless, so zip it with the tokens.
+    /// Iterates over the log-probabilities of each token, in order; `None` for a token without
+    /// them. The iterator is endless, so zip it with the tokens.
     pub fn logprobs(&self) -> impl Iterator<Item = Option<SampledLogprobs<'_>>> {
         let (mut at, mut row) = (0, 0);
         std::iter::from_fn(move || {
@@ -122,7 +127,7 @@ impl StepResult {
         })
     }
 
-    /// The number of tokens of each sampling row.
+    /// Iterates over the number of tokens of each sampling row.
     pub fn counts(&self) -> impl Iterator<Item = usize> {
         let one_each = if self.token_counts.is_empty() { self.tokens.len() } else { 0 };
         let counts = self.token_counts.iter().map(|&count| count as usize);
@@ -132,7 +137,7 @@ impl StepResult {
     /// Checks that the columns form a valid result.
     ///
     /// # Errors
-    /// Columns contradict each other, or a number is invalid.
+    /// The columns are inconsistent, or a number is invalid.
     fn check(&self) -> Result<(), FrameError> {
         let (counts, tokens) = (&self.logprob_counts, self.tokens.len());
         if counts.iter().any(|&n| n < 0) {
@@ -156,7 +161,7 @@ impl StepResult {
     }
 }
 
-/// The sum of all counts; `None` if one is below 1.
+/// Sums all counts; `None` if one is below 1.
 fn sum(counts: &[i32]) -> Option<usize> {
     counts.iter().try_fold(0, |sum, &count| (count >= 1).then_some(sum + count as usize))
 }

@@ -1,23 +1,23 @@
-//! The size of the window part of pages, whose layers read only the last positions of a request.
+//! The number of pages of the window part, whose layers read only the last positions of a request.
 
-/// The fewest pages of the window part with which a request that runs alone can continue. They are
-/// the pages that one position reads, the page it is written to, and one that was passed and is not
-/// free yet.
+/// Returns the smallest number of window pages with which a request that runs alone can continue.
+/// These are the pages that one position reads, the page that it is written to, and a page that the
+/// window has passed but that is not free yet.
 #[must_use]
 pub fn least_window_pages(window: u32, page_size: u32) -> u32 {
     window.saturating_sub(1).div_ceil(page_size.max(1)) + 2
 }
 
-/// The number of pages of the window part for `pages` of the main part: `ratio` for each, at least
-/// [`least_window_pages`], and never more than of the main part.
+/// Returns the number of window pages for `pages` of the main part: `ratio` times as many, at least
+/// [`least_window_pages`], and never more than `pages`.
 #[must_use]
 pub fn window_page_count(pages: u32, ratio: f64, window: u32, page_size: u32) -> u32 {
     let wanted = (f64::from(pages) * ratio).ceil() as u32;
     wanted.max(least_window_pages(window, page_size)).min(pages)
 }
 
-/// The number of pages of the main part, at most `most`, that fit into these bytes together with
-/// the window part's pages. A page takes `main_bytes` or `window_bytes`.
+/// Returns how many pages of the main part, at most `most`, fit into `bytes` together with their
+/// window pages. A page takes `main_bytes` or `window_bytes`.
 #[must_use]
 pub fn main_page_count(
     bytes: u64,

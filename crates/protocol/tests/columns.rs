@@ -1,4 +1,4 @@
-//! The files that are generated from the column declarations are up to date.
+//! Checks that the files generated from the column declarations are up to date.
 
 #[path = "../examples/columns.rs"]
 #[allow(dead_code, reason = "the program's main function")]

@@ -1,4 +1,5 @@
-//! The frames in `tests/wire/`, which the Python side checks too: same bytes, same meaning.
+//! Compares the encoder and decoder with the frames in `tests/wire/`, which the Python tests check
+//! too.
 
 use std::path::{Path, PathBuf};
 
@@ -34,7 +35,7 @@ fn column(name: &str, values: &Value) -> Vec<i32> {
     values.as_array().expect("a list").iter().map(word).collect()
 }
 
-/// Ids of columns, as in docs/protocol.md.
+/// Returns the id of a column, as in docs/protocol.md.
 fn id(kind: &str, column: &str) -> u32 {
     let names: &[&str] = match kind {
         "plan" => &[
@@ -142,7 +143,7 @@ fn both_languages_write_the_same_bytes() {
         assert_eq!(there.collect::<Vec<_>>(), described.collect::<Vec<_>>(), "{name}");
         let mut again = Vec::new();
         match got.header().kind {
-            // The scheduler side writes masks and never reads them.
+            // The brain writes masks and never reads them.
             Kind::Masks => continue,
             Kind::PlanAt => {
                 let place = &columns["place"];
@@ -174,7 +175,7 @@ fn a_group_s_plans_are_the_golden_ones() {
         plans[rank].encode(&mut got).expect("within the limit");
         assert_eq!(got, std::fs::read(folder.join(file)).expect("the file"));
     }
-    // The counts are cleared by the next step, and a plan without a group has none.
+    // The next step clears the counts. A plan without a group has none.
     plans[1].begin(78);
     assert!(plans[1].group().is_empty());
     tell_group(&mut plans[1..2]);
@@ -204,7 +205,7 @@ fn a_column_that_is_no_group_s_is_refused() {
     }
 }
 
-/// A plan with images, built through the scheduler's calls.
+/// Builds a plan with images through the scheduler's calls.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_plan_of_images() {
     let (folder, _) = fixtures();
@@ -230,7 +231,7 @@ fn the_scheduler_s_calls_write_the_golden_plan_of_images() {
     assert_eq!(plan.image_spans().nth(1), Some((0, span, &[][..])));
 }
 
-/// A plan with a pooled prompt, built through the scheduler's calls.
+/// Builds a plan with a pooling prompt through the scheduler's calls.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_pooling_plan() {
     let (folder, _) = fixtures();
@@ -249,8 +250,8 @@ fn the_scheduler_s_calls_write_the_golden_pooling_plan() {
     assert_eq!(got, bytes);
 }
 
-/// A plan of decoding rows, built through the scheduler's calls, so that these cannot drift from
-/// the bytes.
+/// Builds a plan of decoding rows through the scheduler's calls, so that the calls and the bytes
+/// cannot diverge.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_plan() {
     let (folder, _) = fixtures();
@@ -266,7 +267,7 @@ fn the_scheduler_s_calls_write_the_golden_plan() {
     assert_eq!(got, bytes);
 }
 
-/// A plan in which a slot becomes sparse, built through the scheduler's calls.
+/// Builds a plan in which a slot becomes sparse through the scheduler's calls.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_sparse_plan() {
     let (folder, _) = fixtures();
@@ -295,7 +296,7 @@ fn the_scheduler_s_calls_write_the_golden_sparse_plan() {
     assert_eq!(read.copies().nth(1).map(|copy| (copy.hot, copy.span)), Some((None, None)));
 }
 
-/// A plan with adapters, built through the scheduler's calls.
+/// Builds a plan with adapters through the scheduler's calls.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_places() {
     let (folder, _) = fixtures();
@@ -326,7 +327,7 @@ fn the_scheduler_s_calls_write_the_golden_places() {
     assert_eq!(AdapterOrder::Forget { id: 3 }.encode().as_ref(), Ok(&adapter));
 }
 
-/// A plan with log-probabilities of prompts, built through the scheduler's calls.
+/// Builds a plan with log-probabilities of prompts through the scheduler's calls.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_wants_of_prompts() {
     let (folder, _) = fixtures();
@@ -350,7 +351,7 @@ fn the_scheduler_s_calls_write_the_golden_wants_of_prompts() {
     assert_eq!(read.prompt_logprobs().collect::<Vec<_>>(), wants);
 }
 
-/// Plans with copies, built through the scheduler's calls.
+/// Builds plans with copies through the scheduler's calls.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_copies() {
     let (folder, _) = fixtures();
@@ -405,7 +406,8 @@ fn the_scheduler_s_calls_write_the_golden_copies() {
     assert_eq!((plan.wait_us(), &got), (1000, &read("plan_wait.bin")));
 }
 
-/// A plan with states: one row decodes and its state is saved, another starts from a saved state.
+/// Builds a plan with states: one row decodes and its state is saved, another starts from a saved
+/// state.
 #[test]
 fn the_engine_s_calls_write_the_golden_states() {
     let (folder, _) = fixtures();
@@ -429,7 +431,7 @@ fn the_engine_s_calls_write_the_golden_states() {
     assert_eq!(copies(&mut plan.state_saves()), [(0, 7), (6, 3)]);
 }
 
-/// A plan with states that are copied to the host and back.
+/// Builds a plan that copies states to the host and back.
 #[test]
 fn the_scheduler_s_calls_write_the_golden_copies_of_states() {
     let (folder, _) = fixtures();
@@ -453,8 +455,8 @@ fn the_scheduler_s_calls_write_the_golden_copies_of_states() {
     );
 }
 
-/// Masks of a vocabulary of 70 tokens: one in the arena, one that allows everything, and two in the
-/// frame; then two rows that give no token.
+/// Builds masks for a vocabulary of 70 tokens: one in the arena, one that allows everything, and
+/// two in the frame; then two rows that return no token.
 #[test]
 fn the_engine_s_calls_write_the_golden_masks() {
     let (folder, _) = fixtures();

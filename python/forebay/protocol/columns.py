@@ -66,78 +66,82 @@ class PlanColumns:
     step: int = 0
     slots: Int32s = ints(0, SLOT_WORDS)
     """(`slot`, `token_count`, `prompt_len`, `top_k`, `seed_lo`, `seed_hi`, `min_total`, `logprobs`, `stop_count`,
-    `bias_count`, `arena_offset`): One record a new slot."""
+    `bias_count`, `arena_offset`): One record per new slot."""
     slot_floats: Float32s = floats(0, SLOT_FLOATS_WORDS)
-    """(`temperature`, `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`): One record a
-    new slot."""
+    """(`temperature`, `top_p`, `min_p`, `repetition_penalty`, `presence_penalty`, `frequency_penalty`): One record
+    per new slot."""
     tokens: Int32s = ints(0)
     """The `token_count` tokens of each new slot whose `arena_offset` is -1."""
     stop_ids: Int32s = ints(0)
-    """`stop_count` ids a new slot."""
+    """The `stop_count` stop ids of each new slot."""
     bias_ids: Int32s = ints(0)
-    """`bias_count` ids a new slot."""
+    """The `bias_count` token ids with a bias of each new slot."""
     bias_values: Float32s = floats(0)
-    """One a bias id."""
+    """One bias per id in `bias_ids`."""
     page_writes: Int32s = ints(0, PAGE_WRITE_WORDS)
-    """(`slot`, `index`, `page`): `page_table[slot, index] = page`; -1: these positions are on no page of the device."""
+    """(`slot`, `index`, `page`): Sets `page_table[slot, index] = page`; -1: these positions have no page on the
+    device."""
     rows: Int32s = ints(0, ROW_WORDS)
-    """(`slot`, `start`, `length`, `flags`): One record a row."""
+    """(`slot`, `start`, `length`, `flags`): One record per row."""
     row_tokens: Int32s = ints(0)
-    """The most tokens of each row that samples, in row order; absent: 1 each."""
+    """The largest number of tokens of each row that samples, in row order; absent: 1 each."""
     segments: Int32s = ints(0, SLOT_VALUE_WORDS)
-    """(`slot`, `value`): The segment of new slots whose prompt is a pair, in the order of `slots`."""
+    """(`slot`, `value`): The start of the second text of each new slot whose prompt is a pair, in the order of
+    `slots`."""
     embeds: Int32s = ints(0, SLOT_VALUE_WORDS)
-    """(`slot`, `value`): The byte offset in the arena of the embeddings of new slots whose prompt came as such, in
-    the order of `slots`."""
+    """(`slot`, `value`): The byte offset in the arena of each new slot whose prompt is given as embeddings, in the
+    order of `slots`."""
     allowed_counts: Int32s = ints(0, SLOT_VALUE_WORDS)
-    """(`slot`, `value`): The number of ids of new slots that may sample some ids only, in the order of `slots`."""
+    """(`slot`, `value`): The number of allowed token ids of each new slot that may sample only some ids, in the
+    order of `slots`."""
     allowed_ids: Int32s = ints(0)
-    """The ids of each of them, ascending."""
+    """The allowed ids of each slot in `allowed_counts`, ascending."""
     copies: Int32s = ints(0, COPY_WORDS)
-    """(`ticket`, `direction`, `hot`, `host`): Copy a page between the device's memory and the host's. `direction` 0
-    saves, 1 restores, 2 restores index keys alone, and `hot` is -1; 3 saves and 4 restores a state page."""
+    """(`ticket`, `direction`, `hot`, `host`): Copies of pages between device and host. `direction` 0: save; 1:
+    restore; 2: restore only index keys, and `hot` is -1; 3: save a state page; 4: restore a state page."""
     wait_us: Int32s = ints(0)
-    """In a plan without rows: answer when a copy has ended, when another plan has come, or after this many
-    microseconds (at most 1000)."""
+    """In a plan without rows: send the result when a copy has ended, when another plan has arrived, or after this
+    many microseconds (at most 1000)."""
     host_writes: Int32s = ints(0, PAGE_WRITE_WORDS)
-    """(`slot`, `index`, `page`): `host_table[slot, index] = page`, a page of the host's tier."""
+    """(`slot`, `index`, `page`): Sets `host_table[slot, index] = page`, a page of the host tier."""
     hot_rows: Int32s = ints(0, PAGE_WRITE_WORDS)
-    """(`slot`, `index`, `page`): `hot_rows[slot, index] = page`, a page whose rows are the slot's to keep single
-    positions in."""
+    """(`slot`, `index`, `page`): Sets `hot_rows[slot, index] = page`, a page in which the slot caches single
+    positions."""
     copy_spans: Int32s = ints(0, SPAN_WORDS)
-    """(`first`, `count`): Positions of the page of each copy; a count of 0: all; absent: all of each."""
+    """(`first`, `count`): The positions of the page that each copy copies. A count of 0: the whole page; absent:
+    whole pages only."""
     images: Int32s = ints(0, IMAGE_WORDS)
-    """(`image`, `first_layer`, `end_layer`, `grid_h`, `grid_w`, `arena_offset`, `page_count`): Compute layers
-    `first_layer .. end_layer` of the tower for an image."""
+    """(`image`, `first_layer`, `end_layer`, `grid_h`, `grid_w`, `arena_offset`, `page_count`): Computes layers
+    `first_layer .. end_layer` of the vision tower for an image."""
     image_pages: Int32s = ints(0)
     """The `page_count` image pages of each image, in order."""
     image_spans: Int32s = ints(0, IMAGE_SPAN_WORDS)
-    """(`slot`, `position`, `grid_h`, `grid_w`, `rope`, `page_count`): An image stands in the slot from `position`
-    on."""
+    """(`slot`, `position`, `grid_h`, `grid_w`, `rope`, `page_count`): An image whose positions in the slot start at
+    `position`."""
     span_pages: Int32s = ints(0)
     """The `page_count` image pages of each span, in order."""
     prompt_logprobs: Int32s = ints(0, PROMPT_LOGPROBS_WANT_WORDS)
-    """(`slot`, `first`, `count`, `most`): Log-probabilities of the slot's tokens at positions `first .. first +
-    count`, in the order of `rows`, at most one a row."""
+    """(`slot`, `first`, `count`, `most`): Requests log-probabilities of the slot's tokens at positions `first ..
+    first + count`, in the order of `rows`, at most one per row."""
     group: Int32s = ints(0)
-    """Tokens of each rank of a step group in this step, 2 to 256 of them; absent: there is no group."""
+    """The number of tokens of each rank of a step group in this step, for 2 to 256 ranks; absent: there is no group."""
     draft_tokens: Int32s = ints(0)
-    """Tokens that are expected of rows which may give several, `row_tokens - 1` of each row that samples, in row
-    order; absent: the hand expects tokens by itself, or none."""
+    """The draft tokens of the rows that sample, `row_tokens - 1` per row, in row order. Absent: the hand drafts by
+    itself, or there are no drafts."""
     state_loads: Int32s = ints(0, STATE_COPY_WORDS)
-    """(`slot`, `page`): Before the rows: the slot's recurrent states become the content of the state page."""
+    """(`slot`, `page`): Before the rows: copies the state page into the slot's recurrent states."""
     state_saves: Int32s = ints(0, STATE_COPY_WORDS)
-    """(`slot`, `page`): After the rows: the slot's recurrent states are copied to the state page."""
+    """(`slot`, `page`): After the rows: copies the slot's recurrent states to the state page."""
     place_writes: Int32s = ints(0, PLACE_WRITE_WORDS)
-    """(`ticket`, `place`, `id`): The place gets the adapter with this id, which the hand knows."""
+    """(`ticket`, `place`, `id`): Loads the adapter with this id, which was announced to the hand, into the place."""
     slot_places: Int32s = ints(0, SLOT_VALUE_WORDS)
-    """(`slot`, `value`): The place of new slots whose rows an adapter changes, in the order of `slots`."""
+    """(`slot`, `value`): The place of the adapter of each new slot that uses one, in the order of `slots`."""
     copy_sources: Int32s = ints(0)
-    """The host tier of each copy: 0 the own, n the one with that place in `host_lenders` of the configuration;
-    absent: the own. Only restores have others."""
+    """The host tier of each copy. 0: the hand's own; n: the replica n - 1 in `host_lenders` of the configuration;
+    absent: the hand's own. Only restores use other tiers."""
     window_writes: Int32s = ints(0, PAGE_WRITE_WORDS)
-    """(`slot`, `index`, `page`): `window_table[slot, index] = page`, a page of the window part; -1: no row reads
-    these positions any more in layers with a window."""
+    """(`slot`, `index`, `page`): Sets `window_table[slot, index] = page`, a page of the window part; -1: layers with
+    a sliding window no longer read these positions."""
 
 
 RESULT = (
@@ -167,41 +171,43 @@ class ResultColumns:
 
     step: int = 0
     tokens: Int32s = ints(0)
-    """Those of each row that samples and does not sit out, in row order."""
+    """The tokens of each row that samples and does not sit out, in row order."""
     row_errors: Int32s = ints(0)
-    """One a row, in row order: 0 fine, 1 the logits, also those of a prompt's tokens, or the vector were not finite."""
+    """One per row, in row order. 0: the row was computed. 1: the logits, those of prompt tokens, or the vector were
+    not finite."""
     logprob_counts: Int32s = ints(0)
-    """Absent if no request asked; else one a token: number of entries in the next two columns."""
+    """One per token: its number of entries in the next two columns. Absent if no request needs log-probabilities."""
     logprob_ids: Int32s = ints(0)
-    """A token's entries: the sampled token, then the most likely, descending."""
+    """The entries of each token: the sampled token, then the most likely ones, descending."""
     logprob_values: Float32s = floats(0)
-    """Natural logarithms, one an entry."""
+    """The natural logarithm of each entry's probability."""
     timing: Int32s = ints(STEP_TIMING_WORDS)
-    """(`device_us`, `gap_us`): Microseconds: the step's compute; from the end of the previous step's compute to the
-    start of this one's, and the wait for masks within it."""
+    """(`device_us`, `gap_us`): The step's compute time in microseconds. Then the time from the end of the previous
+    step's compute to the start of this step's, plus the wait for masks within it."""
     pooled: Float32s = floats(0)
-    """The vectors of the pooled rows, in row order, one after the other and all equally long."""
+    """The vectors of the pooling rows, in row order, concatenated. All have the same length."""
     token_counts: Int32s = ints(0)
-    """Tokens of each row that samples and does not sit out, at least 1; absent: one each."""
+    """The number of tokens of each row that samples and does not sit out, at least 1; absent: one each."""
     copied: Int32s = ints(0, COPY_END_WORDS)
-    """(`ticket`, `error`): The copies that ended since the last result: `error` 0 done, 1 could not be done."""
+    """(`ticket`, `error`): The copies that ended since the last result. `error` 0: done; 1: failed."""
     copy_timing: Int32s = ints(0)
-    """(`save_us`, `restore_us`): Microseconds that saves and restores took since the last result; absent: none."""
+    """(`save_us`, `restore_us`): Microseconds that saves and restores took since the last result; absent: there were
+    none."""
     sparse_rows: Int32s = ints(0)
-    """(`selected`, `on_pages`, `in_rows`, `missed`): Of the positions that the step's sparse slots chose, over all
-    rows and layers: all; found on pages; found in hot rows; missed. Absent: none."""
+    """(`selected`, `on_pages`, `in_rows`, `missed`): The positions that the step's sparse slots selected, summed
+    over all rows and layers: all; found on pages; found in hot rows; missed. Absent: there were none."""
     copy_wait_us: Int32s = ints(0)
-    """Microseconds that rows waited for copies since the last result; absent: none."""
+    """Microseconds that rows waited for copies since the last result; absent: they did not wait."""
     prompt_ranks: Int32s = ints(0)
-    """Of the tokens that the plan's `prompt_logprobs` name, in their order: 1, and 1 more for each token that is
-    likelier."""
+    """The rank of each token that the plan's `prompt_logprobs` request, in their order: 1 plus the number of
+    likelier tokens."""
     prompt_ids: Int32s = ints(0)
-    """Entries of these tokens, `1 + most` each: the token, then the most likely, descending."""
+    """The entries of each of these tokens, `1 + most` of them: the token, then the most likely ones, descending."""
     prompt_values: Float32s = floats(0)
-    """Natural logarithms, one an entry."""
+    """The natural logarithm of each entry's probability."""
     placed: Int32s = ints(0, PLACE_END_WORDS)
     """(`ticket`, `error`): The writes into places that ended since the last result. `error` 0: done; 1: the files
-    can't be read; 2: they have other content than the brain has read; 3: no memory."""
+    cannot be read; 2: their content has changed since the brain read them; 3: no memory."""
 
 
 SLOT_VALUES = ("segments", "embeds", "allowed_counts", "slot_places")

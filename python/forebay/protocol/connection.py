@@ -17,11 +17,11 @@ _SMALLEST = 1 << 16
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Allocate: TypeAlias = Callable[[int], Bytes]
-"""Allocates this many bytes for frames. A device provides memory from which its copies are fastest."""
+"""Allocates this many bytes for frames. A device returns memory from which its copies are fastest."""
 
 
 class Dismissed(Exception):
-    """The brain has ended, or dismisses the hand, while the hand waits for another frame."""
+    """The brain has exited, or orders the hand to exit, while the hand waits for another frame."""
 
 
 class _Buffer:
@@ -35,7 +35,7 @@ class _Buffer:
 
 
 class Ring:
-    """Buffers for received frames, used in turn. A buffer is reused only after its frame's `release`."""
+    """Buffers for received frames, used in a cycle. A buffer is reused only after its frame's `release`."""
 
     def __init__(self, allocate: Allocate, count: int = RING) -> None:
         self._allocate = allocate
@@ -43,7 +43,7 @@ class Ring:
         self._next = 0
 
     def take(self, size: int) -> tuple[memoryview, Callable[[], None]]:
-        """A buffer of `size` bytes, and its release. `WireError`: the frame before is still in use."""
+        """Returns a buffer of `size` bytes, and its release. Raises `WireError` if the next buffer is still in use."""
         buffer = self._buffers[self._next]
         if buffer.taken:
             raise WireError(f"more than {len(self._buffers)} frames in flight")
@@ -55,7 +55,7 @@ class Ring:
 
 
 class Connection:
-    """Frames over a connected stream socket. Each frame has its own memory, unless there is a ring."""
+    """Sends and receives frames over a connected stream socket. Without a ring, each frame has separate memory."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
@@ -71,14 +71,14 @@ class Connection:
         self._socket.sendall(data)
 
     def hear_no_more(self) -> None:
-        """Ends the stream of received frames, even for a thread that waits in `recv`. `send` still works.
+        """Shuts down the receiving side, even for a thread that waits in `recv`. `send` still works.
 
-        Called by any thread.
+        May be called by any thread.
         """
         self._socket.shutdown(socket.SHUT_RD)
 
     def recv(self) -> Frame | None:
-        """The next frame, or None at the end of the stream."""
+        """Returns the next frame, or None at the end of the stream."""
         if not self._fill(memoryview(self._header)):
             return None
         header = Header.decode(self._header)
@@ -88,7 +88,7 @@ class Connection:
         return Frame.decode(header, body, release)
 
     def copied(self, header: Header, data: Bytes) -> Frame:
-        """A frame with a body that was received by other means, in the form of a received frame."""
+        """Returns a frame in the form of a received one, with a body that was received by other means."""
         body, release = self._room(header)
         body[:] = data.data
         return Frame.decode(header, body, release)

@@ -46,7 +46,7 @@ class Column(NamedTuple):
     is_float: bool = False
 
     def read(self, words: Int32s) -> Int32s | Float32s | None:
-        """The column's array, a view of its words. None: they are not whole records."""
+        """Returns the column's array, a view of `words`; None if `words` are not whole records."""
         if self.words:
             if words.size % self.words:
                 return None
@@ -56,7 +56,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """A decoded frame header: the table of `columns` columns and all columns together are `words` 32-bit words."""
+    """A decoded frame header. `words`: the number of 32-bit words of the table of columns and of all columns."""
 
     kind: Kind
     step: int
@@ -86,7 +86,7 @@ class Header:
 
 
 def nothing() -> None:
-    """The `release` of a frame whose buffer is not reused."""
+    """The `release` of a frame whose buffer is not reused: does nothing."""
 
 
 @dataclass(frozen=True)
@@ -96,11 +96,11 @@ class Frame:
     kind: Kind
     step: int
     places: dict[int, slice]
-    """The places of the columns in the body, by id, in words."""
+    """The slices of the body, in words, that contain the columns, by id."""
     body: Int32s
     """The received words after the header."""
     release: Callable[[], None] = nothing
-    """The release of the body, called once after its last read. The next frame may then use its buffer."""
+    """Releases the body; called once, after the last read. The next frame may then use the buffer."""
 
     @classmethod
     def decode(
@@ -126,11 +126,11 @@ class Frame:
 
     @classmethod
     def of(cls, data: bytes) -> Frame:
-        """A whole encoded frame, in its own buffer."""
+        """Decodes a whole encoded frame into a separate buffer."""
         return cls.decode(Header.decode(data[:HEADER_BYTES]), bytearray(data[HEADER_BYTES:]))
 
     def json(self) -> dict[str, Any]:
-        """The object of a JSON frame."""
+        """Returns the object of a JSON frame."""
         (column,) = self.known(1)
         try:
             value = json.loads(column.tobytes())
@@ -141,7 +141,7 @@ class Frame:
         return value
 
     def known(self, count: int) -> list[Int32s]:
-        """The columns 1 to `count`, as views of the body. Absent ones are empty.
+        """Returns the columns 1 to `count`, as views of the body. Absent columns are empty.
 
         Raises `WireError` for other columns.
         """
@@ -153,14 +153,14 @@ class Frame:
         return columns
 
     def check_kind(self, kind: Kind) -> None:
-        """Raises `WireError` if it is of another kind."""
+        """Raises `WireError` if the frame is of another kind."""
         if self.kind != kind:
             raise WireError(f"malformed frame: not a {kind.name.lower()}")
 
     def read(self, kind: Kind, columns: Mapping[int, Column]) -> dict[str, Int32s | Float32s]:
-        """The frame's columns by name, as views of the body; `columns` are those of this kind of frame by id.
+        """Returns the frame's columns by name, as views of the body; `columns` are those of this kind of frame, by id.
 
-        Raises `WireError` for another kind, an unknown id, and a part of a record.
+        Raises `WireError` for another kind, an unknown id, and an incomplete record.
         """
         self.check_kind(kind)
         found = {}
@@ -175,13 +175,13 @@ class Frame:
         return found
 
     def expect(self, kind: Kind, count: int) -> list[Int32s]:
-        """The columns of a frame, as in `known`. Raises `WireError` if it is of another kind."""
+        """Returns the columns of a frame, as `known` does. Raises `WireError` if the frame is of another kind."""
         self.check_kind(kind)
         return self.known(count)
 
 
 def encode(kind: Kind, step: int, columns: Columns) -> bytes:
-    """A frame of columns of words (int32 or float32 arrays) with the ids 1, 2, and so on.
+    """Encodes a frame of columns of words (int32 or float32 arrays) with the ids 1, 2, and so on.
 
     Empty columns are left out.
     """
@@ -189,7 +189,7 @@ def encode(kind: Kind, step: int, columns: Columns) -> bytes:
 
 
 def encode_columns(kind: Kind, step: int, columns: Iterable[tuple[int, Int32s | Float32s]]) -> bytes:
-    """A frame of columns with their ids, which ascend. Empty columns are left out."""
+    """Encodes a frame of columns with their ids, which ascend. Empty columns are left out."""
     there = [(id_, column) for id_, column in columns if column.size]
     words = sum(column.size for _, column in there) + ENTRY_WORDS * len(there)
     header = _HEADER.pack(MAGIC, VERSION, kind, step, len(there), words)
@@ -198,28 +198,28 @@ def encode_columns(kind: Kind, step: int, columns: Iterable[tuple[int, Int32s | 
 
 
 def encode_json(kind: Kind, value: Mapping[str, Any]) -> bytes:
-    """A frame whose one column is JSON text, padded with spaces to a whole word."""
+    """Encodes a frame whose only column is JSON text, padded with spaces to a whole word."""
     return encode_text(kind, json.dumps(value, ensure_ascii=False, separators=(",", ":")))
 
 
 def encode_text(kind: Kind, text: str) -> bytes:
-    """A frame whose one column is `text`, which is JSON. Empty text gives no column, as in `shutdown`."""
+    """Encodes a frame whose only column is `text`, which is JSON. Empty text gives no column, as in `shutdown`."""
     data = text.encode()
     data += b" " * (-len(data) % 4)
     return encode(kind, 0, [np.frombuffer(data, dtype="<i4")] if data else [])
 
 
 def ints(*shape: int) -> Any:
-    """A dataclass field: int32 zeros of this shape."""
+    """Returns a dataclass field: int32 zeros of this shape."""
     return _zeros(shape, np.int32)
 
 
 def floats(*shape: int) -> Any:
-    """A dataclass field: float32 zeros of this shape."""
+    """Returns a dataclass field: float32 zeros of this shape."""
     return _zeros(shape, np.float32)
 
 
 def _zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> Any:
     empty = np.zeros(shape, dtype)
-    # Empty arrays can't be written to, so all fields share one: a result has a dozen.
+    # Empty arrays can't be written to, so all fields share one array: a result has a dozen such fields.
     return field(default_factory=lambda: empty if not empty.size else np.zeros(shape, dtype))

@@ -12,25 +12,25 @@ import numpy.typing as npt
 from forebay.protocol.frames import Frame, Int32s, Kind, WireError, encode, ints, nothing
 
 COLUMNS = ("offsets", "words", "no_token")
-"""The columns of a masks frame: the ids 1, 2, and so on."""
+"""The columns of a masks frame, with the ids 1, 2, and so on."""
 EVERYTHING = -1
-"""The offset where every token may be sampled."""
+"""The offset of a position at which every token may be sampled."""
 INLINE = -2
-"""The offset of a mask that is in the frame."""
+"""The offset of a position whose mask is in the frame."""
 
 UInt32s: TypeAlias = npt.NDArray[np.uint32]
 
 
 @dataclass
 class Masks:
-    """The masks of one step: one for each of the `m` tokens that its masked rows may give."""
+    """The masks of one step: one for each of the `m` tokens that its masked rows may sample."""
 
     step: int = 0
-    offsets: Int32s = ints(0)  # [m]: where the mask begins in the arena, in bytes; or EVERYTHING, or INLINE
-    words: Int32s = ints(0)  # those that are inline, one after the other
-    no_token: Int32s = ints(0)  # the tokens, by number, that are not given and have no mask
+    offsets: Int32s = ints(0)  # [m]: byte offset of the mask in the arena; or EVERYTHING, or INLINE
+    words: Int32s = ints(0)  # the inline masks, concatenated
+    no_token: Int32s = ints(0)  # indices of tokens that are not sampled, and have no mask
     release: Callable[[], None] = field(default=nothing, compare=False)
-    """Gives the frame's buffer back."""
+    """Releases the frame's buffer."""
 
     @classmethod
     def decode(cls, frame: Frame) -> Masks:
@@ -44,13 +44,13 @@ class Masks:
         return cls(frame.step, offsets, words, no_token, frame.release)
 
     def encode(self) -> bytes:
-        """The frame."""
+        """Encodes the frame."""
         return encode(Kind.MASKS, self.step, [getattr(self, name) for name in COLUMNS])
 
     def read(self, arena: npt.NDArray[np.uint8], vocabulary: int) -> list[UInt32s | None]:
-        """Each mask, uint32 [words]: bit `i % 32` of word `i // 32` for token `i`. None: every token.
+        """Returns each mask, uint32 [words]: bit `i % 32` of word `i // 32` is for token `i`. None: all are allowed.
 
-        Masks in the arena are views of it, and others are copies. Raises `WireError` for a mask outside of the arena.
+        Masks in the arena are views of it; inline masks are copies. Raises `WireError` for a mask outside of the arena.
         """
         width = -(-vocabulary // 32)
         inline = iter(self.words.copy().view(np.uint32).reshape(-1, width) if self._fits(width) else [])

@@ -1,4 +1,4 @@
-"""Frames in the arena. A large frame is written there once, and each rank gets only its place."""
+"""Frames in the arena. A large frame is written there once, and each rank receives only its offset and size."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ IN_ARENA = (Kind.PLAN, Kind.MASKS)
 
 @dataclass(frozen=True)
 class PlanAt:
-    """The place of a step's frame."""
+    """The position of a step's frame in the arena."""
 
     step: int
     offset: int
     """The byte offset in the arena."""
     words: int
-    """The number of words of the whole frame, with its header."""
+    """The number of words of the whole frame, header included."""
 
     @classmethod
     def decode(cls, frame: Frame) -> PlanAt:
@@ -36,11 +36,11 @@ class PlanAt:
         return cls(frame.step, offset, words)
 
     def encode(self) -> bytes:
-        """The frame."""
+        """Encodes the frame."""
         return encode(Kind.PLAN_AT, self.step, [np.array([self.offset, self.words], np.int32)])
 
     def read(self, arena: npt.NDArray[np.uint8]) -> tuple[Header, npt.NDArray[np.uint8]]:
-        """The header and the body, uint8, as a view of the arena. Raises `WireError` unless it is a frame of a step."""
+        """Returns the header, and the body as a uint8 view. Raises `WireError` unless it is a frame of this step."""
         end = self.offset + WORD * self.words
         if end > len(arena):
             raise WireError(f"a frame at bytes {self.offset}..{end} of an arena of {len(arena)}")

@@ -38,7 +38,7 @@ _BY_ID = {column.id: column for column in PLAN}
 _ARRAYS = attrgetter(*(column.name for column in PLAN))
 """The columns of a plan, in the order of their ids."""
 _EMPTY: dict[str, Any] = dict(zip(IDS, _ARRAYS(PlanColumns()), strict=True))
-"""The columns of a plan that has none."""
+"""The columns of an empty plan."""
 _USUAL = set(range(1, IDS["rows"] + 1))
 """The columns that plans of plain requests have."""
 _NOWHERE = slice(0, 0)
@@ -48,14 +48,14 @@ _KNOWN_FLAGS = np.isin(np.arange(8), (0, FLAG_SAMPLE, FLAG_POOL, FLAG_SAMPLE | F
 
 @dataclass
 class Plan(PlanColumns):
-    """One step of work. Arrays of records have a row for each, with fields by the enumeration of this name."""
+    """One step of work. Each row of a two-dimensional column is a record, whose fields `constants` lists."""
 
     body: Int32s = field(default_factory=lambda: np.zeros(0, np.int32), compare=False)
     """The frame's body; columns are views of it. Empty until the plan is encoded."""
     places: dict[int, slice] = field(default_factory=dict, compare=False)
-    """The places of the columns in the body, by id."""
+    """The slices of the body, in words, that contain the columns, by id."""
     release: Callable[[], None] = field(default=nothing, compare=False)
-    """The release of the body's buffer. The plan's executor calls it once."""
+    """Releases the body's buffer. The plan's executor calls it once."""
 
     @classmethod
     def decode(cls, frame: Frame) -> Plan:
@@ -90,13 +90,13 @@ class Plan(PlanColumns):
         """True if each row's combination of flags is known."""
         flags = self.rows[:, 3]
         bits = int(np.bitwise_or.reduce(flags))
-        # All rows with a flag have the same one, so every combination is known.
+        # If the OR of all rows' flags is at most one valid flag, the flags of each row are valid.
         if bits in (0, FLAG_SAMPLE, FLAG_POOL):
             return True
         return 0 <= bits < len(_KNOWN_FLAGS) and bool(_KNOWN_FLAGS[flags].all())
 
     def _rare_columns_agree(self) -> bool:
-        """True if the columns that most plans lack are consistent with the others."""
+        """True if the columns that most plans lack are consistent with the other columns."""
         if self.places.keys() <= _USUAL:
             return True
         if self.row_tokens.size:
@@ -131,7 +131,7 @@ class Plan(PlanColumns):
             values: Int32s = getattr(self, name)
             if len(values):
                 slots = iter(self.slots[:, SlotRecord.SLOT].tolist())
-                # They are in the order of the new slots, so there is at most one per slot.
+                # The values are in the order of the new slots, so there is at most one per slot.
                 if values[:, SlotValue.VALUE].min() < 0 or not all(
                     slot in slots for slot in values[:, SlotValue.SLOT].tolist()
                 ):
@@ -151,7 +151,7 @@ class Plan(PlanColumns):
         )
 
     def _spans_agree(self, direction: Int32s) -> bool:
-        """True if all copies have a span or none has, and states are copied whole."""
+        """True if either all copies have a span or no copy has, and states are copied whole."""
         spans = self.copy_spans
         if not len(spans):
             return True
@@ -160,7 +160,7 @@ class Plan(PlanColumns):
         )
 
     def _sources_agree(self, direction: Int32s) -> bool:
-        """True if only restores of whole pages and of states come from another replica's tier."""
+        """True if only restores of whole pages and of states read another replica's host tier."""
         sources = self.copy_sources
         if not len(sources):
             return True
@@ -169,17 +169,17 @@ class Plan(PlanColumns):
         )
 
     def _drafts_agree(self) -> bool:
-        """True if each row that may give several tokens has its drafts."""
+        """True if each row that may sample several tokens has all of its drafts."""
         more = self.row_tokens - 1
         return bool(more.sum(dtype=np.int64) == self.draft_tokens.size and self.draft_tokens.min() >= 0)
 
     @property
     def token_count(self) -> int:
-        """Positions that its rows compute."""
+        """The number of positions that the plan's rows compute."""
         return int(self.rows[:, 2].sum(dtype=np.int64))
 
     def _group_agrees(self) -> bool:
-        """True if the column can belong to a group with this plan."""
+        """True if the column `group` is valid, and contains this plan's number of tokens."""
         tokens = self.group
         return 2 <= tokens.size <= MAX_GROUP and int(tokens.min()) >= 0 and self.token_count in tokens
 
@@ -193,7 +193,7 @@ class Plan(PlanColumns):
         )
 
     def _prompt_logprobs_agree(self) -> bool:
-        """True if rows compute the positions of each request for prompt log-probabilities, in the order of rows."""
+        """True if rows compute the positions of each request for prompt log-probabilities, in row order."""
         rows = iter(self.rows.tolist())
         for slot, first, count, most in self.prompt_logprobs.tolist():
             row = next((row for row in rows if row[0] == slot), None)
@@ -202,7 +202,7 @@ class Plan(PlanColumns):
         return True
 
     def _images_agree(self) -> bool:
-        """True if images and spans have their pages, and no value is negative except an offset of -1."""
+        """True if images and spans have all of their pages, and no value is negative except an offset of -1."""
         for records, count, pages in (
             (self.images, ImageRecord.PAGE_COUNT, self.image_pages),
             (self.image_spans, ImageSpanRecord.PAGE_COUNT, self.span_pages),
@@ -214,13 +214,13 @@ class Plan(PlanColumns):
         return bool(min(others.min(initial=0), self.image_spans.min(initial=0)) >= 0 and offsets.min(initial=0) >= -1)
 
     def place(self, column: str) -> slice:
-        """The place of a column in `body`, in words."""
+        """Returns the slice of `body`, in words, that contains a column."""
         return self.places.get(IDS[column], _NOWHERE)
 
     def encode(self) -> bytes:
-        """The plan's frame."""
+        """Encodes the plan's frame."""
         return encode_columns(Kind.PLAN, self.step, zip(_BY_ID, _ARRAYS(self), strict=True))
 
     def staged(self) -> Plan:
-        """The same plan in received form: its columns are views of one body."""
+        """Returns the same plan in received form: its columns are views of one body."""
         return Plan.decode(Frame.of(self.encode()))

@@ -1,4 +1,4 @@
-"""A step result: the hands' answer for one step."""
+"""A step result: the hands' response to a plan."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ class StepResult(ResultColumns):
         )
 
     def encode(self) -> bytes:
-        """The result's frame."""
+        """Encodes the result's frame."""
         return encode_columns(Kind.RESULT, self.step, zip(_BY_ID, _ARRAYS(self), strict=True))

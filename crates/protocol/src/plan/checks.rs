@@ -1,17 +1,17 @@
-//! The checks of a received plan.
+//! Checks a received plan.
 
 use super::{FLAG_MASKED, FLAG_POOL, FLAG_SAMPLE, StepPlan};
 use crate::copy::{MAX_WAIT_US, PageCopy};
 use crate::frame::FrameError;
 
-/// Flags that a row may have.
+/// The combinations of flags that a row may have.
 const KNOWN: [i32; 4] = [0, FLAG_SAMPLE, FLAG_POOL, FLAG_SAMPLE | FLAG_MASKED];
 
 impl StepPlan {
     /// Checks that the columns form a valid plan.
     ///
     /// # Errors
-    /// Columns contradict each other, or a number or flag is invalid.
+    /// The columns are inconsistent, or a number or flag is invalid.
     pub(super) fn check(&self) -> Result<(), FrameError> {
         let agree = self.slots_agree()?
             && self.rows_agree()

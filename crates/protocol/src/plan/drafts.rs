@@ -1,10 +1,10 @@
-//! Drafts: tokens that the brain expects of a row, which the hand verifies.
+//! Draft tokens that the brain proposes for a row, and that the hand verifies.
 
 use super::{FLAG_SAMPLE, StepPlan, take};
 
 impl StepPlan {
-    /// Adds drafts for row `row`, at least one. Before, the row gives one token; afterwards it may
-    /// give one more than its drafts. Rows come in ascending order.
+    /// Adds at least one draft token to row `row`, which returned one token before. The row may
+    /// then return one token more than it has drafts. Rows must be given in ascending order.
     ///
     /// # Panics
     /// The row does not sample.
@@ -19,7 +19,7 @@ impl StepPlan {
         self.draft_tokens.extend_from_slice(drafts);
     }
 
-    /// The drafts of each row, in row order.
+    /// Iterates over the drafts of each row, in row order.
     pub fn drafts(&self) -> impl Iterator<Item = &[i32]> {
         let (mut rest, mut most) = (&self.draft_tokens[..], self.row_tokens.iter());
         let expects = !rest.is_empty();
@@ -30,7 +30,7 @@ impl StepPlan {
         })
     }
 
-    /// True if either all rows that may give several tokens have drafts, or none has.
+    /// True if either all rows that may return several tokens have drafts, or none has.
     pub(super) fn drafts_agree(&self) -> bool {
         let expected: usize = self.row_tokens.iter().map(|&most| most.max(1) as usize - 1).sum();
         self.draft_tokens.is_empty()

@@ -1,12 +1,12 @@
-//! The column of a step group, whose ranks have plans of their own and exchange rows.
+//! The column of a step group, whose ranks have separate plans and exchange rows.
 
 use super::StepPlan;
 
 /// The largest number of ranks of a step group.
 pub const MAX_GROUP: usize = 256;
 
-/// Writes the token counts of all ranks into each plan. `plans` are those of a step group's ranks,
-/// in order. The sizes of exchanges follow from these counts. A single plan gets no such column.
+/// Writes the token counts of all ranks into each plan of a step group, in the order of ranks. The
+/// sizes of the exchanges follow from these counts. A single plan gets no such column.
 pub fn tell_group(plans: &mut [StepPlan]) {
     let [_, _, ..] = plans else { return };
     let tokens = plans.iter().map(|plan| i32::try_from(plan.own_tokens()).unwrap_or(i32::MAX));
@@ -17,18 +17,18 @@ pub fn tell_group(plans: &mut [StepPlan]) {
 }
 
 impl StepPlan {
-    /// The tokens of each rank of the step group; empty: there is no group.
+    /// Returns the number of tokens of each rank of the step group; empty if there is no group.
     #[must_use]
     pub fn group(&self) -> &[i32] {
         &self.group
     }
 
-    /// Positions that its rows compute.
+    /// Returns the number of positions that the plan's rows compute.
     fn own_tokens(&self) -> i64 {
         self.rows.iter().map(|row| i64::from(row.length.cast_signed())).sum()
     }
 
-    /// True if the column is valid for a group with this plan.
+    /// True if the column is valid for this plan.
     pub(super) fn group_agrees(&self) -> bool {
         let tokens = &self.group;
         tokens.is_empty()

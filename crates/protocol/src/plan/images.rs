@@ -1,13 +1,14 @@
-//! Images in a plan: layers of the vision tower to compute, and where images are in slots.
+//! Images in a plan: the layers of the vision tower to compute, and the positions of images in
+//! slots.
 
 use super::{StepPlan, take};
 use crate::columns::record;
 
-/// Words of a record of the `image_spans` column.
+/// The number of words of a record in the `image_spans` column.
 pub const IMAGE_SPAN_WORDS: usize = ImageSpanRecord::WORDS;
 
 record! {
-    /// Layers of the tower to compute for an image.
+    /// The layers of the vision tower to compute for an image.
     pub(crate) struct ImageRecord {
         image: u32,
         first_layer: u32,
@@ -20,7 +21,7 @@ record! {
 }
 
 record! {
-    /// An image in a slot.
+    /// The positions of an image in a slot.
     pub(crate) struct ImageSpanRecord {
         slot: u32,
         position: u32,
@@ -31,43 +32,43 @@ record! {
     }
 }
 
-/// Rows and columns of an image's positions in the decoder.
+/// The grid of an image's positions in the decoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Grid {
-    /// Rows of positions.
+    /// The number of rows of the grid.
     pub rows: u32,
-    /// Positions of a row.
+    /// The number of positions in a row of the grid.
     pub columns: u32,
 }
 
 impl Grid {
-    /// Positions of the image.
+    /// Returns the number of positions of the image.
     #[must_use]
     pub fn positions(self) -> u32 {
         self.rows.saturating_mul(self.columns)
     }
 
-    /// The number of rotary positions that the image takes: the larger side of the grid. It is at
-    /// most the image's number of positions.
+    /// Returns the number of rotary positions of the image, which is the larger side of the grid.
+    /// It is at most the number of positions.
     #[must_use]
     pub fn reach(self) -> u32 {
         self.rows.max(self.columns)
     }
 }
 
-/// Layers of the tower to compute for one image.
+/// The layers of the vision tower to compute for one image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TowerWork {
-    /// The number of the image, unique until all its layers are computed.
+    /// The number of the image, unique until all layers are computed.
     pub image: u32,
-    /// The first layer.
+    /// The first layer to compute.
     pub first: u32,
-    /// The layer after the last one.
+    /// The end of the layers to compute, exclusive.
     pub end: u32,
-    /// The image's positions.
+    /// The grid of the image's positions.
     pub grid: Grid,
-    /// The byte offset of the image's patches in the arena, with the first layers. They may be gone
-    /// after this plan's result.
+    /// The byte offset of the image's patches in the arena; set with the first layers. The patches
+    /// may be freed after the result of this plan.
     pub patches: Option<u32>,
 }
 
@@ -78,18 +79,18 @@ pub struct ImageSpan {
     pub position: u32,
     /// The grid of the image's positions.
     pub grid: Grid,
-    /// The rotary position of the first of them.
+    /// The rotary position of the image's first position.
     pub rope: u32,
 }
 
-/// True if all numbers are non-negative as the signed integers of a plan.
+/// True if all numbers are non-negative when read as the signed integers of a plan.
 fn not_negative(numbers: &[u32]) -> bool {
     numbers.iter().all(|number| number.cast_signed() >= 0)
 }
 
 impl StepPlan {
-    /// Computes layers for an image. The last layers write the output to `pages`. Earlier layers
-    /// name no pages.
+    /// Adds layers to compute for an image. The last layers write the output to `pages`. For
+    /// earlier layers `pages` is empty.
     pub fn push_image(&mut self, work: TowerWork, pages: impl ExactSizeIterator<Item = u32>) {
         let TowerWork { image, first, end, grid, patches } = work;
         self.images.push(ImageRecord {
@@ -104,15 +105,15 @@ impl StepPlan {
         self.image_pages.extend(pages.map(u32::cast_signed));
     }
 
-    /// Gives up an image, not all of whose layers are computed.
+    /// Discards an image whose layers are not all computed.
     pub fn give_up_image(&mut self, image: u32) {
         let grid = Grid { rows: 0, columns: 0 };
         let nothing = TowerWork { image, first: 0, end: 0, grid, patches: None };
         self.push_image(nothing, [].into_iter());
     }
 
-    /// The tower's work in this step, with the pages for each image's output. A given-up image is
-    /// listed too, without layers.
+    /// Iterates over the work of the vision tower in this step, with the pages for each image's
+    /// output. A discarded image is listed without layers.
     pub fn images(&self) -> impl Iterator<Item = (TowerWork, &[i32])> {
         let mut pages = self.image_pages.as_slice();
         self.images.iter().map(move |record| {
@@ -153,7 +154,7 @@ impl StepPlan {
         self.span_pages.extend(pages.map(u32::cast_signed));
     }
 
-    /// The spans, by slot, with their pages.
+    /// Iterates over the image spans, each with its slot and its pages.
     pub fn image_spans(&self) -> impl Iterator<Item = (u32, ImageSpan, &[i32])> {
         let mut pages = self.span_pages.as_slice();
         self.image_spans.iter().map(move |record| {
@@ -163,7 +164,7 @@ impl StepPlan {
         })
     }
 
-    /// True if the image columns have valid numbers, and as many pages as they count.
+    /// True if the image columns have valid numbers, and as many pages as their counts state.
     pub(super) fn images_agree(&self) -> bool {
         let named: u64 = self.images.iter().map(|image| u64::from(image.page_count)).sum();
         let spanned: u64 = self.image_spans.iter().map(|span| u64::from(span.page_count)).sum();

@@ -1,4 +1,4 @@
-//! The step plan: what a hand writes and computes in one step.
+//! The step plan: the changes to a hand's tables and the rows to compute in one step.
 
 mod checks;
 mod drafts;
@@ -25,38 +25,38 @@ use images::{ImageRecord, ImageSpanRecord};
 use slots::{SlotFloats, SlotRecord, SlotValue};
 use tables::PageWrite;
 
-/// The largest number of words of a row: its record, its number of tokens, and its
+/// The largest number of words of a row: its record, its number of tokens, and its request for
 /// log-probabilities of the prompt.
 pub const ROW_WORDS: usize = RowRecord::WORDS + 1 + PromptLogprobsWant::WORDS;
-/// Row flag: sample the last position.
+/// Row flag: sample at the last position.
 pub const FLAG_SAMPLE: i32 = 1;
-/// Row flag: pool the slot's states.
+/// Row flag: pool the hidden states of the slot.
 pub const FLAG_POOL: i32 = 2;
-/// Row flag, beside [`FLAG_SAMPLE`]: the step's masks restrict the token.
+/// Row flag, combined with [`FLAG_SAMPLE`]: the step's masks restrict the token.
 pub const FLAG_MASKED: i32 = 4;
 
-/// The purpose of a row.
+/// The output that a row returns.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Want {
-    /// The row only computes keys and values, because more of the prompt follows.
+    /// Nothing: the row only computes keys and values, because more of the prompt follows.
     Nothing,
-    /// The row gives at least one token for the positions after it, and at most this many. The hand
+    /// At least one token, and at most this many, for the positions that follow the row. The hand
     /// has then computed the positions of all these tokens except the last.
     Tokens(u32),
-    /// The same, but each token has to be allowed by the mask of its position. The step's
-    /// [`crate::StepMasks`] follow the plan.
+    /// The same as [`Want::Tokens`], but each token has to be allowed by the mask of its position.
+    /// The step's [`crate::StepMasks`] follow the plan.
     Masked(u32),
-    /// The row gives one vector of the slot's positions, and computes the last of them.
+    /// A vector that is pooled over the slot's positions, the last of which the row computes.
     Vector,
 }
 
 impl Want {
-    /// The row gives the next token.
+    /// The row returns the next token.
     pub const TOKEN: Self = Self::Tokens(1);
-    /// The row gives the next token, which its mask has to allow.
+    /// The row returns the next token, which its mask has to allow.
     pub const MASKED: Self = Self::Masked(1);
 
-    /// The largest number of tokens that the row gives.
+    /// Returns the largest number of tokens that the row may return.
     #[must_use]
     pub fn most(self) -> u32 {
         match self {
@@ -65,7 +65,7 @@ impl Want {
         }
     }
 
-    /// True if tokens are sampled.
+    /// True if the row samples tokens.
     #[must_use]
     pub fn samples(self) -> bool {
         matches!(self, Self::Tokens(_) | Self::Masked(_))
@@ -81,16 +81,16 @@ impl Want {
     }
 }
 
-/// Positions of one slot to compute.
+/// The positions of one slot to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
-    /// Row of the device tables.
+    /// The index in the device tables.
     pub slot: u32,
     /// First position to compute.
     pub start: u32,
-    /// The number of positions.
+    /// The number of positions to compute.
     pub length: u32,
-    /// The purpose of the row.
+    /// The output that the row returns.
     pub want: Want,
 }
 
@@ -105,79 +105,82 @@ record! {
 }
 
 columns! {
-    /// One step of work for a rank group, as flat columns that are reused from step to step.
+    /// The work of one step for the ranks of a group, as flat columns that are reused from step to
+    /// step.
     pub struct StepPlan: Plan, "plan" {
         step,
-        /// One record a new slot.
+        /// One record per new slot.
         1 slots: Vec<SlotRecord>,
-        /// One record a new slot.
+        /// One record per new slot.
         2 slot_floats: Vec<SlotFloats>,
         /// The `token_count` tokens of each new slot whose `arena_offset` is -1.
         3 tokens: Vec<i32>,
-        /// `stop_count` ids a new slot.
+        /// The `stop_count` stop ids of each new slot.
         4 stop_ids: Vec<i32>,
-        /// `bias_count` ids a new slot.
+        /// The `bias_count` token ids with a bias of each new slot.
         5 bias_ids: Vec<i32>,
-        /// One a bias id.
+        /// One bias per id in `bias_ids`.
         6 bias_values: Vec<f32>,
-        /// `page_table[slot, index] = page`; -1: these positions are on no page of the device.
+        /// Sets `page_table[slot, index] = page`; -1: these positions have no page on the device.
         7 page_writes: Vec<PageWrite>,
-        /// One record a row.
+        /// One record per row.
         8 rows: Vec<RowRecord>,
-        /// The most tokens of each row that samples, in row order; absent: 1 each.
+        /// The largest number of tokens of each row that samples, in row order; absent: 1 each.
         9 row_tokens: Vec<i32>,
-        /// The segment of new slots whose prompt is a pair, in the order of `slots`.
+        /// The start of the second text of each new slot whose prompt is a pair, in the order of
+        /// `slots`.
         10 segments: Vec<SlotValue>,
-        /// The byte offset in the arena of the embeddings of new slots whose prompt came as such,
-        /// in the order of `slots`.
+        /// The byte offset in the arena of each new slot whose prompt is given as embeddings, in
+        /// the order of `slots`.
         11 embeds: Vec<SlotValue>,
-        /// The number of ids of new slots that may sample some ids only, in the order of `slots`.
+        /// The number of allowed token ids of each new slot that may sample only some ids, in the
+        /// order of `slots`.
         12 allowed_counts: Vec<SlotValue>,
-        /// The ids of each of them, ascending.
+        /// The allowed ids of each slot in `allowed_counts`, ascending.
         13 allowed_ids: Vec<i32>,
-        /// Copy a page between the device's memory and the host's. `direction` 0 saves, 1 restores,
-        /// 2 restores index keys alone, and `hot` is -1; 3 saves and 4 restores a state page.
+        /// Copies of pages between device and host. `direction` 0: save; 1: restore; 2: restore
+        /// only index keys, and `hot` is -1; 3: save a state page; 4: restore a state page.
         14 copies: Vec<CopyRecord>,
-        /// In a plan without rows: answer when a copy has ended, when another plan has come, or
-        /// after this many microseconds (at most 1000).
+        /// In a plan without rows: send the result when a copy has ended, when another plan has
+        /// arrived, or after this many microseconds (at most 1000).
         15 wait_us: Option<u32>,
-        /// `host_table[slot, index] = page`, a page of the host's tier.
+        /// Sets `host_table[slot, index] = page`, a page of the host tier.
         16 host_writes: Vec<PageWrite>,
-        /// `hot_rows[slot, index] = page`, a page whose rows are the slot's to keep single
-        /// positions in.
+        /// Sets `hot_rows[slot, index] = page`, a page in which the slot caches single positions.
         17 hot_rows: Vec<PageWrite>,
-        /// Positions of the page of each copy; a count of 0: all; absent: all of each.
+        /// The positions of the page that each copy copies. A count of 0: the whole page; absent:
+        /// whole pages only.
         18 copy_spans: Vec<Span>,
-        /// Compute layers `first_layer .. end_layer` of the tower for an image.
+        /// Computes layers `first_layer .. end_layer` of the vision tower for an image.
         19 images: Vec<ImageRecord>,
         /// The `page_count` image pages of each image, in order.
         20 image_pages: Vec<i32>,
-        /// An image stands in the slot from `position` on.
+        /// An image whose positions in the slot start at `position`.
         21 image_spans: Vec<ImageSpanRecord>,
         /// The `page_count` image pages of each span, in order.
         22 span_pages: Vec<i32>,
-        /// Log-probabilities of the slot's tokens at positions `first .. first + count`, in the
-        /// order of `rows`, at most one a row.
+        /// Requests log-probabilities of the slot's tokens at positions `first .. first + count`,
+        /// in the order of `rows`, at most one per row.
         24 prompt_logprobs: Vec<PromptLogprobsWant>,
-        /// Tokens of each rank of a step group in this step, 2 to 256 of them; absent: there is no
-        /// group.
+        /// The number of tokens of each rank of a step group in this step, for 2 to 256 ranks;
+        /// absent: there is no group.
         25 group: Vec<i32>,
-        /// Tokens that are expected of rows which may give several, `row_tokens - 1` of each row
-        /// that samples, in row order; absent: the hand expects tokens by itself, or none.
+        /// The draft tokens of the rows that sample, `row_tokens - 1` per row, in row order.
+        /// Absent: the hand drafts by itself, or there are no drafts.
         26 draft_tokens: Vec<i32>,
-        /// Before the rows: the slot's recurrent states become the content of the state page.
+        /// Before the rows: copies the state page into the slot's recurrent states.
         27 state_loads: Vec<StateCopy>,
-        /// After the rows: the slot's recurrent states are copied to the state page.
+        /// After the rows: copies the slot's recurrent states to the state page.
         28 state_saves: Vec<StateCopy>,
-        /// The place gets the adapter with this id, which the hand knows.
+        /// Loads the adapter with this id, which was announced to the hand, into the place.
         29 pub(crate) place_writes: Vec<PlaceWrite>,
-        /// The place of new slots whose rows an adapter changes, in the order of `slots`.
+        /// The place of the adapter of each new slot that uses one, in the order of `slots`.
         30 slot_places: Vec<SlotValue>,
-        /// The host tier of each copy: 0 the own, n the one with that place in `host_lenders` of
-        /// the configuration; absent: the own. Only restores have others.
+        /// The host tier of each copy. 0: the hand's own; n: the replica n - 1 in `host_lenders` of
+        /// the configuration; absent: the hand's own. Only restores use other tiers.
         32 copy_sources: Vec<i32>,
-        /// `window_table[slot, index] = page`, a page of the window part; -1: no row reads these
-        /// positions any more in layers with a window.
+        /// Sets `window_table[slot, index] = page`, a page of the window part; -1: layers with a
+        /// sliding window no longer read these positions.
         33 window_writes: Vec<PageWrite>,
     }
 }
@@ -189,7 +192,7 @@ fn take<'a, T>(rest: &mut &'a [T], count: usize) -> &'a [T] {
 }
 
 impl StepPlan {
-    /// The step's number.
+    /// Returns the number of the step.
     #[must_use]
     pub fn step(&self) -> u64 {
         self.step
@@ -200,7 +203,7 @@ impl StepPlan {
         let most = row.want.most();
         if most > 1 || (most == 1 && !self.row_tokens.is_empty()) {
             if self.row_tokens.is_empty() {
-                // The rows before this one give one token each.
+                // The rows before this one return one token each.
                 self.row_tokens.resize(self.sampling_rows(), 1);
             }
             self.row_tokens.push(most.cast_signed());
@@ -213,7 +216,7 @@ impl StepPlan {
         self.rows.iter().filter(|row| row.flags & FLAG_SAMPLE != 0).count()
     }
 
-    /// The rows, in order.
+    /// Iterates over the rows, in order.
     pub fn rows(&self) -> impl ExactSizeIterator<Item = Row> + '_ {
         const MASKED: i32 = FLAG_SAMPLE | FLAG_MASKED;
         let mut most = self.row_tokens.iter();
@@ -231,7 +234,8 @@ impl StepPlan {
         })
     }
 
-    /// The largest number of words of the plan's frame after its header, if nothing is spilled.
+    /// Returns the largest number of words of the plan's frame after its header, which is the size
+    /// if nothing is moved to the arena.
     #[must_use]
     pub fn words(&self) -> usize {
         self.columns().iter().map(|column| ENTRY_WORDS + column.len()).sum()

@@ -4,25 +4,25 @@ use super::StepPlan;
 use crate::columns::record;
 
 record! {
-    /// A demand for log-probabilities of some of a prompt's tokens, each after the tokens before
-    /// it.
+    /// A request for log-probabilities of some of a prompt's tokens. Each is the probability given
+    /// the tokens before it.
     #[derive(Eq)]
     pub struct PromptLogprobsWant {
-        /// Row of the device tables. A row of the plan computes the positions before those of the
-        /// tokens.
+        /// The index in the device tables. A row of the plan computes the positions that precede
+        /// the tokens.
         pub slot: u32,
-        /// Position of the first token, at least 1.
+        /// The position of the first token, at least 1.
         pub first: u32,
         /// The number of tokens, at least one.
         pub count: u32,
-        /// The number of most likely tokens that are reported beside each token.
+        /// The number of most likely tokens to report for each position.
         pub most: u32,
     }
 }
 
 impl PromptLogprobsWant {
-    /// Words of the answer in a result: for each token a rank, then ids and values of the token and
-    /// the most likely ones.
+    /// The number of words in the result: for each token its rank, then ids and values of the token
+    /// and of the most likely ones.
     #[must_use]
     pub fn answer_words(count: u32, most: u32) -> usize {
         count as usize * (1 + 2 * (1 + most as usize))
@@ -30,18 +30,19 @@ impl PromptLogprobsWant {
 }
 
 impl StepPlan {
-    /// Requests log-probabilities of a slot's tokens. The plan has a row of the slot, and such
-    /// requests come in the order of rows.
+    /// Requests log-probabilities of a slot's tokens. The plan must have a row of the slot, and
+    /// requests must be in the order of rows.
     pub fn want_prompt_logprobs(&mut self, want: PromptLogprobsWant) {
         self.prompt_logprobs.push(want);
     }
 
-    /// The requests for log-probabilities of prompts, in the order of rows.
+    /// Iterates over the requests for log-probabilities of prompts, in the order of rows.
     pub fn prompt_logprobs(&self) -> impl ExactSizeIterator<Item = PromptLogprobsWant> + '_ {
         self.prompt_logprobs.iter().copied()
     }
 
-    /// True if rows compute the positions of each request, and requests are in the order of rows.
+    /// True if rows compute the positions of each request, and the requests are in the order of
+    /// rows.
     pub(super) fn prompt_logprobs_agree(&self) -> bool {
         let mut rows = self.rows();
         self.prompt_logprobs.iter().all(|want| {

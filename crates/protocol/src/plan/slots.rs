@@ -1,4 +1,4 @@
-//! The parameters of a request's slot. The device gets no other facts about the request.
+//! The parameters of a slot. The device gets no other information about the request.
 
 use std::sync::Arc;
 
@@ -8,41 +8,39 @@ use super::{StepPlan, take};
 use crate::columns::record;
 use crate::frame::FrameError;
 
-/// The sampling parameters of a slot. They are in the device's slot table, and are replaced
+/// The sampling parameters of a slot. They are stored in the device's slot table, and are replaced
 /// together when a slot is written. The defaults leave the model's distribution unchanged.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SamplingParams {
-    /// The number that logits are divided by; 0 is greedy, 1 (the default) is off.
+    /// The divisor of the logits; 0 is greedy, 1 (the default) is off.
     pub temperature: f32,
-    /// The share of probability that is kept (nucleus sampling), from 0 to 1; 1 (the default) is
-    /// off.
+    /// The cumulative probability to keep (nucleus sampling), from 0 to 1; 1 (the default) is off.
     pub top_p: f32,
-    /// The number of candidates, in tokens; 0 (the default) is off.
+    /// The number of most likely tokens to keep; 0 (the default) is off.
     pub top_k: i32,
-    /// The share of the largest probability below which tokens are dropped, from 0 to 1; 0 (the
+    /// The fraction of the largest probability below which tokens are dropped, from 0 to 1; 0 (the
     /// default) is off.
     pub min_p: f32,
-    /// A number that divides positive logits of seen tokens, and multiplies negative ones
-    /// (Keskar et al. 2019); 1 (the default) is off.
+    /// The divisor of positive logits of seen tokens, and the factor of negative ones (Keskar et
+    /// al. 2019); 1 (the default) is off.
     pub repetition_penalty: f32,
-    /// A number that is subtracted once from the logit of each generated token; 0 (the default) is
-    /// off.
+    /// The value subtracted once from the logit of each generated token; 0 (the default) is off.
     pub presence_penalty: f32,
-    /// A number that is subtracted from the logit of each generated token, for each occurrence; 0
-    /// (the default) is off.
+    /// The value subtracted from the logit of each generated token, once per occurrence; 0 (the
+    /// default) is off.
     pub frequency_penalty: f32,
-    /// The seed, 0 by default. Together with the position it is the only source of randomness.
+    /// The seed, 0 by default. The seed and the position are the only sources of randomness.
     pub seed: u64,
-    /// The number of generated tokens before stop ids may be sampled; 0 (the default) is off.
+    /// The number of tokens to generate before stop ids may be sampled; 0 (the default) is off.
     pub min_tokens: u32,
-    /// The number of most likely tokens listed besides the sampled token; `None`: no
+    /// The number of most likely tokens to report besides the sampled token; `None` reports no
     /// log-probabilities.
     pub logprobs: Option<u8>,
-    /// Numbers that are added to the logits, by token id. The choices of a client's request share
-    /// them.
+    /// The values to add to the logits, by token id. The choices of a client's request share the
+    /// list.
     pub logit_bias: Arc<[(i32, f32)]>,
-    /// The only ids that can be sampled, ascending, at least one; `None`: all. The choices of a
-    /// client's request share them.
+    /// The only ids that can be sampled, ascending, at least one; `None` allows all. The choices of
+    /// a client's request share the list.
     pub allowed: Option<Arc<[i32]>>,
 }
 
@@ -73,7 +71,7 @@ impl SamplingParams {
         self.has_penalty() || !self.logit_bias.is_empty() || self.allowed.is_some()
     }
 
-    /// True if a penalty is on, for which the slot's tokens are counted.
+    /// True if a penalty is set, for which the slot's tokens are counted.
     #[must_use]
     pub fn has_penalty(&self) -> bool {
         self.repetition_penalty != 1.0
@@ -85,39 +83,39 @@ impl SamplingParams {
 /// Parameters of a pooling request.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pooling {
-    /// The position at which the second text of a pair begins; 0: the prompt is one text.
+    /// The position at which the second text of a pair starts; 0 if the prompt is one text.
     pub segment: u32,
 }
 
-/// What the device gets of a request besides its tokens, written with its slot. A new kind of
-/// parameter needs a field here and a column of the plan.
+/// The parameters of a request that are written with its slot. A new kind of parameter needs a
+/// field here and a column of the plan.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SlotSpec {
     /// The sampling parameters. `seed` is always set, at random if the client gave none.
     pub sampling: SamplingParams,
-    /// Token ids that end the request: end-of-sequence (unless ignored) and the client's
-    /// `stop_token_ids`; ascending, each once.
+    /// The token ids that end the request: end-of-sequence (unless ignored) and the client's
+    /// `stop_token_ids`; ascending, without duplicates.
     pub stop_ids: Arc<[i32]>,
-    /// Pooling parameters; `None`: tokens are generated. Only for pooling models.
+    /// The pooling parameters, for pooling models; `None` if tokens are generated.
     pub pooling: Option<Pooling>,
-    /// The byte offset in the arena of embeddings in place of the prompt's tokens, one row of
-    /// `hidden_size` elements each. The blocks of such a prompt have no names and are not shared,
-    /// because its tokens do not determine their content.
+    /// The byte offset in the arena of embeddings that replace the prompt's tokens, one row of
+    /// `hidden_size` elements per position. The blocks of such a prompt have no names and are not
+    /// shared, because its tokens do not determine their content.
     pub embeds: Option<u32>,
 }
 
 impl SlotSpec {
-    /// The stop ids that the hand suppresses.
+    /// Returns the stop ids that the hand suppresses until `min_tokens` tokens are generated.
     #[must_use]
     pub fn suppressed(&self) -> &[i32] {
         if self.sampling.min_tokens == 0 { &[] } else { &self.stop_ids }
     }
 }
 
-/// A slot to overwrite: its tokens and its parameters.
+/// A slot to write: its tokens and its parameters.
 #[derive(Debug, Clone, Copy)]
 pub struct NewSlot<'a> {
-    /// Row of the device tables.
+    /// The index in the device tables.
     pub slot: u32,
     /// The prompt, and generated tokens if the request was replayed or preempted.
     pub tokens: &'a [i32],
@@ -125,12 +123,12 @@ pub struct NewSlot<'a> {
     pub prompt_len: u32,
     /// The parameters.
     pub spec: &'a SlotSpec,
-    /// The place of the adapter that changes its rows; `None`: the base model.
+    /// The place of the request's adapter; `None` for the base model.
     pub place: Option<u32>,
 }
 
 impl NewSlot<'_> {
-    /// Words that [`StepPlan::write_slot`] adds to a plan.
+    /// Returns the number of words that [`StepPlan::write_slot`] adds to a plan.
     #[must_use]
     pub fn words(&self) -> usize {
         let spec = self.spec;
@@ -150,23 +148,23 @@ impl NewSlot<'_> {
     }
 }
 
-/// A new slot in a plan.
+/// A new slot, as read from a plan.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SlotWrite<'a> {
-    /// Row of the device tables.
+    /// The index in the device tables.
     pub slot: u32,
     /// The tokens of the slot; empty if they are in the arena.
     pub tokens: &'a [i32],
-    /// The number of tokens, in the plan or in the arena.
+    /// The number of tokens, whether in the plan or in the arena.
     pub token_count: u32,
-    /// The byte offset of the tokens in the arena; `None`: they are in the plan.
+    /// The byte offset of the tokens in the arena; `None` if they are in the plan.
     pub arena_offset: Option<u32>,
     /// The number of tokens of the prompt.
     pub prompt_len: u32,
-    /// The parameters that a hand needs: `stop_ids` are those of [`SlotSpec::suppressed`], and
+    /// The parameters that a hand needs: `stop_ids` has those of [`SlotSpec::suppressed`], and
     /// `pooling` is only set for pairs.
     pub spec: SlotSpec,
-    /// The place of the adapter that changes its rows; `None`: the base model.
+    /// The place of the request's adapter; `None` for the base model.
     pub place: Option<u32>,
 }
 
@@ -188,7 +186,7 @@ record! {
 }
 
 record! {
-    /// Sampling parameters of a new slot that are floats.
+    /// The sampling parameters of a new slot that are floats.
     pub(crate) struct SlotFloats {
         temperature: f32,
         top_p: f32,
@@ -208,7 +206,7 @@ record! {
 }
 
 impl SlotRecord {
-    /// Tokens in the plan itself.
+    /// Returns the number of tokens that are in the plan itself.
     fn inline(self) -> usize {
         if self.arena_offset < 0 { self.token_count as usize } else { 0 }
     }
@@ -219,7 +217,7 @@ impl SlotValue {
         Self { slot, value: value.cast_signed() }
     }
 
-    /// The value of `slot` in a column of values, which are in the order of the new slots.
+    /// Takes the value of `slot` from a column of values, which are in the order of the new slots.
     fn take(rest: &mut &[Self], slot: u32) -> Option<u32> {
         let (first, tail) = rest.split_first()?;
         (first.slot == slot).then(|| {
@@ -228,7 +226,8 @@ impl SlotValue {
         })
     }
 
-    /// True if each value belongs to a different new slot, in their order, and is at least `least`.
+    /// True if each value belongs to a different new slot, in the order of slots, and is at least
+    /// `least`.
     fn agree(values: &[Self], slots: &[SlotRecord], least: i32) -> bool {
         let mut slots = slots.iter();
         values
@@ -238,7 +237,7 @@ impl SlotValue {
 }
 
 impl StepPlan {
-    /// Overwrites a slot.
+    /// Adds a slot to write.
     pub fn write_slot(&mut self, new: &NewSlot<'_>) {
         let NewSlot { slot, tokens, prompt_len, spec, place } = *new;
         let params = &spec.sampling;
@@ -284,13 +283,13 @@ impl StepPlan {
         }
     }
 
-    /// True if the plan overwrites a slot.
+    /// True if the plan writes a slot.
     #[must_use]
     pub fn writes_slots(&self) -> bool {
         !self.slots.is_empty()
     }
 
-    /// The slots that the plan overwrites.
+    /// Iterates over the slots that the plan writes.
     pub fn new_slots(&self) -> impl Iterator<Item = SlotWrite<'_>> + '_ {
         let (mut tokens, mut stop_ids) = (self.tokens.as_slice(), self.stop_ids.as_slice());
         let (mut bias_ids, mut bias_values) = (&self.bias_ids[..], &self.bias_values[..]);
@@ -335,9 +334,9 @@ impl StepPlan {
         })
     }
 
-    /// Encodes the plan without the tokens of new slots that have at least `min_tokens` of them.
-    /// `place` gets these tokens and returns their byte offset in the arena, or `None` if the arena
-    /// is full. Then they stay in the plan.
+    /// Encodes the plan without the tokens of new slots that have at least `min_tokens` tokens.
+    /// `place` copies such tokens to the arena and returns their byte offset, or returns `None` if
+    /// the arena is full. Then they stay in the plan.
     ///
     /// # Errors
     /// The frame would be too large for a reader.
@@ -371,7 +370,7 @@ impl StepPlan {
         Self::encode_columns(self.step, columns, out)
     }
 
-    /// True if the columns that belong to slots have the right lengths and no superfluous values.
+    /// True if the columns that belong to slots have the right lengths and no surplus values.
     pub(super) fn slots_agree(&self) -> Result<bool, FrameError> {
         let (mut inline, mut stops, mut biases) = (0_u64, 0_u64, 0_u64);
         for record in &self.slots {

@@ -5,14 +5,14 @@ use std::collections::HashSet;
 use super::StepPlan;
 use crate::columns::record;
 
-/// Words of a copy of states in a plan.
+/// The number of words of a state copy in a plan.
 pub const STATE_COPY_WORDS: usize = StateCopy::WORDS;
 
 record! {
     /// A copy of a slot's recurrent states, over all layers, from or to a state page.
     #[derive(Eq)]
     pub struct StateCopy {
-        /// Row of the device tables.
+        /// The index of the slot in the device tables.
         pub slot: u32,
         /// The state page.
         pub page: u32,
@@ -20,7 +20,7 @@ record! {
 }
 
 impl StepPlan {
-    /// Loads a state page's content as a slot's states, before the plan's rows are computed.
+    /// Loads a slot's states from a state page, before the plan's rows are computed.
     pub fn load_state(&mut self, slot: u32, page: u32) {
         self.state_loads.push(StateCopy { slot, page });
     }
@@ -30,12 +30,12 @@ impl StepPlan {
         self.state_saves.push(StateCopy { slot, page });
     }
 
-    /// The loads of states, in order.
+    /// Iterates over the loads of states, in order.
     pub fn state_loads(&self) -> impl ExactSizeIterator<Item = StateCopy> + '_ {
         self.state_loads.iter().copied()
     }
 
-    /// The saves of states, in order.
+    /// Iterates over the saves of states, in order.
     pub fn state_saves(&self) -> impl ExactSizeIterator<Item = StateCopy> + '_ {
         self.state_saves.iter().copied()
     }

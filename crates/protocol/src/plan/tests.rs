@@ -1,4 +1,4 @@
-//! Plans that are written and read again.
+//! Tests that plans are encoded and decoded without loss, and that invalid plans are rejected.
 
 use crate::columns::KEPT;
 use crate::frame::{Frame, FrameError, HEADER_BYTES, Header, Kind, encode_columns};
@@ -137,7 +137,7 @@ fn drafts_come_back_by_row() {
     refused(&|plan| plan.row_tokens.clear());
     refused(&|plan| plan.row_tokens = vec![1, 2, 3, 1]);
     refused(&|plan| plan.row_tokens = vec![1, 2, 3]);
-    // Without draft tokens in the plan, the worker makes the drafts itself.
+    // Without draft tokens in the plan, the hand drafts by itself.
     plan.draft_tokens.clear();
     assert_eq!(written(&plan, &mut Vec::new()).map(|plan| plan.drafts().count()), Ok(4));
 }
@@ -164,7 +164,8 @@ fn what_is_not_known_is_refused() {
     assert_eq!(refused(&|plan| plan.rows[0].flags |= 8), flags);
     assert_eq!(refused(&|plan| plan.rows[0].flags = FLAG_SAMPLE | FLAG_POOL), flags);
     let disagree = Some(FrameError::Malformed("plan columns disagree"));
-    // The row computes positions 0 and 1, and so the log-probabilities of the two following tokens.
+    // The row computes positions 0 and 1, and so the log-probabilities of the two tokens that
+    // follow.
     let wants = |wants: &[[i32; 4]]| bytemuck::cast_slice(wants).to_vec();
     assert_eq!(refused(&|plan| plan.prompt_logprobs = wants(&[[0, 1, 2, 20]])), None);
     let wrong =
