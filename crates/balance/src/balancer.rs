@@ -14,13 +14,13 @@ pub enum Method {
     ShortestQueue,
     /// The target with the least work left, including the request's own uncached tokens.
     TotalTokens,
-    /// The target with the longest cached beginning, if that is worth the imbalance. Otherwise the
-    /// target with the fewest requests.
+    /// The target whose cached tokens save the most work, if that outweighs the prompts and
+    /// requests already there. Otherwise the target with the fewest requests.
     #[default]
     PrefixAware,
 }
 
-/// The facts about a request for a policy.
+/// The data about a request that policies use.
 #[derive(Debug, Clone, Copy)]
 pub struct Ask<'a> {
     /// Tokens of the request's prompt.
@@ -43,14 +43,14 @@ impl Ask<'_> {
     }
 }
 
-/// How many requests a fully cached prompt is worth: a target that has all of it may have this many
-/// requests more than a target with none of it.
+/// The number of requests that a fully cached prompt is worth. A target that has all of it may have
+/// this many requests more than a target with none of it.
 const WHOLE_PROMPT: u64 = 16;
-/// Every this many requests of the other target add one to [`WHOLE_PROMPT`]: among many requests a
-/// few more matter less.
+/// [`WHOLE_PROMPT`] grows by one for every `CROWD` requests at the target with the shortest queue:
+/// a few additional requests matter less if there are many already.
 const CROWD: u64 = 2;
 
-/// A policy, and the turns among equal targets.
+/// A policy, and the target whose turn it is among equal ones.
 #[derive(Debug, Clone)]
 pub struct Balancer {
     method: Method,
@@ -58,7 +58,7 @@ pub struct Balancer {
 }
 
 impl Balancer {
-    /// A balancer that begins with target 0.
+    /// Creates a balancer that begins with target 0.
     #[must_use]
     pub fn new(method: Method) -> Self {
         Self { method, next: 0 }
@@ -94,7 +94,7 @@ impl Balancer {
             Method::PrefixAware => shortest().map(|shortest| {
                 let worth = |at| (worth(loads, shortest, at, ask), at);
                 let better = turns().map(worth).filter(|&(tokens, _)| tokens > 0);
-                // Of equal targets, the one whose turn it is.
+                // Among equal targets, take the one whose turn it is.
                 let best = better.reduce(|best, other| if other.0 > best.0 { other } else { best });
                 best.map_or(shortest, |(_, at)| at)
             }),
@@ -106,7 +106,7 @@ impl Balancer {
 
 /// The tokens saved by choosing target `at` instead of the one with the shortest queue. They are
 /// the tokens that only `at` has cached, minus the prefill ahead of the request at `at`, minus a
-/// price for each request that `at` has more.
+/// price for each additional request at `at`.
 fn worth(loads: &[Load], shortest: usize, at: usize, ask: &Ask<'_>) -> i64 {
     let signed = |tokens: u64| i64::try_from(tokens).unwrap_or(i64::MAX);
     let (here, there) = (&loads[at], &loads[shortest]);

@@ -2,12 +2,12 @@
 
 use std::collections::VecDeque;
 
-/// Turns that level out reported loads. Each report starts new turns, which last until the next
-/// report.
+/// A list of turns, one per request to dispatch, which levels out the reported loads. Each report
+/// replaces the list.
 ///
-/// A data parallel controller without exact loads works like this. SGLang's did before its load
-/// reports came with every output. Each report replaces the counts since the last one, even if the
-/// report was made before those requests arrived.
+/// A data-parallel controller without exact loads works like this, as did SGLang's before each
+/// output contained a load report. A new report replaces the list even if it does not count the
+/// requests dispatched last.
 #[derive(Debug, Clone, Default)]
 pub struct Budget {
     turns: VecDeque<usize>,
@@ -15,7 +15,8 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// Sets new loads, one for each target. The least loaded targets get turns until all are equal.
+    /// Sets new loads, one per target. The least loaded targets get turns until all loads are
+    /// equal.
     pub fn reported(&mut self, loads: &[u64]) {
         self.turns.clear();
         let Some(&highest) = loads.iter().max() else { return };

@@ -4,10 +4,10 @@ use std::hash::{BuildHasher, Hash};
 
 use rustc_hash::FxBuildHasher;
 
-/// The target of a key among `targets`, of which only the `open` ones count; `None`: none is open.
+/// Returns the target of a key, among the `open` ones of `targets` targets; `None`: none is open.
 ///
 /// This is rendezvous hashing (Thaler, Ravishankar 1998): each pair of key and target has a hash,
-/// and the largest wins. So no state is kept, and if a target goes away, only its own keys move.
+/// and the largest wins. So no state is kept, and if a target is removed, only its own keys move.
 pub fn preferred(key: impl Hash, targets: usize, open: impl Fn(usize) -> bool) -> Option<usize> {
     let key = FxBuildHasher.hash_one(key);
     (0..targets).filter(|&at| open(at)).max_by_key(|&at| mix(key ^ mix(at as u64)))

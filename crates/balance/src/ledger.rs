@@ -26,13 +26,13 @@ impl Work {
 pub struct Load {
     /// Requests that have not ended.
     pub requests: u64,
-    /// The work that is left of the requests.
+    /// The work that these requests have left.
     pub work: Work,
     /// The number of requests that have not begun to generate.
     pub in_prefill: u64,
-    /// The largest number of requests there has been at one time.
+    /// The largest number of simultaneous requests so far.
     pub peak: u64,
-    /// Requests that were ever sent to the target.
+    /// The number of requests ever sent to the target.
     pub dispatched: u64,
 }
 
@@ -52,7 +52,7 @@ pub struct Ledger {
 }
 
 impl Ledger {
-    /// A ledger of `targets` idle targets.
+    /// Creates a ledger of `targets` idle targets.
     #[must_use]
     pub fn new(targets: usize) -> Self {
         Self { loads: vec![Load::default(); targets], entries: HashMap::default() }
@@ -88,8 +88,8 @@ impl Ledger {
         self.entries.insert(id, Entry { target, work, started: false });
     }
 
-    /// Notes `tokens` more generated tokens of a request. True: they are the first since the
-    /// request was sent.
+    /// Notes `tokens` more generated tokens of a request. Returns true if they are the first since
+    /// the request was sent.
     pub fn generated(&mut self, id: u64, tokens: u64) -> bool {
         let Some(entry) = self.entries.get_mut(&id) else { return false };
         let load = &mut self.loads[entry.target];

@@ -1,5 +1,5 @@
 //! Chooses one of several targets for a request. Pure: no I/O, no clock, no threads. A target is a
-//! replica, a backend, or anything else with a number.
+//! replica, a backend, or anything else with an index.
 //!
 //! A dispatcher combines three parts. [`Ledger`] counts the exact work of each target,
 //! [`PrefixIndex`] tracks its blocks, and [`Balancer`] applies policies to both. [`preferred`]

@@ -1,17 +1,17 @@
 //! Moves queued requests when the loads of targets have drifted apart.
 //!
 //! A request goes to the target that is best at that moment. Later one target may turn out faster
-//! than its token count suggested, and another slower. A move pays if it halves the tokens that are
-//! computed before the request's first. Smaller gains would be within the error of using tokens to
-//! estimate time.
+//! than its token count suggested, and another slower. A move pays off if it halves the tokens to
+//! compute before the request's first token. Smaller gains would be within the error of using
+//! tokens to estimate time.
 
 use crate::ledger::Load;
 
-/// The largest number of moves of a request.
+/// The largest number of moves per request.
 pub const MOST_MOVES: u8 = 2;
 
-/// The target with the most to compute and the one with the least, if a move between them may pay.
-/// Only `open` targets take requests.
+/// Returns the targets with the most and the least prefill left, if a move between them may pay
+/// off. Only `open` targets take requests.
 pub fn drifted(loads: &[Load], open: impl Fn(usize) -> bool) -> Option<(usize, usize)> {
     let queued = loads.iter().enumerate().filter(|(_, load)| load.in_prefill > 1);
     let (from, most) = queued.max_by_key(|(_, load)| load.work.prefill)?;
@@ -20,9 +20,9 @@ pub fn drifted(loads: &[Load], open: impl Fn(usize) -> bool) -> Option<(usize, u
     move_pays(most, least, 1).then_some((from, to))
 }
 
-/// True if a move of a queued request pays. The request has `uncached` tokens to compute at the new
-/// target. That target must have fewer requests, so that moves unbalance no policy that counts
-/// requests.
+/// True if a move of a queued request pays off. The request has `uncached` tokens to compute at the
+/// new target. That target must have fewer requests, so that moves do not counteract policies that
+/// balance the number of requests.
 #[must_use]
 pub fn move_pays(here: &Load, there: &Load, uncached: u64) -> bool {
     let sooner = there.work.prefill.saturating_add(uncached).saturating_mul(2);
@@ -74,7 +74,8 @@ mod tests {
     }
 
     proptest! {
-        /// A sequence of moves that pay ends: no request moves in circles.
+        /// If only moves that pay off are made, there are finitely many: no request moves in
+        /// circles.
         #[test]
         fn moves_end(works in prop::collection::vec((0..5_usize, 1..10_000_u64), 1..60)) {
             let mut ledger = Ledger::new(5);

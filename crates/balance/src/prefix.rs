@@ -23,13 +23,13 @@ pub struct PrefixIndex<N> {
 }
 
 impl<N: Copy + Eq + Hash> PrefixIndex<N> {
-    /// An index of `targets` empty targets.
+    /// Creates an index of `targets` targets without blocks.
     #[must_use]
     pub fn new(targets: usize) -> Self {
         Self { targets, places: HashMap::default() }
     }
 
-    /// Notes that a target holds a block.
+    /// Records that a target holds a block.
     pub fn stored(&mut self, target: usize, name: N) {
         self.change(target, name, |place| place.stored = true);
     }
@@ -57,15 +57,15 @@ impl<N: Copy + Eq + Hash> PrefixIndex<N> {
         }
     }
 
-    /// Records that a request will add no more blocks: the target has reported them, or it will
-    /// never compute them.
+    /// Records that the expected blocks of a request are settled: the target has reported them, or
+    /// it will never compute them.
     pub fn settled(&mut self, target: usize, names: &[N]) {
         for &name in names {
             self.change(target, name, |place| place.expected = place.expected.saturating_sub(1));
         }
     }
 
-    /// The number of these leading blocks that each target holds or will hold.
+    /// For each target: how many of the first blocks of `names` it holds or will hold.
     #[must_use]
     pub fn lookup(&self, names: &[N]) -> Vec<u64> {
         let mut blocks = vec![0; self.targets];

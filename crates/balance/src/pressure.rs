@@ -2,7 +2,8 @@
 //! available.
 //!
 //! While decode targets have fewer free pages than the requests waiting for them need, prefill
-//! targets admit no further request that leaves. So the number of waiting requests is bounded.
+//! targets admit no further request that is to be handed on. So the number of waiting requests is
+//! bounded.
 
 use std::collections::HashMap;
 
@@ -12,7 +13,7 @@ pub struct Pressure {
     /// For each request that was handed on and is not admitted yet: its target and its tokens.
     waiting: HashMap<u64, (usize, u64)>,
     ahead: Vec<u64>,
-    /// `None`: not reported yet.
+    /// The room of each target, in tokens; `None`: not reported yet.
     room: Vec<Option<u64>>,
 }
 
@@ -50,7 +51,7 @@ impl Pressure {
         self.room[at] = Some(tokens);
     }
 
-    /// Tokens that wait at a target.
+    /// The number of tokens that wait at a target.
     #[must_use]
     pub fn ahead(&self, at: usize) -> u64 {
         self.ahead[at]

@@ -33,7 +33,7 @@ impl Role {
         self != Self::Prefill
     }
 
-    /// The name of the role in answers and metrics.
+    /// The name of the role in responses and metrics.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -44,14 +44,14 @@ impl Role {
     }
 }
 
-/// Why one target serves a request alone although there are roles.
+/// The reason why one target serves a request alone although there are roles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LocalReason {
     /// The decode target has little left to compute.
     Short,
-    /// No target that computes prompts takes requests.
+    /// No target that computes prompts accepts requests.
     NoPrefill,
-    /// No target that decodes takes requests.
+    /// No target that decodes accepts requests.
     NoDecode,
     /// The request's keys and values can't be lent, because the prompt is embeddings.
     Kind,
@@ -79,7 +79,8 @@ pub struct RoleRule<'a> {
 
 impl RoleRule<'_> {
     /// Narrows the `open` targets to those that the request may go to. Returns the reason if the
-    /// request stays at its target, whichever is chosen. `lends`: its keys and values can be lent.
+    /// request is to stay at its target, whichever is chosen. `lends`: whether its keys and values
+    /// can be lent.
     pub fn narrow(&self, ask: &Ask<'_>, lends: bool, open: &mut [bool]) -> Option<LocalReason> {
         let is_open = |at: usize| open[at];
         let any =
@@ -113,13 +114,13 @@ impl RoleRule<'_> {
     }
 }
 
-/// The target that lends blocks of a request to target `at`: the one with the most of its tokens
-/// cached. `None`: no target has more than `at`.
+/// The target that lends blocks of a request to target `at`: the target with the most cached tokens
+/// of the request. `None`: no target has more than `at`.
 #[must_use]
 pub fn lender(ask: &Ask<'_>, at: usize) -> Option<usize> {
     let own = ask.cached(at);
     let others = (0..ask.cached.len()).filter(|&other| ask.cached(other) > own);
-    // The first of equals.
+    // Among equals, take the first.
     others.reduce(|best, other| if ask.cached(other) > ask.cached(best) { other } else { best })
 }
 

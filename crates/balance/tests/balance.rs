@@ -108,7 +108,7 @@ proptest! {
         }
     }
 
-    /// Clients that send their next request when the last one ends, in any order of ends.
+    /// Each client sends its next request when its last one ends. Requests end in any order.
     #[test]
     fn equal_requests_are_never_out_of_balance(
         targets in 1..6_usize, clients in 1..40_u64, ends in prop::collection::vec(any::<usize>(), 0..300),
