@@ -1,4 +1,4 @@
-//! The folder of a store: files, and the records of files and batches.
+//! The folder of a store: uploaded and output files, and the records of files and batches.
 
 use std::fs::{self, DirBuilder, File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-/// The kinds of records.
+/// The kinds of objects for which there are records.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Kind {
     File,
@@ -24,18 +24,18 @@ impl Kind {
     }
 }
 
-/// The suffix of a record that is being written, and of a file that is being uploaded.
+/// The suffix of a record that is being written, or of a file that is being uploaded.
 const UNFINISHED: &str = "part";
-/// Stored files are readable by the server's user only.
+/// Only the server's user may read stored files.
 const FOLDER_MODE: u32 = 0o700;
 const FILE_MODE: u32 = 0o600;
 
-/// A folder that no other process uses.
+/// A store's folder, locked against other processes.
 #[derive(Debug)]
 pub(crate) struct Folder {
     root: PathBuf,
-    /// 32 random bytes that make owners' names irreversible, so that a key cannot be tested against
-    /// a name.
+    /// 32 random bytes that are hashed into owners' names, so that nobody can test from a name
+    /// whether a key is right.
     pub(crate) salt: [u8; 32],
     _lock: File,
 }
@@ -44,7 +44,7 @@ impl Folder {
     /// Opens or creates the folder, and deletes unfinished files.
     ///
     /// # Errors
-    /// It cannot be written, or another process uses it.
+    /// The folder can't be written, or another process uses it.
     pub(crate) fn open(root: &Path) -> io::Result<Self> {
         for kind in [Kind::File, Kind::Batch] {
             DirBuilder::new().recursive(true).mode(FOLDER_MODE).create(root.join(kind.folder()))?;
@@ -55,7 +55,7 @@ impl Folder {
             Err(TryLockError::WouldBlock) => {
                 return Err(io::Error::other("another server uses it"));
             }
-            // Some file systems have no locks.
+            // Some file systems do not support locks.
             Err(TryLockError::Error(_)) => {}
         }
         let mut salt = Vec::new();
@@ -89,19 +89,19 @@ impl Folder {
         self.root.join(Kind::File.folder()).join(format!("{id}.{UNFINISHED}"))
     }
 
-    /// A new file for an upload.
+    /// Creates the file for an upload.
     pub(crate) fn create(&self, id: &str) -> io::Result<File> {
         private().create_new(true).open(self.unfinished(id))
     }
 
-    /// Prepares the file to which a batch's answers are added.
+    /// Creates the file to which a batch's answers are appended.
     pub(crate) fn prepare(&self, id: &str) -> io::Result<PathBuf> {
         let path = self.content(id);
         private().create(true).truncate(false).open(&path)?;
         Ok(path)
     }
 
-    /// Writes a record atomically: after a failure the old one is intact.
+    /// Writes a record atomically: after a failure the old record is intact.
     pub(crate) fn save<T: Serialize>(&self, kind: Kind, id: &str, record: &T) -> io::Result<()> {
         let folder = self.root.join(kind.folder());
         let unfinished = folder.join(format!("{id}.json.{UNFINISHED}"));
@@ -111,7 +111,7 @@ impl Folder {
         fs::rename(unfinished, folder.join(format!("{id}.json")))
     }
 
-    /// The records of a kind. One that cannot be read is skipped, and named in the log.
+    /// Loads all records of a kind. Records that can't be read are skipped and logged.
     pub(crate) fn load<T: DeserializeOwned>(&self, kind: Kind) -> io::Result<Vec<T>> {
         let mut records = Vec::new();
         for path in self.paths(kind)? {
@@ -126,7 +126,7 @@ impl Folder {
         Ok(records)
     }
 
-    /// Deletes file contents that no record names.
+    /// Deletes file contents to which no record refers.
     pub(crate) fn delete_unnamed(&self, is_named: impl Fn(&str) -> bool) -> io::Result<()> {
         for path in self.paths(Kind::File)? {
             let is_content = path.extension().is_some_and(|end| end == "jsonl");
@@ -138,7 +138,7 @@ impl Folder {
         Ok(())
     }
 
-    /// Deletes a record, and a file's content.
+    /// Deletes a record and, for a file, its content.
     pub(crate) fn delete(&self, kind: Kind, id: &str) -> io::Result<()> {
         if matches!(kind, Kind::File) {
             absent_is_fine(fs::remove_file(self.content(id)))?;
@@ -146,7 +146,7 @@ impl Folder {
         absent_is_fine(fs::remove_file(self.root.join(kind.folder()).join(format!("{id}.json"))))
     }
 
-    /// The size of a file's content, 0 if there is none.
+    /// The size of a file's content in bytes; 0 if the file does not exist.
     pub(crate) fn size(&self, id: &str) -> u64 {
         fs::metadata(self.content(id)).map_or(0, |facts| facts.len())
     }

@@ -1,4 +1,4 @@
-//! The requests of a file that still need an answer.
+//! Reads the requests of a file that have no answer yet.
 
 use std::fs::File;
 use std::io::{BufRead, BufReader, Result as IoResult, stdin};
@@ -14,34 +14,34 @@ use crate::line::{BatchLine, LineFault};
 use crate::lines::Lines;
 use crate::names::{BatchNames, LineIdentity, SeenBefore};
 
-/// The name that means standard input.
+/// The path that means standard input.
 const STDIN: &str = "-";
 
-/// The numbers of the input so far.
+/// Counters of the input that was read so far.
 #[derive(Debug, Default)]
 pub struct InputCounts {
-    /// The bytes that were read.
+    /// The number of bytes that were read.
     pub bytes: AtomicU64,
-    /// The requests that had an answer before.
+    /// The number of requests that were answered by an earlier run.
     pub before: AtomicU64,
 }
 
-/// A file that a thread reads one line ahead.
+/// A file of requests. A separate thread reads one line ahead.
 #[derive(Debug)]
 pub struct BatchInput {
     lines: Receiver<IoResult<BatchLine>>,
-    /// The numbers so far.
+    /// The counters of the input that was read so far.
     pub counts: Arc<InputCounts>,
-    /// The bytes of the file; `None`: unknown.
+    /// The size of the file in bytes; `None`: unknown.
     pub size: Option<u64>,
 }
 
 impl BatchInput {
-    /// Opens the file, or standard input. Requests with an answer in `names` are skipped, and lines
-    /// of more than `longest` bytes are not read.
+    /// Opens the file, or standard input. Requests with an answer in `names` are skipped. Lines of
+    /// more than `longest` bytes are not read.
     ///
     /// # Errors
-    /// It cannot be read.
+    /// The file can't be read.
     pub fn open(path: &Path, names: BatchNames, longest: usize) -> Result<Self> {
         let (reader, size): (Box<dyn BufRead + Send>, _) = if path == Path::new(STDIN) {
             (Box::new(BufReader::new(stdin())), None)
@@ -59,7 +59,7 @@ impl BatchInput {
         Ok(Self { lines, counts, size })
     }
 
-    /// The next line that needs an answer; `None` at the end.
+    /// Returns the next line that needs an answer; `None` at the end.
     pub async fn next(&mut self) -> Option<IoResult<BatchLine>> {
         self.lines.recv().await
     }
@@ -81,7 +81,7 @@ impl Reading {
                 }
                 Ok(None) => return,
                 Err(error) => {
-                    // The reader may have gone by now.
+                    // The receiver may have been dropped.
                     let _ = self.sender.blocking_send(Err(error));
                     return;
                 }
@@ -93,7 +93,7 @@ impl Reading {
         }
     }
 
-    /// A line that needs an answer; `None`: it has one.
+    /// Returns the line if it needs an answer; `None`: it has an answer.
     fn unanswered(&mut self, mut line: BatchLine) -> Option<BatchLine> {
         let mut answered = false;
         if let Some(name) = &line.name {
@@ -154,14 +154,15 @@ mod tests {
                 (6, None, long)
             ]
         );
-        // The process was killed after the error of the second `a` was written, before the first
-        // one's answer.
+        // The process was killed after it had written the error of the second `a`, but before it
+        // wrote the answer of the first.
         let mut names = BatchNames::default();
         names.add_answer(LineIdentity::Line(4));
         names.add_answer(LineIdentity::Line(5));
         names.add_answer(LineIdentity::Name("b"));
         assert_eq!(unanswered(&text, names), [named(1, "a", None), (6, None, long)]);
-        // The process was killed after the answer was written, before the error.
+        // The process was killed after it had written the answer of the first `a`, but before it
+        // wrote the error of the second.
         let mut names = BatchNames::default();
         names.add_answer(LineIdentity::Name("a"));
         let rest = [named(3, "b", None), second, (5, None, invalid), (6, None, long)];

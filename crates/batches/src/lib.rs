@@ -1,8 +1,8 @@
-//! Files of requests: their lines, their answers, and the batches that a server stores.
+//! Batch files: lines of requests, lines of answers, and the batches that a server stores.
 //!
 //! `forebay run-batch` uses [`BatchInput`], which reads requests, and [`BatchOutput`], which writes
-//! answers and can be continued by a later run. [`BatchStore`] keeps files and batches on disk for
-//! a server's routes, and [`run_batches`] computes them. Lines and objects have OpenAI's shapes.
+//! answers and can be continued by a later run. [`BatchStore`] stores files and batches on disk for
+//! a server's routes, and [`run_batches`] computes them. Lines and objects have OpenAI's formats.
 
 mod folder;
 mod input;
@@ -22,7 +22,7 @@ pub use output::{AnsweredLines, BatchAnswer, BatchOutput};
 pub use run::{BatchModel, BatchOutcome, run_batches};
 pub use store::{BatchConfig, BatchStore, NewBatch, Owner, StoreError, Upload};
 
-/// The largest number of bytes of an answer.
+/// The largest size of an answer in bytes.
 pub const ANSWER: usize = 512 << 20;
-/// The bytes of an output line besides the answer: names, and the text of errors.
+/// The largest size in bytes of the rest of an output line: names, and the text of errors.
 const ENVELOPE: usize = 128 << 20;

@@ -1,4 +1,4 @@
-//! Lines of the file of requests.
+//! Parses lines of a file of requests.
 
 use bytes::Bytes;
 use forebay_api::ROUTES;
@@ -7,9 +7,9 @@ use serde_json::value::RawValue;
 
 use crate::lines::Text;
 
-/// Routes that stream an answer by default.
+/// Routes that stream their response by default.
 const STREAMED: [&str; 2] = ["/api/chat", "/api/generate"];
-/// The mark that some editors put before a text.
+/// The byte order mark that some editors put at the start of a file.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 
 /// A line that is not empty.
@@ -17,29 +17,29 @@ const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
 pub struct BatchLine {
     /// The number of the line in the file.
     pub number: u64,
-    /// The `custom_id`.
+    /// The `custom_id` of the line.
     pub name: Option<String>,
-    /// The request, or the fault of the line.
+    /// The request, or the fault of an invalid line.
     pub request: Result<BatchRequest, LineFault>,
 }
 
-/// A request, as it is sent.
+/// A request in the form in which it is sent.
 #[derive(Debug, Clone, PartialEq)]
 pub struct BatchRequest {
     /// The route.
     pub path: &'static str,
-    /// The body as it stands.
+    /// The body, unchanged.
     pub body: Bytes,
 }
 
-/// Why a line has no answer from a server.
+/// The reason why a line was not sent to a server.
 #[derive(Debug, PartialEq)]
 pub struct LineFault {
-    /// A code for programs, OpenAI's if there is one.
+    /// A machine-readable code, OpenAI's if there is one.
     pub code: &'static str,
-    /// The message, one sentence.
+    /// An error message of one sentence.
     pub message: String,
-    /// The field.
+    /// The field at fault.
     pub param: Option<&'static str>,
 }
 
@@ -48,18 +48,18 @@ impl LineFault {
         Self { code, message: message.into(), param: Some(param) }
     }
 
-    /// The fault of a line whose id an earlier line has.
+    /// The fault of a line whose `custom_id` an earlier line also has.
     pub fn repeated(name: &str) -> Self {
         let message = format!("`custom_id`: a line before this one is named {name:?} too");
         Self::of("duplicate_custom_id", "custom_id", message)
     }
 
-    /// The fault of a line of a batch for another route.
+    /// The fault of a line for a route other than the batch's.
     pub(crate) fn other_route(endpoint: &str) -> Self {
         Self::of("mismatched_url", "url", format!("`url`: the batch is for {endpoint}"))
     }
 
-    /// The fault of a request whose batch had no time left.
+    /// The fault of a request that was not computed before its batch expired.
     pub(crate) fn expired() -> Self {
         let message = "the batch's completion window was over".to_owned();
         Self { code: "batch_expired", message, param: None }
@@ -83,7 +83,7 @@ struct Fields<'a> {
     body: Option<&'a RawValue>,
 }
 
-/// The fields of a body that affect the form of the answer.
+/// The fields of a body that determine the form of the response.
 #[derive(Deserialize)]
 struct Form<'a> {
     #[serde(borrow, default)]
@@ -93,7 +93,7 @@ struct Form<'a> {
 }
 
 impl BatchLine {
-    /// Reads a line; `None`: it is empty.
+    /// Parses a line; `None`: it is empty.
     pub(crate) fn parse(text: &Text<'_>) -> Option<Self> {
         let number = text.number;
         let fault = |fault| Some(Self { number, name: None, request: Err(fault) });
@@ -118,7 +118,7 @@ impl BatchLine {
         Some(Self { number, name: Some(name), request: request(&fields) })
     }
 
-    /// The bytes that the line takes while it is answered.
+    /// The size in bytes of the request, which stays in memory until the answer is written.
     pub fn size(&self) -> usize {
         self.request.as_ref().map_or(0, |request| request.body.len())
     }
@@ -186,7 +186,7 @@ mod tests {
         assert_eq!(line.size(), body.len());
         assert_eq!(line, BatchLine { number: 1, name: Some("a".into()), request: Ok(request) });
         assert_eq!(parse(b" \r"), None);
-        // If a client omits the method, only one is possible.
+        // If a client omits the method, POST is assumed.
         let short = json!({"custom_id": "a\n", "url": "/v1/embeddings", "body": {}});
         assert!(parse(short.to_string().as_bytes()).unwrap().request.is_ok());
     }

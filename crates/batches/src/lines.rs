@@ -1,8 +1,8 @@
-//! Lines of files of any size, with bounded memory for a line.
+//! Reads lines of files of any size, with bounded memory per line.
 
 use std::io::{BufRead, ErrorKind, Result};
 
-/// Reads lines. A line that exceeds the bound is skipped.
+/// Reads lines. Only the length of a line that exceeds the bound is returned.
 pub(crate) struct Lines<R> {
     reader: R,
     buffer: Vec<u8>,
@@ -14,21 +14,21 @@ pub(crate) struct Lines<R> {
 pub(crate) struct Text<'a> {
     /// The number of the line, from 1.
     pub(crate) number: u64,
-    /// The line without its end; `None`: it is too long.
+    /// The line without its line break; `None`: it is too long.
     pub(crate) bytes: Option<&'a [u8]>,
-    /// The bytes that the line takes in the file.
+    /// The length of the line in the file, in bytes.
     pub(crate) length: u64,
-    /// True if the line has its end.
+    /// True if the line is terminated by a line break.
     pub(crate) ended: bool,
 }
 
 impl<R: BufRead> Lines<R> {
-    /// The lines of `reader`, of at most `longest` bytes.
+    /// Creates a reader of the lines of `reader`, which may have at most `longest` bytes each.
     pub(crate) fn new(reader: R, longest: usize) -> Self {
         Self { reader, buffer: Vec::new(), longest, number: 0 }
     }
 
-    /// The next line; `None` at the end.
+    /// Reads the next line; `None` at the end.
     pub(crate) fn next(&mut self) -> Result<Option<Text<'_>>> {
         self.buffer.clear();
         let (mut length, mut ended) = (0, false);

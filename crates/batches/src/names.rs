@@ -1,52 +1,52 @@
-//! The ids of requests, and of the answers in a file.
+//! The ids of requests, and of the answers in an output file.
 
 use std::collections::HashSet;
 
-/// The fields that match a line of the output to one of the input.
+/// The id by which a line of the output is matched to a line of the input.
 #[derive(Debug, Clone, Copy)]
 pub enum LineIdentity<'a> {
     /// The `custom_id` of a request.
     Name(&'a str),
-    /// The number of a line that is not a request. It has no id, or an id that another line has
-    /// too.
+    /// The number of a line that is not a valid request, and has no `custom_id` or the `custom_id`
+    /// of another line.
     Line(u64),
 }
 
-/// Whether earlier requests had the same id.
+/// Where the id of a request occurred before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SeenBefore {
-    /// Neither.
+    /// Nowhere.
     Nothing,
-    /// The output has the answer.
+    /// The output contains an answer with this id.
     Answer,
-    /// The input had a request with the name.
+    /// The input contains an earlier request with this id.
     Request,
 }
 
-/// Hashes of ids, so that each takes the same room however long it is.
+/// Hashes of ids. Each takes the same memory, however long the id is.
 #[derive(Debug, Default)]
 pub struct BatchNames(HashSet<u128>);
 
-/// The bit that distinguishes ids of the input from those of the output.
+/// The bit that is set in the hashes of input ids, to distinguish them from output ids.
 const OF_INPUT: u128 = 1;
 
 impl BatchNames {
-    /// Records that the output has an answer to this line.
+    /// Records that the output contains an answer to this line.
     pub fn add_answer(&mut self, identity: LineIdentity<'_>) {
         self.0.insert(key(identity));
     }
 
-    /// True if the output has an answer.
+    /// True if the output contains an answer to this line.
     pub fn has_answer(&self, identity: LineIdentity<'_>) -> bool {
         self.0.contains(&key(identity))
     }
 
-    /// Adds the ids of another output, whose answers are in this one too.
+    /// Adds the ids of `other`, the answers of another output.
     pub fn add_all(&mut self, other: Self) {
         self.0.extend(other.0);
     }
 
-    /// Records the name of a request of the input. Returns where the name was seen before.
+    /// Records the id of a request of the input. Returns where the id occurred before.
     pub fn add_request(&mut self, name: &str) -> SeenBefore {
         let key = key(LineIdentity::Name(name));
         if !self.0.insert(key | OF_INPUT) {
@@ -59,7 +59,7 @@ impl BatchNames {
     }
 }
 
-/// A collision-resistant hash, less one bit.
+/// A collision-resistant hash, of which one bit is cleared.
 fn key(identity: LineIdentity<'_>) -> u128 {
     let mut hasher = blake3::Hasher::new();
     match identity {

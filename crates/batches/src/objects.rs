@@ -1,10 +1,10 @@
-//! Files and batches, in the API's form and in the stored form.
+//! File and batch objects, as the API returns them and as the store saves them.
 
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// A file, in OpenAI's shape.
+/// A file, in OpenAI's format.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileObject {
     /// The id that clients use.
@@ -19,7 +19,7 @@ pub struct FileObject {
     pub expires_at: u64,
     /// The file name that the client gave.
     pub filename: String,
-    /// `batch`, or `batch_output` for a file of answers.
+    /// `batch`, or `batch_output` for an output file.
     pub purpose: String,
     #[serde(default)]
     status: FileStatus,
@@ -33,7 +33,7 @@ enum FileKind {
     File,
 }
 
-/// The state of a file. Lines are checked by the batch that uses it.
+/// The state of a file. A file's lines are checked only by the batch that uses it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum FileStatus {
@@ -74,21 +74,22 @@ enum BatchKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BatchStatus {
-    /// The lines of the input are being checked, or wait for the check.
+    /// The lines of the input are being checked, or wait to be checked.
     Validating,
-    /// It was not computed, because lines are invalid or there was no room for its answers.
+    /// The batch was not completed, because lines are invalid, the owner's key is no longer
+    /// accepted, or the storage is full or broken.
     Failed,
     /// The requests are being computed.
     InProgress,
-    /// The answers are being written to files.
+    /// The output files are being completed.
     Finalizing,
-    /// Every request has an answer.
+    /// Every request has an answer or an error.
     Completed,
-    /// The time ran out before every request had an answer.
+    /// The completion window ended before every request had an answer.
     Expired,
-    /// The owner has cancelled the batch, and running requests are ending.
+    /// The owner has cancelled the batch, and running requests are being stopped.
     Cancelling,
-    /// The owner cancelled the batch.
+    /// The batch was cancelled, and has ended.
     Cancelled,
 }
 
@@ -100,28 +101,28 @@ impl BatchStatus {
     }
 }
 
-/// A batch, in OpenAI's shape.
+/// A batch, in OpenAI's format.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchObject {
     /// The id that clients use.
     pub id: String,
     #[serde(default)]
     object: BatchKind,
-    /// The route of all its requests.
+    /// The route of all requests.
     pub endpoint: String,
-    /// The reasons why the batch was not computed.
+    /// The reasons why the batch failed; `None`: it did not fail.
     pub errors: Option<BatchErrors>,
-    /// The file of its requests.
+    /// The file of requests.
     pub input_file_id: String,
-    /// The time in which it has to finish, as its owner wrote it.
+    /// The time in which the batch has to finish, as the owner specified it.
     pub completion_window: String,
     /// The state of the batch.
     pub status: BatchStatus,
-    /// The file of answers, once it is there.
+    /// The output file with the answers, once it exists.
     pub output_file_id: Option<String>,
-    /// The file of refusals, once it is there.
+    /// The output file with the errors, once it exists.
     pub error_file_id: Option<String>,
-    /// Seconds since 1970, as all that follow.
+    /// The time of creation. All times are in seconds since 1970.
     pub created_at: u64,
     /// The time at which computing began.
     pub in_progress_at: Option<u64>,
@@ -131,13 +132,13 @@ pub struct BatchObject {
     pub finalizing_at: Option<u64>,
     /// The time at which the batch completed.
     pub completed_at: Option<u64>,
-    /// The time at which the batch failed, without being computed.
+    /// The time at which the batch failed.
     pub failed_at: Option<u64>,
     /// The time at which the batch expired.
     pub expired_at: Option<u64>,
     /// The time at which the owner cancelled the batch.
     pub cancelling_at: Option<u64>,
-    /// The time at which the cancelled batch ended.
+    /// The time at which the cancelled batch had stopped.
     pub cancelled_at: Option<u64>,
     /// Counts of the batch's requests.
     pub request_counts: RequestCounts,
@@ -148,24 +149,24 @@ pub struct BatchObject {
 /// Counts of a batch's requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct RequestCounts {
-    /// The number of all requests.
+    /// The number of requests.
     pub total: u64,
-    /// The number of requests with an answer.
+    /// The number of requests with a successful answer.
     pub completed: u64,
-    /// The number of requests with an error.
+    /// The number of requests whose answer is an error.
     pub failed: u64,
 }
 
-/// The reasons why a batch was not computed.
+/// The reasons why a batch failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchErrors {
     object: ListKind,
-    /// The first errors.
+    /// The first errors of the batch.
     pub data: Vec<BatchError>,
 }
 
 impl BatchErrors {
-    /// The list of these errors.
+    /// Creates the list of these errors.
     #[must_use]
     pub fn new(data: Vec<BatchError>) -> Self {
         Self { object: ListKind::List, data }
@@ -179,21 +180,21 @@ enum ListKind {
     List,
 }
 
-/// A reason why a batch was not computed.
+/// A reason why a batch failed.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct BatchError {
-    /// The code of the error, for programs.
+    /// A machine-readable error code.
     pub code: String,
-    /// The message, one sentence.
+    /// An error message of one sentence.
     pub message: String,
-    /// The field.
+    /// The field at fault.
     pub param: Option<String>,
-    /// The line, from 1.
+    /// The number of the line at fault, from 1; `None`: the error concerns the whole batch.
     pub line: Option<u64>,
 }
 
 impl BatchError {
-    /// An error of the whole batch.
+    /// Creates an error that concerns the whole batch.
     #[must_use]
     pub fn of_all(code: &str, message: impl Into<String>) -> Self {
         Self { code: code.to_owned(), message: message.into(), param: None, line: None }
@@ -233,7 +234,7 @@ impl BatchObject {
         }
     }
 
-    /// Enters a state, and notes the time.
+    /// Enters a state, and records the time.
     pub(crate) fn enter(&mut self, status: BatchStatus, now: u64) {
         self.status = status;
         let time = match status {
@@ -249,7 +250,7 @@ impl BatchObject {
         time.get_or_insert(now);
     }
 
-    /// The time at which it ended.
+    /// The time at which the batch ended; `None`: it has not ended.
     pub(crate) fn ended_at(&self) -> Option<u64> {
         self.completed_at.or(self.failed_at).or(self.expired_at).or(self.cancelled_at)
     }

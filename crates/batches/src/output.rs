@@ -1,4 +1,4 @@
-//! The file of answers, which a later run can continue.
+//! The output file, which a later run can continue.
 
 use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{BufReader, Write};
@@ -13,10 +13,10 @@ use crate::lines::Lines;
 use crate::names::{BatchNames, LineIdentity};
 use crate::{ANSWER, ENVELOPE};
 
-/// The start of every line that is written here.
+/// The beginning of every line that this module writes.
 const BEGINNING: &[u8] = b"{\"id\":\"batch_req_";
 
-/// A line of the file, in OpenAI's shape.
+/// A line of the output file, in OpenAI's format.
 #[derive(Debug, Serialize)]
 pub struct BatchAnswer {
     id: String,
@@ -49,7 +49,7 @@ struct Error {
 }
 
 impl BatchAnswer {
-    /// The answer of a server to the request `name`.
+    /// Creates the answer from a server's response to the request `name`.
     pub fn from_server(
         name: Option<String>,
         status_code: u16,
@@ -61,7 +61,7 @@ impl BatchAnswer {
         Self { id, custom_id: name, response: Some(response), error: None }
     }
 
-    /// The answer to a line that is not sent to a server, with the reason.
+    /// Creates the answer to a line that is not sent to a server, with the reason.
     pub fn from_fault(number: u64, name: Option<String>, fault: LineFault) -> Self {
         let LineFault { code, message, param } = fault;
         let error = Error { code, message, param, line: number };
@@ -73,10 +73,10 @@ impl BatchAnswer {
         }
     }
 
-    /// The line of the answer, with its end.
+    /// Encodes the answer as a line, including the line break.
     ///
     /// # Errors
-    /// It cannot be written as JSON.
+    /// The answer can't be written as JSON.
     pub fn to_line(&self) -> Result<Vec<u8>> {
         let mut line = serde_json::to_vec(self)?;
         line.push(b'\n');
@@ -94,7 +94,8 @@ fn is_refusal(status: u16) -> bool {
 }
 
 impl Body {
-    /// A body as received. A multi-line body is rewritten, because a line break ends an answer.
+    /// Creates a body as received. A multi-line JSON body is rewritten, because an answer has to be
+    /// on one line.
     fn new(bytes: Vec<u8>) -> Self {
         let text = String::from_utf8(bytes)
             .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned());
@@ -108,12 +109,12 @@ impl Body {
         if serde_json::from_str::<&RawValue>(&text).is_err() {
             return Self::Text(text);
         }
-        // Check first, because the text is lost if this fails.
+        // `from_string` would lose the text if it failed, so the text was checked first.
         RawValue::from_string(text).map_or_else(|error| Self::Text(error.to_string()), Self::Json)
     }
 }
 
-/// The fields of an output line that a later run reads.
+/// The fields of an output line that a later run needs.
 #[derive(Deserialize)]
 struct StoredLine {
     #[serde(default)]
@@ -152,38 +153,38 @@ impl StoredLine {
     }
 }
 
-/// The open file.
+/// An open output file.
 #[derive(Debug)]
 pub struct BatchOutput {
     file: File,
 }
 
-/// The answers in a file.
+/// The answers that an output file contains.
 #[derive(Debug, Default)]
 pub struct AnsweredLines {
     /// The requests that have an answer.
     pub names: BatchNames,
-    /// The number of answers.
+    /// The number of successful answers and errors.
     pub count: u64,
-    /// The number of requests whose answer is an error.
+    /// The number of answers that are errors.
     pub errors: u64,
-    /// The bytes of the file.
+    /// The size of the file in bytes.
     pub bytes: u64,
 }
 
 impl BatchOutput {
-    /// Opens the file, and cuts off a last line that a kill has left unfinished.
+    /// Opens the file. An incomplete last line, which a killed process has left, is removed.
     ///
     /// # Errors
-    /// It cannot be written, another process writes it, or a line is not an answer. The file is
-    /// unchanged then.
+    /// The file can't be written, another process writes to it, or a line is not an answer. The
+    /// file is then unchanged.
     pub fn open(path: &Path) -> Result<(Self, AnsweredLines)> {
         Self::read(path).with_context(|| path.display().to_string())
     }
 
     fn read(path: &Path) -> Result<(Self, AnsweredLines)> {
         let mut file = OpenOptions::new().read(true).append(true).create(true).open(path)?;
-        // Some file systems have no locks.
+        // Some file systems do not support locks.
         if let Err(TryLockError::WouldBlock) = file.try_lock() {
             bail!("another process writes to it");
         }
@@ -214,18 +215,18 @@ impl BatchOutput {
         Ok((Self { file }, answered))
     }
 
-    /// Adds an answer, in one write.
+    /// Appends an answer with a single write.
     ///
     /// # Errors
-    /// It cannot be written. A part of the line may be in the file; the next run cuts it off.
+    /// The answer can't be written. If a part of the line was written, the next run removes it.
     pub fn write(&mut self, answer: &BatchAnswer) -> Result<()> {
         self.write_line(&answer.to_line()?)
     }
 
-    /// Adds an answer that is a complete line.
+    /// Appends an answer that is already encoded as a line.
     ///
     /// # Errors
-    /// Those of [`Self::write`].
+    /// The same as those of [`Self::write`].
     pub fn write_line(&mut self, line: &[u8]) -> Result<()> {
         self.file.write_all(line).context("the output")
     }
@@ -241,7 +242,8 @@ impl AnsweredLines {
     }
 }
 
-/// True for the beginning of an answer. Other programs' text is left alone.
+/// True if `line` is the beginning of an answer. Incomplete lines of other programs are not
+/// removed.
 fn is_begun(line: &[u8]) -> bool {
     line.starts_with(BEGINNING) || BEGINNING.starts_with(line)
 }
@@ -288,7 +290,7 @@ mod tests {
             std::fs::write(&path, &whole[..cut]).unwrap();
             let (mut again, answered) = BatchOutput::open(&path).unwrap();
             let half = whole.len() / 2;
-            // The end of a line is not part of an answer.
+            // The line break is not part of an answer.
             for (name, end) in [("a", half), ("b", whole.len())] {
                 let has = answered.names.has_answer(LineIdentity::Name(name));
                 assert_eq!(has, cut >= end - 1, "{name} of {cut} bytes");

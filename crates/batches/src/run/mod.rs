@@ -1,4 +1,5 @@
-//! Computes batches: one at a time for each owner, and several owners at the same time.
+//! Computes batches: the batches of an owner one after the other, those of several owners in
+//! parallel.
 
 use std::collections::HashSet;
 use std::fs::File;
@@ -21,19 +22,19 @@ use crate::objects::{BatchError, BatchStatus, RequestCounts};
 use crate::output::{BatchAnswer, BatchOutput};
 use crate::store::{BatchStore, Job, Owner, StoreError};
 
-/// The largest number of invalid lines that a batch lists.
+/// The largest number of invalid lines that a batch reports.
 const SHOWN_ERRORS: usize = 100;
-/// The total size of a batch's requests in flight, in bytes, beyond which no more lines are read.
+/// No more lines are read while the requests in flight of a batch take more than this many bytes.
 const IN_FLIGHT: usize = 64 << 20;
 /// The interval at which expired files and batches are deleted.
 const SWEEP: Duration = Duration::from_secs(60);
-/// The wait after an error of the disk.
+/// The pause after a disk error.
 const DISK_WAIT: Duration = Duration::from_secs(10);
 
-/// The server that computes requests.
+/// Computes requests for batches; implemented by the server.
 pub trait BatchModel: Send + Sync + 'static {
-    /// Computes a request of an owner. It is called again for as long as the server is busy.
-    /// Dropping the future aborts the request.
+    /// Computes a request of an owner. Retries for as long as the server is busy. Dropping the
+    /// future aborts the request.
     fn answer(
         &self,
         owner: &Owner,
@@ -41,25 +42,25 @@ pub trait BatchModel: Send + Sync + 'static {
     ) -> impl Future<Output = BatchOutcome> + Send;
 }
 
-/// The end of a request.
+/// The outcome of a request.
 #[derive(Debug)]
 pub enum BatchOutcome {
-    /// An answer, or a refusal.
+    /// A response of the server, which may be an error.
     Answer {
         /// The HTTP status.
         status: u16,
-        /// The name of the request.
+        /// The id of the request.
         id: Option<String>,
-        /// The body.
+        /// The body of the response.
         body: Vec<u8>,
     },
-    /// The owner's key is no longer accepted.
+    /// The server no longer accepts the owner's key.
     Unauthorized,
     /// The server is stopping. Unanswered requests are computed after its next start.
     Stopped,
 }
 
-/// Computes batches until the server stops. `now` gives seconds since 1970.
+/// Computes batches until the server stops. `now` returns seconds since 1970.
 pub async fn run_batches<M: BatchModel>(
     store: Arc<BatchStore>,
     model: Arc<M>,
@@ -81,7 +82,7 @@ pub async fn run_batches<M: BatchModel>(
             }
         }
         tokio::select! {
-            // The store lives as long as this does.
+            // The sender is part of the store, which outlives this loop, so this can't fail.
             _ = changed.changed() => {}
             Some(ended) = owners.join_next(), if !owners.is_empty() => match ended {
                 Ok((_, End::Stopped)) => return,
@@ -98,7 +99,7 @@ pub async fn run_batches<M: BatchModel>(
     }
 }
 
-/// Why an owner's batches are not computed further.
+/// The reason why a task no longer computes an owner's batches.
 enum End {
     Idle,
     Stopped,
@@ -107,12 +108,13 @@ enum End {
 struct Work<M, N> {
     store: Arc<BatchStore>,
     model: Arc<M>,
-    /// One permit for each request in flight: owners get them in turn.
+    /// One permit for each request in flight. Permits are granted in the order in which they are
+    /// requested.
     permits: Arc<Semaphore>,
     now: N,
 }
 
-/// The state of a batch at its end.
+/// The final state of a batch, and its errors.
 struct BatchEnd {
     status: BatchStatus,
     errors: Vec<BatchError>,
@@ -129,13 +131,13 @@ impl BatchEnd {
     }
 }
 
-/// Where answers go.
+/// The output files for answers and for errors.
 struct Answers {
     output: BatchOutput,
     errors: BatchOutput,
 }
 
-/// The answer of a line, and the bytes of its request.
+/// The answer to a line, and the size of its request in bytes.
 struct Done {
     answer: Result<BatchAnswer, BatchOutcome>,
     size: usize,
@@ -186,7 +188,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
         }
     }
 
-    /// Computes a batch; `None`: the server stops.
+    /// Computes a batch; `None`: the server is stopping.
     async fn run_one(&self, job: &Arc<Job>) -> Result<Option<BatchEnd>> {
         if self.store.is_cancelled(&job.id) {
             return Ok(Some(BatchEnd::well(BatchStatus::Cancelled)));
@@ -212,7 +214,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
         Ok(ended)
     }
 
-    /// Answers the lines of a batch; `None`: the server is stopping.
+    /// Computes the answers to the lines of a batch; `None`: the server is stopping.
     async fn answer_all(
         &self,
         job: &Arc<Job>,
@@ -250,7 +252,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
                             let message = "the key of its owner is not accepted any more";
                             return Ok(Some(BatchEnd::failed("invalid_api_key", message)));
                         }
-                        // Running requests may still finish.
+                        // Requests that are already running may still finish.
                         Err(_) => (is_reading, is_stopping) = (false, true),
                     }
                 }
@@ -269,7 +271,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
         }
     }
 
-    /// Starts the computation of a line.
+    /// Starts to compute the answer to a line.
     async fn take(
         &self,
         job: &Arc<Job>,
@@ -294,7 +296,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
                 });
                 Ok(())
             }
-            // The check has passed before, so the file was changed on disk.
+            // The line was valid when it was checked, so the file has been changed on disk.
             Err(fault) => {
                 self.write(job, answers, BatchAnswer::from_fault(number, name, fault)).await
             }
@@ -318,7 +320,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
         .await
     }
 
-    /// Writes for each request without an answer that its time is over.
+    /// Writes an error for each request without an answer: the batch has expired.
     async fn expire_rest(&self, job: &Arc<Job>) -> Result<()> {
         let opened = Arc::clone(job);
         let (answers, names, _) = blocking(move || open(&opened)).await?;
@@ -333,7 +335,7 @@ impl<M: BatchModel, N: Fn() -> u64 + Clone + Send + Sync + 'static> Work<M, N> {
     }
 }
 
-/// Opens a batch's answer files, and reads which answers exist.
+/// Opens a batch's output files, and reads the answers that they contain.
 fn open(job: &Job) -> Result<(Answers, BatchNames, RequestCounts)> {
     let (output, good) = BatchOutput::open(&job.output)?;
     let (errors, bad) = BatchOutput::open(&job.errors)?;
@@ -343,7 +345,7 @@ fn open(job: &Job) -> Result<(Answers, BatchNames, RequestCounts)> {
     Ok((Answers { output, errors }, names, counts))
 }
 
-/// Checks the lines of a batch, and counts its requests.
+/// Checks the lines of a batch. Returns the number of its requests, or the errors of its lines.
 fn check(job: &Job, longest: usize, most: u64) -> Result<Result<u64, Vec<BatchError>>> {
     let file = File::open(&job.input).context("the input")?;
     let mut lines = Lines::new(BufReader::new(file), longest);
@@ -381,7 +383,7 @@ fn check(job: &Job, longest: usize, most: u64) -> Result<Result<u64, Vec<BatchEr
     Ok(if errors.is_empty() { Ok(total) } else { Err(errors) })
 }
 
-/// Runs work that may wait for the disk on a thread for that.
+/// Runs work that may wait for the disk on a thread for blocking work.
 async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T> + Send + 'static,
 ) -> Result<T> {

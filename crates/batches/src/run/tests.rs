@@ -12,13 +12,13 @@ use super::*;
 use crate::objects::BatchObject;
 use crate::store::{BatchConfig, NewBatch};
 
-/// A model that answers with the body of the request.
+/// A model that returns the body of the request.
 #[derive(Default)]
 struct Echo {
     asked: Mutex<HashMap<String, usize>>,
     running: AtomicUsize,
     most: AtomicUsize,
-    /// While set, answers are held back.
+    /// While true, responses are delayed.
     held: AtomicBool,
     freed: Notify,
     begun: Notify,
@@ -138,14 +138,14 @@ impl World {
         }
     }
 
-    /// Opens the store again, as a start after a kill does.
+    /// Opens the store again, like a server that starts after it was killed.
     async fn restart(self) -> Self {
         let Self { store, owner, runner, folder, .. } = self;
         if let Some(runner) = runner {
             runner.abort();
             runner.await.ok();
         }
-        // The folder is locked until the stopped tasks have ended.
+        // The folder stays locked until the aborted tasks have stopped.
         let mut store = Some(store);
         let config = config(folder.path());
         let store = loop {
@@ -262,7 +262,7 @@ async fn a_cancelled_batch_keeps_its_answers_and_aborts_the_rest() {
         world.store.cancel(&world.owner, &waiting, 3).unwrap().status,
         BatchStatus::Cancelling
     );
-    // The older batch has its turn first.
+    // The older batch is computed first.
     let id = world.create(&world.owner, &text);
     world.model.held.store(true, Ordering::SeqCst);
     world.run(5);

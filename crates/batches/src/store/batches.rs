@@ -1,4 +1,4 @@
-//! Batches of a store, and the files of their answers.
+//! The batches of a store, and their output files.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -12,16 +12,16 @@ use crate::folder::Kind;
 use crate::objects::RequestCounts;
 use crate::objects::{BatchError, BatchErrors, BatchObject, BatchStatus, FileObject};
 
-/// The bounds of `metadata`.
+/// The limits of `metadata`: pairs, bytes of a key, and bytes of a value.
 const PAIRS: usize = 16;
 const KEY: usize = 64;
 const VALUE: usize = 512;
-/// The longest `completion_window`, in hours.
+/// The longest allowed `completion_window`, in hours.
 const LONGEST_WINDOW: u64 = 30 * 24;
-/// The purpose of files of answers.
+/// The purpose of output files.
 const OUTPUT_PURPOSE: &str = "batch_output";
 
-/// The request for a batch, in OpenAI's shape.
+/// The request body for creating a batch, in OpenAI's format.
 #[derive(Debug, Clone, Deserialize)]
 pub struct NewBatch {
     /// The file of requests.
@@ -35,7 +35,8 @@ pub struct NewBatch {
     pub metadata: Option<BTreeMap<String, String>>,
 }
 
-/// A batch that is being computed. Until it is dropped, no other task gets it.
+/// A batch that a task is computing. No other task gets the batch until `BatchStore::leave` is
+/// called.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) id: String,
@@ -49,7 +50,7 @@ pub(crate) struct Job {
 }
 
 impl NewBatch {
-    /// The seconds that the batch has to finish.
+    /// The completion window in seconds; `None`: it is invalid.
     fn window(&self) -> Option<u64> {
         let (number, unit) = self
             .completion_window
@@ -91,7 +92,7 @@ impl BatchStore {
     /// Creates a batch.
     ///
     /// # Errors
-    /// A field is wrong, there is no such file, or the owner has too many batches.
+    /// A field is invalid, the file does not exist, or the owner has too many batches.
     pub fn create(
         &self,
         owner: &Owner,
@@ -123,7 +124,7 @@ impl BatchStore {
         Ok(batch)
     }
 
-    /// Deletes the oldest finished batch if there are too many.
+    /// Deletes the owner's oldest finished batch if the owner has too many batches.
     fn make_room(&self, shelf: &mut Shelf, owner: &Owner) -> Result<(), StoreError> {
         let own = || shelf.batches.values().filter(|kept| kept.owner == *owner);
         if own().count() < OBJECTS {
@@ -142,7 +143,7 @@ impl BatchStore {
         }
     }
 
-    /// The batches of an owner, the newest first.
+    /// Returns the batches of an owner, newest first.
     pub fn batches(&self, owner: &Owner, now: u64) -> Vec<BatchObject> {
         self.expire(now);
         let shelf = self.shelf.lock();
@@ -152,7 +153,7 @@ impl BatchStore {
         batches.into_iter().map(|kept| kept.object.batch.clone()).collect()
     }
 
-    /// A batch.
+    /// Returns a batch.
     ///
     /// # Errors
     /// The owner has no such batch.
@@ -164,7 +165,7 @@ impl BatchStore {
         found.ok_or_else(|| StoreError::UnknownBatch(id.to_owned()))
     }
 
-    /// Cancels a batch. Its answers so far become files.
+    /// Cancels a batch. The answers that exist so far become output files.
     ///
     /// # Errors
     /// The owner has no such batch, or it has ended.
@@ -180,14 +181,14 @@ impl BatchStore {
 
     fn enter(&self, id: &str, status: BatchStatus, now: u64) -> Result<BatchObject, StoreError> {
         self.change(&mut self.shelf.lock(), id, |batch| {
-            // The computing task may not have noticed yet.
+            // The task that computes the batch may not have noticed the cancellation yet.
             if batch.status != BatchStatus::Cancelling || status.is_over() {
                 batch.enter(status, now);
             }
         })
     }
 
-    /// Changes a batch both on disk and here, or not at all.
+    /// Changes a batch both on disk and in memory, or not at all.
     fn change(
         &self,
         shelf: &mut Shelf,
@@ -203,7 +204,7 @@ impl BatchStore {
         Ok(kept.object.batch.clone())
     }
 
-    /// The owners with a batch that is not being computed yet.
+    /// Returns the owners that have a batch which is not being computed yet.
     pub(crate) fn waiting(&self) -> Vec<Owner> {
         let shelf = self.shelf.lock();
         let waiting = shelf.batches.values().filter(|kept| shelf.waits(kept));
@@ -213,7 +214,7 @@ impl BatchStore {
         owners
     }
 
-    /// The oldest batch of an owner that has not ended and is not being computed.
+    /// Returns the owner's oldest batch that has not ended and is not being computed.
     pub(crate) fn next_job(&self, owner: &Owner) -> Result<Option<Job>, StoreError> {
         let mut shelf = self.shelf.lock();
         let own = shelf.batches.values().filter(|kept| kept.owner == *owner && shelf.waits(kept));
@@ -239,14 +240,15 @@ impl BatchStore {
         self.shelf.lock().running.remove(id);
     }
 
-    /// True if the owner has cancelled a batch.
+    /// True if the owner has cancelled the batch.
     pub(crate) fn is_cancelled(&self, id: &str) -> bool {
         let shelf = self.shelf.lock();
         let batch = shelf.batches.get(id).map(|kept| kept.object.batch.status);
         batch.is_none_or(|status| status == BatchStatus::Cancelling)
     }
 
-    /// Records that a batch's requests are being computed. `counts` are those of an earlier run.
+    /// Records that a batch's requests are being computed. `counts` includes answers of an earlier
+    /// run.
     pub(crate) fn begin(
         &self,
         id: &str,
@@ -262,7 +264,8 @@ impl BatchStore {
         Ok(())
     }
 
-    /// Counts an answer of `bytes` bytes that is about to be written.
+    /// Counts an answer of `bytes` bytes that is about to be written. Fails if it exceeds the
+    /// limits.
     pub(crate) fn count(&self, job: &Job, bytes: u64, failed: bool) -> Result<(), StoreError> {
         let mut shelf = self.shelf.lock();
         self.take(&mut shelf, &job.owner, bytes)?;
@@ -273,7 +276,7 @@ impl BatchStore {
         Ok(())
     }
 
-    /// Ends a batch: its answers become files.
+    /// Ends a batch: its answers become output files.
     pub(crate) fn end(
         &self,
         job: &Job,
@@ -318,7 +321,7 @@ impl BatchStore {
 }
 
 impl Shelf {
-    /// True for a batch that has not ended and is not being computed.
+    /// True if the batch has not ended and is not being computed.
     fn waits(&self, kept: &OwnedObject<Kept>) -> bool {
         let batch = &kept.object.batch;
         !batch.status.is_over() && !self.running.contains(&batch.id)

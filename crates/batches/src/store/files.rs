@@ -1,4 +1,4 @@
-//! Files of a store.
+//! The files of a store.
 
 use std::cmp::Reverse;
 use std::fs::{self, File};
@@ -9,17 +9,17 @@ use super::{BatchStore, OBJECTS, Owner, StoreError, new_id};
 use crate::folder::Kind;
 use crate::objects::FileObject;
 
-/// The longest name that a client may give a file, in bytes.
+/// The longest file name that a client may give, in bytes.
 const FILENAME: usize = 255;
-/// The only purpose for which clients send files.
+/// The only purpose for which clients may upload files.
 const PURPOSE: &str = "batch";
-/// The bounds of `expires_after`, in seconds: an hour, and 30 days.
+/// The limits of `expires_after`, in seconds: an hour, and 30 days.
 const SHORTEST: u64 = 3600;
 const LONGEST: u64 = 30 * 24 * 3600;
 /// The largest number of simultaneous uploads of one owner.
 const UPLOADS: u64 = 8;
 
-/// A file that is being uploaded. Dropping it before its end deletes it.
+/// A file that is being uploaded. Dropping the upload before it is finished deletes the file.
 #[derive(Debug)]
 pub struct Upload {
     store: Arc<BatchStore>,
@@ -55,7 +55,7 @@ impl BatchStore {
         Ok(Upload { store, owner: owner.clone(), id, file, bytes: 0, finished: false })
     }
 
-    /// The files of an owner, the newest first.
+    /// Returns the files of an owner, newest first.
     pub fn files(&self, owner: &Owner, now: u64) -> Vec<FileObject> {
         self.expire(now);
         let shelf = self.shelf.lock();
@@ -65,7 +65,7 @@ impl BatchStore {
         files.into_iter().map(|file| file.object.clone()).collect()
     }
 
-    /// A file.
+    /// Returns a file.
     ///
     /// # Errors
     /// The owner has no such file.
@@ -77,10 +77,10 @@ impl BatchStore {
         found.ok_or_else(|| StoreError::UnknownFile(id.to_owned()))
     }
 
-    /// A file for reading. It stays readable if it is deleted meanwhile.
+    /// Opens a file for reading. It stays readable even if it is deleted during that time.
     ///
     /// # Errors
-    /// The owner has no such file, or it cannot be read.
+    /// The owner has no such file, or the file can't be read.
     pub fn content(
         &self,
         owner: &Owner,
@@ -94,7 +94,7 @@ impl BatchStore {
     /// Deletes a file.
     ///
     /// # Errors
-    /// The owner has no such file, or a batch that has not ended needs it.
+    /// The owner has no such file, or an unfinished batch needs the file.
     pub fn delete_file(&self, owner: &Owner, id: &str, now: u64) -> Result<(), StoreError> {
         self.file(owner, id, now)?;
         let mut shelf = self.shelf.lock();
@@ -108,10 +108,10 @@ impl BatchStore {
 }
 
 impl Upload {
-    /// Adds a part of the file.
+    /// Appends a chunk to the file.
     ///
     /// # Errors
-    /// The file is too large, or there is no room.
+    /// The file is too large, or a limit of the store is reached.
     pub fn write(&mut self, part: &[u8]) -> Result<(), StoreError> {
         let most = self.store.config.batch_max_file_bytes;
         let bytes = part.len() as u64;
@@ -124,10 +124,10 @@ impl Upload {
         Ok(())
     }
 
-    /// Stores the file. `expires_after` is in seconds.
+    /// Finishes the upload and stores the file. `expires_after` is in seconds.
     ///
     /// # Errors
-    /// A field is wrong, the file is empty, or the disk fails.
+    /// A field is invalid, the file is empty, or the disk fails.
     pub fn finish(
         mut self,
         filename: &str,
@@ -189,8 +189,8 @@ impl Drop for Upload {
         }
         if !self.finished {
             shelf.free(&self.owner, self.bytes);
-            // The file may be gone, or have its final name but no record: then the next start
-            // deletes it.
+            // This fails if `finish` has already renamed the file. The renamed file has no record,
+            // so the server deletes the file at its next start at the latest.
             let _ = fs::remove_file(self.store.folder.unfinished(&self.id));
         }
     }

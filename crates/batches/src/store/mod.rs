@@ -1,8 +1,8 @@
-//! Files and batches of a server's clients, on disk, with bounds.
+//! The files and batches of a server's clients, on disk, with limits.
 //!
-//! An owner is an API key, and cannot find other owners' objects. Bytes are limited for each owner
-//! and in total, files and batches are limited in number, and each is deleted at a given age.
-//! Methods may wait for the disk.
+//! An owner is identified by an API key, and can't access other owners' objects. Bytes are limited
+//! per owner and in total. The numbers of files and batches are limited, and both are deleted at a
+//! given age. Methods may block on the disk.
 
 mod batches;
 mod files;
@@ -23,27 +23,27 @@ pub(crate) use batches::Job;
 pub use batches::NewBatch;
 pub use files::Upload;
 
-/// The largest number of files of an owner, and of batches.
+/// The largest number of files per owner, and of batches per owner.
 const OBJECTS: usize = 1000;
 
-/// The limits of a store. A field that comes from a flag has the flag's name.
+/// The limits of a store. A field that is set by a flag has the flag's name.
 #[derive(Debug, Clone, Serialize)]
 pub struct BatchConfig {
-    /// The folder.
+    /// The folder of the store.
     pub batch_dir: PathBuf,
-    /// The largest number of bytes of all files.
+    /// The largest total size of all files in bytes.
     pub batch_max_bytes: u64,
-    /// The largest total size of a key's files in bytes, including answers.
+    /// The largest total size of the files of one key in bytes, including output files.
     pub batch_key_bytes: u64,
     /// The largest size of an uploaded file in bytes.
     pub batch_max_file_bytes: u64,
-    /// The largest number of requests of a batch.
+    /// The largest number of requests in a batch.
     pub batch_max_requests: u64,
-    /// The largest number of requests in flight, over all batches.
+    /// The largest number of requests in flight for all batches together.
     pub batch_concurrency: usize,
-    /// The seconds for which files and batches are kept.
+    /// Seconds for which files and batches are kept.
     pub batch_ttl: u64,
-    /// The largest number of bytes of a line.
+    /// The largest size of a line in bytes.
     #[serde(skip)]
     pub longest_line: usize,
 }
@@ -64,7 +64,7 @@ impl Default for BatchConfig {
     }
 }
 
-/// An owner, whose name does not reveal the key.
+/// The name of an owner, which does not reveal the API key.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Owner(Box<str>);
 
@@ -77,39 +77,39 @@ pub enum StoreError {
     /// This owner has no such batch.
     #[error("no batch `{0}`: it is too old, or another key's")]
     UnknownBatch(String),
-    /// A field has a wrong value.
+    /// A field has an invalid value.
     #[error("`{param}`: {reason}")]
     Invalid {
-        /// The field.
+        /// The field at fault.
         param: &'static str,
-        /// The fault.
+        /// The reason.
         reason: String,
     },
-    /// Another operation has to end first.
+    /// Another operation has to finish first, or the batch has already ended.
     #[error("{0}")]
     Conflict(String),
     /// The file is too large.
     #[error("the file is larger than the limit of {0} bytes (--batch-max-file-bytes)")]
     TooLarge(u64),
-    /// The owner has too many bytes or objects, or all owners together have.
+    /// The owner, or all owners together, have reached a limit of bytes or objects.
     #[error("{0}")]
     Full(String),
-    /// The disk fails.
+    /// The disk failed.
     #[error("the batch folder: {0}")]
     Disk(#[from] io::Error),
 }
 
-/// An object with its owner, as it is stored.
+/// A stored object with its owner.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct OwnedObject<T> {
     owner: Owner,
-    /// A counter of the store's objects, in order of creation.
+    /// A number that increases with each object that the store creates.
     serial: u64,
     #[serde(flatten)]
     object: T,
 }
 
-/// A batch, and its answer files.
+/// A batch, and the ids of its output files.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Kept {
     output: String,
@@ -117,13 +117,13 @@ struct Kept {
     batch: BatchObject,
 }
 
-/// A store that no other process uses.
+/// A store, locked against other processes.
 #[derive(Debug)]
 pub struct BatchStore {
     config: BatchConfig,
     folder: Folder,
     shelf: Mutex<Shelf>,
-    /// Signals changes that matter for computing tasks.
+    /// Signals changes that concern the tasks that compute batches.
     changes: watch::Sender<u64>,
 }
 
@@ -131,21 +131,21 @@ pub struct BatchStore {
 struct Shelf {
     files: HashMap<String, OwnedObject<FileObject>>,
     batches: BTreeMap<String, OwnedObject<Kept>>,
-    /// The serial of the next object.
+    /// The serial number of the next object.
     next_serial: u64,
-    /// Each owner's bytes, including files that are being written.
+    /// The stored bytes of each owner, including files that are being written.
     bytes: HashMap<Owner, u64>,
     /// The number of uploads of each owner.
     uploads: HashMap<Owner, u64>,
-    /// The names of the batches that are being computed.
+    /// The ids of the batches that are being computed.
     running: HashSet<String>,
 }
 
 impl BatchStore {
-    /// Opens or makes a store. `now` is in seconds since 1970.
+    /// Opens or creates a store. `now` is in seconds since 1970.
     ///
     /// # Errors
-    /// The folder cannot be written, or another process uses it.
+    /// The folder can't be written, or another process uses it.
     pub fn open(config: BatchConfig, now: u64) -> io::Result<Self> {
         let folder = Folder::open(&config.batch_dir)?;
         let mut shelf = Shelf::default();
@@ -158,7 +158,7 @@ impl BatchStore {
         let files = shelf.files.values().map(|file| file.serial);
         let serials = files.chain(shelf.batches.values().map(|batch| batch.serial));
         shelf.next_serial = serials.max().map_or(0, |last| last + 1);
-        // An unfinished batch continues with the answers that it has.
+        // An unfinished batch continues after a restart, so its output files have to be kept.
         let answers: HashMap<String, Owner> = shelf
             .batches
             .values()
@@ -180,19 +180,19 @@ impl BatchStore {
         Ok(store)
     }
 
-    /// The bounds.
+    /// The limits of the store.
     pub fn config(&self) -> &BatchConfig {
         &self.config
     }
 
-    /// The owner with this key, or the common owner if no keys are required.
+    /// Returns the owner with this key, or the common owner if no keys are required.
     pub fn owner(&self, key: Option<&str>) -> Owner {
         let Some(key) = key else { return Owner("all".into()) };
         let hash = blake3::keyed_hash(&self.folder.salt, key.as_bytes());
         Owner(hash.to_hex()[..32].into())
     }
 
-    /// Notifies of changes that concern tasks which compute.
+    /// Returns a receiver of changes that concern the tasks that compute batches.
     pub(crate) fn changed(&self) -> watch::Receiver<u64> {
         self.changes.subscribe()
     }
@@ -201,12 +201,12 @@ impl BatchStore {
         self.changes.send_modify(|count| *count += 1);
     }
 
-    /// The bytes of all files.
+    /// The total size of all files in bytes.
     pub fn bytes(&self) -> u64 {
         self.shelf.lock().bytes.values().sum()
     }
 
-    /// Deletes expired files and batches.
+    /// Deletes files and batches that have expired.
     pub fn expire(&self, now: u64) {
         let mut shelf = self.shelf.lock();
         let used = shelf.used();
@@ -250,7 +250,7 @@ impl BatchStore {
         shelf.batches.remove(id);
     }
 
-    /// Counts bytes that are about to be written.
+    /// Counts bytes that are about to be written. Fails if they exceed a limit.
     fn take(&self, shelf: &mut Shelf, owner: &Owner, bytes: u64) -> Result<(), StoreError> {
         let all: u64 = shelf.bytes.values().sum();
         let own = shelf.bytes.get(owner).copied().unwrap_or_default();
@@ -283,7 +283,7 @@ impl Shelf {
         }
     }
 
-    /// The inputs of batches that have not ended.
+    /// The ids of the input files of unfinished batches.
     fn used(&self) -> HashSet<String> {
         let batches = self.batches.values().map(|kept| &kept.object.batch);
         let open = batches.filter(|batch| !batch.status.is_over());
@@ -291,7 +291,7 @@ impl Shelf {
     }
 }
 
-/// An unguessable name.
+/// Creates an id that can't be guessed.
 fn new_id(prefix: &str) -> String {
     format!("{prefix}{:024x}", rand::random::<u128>() >> 32)
 }

@@ -65,7 +65,7 @@ fn nobody_finds_what_another_key_has() {
     }
     assert_eq!(store.files(&one, 0), [file]);
     assert_eq!(store.batches(&one, 0), [batch]);
-    // The store keeps no keys.
+    // The name of an owner does not contain the key.
     let text = format!("{one:?}");
     assert!(!text.contains("one"));
 }
@@ -147,7 +147,7 @@ fn a_store_is_found_again_and_belongs_to_one_process() {
     let mut upload = store.upload(&owner).unwrap();
     upload.write(b"half").unwrap();
     assert!(BatchStore::open(config(folder.path()), 0).is_err());
-    // A killed process leaves an upload like this.
+    // A killed process leaves an unfinished upload.
     std::mem::forget(upload);
     let files = folder.path().join("files");
     fs::write(files.join("file-0.jsonl"), "content without a record").unwrap();
@@ -206,7 +206,7 @@ fn objects_of_a_key_are_bounded_in_number() {
     for _ in 1..OBJECTS {
         store.create(&owner, new(&file.id), 2).unwrap();
     }
-    // The oldest finished batch makes room; an unfinished one does not.
+    // The oldest finished batch is deleted to make room; an unfinished batch is not.
     store.create(&owner, new(&file.id), 3).unwrap();
     assert!(store.batch(&owner, &ended.id, 3).is_err());
     assert!(matches!(store.create(&owner, new(&file.id), 3), Err(StoreError::Full(_))));
