@@ -1,5 +1,5 @@
-//! Adapters in places: a thread reads them beside the steps, and they are applied to the rows of
-//! slots that name their place.
+//! LoRA adapters in places (room for adapters in the hand's memory). A thread reads adapters in
+//! parallel with the steps. Each slot names the place of its adapter.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -22,10 +22,10 @@ use serde_json::Value;
 use crate::parts::DecoderParts;
 use crate::tables::{PlanError, wrong};
 
-/// The niceness of the reading thread, which uses about a tenth of a processor that steps need too.
+/// The niceness of the reading thread, which takes about a tenth of a core from the steps.
 const PRIORITY: i32 = 10;
 
-/// The modules that adapters may change, by the last parts of their names.
+/// The modules that adapters may change, by the suffixes of their names.
 const MODULES: [(&str, AdaptedModule); 7] = [
     ("mlp.down_proj", AdaptedModule::Down),
     ("mlp.gate_proj", AdaptedModule::Gate),
@@ -39,32 +39,34 @@ const MODULES: [(&str, AdaptedModule); 7] = [
 /// The places of adapters, the announced adapters, and the place of each slot.
 pub(crate) struct AdapterPlaces {
     config: PlaceConfig,
-    /// The place of each slot; `None`: the base model.
+    /// The place of each slot; `None` if the slot uses the base model.
     of_slot: Vec<Option<u32>>,
     known: HashMap<u32, Arc<Value>>,
     /// The adapters in places: for each place, the adapter's number and matrices.
     held: BTreeMap<u32, (u32, Arc<AdapterMatrices>)>,
-    /// Writes in progress by ticket: their place and adapter.
+    /// The place and adapter of each write in progress, by ticket.
     coming: BTreeMap<u32, (u32, u32)>,
-    /// Finished writes of kept adapters, whose end is not reported yet.
+    /// Writes that finished at once, because their adapters were kept in memory, and that are not
+    /// reported yet.
     found: Vec<PlaceEnd>,
-    /// Adapters that were read, in order of last use.
+    /// Adapters that were read, in order of last use. They are kept so that they need not be read
+    /// again.
     kept: Vec<(u32, Arc<AdapterMatrices>)>,
     jobs: Sender<Job>,
     ended: Receiver<Read>,
 }
 
-/// Work of the thread beside steps.
+/// Work of the reading thread, in parallel with the steps.
 enum Job {
     Read {
         ticket: u32,
         manifest: Arc<Value>,
     },
-    /// To give memory back takes a while too.
+    /// Drops matrices here, because freeing their memory takes time too.
     Drop(Arc<AdapterMatrices>),
 }
 
-/// An adapter that was read, or an error for a [`PlaceEnd`].
+/// The adapter that was read, or an error code for a [`PlaceEnd`].
 struct Read {
     ticket: u32,
     result: Result<Arc<AdapterMatrices>, i32>,
@@ -90,7 +92,7 @@ pub(crate) fn place_bytes(config: &PlaceConfig, sizes: &AdapterSizes) -> u64 {
     u64::from(config.places) * sizes.bytes(config.rank as usize) as u64
 }
 
-/// The modules that adapters of a model may change, by the last parts of their names.
+/// The modules that adapters of a model may change, by the suffixes of their names.
 pub(crate) fn module_names(parts: &DecoderParts<'_>, sizes: &AdapterSizes) -> Vec<String> {
     let there = |module| (0..parts.layers()).any(|layer| sizes.of(layer, module).is_some());
     let names = MODULES.iter().filter(|&&(_, module)| there(module));
@@ -98,7 +100,7 @@ pub(crate) fn module_names(parts: &DecoderParts<'_>, sizes: &AdapterSizes) -> Ve
 }
 
 impl AdapterPlaces {
-    /// Empty places, and the thread that reads adapters of these sizes.
+    /// Creates empty places, and starts the thread that reads adapters of these sizes.
     pub(crate) fn open(
         config: PlaceConfig,
         sizes: AdapterSizes,
@@ -112,13 +114,13 @@ impl AdapterPlaces {
             Dtype::Bfloat16 => TorchNumber::Bfloat16,
         };
         let read = move || {
-            // On Linux this applies to the calling thread only. Steps go first.
+            // On Linux, `nice` affects only the calling thread. Steps get priority.
             let _ = nice(PRIORITY);
             for job in wanted {
                 match job {
                     Job::Read { ticket, manifest } => {
                         let result = load(&manifest, &sizes, number).map(Arc::new);
-                        // Whoever asked may be gone.
+                        // The send fails if the receiver is closed.
                         let _ = done.send(Read { ticket, result });
                     }
                     Job::Drop(matrices) => drop(matrices),
@@ -139,7 +141,7 @@ impl AdapterPlaces {
         })
     }
 
-    /// Follows an order about an adapter.
+    /// Executes an order about an adapter.
     pub(crate) fn follow(&mut self, order: AdapterOrder) {
         match order {
             AdapterOrder::Know { id, manifest } => {
@@ -163,7 +165,7 @@ impl AdapterPlaces {
             if let Some(place) = write.place.filter(|&place| place >= self.config.places) {
                 return wrong(format!("a slot of place {place}, of {}", self.config.places));
             }
-            // Tables have refused slots that are not there.
+            // The tables have already rejected slots that do not exist.
             self.of_slot[write.slot as usize] = write.place;
         }
         for write in plan.place_writes() {
@@ -185,7 +187,7 @@ impl AdapterPlaces {
                 }
                 None => {
                     self.coming.insert(write.ticket, (write.place, write.id));
-                    // The thread lives as long as this.
+                    // The send succeeds: the thread lives as long as `self.jobs`.
                     let _ = self.jobs.send(Job::Read { ticket: write.ticket, manifest });
                 }
             }
@@ -193,7 +195,7 @@ impl AdapterPlaces {
         Ok(())
     }
 
-    /// The adapter of each row of these slots. Empty: all rows use the base model.
+    /// The adapter of each row of these slots; empty if all rows use the base model.
     pub(crate) fn of_rows(
         &self,
         slots: &[i64],
@@ -212,8 +214,8 @@ impl AdapterPlaces {
         places().map(adapter).collect()
     }
 
-    /// Returns the writes that have ended since the last call. If there are none, waits for one, up
-    /// to this many microseconds.
+    /// Returns the writes that have finished since the last call. If there are none, waits for one,
+    /// up to this many microseconds.
     pub(crate) fn report(&mut self, wait_us: u32) -> Vec<PlaceEnd> {
         let mut ends = std::mem::take(&mut self.found);
         let until = Instant::now() + Duration::from_micros(wait_us.into());
@@ -251,10 +253,10 @@ impl AdapterPlaces {
     }
 }
 
-/// Lets the reading thread drop adapters that have no other owner.
+/// Makes the reading thread drop adapters that have no other owner.
 fn drop_beside(jobs: &Sender<Job>, gone: impl Iterator<Item = Arc<AdapterMatrices>>) {
     for matrices in gone {
-        // The thread lives as long as the sender.
+        // The send succeeds: the thread lives as long as the sender.
         let _ = jobs.send(Job::Drop(matrices));
     }
 }

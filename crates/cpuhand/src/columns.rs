@@ -1,4 +1,4 @@
-//! A plan's rows, checked against the tables.
+//! The rows of a plan, checked against the tables.
 
 use std::sync::Arc;
 
@@ -8,31 +8,32 @@ use forebay_protocol::{StepPlan, Want};
 use crate::drafts::Run;
 use crate::tables::{PlanError, Tables, wrong};
 
-/// `r` rows, of which `s` sample, or pool.
+/// The columns of `r` rows, of which `s` are sampled or pooled.
 pub(crate) struct Columns {
-    /// `[r]`
+    /// `[r]`: the slot of each row.
     pub(crate) slot: Vec<i64>,
-    /// `[r]`
+    /// `[r]`: the first position of each row.
     pub(crate) start: Vec<i64>,
-    /// `[r]`, drafts included
+    /// `[r]`: the number of positions of each row, including drafts.
     pub(crate) length: Vec<i64>,
-    /// `[r]`: the number of drafts, which are the last of a row's positions.
+    /// `[r]`: the number of drafts, which are the last positions of a row.
     pub(crate) drafts: Vec<usize>,
-    /// `[r]`: each row's last token, as an index over all rows.
+    /// `[r]`: each row's last position, as an index over the positions of all rows.
     pub(crate) last: Vec<i64>,
-    /// `[s]`: the rows that sample, or that pool.
+    /// `[s]`: the rows that are sampled or pooled.
     pub(crate) sampling: Vec<usize>,
-    /// The sampling rows that have a mask.
+    /// The sampled rows that have a mask.
     pub(crate) masked: Vec<usize>,
-    /// `[r, 2]`: the rows of the state tables before and after each row; empty without recurrent
-    /// layers.
+    /// `[r, 2]`: the rows of the state tables with the state before and after each row; empty
+    /// without recurrent layers.
     pub(crate) states: Vec<[i64; 2]>,
-    /// `[r]`: the adapter of each row. Empty: no row has one.
+    /// `[r]`: the adapter of each row; empty if no row has an adapter.
     pub(crate) adapters: Vec<Option<Arc<AdapterMatrices>>>,
 }
 
 impl Columns {
-    /// One sampling row of slot 0. `states`: the model has recurrent layers.
+    /// Creates the columns of one sampled row of slot 0. `states`: whether the model has recurrent
+    /// layers.
     pub(crate) fn one(start: i64, length: i64, states: bool) -> Self {
         Self {
             slot: vec![0],
@@ -47,7 +48,8 @@ impl Columns {
         }
     }
 
-    /// `pools`: rows give vectors, and otherwise tokens.
+    /// Checks a plan's rows and converts them to columns. `pools`: true if the model returns
+    /// vectors, false if it returns tokens.
     pub(crate) fn of(plan: &StepPlan, tables: &Tables, pools: bool) -> Result<Self, PlanError> {
         let count = plan.rows().len();
         let mut columns = Self {
@@ -66,7 +68,8 @@ impl Columns {
         for (index, (row, drafts)) in plan.rows().zip(plan.drafts()).enumerate() {
             let drafts = drafts.len();
             let end = u64::from(row.start) + u64::from(row.length) + drafts as u64;
-            // Negative numbers of a plan become larger than every table here.
+            // A negative value in a plan arrives as an unsigned number that is larger than any
+            // table.
             if row.slot as usize >= slots || row.length == 0 || end > context {
                 return wrong(format!(
                     "a row outside of {slots} slots of {context} positions: slot {}, start {}, length {}",
@@ -97,7 +100,7 @@ impl Columns {
         Ok(columns)
     }
 
-    /// The positions for which sampling rows may give a token.
+    /// The positions for which sampled rows may return a token.
     pub(crate) fn wanted(&self) -> Vec<Run> {
         let mut first = 0;
         let run = |&row: &usize| {
@@ -110,14 +113,14 @@ impl Columns {
         self.sampling.iter().map(run).collect()
     }
 
-    /// The tokens whose logits sampling rows need: the last one of each row, and those before its
+    /// The tokens whose logits sampled rows need: the last token of each row, and those before its
     /// drafts.
     pub(crate) fn last_tokens(&self) -> Vec<i64> {
         let of = |&row: &usize| self.last[row] - self.drafts[row] as i64..=self.last[row];
         self.sampling.iter().flat_map(of).collect()
     }
 
-    /// The rows in the form of the kernels.
+    /// Converts the columns to the rows that the kernels take.
     pub(crate) fn rows<'a>(
         &'a self,
         tables: &'a Tables,
@@ -140,9 +143,9 @@ impl Columns {
         }
     }
 
-    /// For each row whose first position has its input in the arena, that input; `None` for other
-    /// rows. Empty if there are no such rows. An input has `row_bytes` bytes, as numbers of `width`
-    /// bytes.
+    /// Returns, for each row, the prompt embeddings in the arena if the row starts within them,
+    /// otherwise `None`. Empty if no row does. An embedding has `row_bytes` bytes, in elements of
+    /// `width` bytes.
     pub(crate) fn given<'a>(
         &self,
         tables: &Tables,

@@ -1,4 +1,4 @@
-//! Frames over the socket to the brain.
+//! Frames on the socket to the brain.
 
 use std::io::{self, BufReader, ErrorKind, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -8,21 +8,21 @@ use std::sync::Mutex;
 use forebay_protocol::{Frame, FrameError, HEADER_BYTES, Header, Kind};
 use thiserror::Error;
 
-/// The read size: enough for an ordinary step's frame, its masks and the next frame.
+/// The read size: enough for the frame of an ordinary step, its masks and the next frame.
 const AT_ONCE: usize = 1 << 18;
 
 /// Why the connection is unusable.
 #[derive(Debug, Error)]
 pub(crate) enum ConnectionError {
-    /// The brain is gone, or has closed the socket inside a frame.
+    /// The brain has died, or has closed the socket in the middle of a frame.
     #[error("the brain has gone: {0}")]
     Gone(#[from] io::Error),
-    /// The bytes from the brain are no frame.
+    /// The bytes from the brain are not a valid frame.
     #[error("{0}")]
     Frame(#[from] FrameError),
 }
 
-/// The frames that come from the brain.
+/// Frames from the brain.
 pub(crate) struct Incoming(BufReader<UnixStream>);
 
 impl Incoming {
@@ -30,17 +30,18 @@ impl Incoming {
         Ok(Self(BufReader::with_capacity(AT_ONCE, socket.try_clone()?)))
     }
 
-    /// The next frame; `None`: the brain has closed the socket or ordered the exit.
+    /// Returns the next frame; `None` if the brain has closed the socket or ordered the exit.
     pub(crate) fn next(&mut self) -> Result<Option<Frame>, ConnectionError> {
         Ok(self.first()?.filter(|frame| frame.header().kind != Kind::Shutdown))
     }
 
-    /// The socket on which to wait for the next frame; `None`: part of it is already here.
+    /// The socket on which to wait for the next frame; `None` if part of a frame is already
+    /// buffered.
     pub(crate) fn socket(&self) -> Option<BorrowedFd<'_>> {
         self.0.buffer().is_empty().then(|| self.0.get_ref().as_fd())
     }
 
-    /// The next frame of any kind; `None` if the brain has closed the socket.
+    /// Returns the next frame of any kind; `None` if the brain has closed the socket.
     pub(crate) fn first(&mut self) -> Result<Option<Frame>, ConnectionError> {
         let mut head = [0; HEADER_BYTES];
         let mut filled = 0;
@@ -50,7 +51,7 @@ impl Incoming {
                 Ok(0) => return Err(io::Error::from(ErrorKind::UnexpectedEof).into()),
                 Ok(count) => filled += count,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // A killed brain leaves unread data behind.
+                // A killed brain may leave unread data in the socket.
                 Err(error) if error.kind() == ErrorKind::ConnectionReset => return Ok(None),
                 Err(error) => return Err(error.into()),
             }
@@ -62,7 +63,7 @@ impl Incoming {
     }
 }
 
-/// Frames for the brain. Threads that load weights report their progress here too.
+/// Frames to the brain. Threads that load weights also send their progress through it.
 pub(crate) struct Outgoing(Mutex<UnixStream>);
 
 impl Outgoing {

@@ -1,4 +1,4 @@
-//! Copies pages between hot memory and host memory, beside the steps.
+//! Copies pages between hot memory and host memory, in parallel with the steps.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,33 +16,33 @@ use crate::host::{HostCounts, HostTier};
 use crate::states::{StateMemory, StateSteps, States};
 use crate::tables::{PlanError, wrong};
 
-/// Copies pages on a thread of its own, and reports finished copies.
+/// Copies pages on a separate thread, and reports finished copies.
 ///
-/// Saves are submitted when the rows of their plan are computed. A restore can start at once,
-/// because no plan in flight names its target. Restores go before saves, because requests wait for
-/// them.
+/// Saves are submitted once the rows of their plan have been computed. A restore can start at once,
+/// because no plan in flight names its target. Restores take precedence over saves, because
+/// requests wait for restores.
 pub(crate) struct Copier {
     queue: Arc<Queue>,
     hot_pages: u32,
     host: HostCounts,
     lenders: usize,
-    /// Copies whose end was not reported yet.
+    /// The number of copies that have not been reported as finished yet.
     outstanding: usize,
 }
 
-/// Copies that wait, and those that have ended.
+/// Queued copies, and finished copies.
 struct Queue {
     state: Mutex<State>,
     changed: Condvar,
-    /// Readable when a copy has ended.
+    /// Readable when a copy has finished.
     news: OwnedFd,
 }
 
-/// A copy to do.
+/// A copy to be done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Job {
     copy: PageCopy,
-    /// The number of positions in the state, if a state is saved.
+    /// The number of positions in the state, if the copy saves a state.
     seen: u32,
 }
 
@@ -51,21 +51,21 @@ struct State {
     saves: VecDeque<Job>,
     restores: VecDeque<Job>,
     ended: Vec<CopyEnd>,
-    /// State pages to which a state was restored, and the positions in each state.
+    /// State pages to which a state was restored, with the number of positions in each state.
     brought: Vec<(u32, u32)>,
-    /// The time that saves and restores took since the last report.
+    /// The time spent on saves, and on restores, since the last report.
     busy: [Duration; 2],
-    /// True if nobody reads ends any more.
+    /// True if the copier was dropped: no more copies are done.
     over: bool,
 }
 
-/// The work of the thread.
+/// The state of the copying thread.
 struct Copying {
     memory: PageMemory,
     states: Option<StateMemory>,
     tier: HostTier,
     checksums: bool,
-    /// Bytes a second at most, for tests.
+    /// The limit in bytes per second, for tests.
     rate: Option<f64>,
 }
 
@@ -78,8 +78,8 @@ pub(crate) fn check_no_copies(plan: &StepPlan) -> Result<(), PlanError> {
 }
 
 impl Copier {
-    /// Starts copying between `memory`, with this many pages, and `tier`. `states` are the state
-    /// pages, if the model has recurrent layers.
+    /// Starts copying between `memory`, which has `hot_pages` pages, and `tier`. `states` are the
+    /// state pages, if the model has recurrent layers.
     pub(crate) fn start(
         config: &HandConfig,
         memory: PageMemory,
@@ -95,13 +95,13 @@ impl Copier {
         let checksums = config.kv_checksum;
         let mut copying = Copying { memory, states, tier, checksums, rate };
         let of_thread = queue.clone();
-        // When this is dropped, the thread ends after its current copy.
+        // When the `Copier` is dropped, the thread ends after its current copy.
         std::thread::Builder::new().name("copier".into()).spawn(move || {
             while let Some(job) = of_thread.next() {
                 let begun = Instant::now();
                 let done = copying.copy(&job);
                 if let Err(error) = &done {
-                    // The brain computes what can't be copied.
+                    // The brain recomputes a block that can't be restored.
                     eprintln!("a page was not copied: {error}");
                 }
                 copying.slow_down(&job.copy, begun.elapsed());
@@ -120,7 +120,7 @@ impl Copier {
         Ok(())
     }
 
-    /// Submits the saves of a plan, whose rows are computed and whose states are in their pages.
+    /// Submits the saves of a plan whose rows are computed and whose states are in their pages.
     pub(crate) fn save(&mut self, plan: &StepPlan, states: &StateSteps) {
         let mut seen = states.to_host.iter().copied();
         let saves = plan.copies().filter(|copy| copy.direction.is_save());
@@ -153,7 +153,7 @@ impl Copier {
         if let Some(lender) = copy.lender.filter(|&lender| lender as usize >= lenders) {
             return wrong(format!("a copy from lender {} of {lenders}", u64::from(lender) + 1));
         }
-        // State copies of the device are checked where their positions are known.
+        // `States::read` has checked the state pages of the device.
         let is_of_state = copy.direction.is_of_state();
         let host_pages = if is_of_state { host.state_pages } else { host.pages };
         // A lender's pages are checked when they are read.
@@ -165,16 +165,16 @@ impl Copier {
         Ok(())
     }
 
-    /// True if some copy's end was not reported yet.
+    /// True if any copy has not been reported as finished yet.
     pub(crate) fn is_busy(&self) -> bool {
         self.outstanding > 0
     }
 
-    /// Waits for the end of a copy, up to this many microseconds, or until `socket` is readable.
-    /// Without copies in flight it does not wait.
+    /// Waits until a copy finishes, up to this many microseconds, or until `socket` is readable.
+    /// Returns at once if there are no copies in flight.
     pub(crate) fn wait(&self, us: u32, socket: BorrowedFd<'_>) {
         let mut count = [0; 8];
-        // Fails if nothing has ended since the last call.
+        // The read fails if no copy has finished since the last call.
         let _ = rustix::io::read(&self.queue.news, &mut count);
         if !self.is_busy() || !self.queue.lock().ended.is_empty() {
             return;
@@ -185,11 +185,11 @@ impl Copier {
             tv_sec: i64::from(us / 1_000_000),
             tv_nsec: i64::from(us % 1_000_000) * 1000,
         };
-        // A signal ends the wait like a plan.
+        // A signal ends the wait early, just as the next plan does.
         let _ = poll(&mut fds, Some(&limit));
     }
 
-    /// Adds the copies that ended since the last call to a result, and records the positions of
+    /// Adds the copies that finished since the last call to a result, and records the positions of
     /// restored states.
     pub(crate) fn report(&mut self, result: &mut StepResult, states: Option<&mut States>) {
         let mut state = self.queue.lock();
@@ -204,7 +204,7 @@ impl Copier {
         self.outstanding -= result.copied.len();
         let [save_us, restore_us] = state.busy.each_mut().map(|busy| {
             let us = u32::try_from(busy.as_micros()).unwrap_or(u32::MAX);
-            // Fractions of a microsecond are left for the next report.
+            // Fractions of a microsecond are carried over to the next report.
             *busy -= Duration::from_micros(us.into());
             us
         });
@@ -224,7 +224,7 @@ impl Queue {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits for the next copy; `None`: the copier was dropped.
+    /// Waits for the next copy; `None` if the copier was dropped.
     fn next(&self) -> Option<Job> {
         let mut state = self.lock();
         loop {
@@ -238,7 +238,8 @@ impl Queue {
         }
     }
 
-    /// Records the end of a copy; `None`: it failed. `seen` is set for a restored state.
+    /// Records a finished copy. `done` is `None` if the copy failed. Its inner value is the number
+    /// of positions in a restored state.
     fn end(&self, copy: &PageCopy, done: Option<Option<u32>>, taken: Duration) {
         let error = if done.is_some() { COPY_OK } else { COPY_FAILED };
         let mut state = self.lock();
@@ -246,7 +247,7 @@ impl Queue {
         state.brought.extend(copy.hot.zip(done.flatten()));
         state.busy[usize::from(!copy.direction.is_save())] += taken;
         drop(state);
-        // Fails only if the counter is full, and then it is readable anyway.
+        // The write fails only if the counter is full, in which case it is readable anyway.
         let _ = rustix::io::write(&self.news, &1_u64.to_ne_bytes());
     }
 }
@@ -293,7 +294,7 @@ impl Copying {
         if is_of_state { pages.seen(copy.host).map(Some) } else { Ok(None) }
     }
 
-    /// Sleeps until a copy that took `taken` has lasted as long as the speed limit requires.
+    /// Sleeps until a copy that took `taken` has lasted as long as the rate limit requires.
     fn slow_down(&self, copy: &PageCopy, taken: Duration) {
         let Some(rate) = self.rate else { return };
         let bytes = match &self.states {
@@ -326,7 +327,7 @@ mod tests {
     use crate::host::PageSizes;
 
     const PAGES: usize = 4;
-    /// The number of slots. Their states lie before the state pages in memory.
+    /// The number of slots. In memory, their states precede the state pages.
     const ROWS: usize = 2;
     const STATE: usize = 16;
 
@@ -393,7 +394,7 @@ mod tests {
             &mut self.table[(ROWS + page) * STATE..][..STATE]
         }
 
-        /// The next `count` ended copies: ticket and error.
+        /// Waits for the next `count` finished copies, and returns their tickets and errors.
         fn ended(&mut self, count: usize) -> Vec<(u32, i32)> {
             while self.ends.len() < count {
                 self.copier.wait(1000, self.socket.as_fd());
@@ -468,7 +469,7 @@ mod tests {
         for (mut hand, lender) in [(next, None), (borrower, Some(0))] {
             let restore = PageCopy { lender, ..copy(1, Direction::RestoreState, 3, 2) };
             hand.step(&[restore]);
-            // The page cannot be loaded before the copy has ended.
+            // The state page cannot be loaded before the copy has finished.
             let mut loads = plan(&[]);
             loads.load_state(0, 3);
             assert!(hand.states.read(&loads).is_err());
@@ -517,8 +518,8 @@ mod tests {
         hand.step(&[lent(2, 2, 1)]);
         assert_eq!(hand.ended(1), [(2, COPY_OK)]);
         assert_eq!(hand.page(0), lender.page(1));
-        // A restore of a page that the lender does not have, and one from a replica that lends
-        // nothing.
+        // A restore of a page that the lender does not have, and a restore from a replica that
+        // lends nothing.
         hand.step(&[lent(3, 4, 1), lent(4, 2, 0)]);
         assert_eq!(hand.ended(2), [(3, COPY_FAILED), (4, COPY_FAILED)]);
         assert!(hand.copier.restore(&plan(&[lent(5, 2, 2)])).is_err());
@@ -544,11 +545,11 @@ mod tests {
 
     #[test]
     fn a_frame_of_the_brain_ends_a_wait_and_so_does_an_end() {
-        // A copy takes hours.
+        // At this rate a copy takes hours.
         let config = HandConfig { copy_gbps: Some(1e-12), ..HandConfig::default() };
         let mut hand = Hand::new(memory(), Vec::new(), &config);
         let forever = u32::MAX;
-        // With no copy under way the wait returns at once.
+        // With no copy in flight, the wait returns at once.
         hand.copier.wait(forever, hand.socket.as_fd());
         hand.step(&[copy(1, Direction::Save, 0, 0)]);
         rustix::io::write(&hand.brain, b"a plan").expect("written");

@@ -1,5 +1,5 @@
-//! The descriptors that the brain passes at fixed numbers, page memory that copies access beside
-//! the steps, and process settings. This file has all the unsafe code of the crate.
+//! The descriptors that the brain passes at fixed numbers, page memory that copies access in
+//! parallel with the steps, and process settings. This file has all the unsafe code of the crate.
 #![expect(unsafe_code, reason = "descriptors are numbers, and pages addresses, of others too")]
 
 use std::io;
@@ -15,7 +15,7 @@ const SOCKET: i32 = 3;
 const ARENA: i32 = 4;
 const HOST: i32 = 5;
 
-/// The descriptors with which the process was started. They are taken once, before anything else
+/// The descriptors with which the process was started. They are taken once, before any other code
 /// opens a file.
 pub(crate) struct Given {
     pub(crate) socket: UnixStream,
@@ -27,15 +27,15 @@ pub(crate) struct Given {
 pub(crate) struct HostFiles {
     /// The file of the hand's own tier.
     pub(crate) own: OwnedFd,
-    /// The files of other replicas, by replica number; `None`: that replica lends nothing.
+    /// The files of other replicas, by replica number; `None` if that replica lends nothing.
     pub(crate) lenders: Vec<Option<OwnedFd>>,
 }
 
 impl Given {
     /// Takes the socket, and the arena and the host tier's file if they exist.
     pub(crate) fn take() -> io::Result<Self> {
-        // SAFETY: the starter of this process puts a socket here, and nothing else in it has opened
-        // a descriptor.
+        // SAFETY: the parent of this process passes a socket at this number, and no other code in
+        // the process has opened a descriptor yet.
         let socket = unsafe { OwnedFd::from_raw_fd(SOCKET) };
         fcntl_setfd(&socket, FdFlags::CLOEXEC)?;
         Ok(Self { socket: socket.into(), arena: taken(ARENA)?, host: taken(HOST)? })
@@ -51,7 +51,7 @@ impl Given {
     }
 
     /// The files of host tiers, with the descriptors that the configuration names for lenders.
-    /// `None`: the hand has no tier of its own. Call this once, before anything else opens a file.
+    /// `None` if the hand has no host tier. Call this once, before any other code opens a file.
     pub(crate) fn host_files(&mut self, lenders: &[Option<u32>]) -> io::Result<Option<HostFiles>> {
         let Some(own) = self.host.take() else { return Ok(None) };
         let mut seen = Vec::new();
@@ -63,7 +63,7 @@ impl Given {
             seen.push(number);
             let file = taken(number)?.ok_or_else(none)?;
             if FileType::from_raw_mode(fstat(&file)?.st_mode) != FileType::RegularFile {
-                // The descriptor belongs to another part of this process, which closes it.
+                // The descriptor belongs to other code in this process, which closes it.
                 std::mem::forget(file);
                 return Err(none());
             }
@@ -76,7 +76,7 @@ impl Given {
 
 /// Takes a descriptor that the brain may have passed.
 fn taken(number: i32) -> io::Result<Option<OwnedFd>> {
-    // SAFETY: nothing else in this process owns this descriptor, and whether it exists is checked
+    // SAFETY: nothing else in this process owns this descriptor, and its existence is checked
     // before it is used.
     let file = unsafe { OwnedFd::from_raw_fd(number) };
     if fcntl_getfd(&file).is_err() {
@@ -88,23 +88,23 @@ fn taken(number: i32) -> io::Result<Option<OwnedFd>> {
     Ok(Some(file))
 }
 
-/// The pages of all layers. Copies read and write single pages while steps compute with others. The
-/// brain guarantees that they are different: no plan in flight names a page that is being restored,
-/// and its rows write to no page that is being saved.
+/// The pages of all layers. Copies read and write single pages while steps compute with other
+/// pages. The brain keeps the two apart: no plan in flight names a page that is being restored, and
+/// no row writes to a page that is being saved.
 pub(crate) struct PageMemory {
-    /// For each part: its first page, and the bytes of a page.
+    /// For each part, the address of its first page, and the bytes per page.
     parts: Vec<(NonNull<u8>, usize)>,
     pages: usize,
-    /// Keeps the mapping.
+    /// Keeps the memory mapped.
     _memory: Room,
 }
 
-// SAFETY: the memory belongs to no thread, and the type's documentation says who may access it.
+// SAFETY: the memory belongs to no thread, and the type's documentation states who may access it.
 unsafe impl Send for PageMemory {}
 
 impl PageMemory {
-    /// The memory of `rooms`, each with one part of this many pages, or empty. `memory` is a
-    /// further room from the same [`Room::parts`].
+    /// Creates the memory of `rooms`. Each room holds one part of all `pages` pages, or is empty.
+    /// `memory` is a further room from the same call of [`Room::parts`], and keeps them mapped.
     pub(crate) fn new<'a>(
         rooms: impl IntoIterator<Item = &'a mut Room>,
         pages: usize,
@@ -122,20 +122,23 @@ impl PageMemory {
         self.parts.iter().map(|&(_, bytes)| bytes).sum()
     }
 
-    /// The parts of a page that no row writes now; `None`: there is no such page.
+    /// All parts of a page; `None` if the page does not exist. No row may write to the page
+    /// meanwhile.
     pub(crate) fn read(&self, page: u32) -> Option<Vec<&[u8]>> {
         let part = |(first, bytes): (*mut u8, usize)| {
-            // SAFETY: `places` checks that this is inside the room, and nobody writes there now.
+            // SAFETY: `places` checks that this is inside the room, and no thread writes there at
+            // present.
             unsafe { std::slice::from_raw_parts(first, bytes) }
         };
         Some(self.places(page)?.map(part).collect())
     }
 
-    /// The parts of a page that no row reads or writes now; `None`: there is no such page.
+    /// All parts of a page; `None` if the page does not exist. No row may read or write the page
+    /// meanwhile.
     pub(crate) fn write(&mut self, page: u32) -> Option<Vec<&mut [u8]>> {
         let part = |(first, bytes): (*mut u8, usize)| {
-            // SAFETY: `places` checks that this is inside the room, and nobody else uses this page
-            // now.
+            // SAFETY: `places` checks that this is inside the room, and no other code uses this
+            // page at present.
             unsafe { std::slice::from_raw_parts_mut(first, bytes) }
         };
         Some(self.places(page)?.map(part).collect())
@@ -151,9 +154,10 @@ impl PageMemory {
     }
 }
 
-/// A terminal sends ^C to the whole session, but the brain decides when its hands end.
+/// Ignores SIGINT: a terminal sends ^C to the whole session, but the brain decides when its hands
+/// exit.
 pub(crate) fn ignore_interrupts() {
-    // SAFETY: no handler runs; the call only changes the kernel's default action.
+    // SAFETY: the call installs no handler; it only makes the kernel ignore the signal.
     unsafe { libc::signal(libc::SIGINT, libc::SIG_IGN) };
 }
 

@@ -1,12 +1,12 @@
-//! Verification of drafts. A row's positions are sampled in order, as if each were a row of its
-//! own. The first unexpected token is the last one.
+//! Verifies drafts (speculative tokens). A row's positions are sampled in order, as if each were a
+//! separate row. Sampling stops at the first token that differs from its draft.
 
 use forebay_protocol::StepResult;
 
 use crate::sampler::Sampled;
 use crate::tables::{Slot, Tables};
 
-/// The positions for which a row may give a token.
+/// The positions for which a row may return a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Run {
     pub(crate) slot: usize,
@@ -14,26 +14,26 @@ pub(crate) struct Run {
     pub(crate) position: usize,
     /// The number of drafts after the first position.
     pub(crate) drafts: usize,
-    /// The index of its first logits among those of all rows.
+    /// The index of its first logits among the logits of all rows.
     pub(crate) first: usize,
 }
 
 impl Run {
-    /// The number of places with logits.
+    /// The number of positions with logits.
     pub(crate) fn places(&self) -> usize {
         1 + self.drafts
     }
 
-    /// Samples the row's tokens. `sample` returns the token for one index and position, given the
-    /// slot with the tokens before it; `None`: the row ends before it.
+    /// Samples the row's tokens. `sample` gets the index of the logits, the position, and the slot
+    /// with the tokens before that position. It returns the token, or `None` to end the row before
+    /// that token.
     pub(crate) fn verify(
         &self,
         tables: &Tables,
         mut sample: impl FnMut(usize, usize, &Slot) -> Option<Sampled>,
     ) -> Vec<Sampled> {
         let slot = &tables.slots[self.slot];
-        // Penalties count accepted drafts. The slot itself gets them with the other tokens, in
-        // `keep`.
+        // Penalties count accepted drafts. The slot itself counts all tokens later, in `keep`.
         let mut counted =
             (self.drafts > 0 && slot.spec.sampling.has_penalty()).then(|| slot.clone());
         let mut given = Vec::with_capacity(1);
@@ -43,7 +43,8 @@ impl Run {
             let Some(sampled) = sample(self.first + nth, position, before) else { break };
             let (token, finite) = (sampled.token, sampled.finite);
             if nth > 0 && !finite {
-                // The earlier tokens are valid. The next row begins here, and reports the error.
+                // The earlier tokens are valid. The next row begins at this position, and reports
+                // the error.
                 break;
             }
             given.push(sampled);
@@ -59,7 +60,7 @@ impl Run {
     }
 }
 
-/// Adds the number of a row's tokens to a result, if any sampling row has drafts.
+/// Adds the number of a row's tokens to a result, if any sampled row has drafts.
 pub(crate) fn count(result: &mut StepResult, runs: &[Run], count: usize) {
     if runs.iter().any(|run| run.drafts > 0) {
         result.token_counts.push(count as i32);

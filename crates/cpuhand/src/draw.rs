@@ -8,28 +8,29 @@ use crate::exponential::exp;
 
 const LOW_BITS: u32 = 16;
 const KEYS: usize = 1 << LOW_BITS;
-/// The number of weights that are added up before the sampled position is searched among them.
+/// The number of weights in a span. The search compares the sums of spans first, then the weights
+/// of one span.
 const SPAN: usize = 512;
 
 /// The parameters of one draw.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Draw {
-    /// Above 0.
+    /// The temperature, above 0.
     pub(crate) temperature: f32,
-    /// Candidates; 0, and the vocabulary or more: all.
+    /// The number of candidates. 0, or at least the vocabulary size: no limit.
     pub(crate) top_k: i32,
-    /// The probability mass of the candidates; 1: all.
+    /// The probability mass of the candidates; 1: no limit.
     pub(crate) top_p: f32,
-    /// The share of the largest probability; 0: all.
+    /// The smallest probability of a candidate, as a share of the largest; 0: no limit.
     pub(crate) min_p: f32,
-    /// The random number that selects the token, in 0 .. 1.
+    /// The random number in 0 .. 1 that selects the token.
     pub(crate) u: f64,
 }
 
-/// Memory that is reused from row to row.
+/// Buffers that are reused from row to row.
 #[derive(Default)]
 pub(crate) struct Scratch {
-    /// Logits whose largest is 0, over the temperature.
+    /// Logits minus the largest logit, divided by the temperature.
     scaled: Vec<f32>,
     weights: Vec<f32>,
     values: Vec<f32>,
@@ -47,14 +48,14 @@ fn splitmix64(x: u64) -> u64 {
 
 const GOLDEN: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// A number in 0 .. 1, the only source of randomness: a pure function of a request's seed and a
-/// position.
+/// Returns a number in 0 .. 1: a pure function of a request's seed and a position. It is the only
+/// source of randomness.
 pub(crate) fn uniform(seed: u64, position: u64) -> f64 {
     let bits = splitmix64(seed.wrapping_add(position.wrapping_mul(GOLDEN))) >> 11;
     bits as f64 / (1_u64 << 53) as f64
 }
 
-/// The largest of some numbers.
+/// Returns the largest value.
 pub(crate) fn largest(values: &[f32]) -> f32 {
     let (chunks, rest) = values.as_chunks::<16>();
     let mut most = [f32::NEG_INFINITY; 16];
@@ -71,7 +72,7 @@ pub(crate) fn draw(logits: &[f32], how: &Draw, scratch: &mut Scratch) -> usize {
     let most = largest(logits);
     let Scratch { scaled, weights, values, table, spans } = scratch;
     scaled.clear();
-    // Relative to the largest, so that a tiny temperature can't overflow.
+    // Relative to the largest logit, so that a tiny temperature can't overflow.
     scaled.extend(logits.iter().map(|&logit| (logit - most) / how.temperature));
     weights.clear();
     weights.extend(scaled.iter().map(|&value| exp(value)));
@@ -81,7 +82,7 @@ pub(crate) fn draw(logits: &[f32], how: &Draw, scratch: &mut Scratch) -> usize {
         keep(scaled, weights, kept);
     } else if how.top_p < 1.0 {
         let kept = nucleus(scaled, weights, how.top_p, table);
-        // Of equal distances the lower ids are kept.
+        // Of equally likely tokens, those with lower ids are kept.
         keep(scaled, weights, kept);
     }
     if how.min_p > 0.0 {
@@ -91,14 +92,14 @@ pub(crate) fn draw(logits: &[f32], how: &Draw, scratch: &mut Scratch) -> usize {
     place(weights, how.u, spans)
 }
 
-/// The kept tokens: all above a threshold, and this many of the first that are equal to it.
+/// The set of kept tokens: all above a threshold, and the first `equals` of those equal to it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct Kept {
     above: f32,
     equals: usize,
 }
 
-/// Zeroes the weights of all other tokens.
+/// Zeroes the weights of all tokens that are not kept.
 fn keep(scaled: &[f32], weights: &mut [f32], kept: Kept) {
     let mut equals = kept.equals;
     for (&value, weight) in scaled.iter().zip(weights) {
@@ -113,7 +114,7 @@ fn keep(scaled: &[f32], weights: &mut [f32], kept: Kept) {
     }
 }
 
-/// The tokens that `top_k` keeps, and of these the ones that `top_p` keeps (1: off).
+/// The tokens that `top_k` keeps, reduced to those that `top_p` keeps (1: no limit).
 fn most_likely(scaled: &[f32], how: &Draw, values: &mut Vec<f32>) -> Kept {
     let count = how.top_k as usize;
     values.clear();
@@ -129,7 +130,7 @@ fn most_likely(scaled: &[f32], how: &Draw, values: &mut Vec<f32>) -> Kept {
     let mut kept = 0;
     for &value in values.iter() {
         let weight = f64::from(exp(value));
-        // Computed with the same rounding as a sum that includes the weight.
+        // `sum - weight` below has the same rounding as a sum that includes the weight.
         let sum = before + weight;
         if sum - weight < goal {
             kept += 1;
@@ -141,11 +142,12 @@ fn most_likely(scaled: &[f32], how: &Draw, values: &mut Vec<f32>) -> Kept {
     Kept { above, equals: kept.max(1) - larger }
 }
 
-/// The smallest set of most likely tokens with a share of at least `top_p`, below 1.
+/// The smallest set of most likely tokens with a probability mass of at least `top_p`, which is
+/// below 1.
 ///
 /// Nothing is sorted, because the size of the set is unknown. The bits of a token's distance from
 /// the largest logit have the same order as the distance. Two tables, by the upper and the lower
-/// half of these bits, find where the sum of probabilities reaches its goal.
+/// half of these bits, locate where the sum of probabilities reaches its goal.
 fn nucleus(scaled: &[f32], weights: &[f32], top_p: f32, table: &mut Vec<f64>) -> Kept {
     let total: f64 = weights.iter().map(|&weight| f64::from(weight)).sum();
     let goal = f64::from(top_p) * total;
@@ -164,13 +166,13 @@ fn nucleus(scaled: &[f32], weights: &[f32], top_p: f32, table: &mut Vec<f64>) ->
     }
     let (low, more) = reached(table, goal - before);
     let threshold = f32::from_bits((high << LOW_BITS | low) as u32);
-    // The rest of the goal, in tokens as likely as the threshold.
+    // The remaining mass, as a number of tokens that are as likely as the threshold.
     let left = (goal - before - more) / f64::from(exp(-threshold));
     let left = if left.is_nan() { 1.0 } else { left.ceil().clamp(1.0, scaled.len() as f64) };
     Kept { above: -threshold, equals: left as usize }
 }
 
-/// The first key at which the cumulative mass reaches the goal, and the mass before it.
+/// The first key at which the cumulative mass reaches the goal, and the mass before this key.
 fn reached(table: &[f64], goal: f64) -> (usize, f64) {
     let total: f64 = table.iter().sum();
     // Rounding may put the goal above the total: then take the last key with a token.
@@ -185,7 +187,8 @@ fn reached(table: &[f64], goal: f64) -> (usize, f64) {
     (table.len() - 1, sum - table[table.len() - 1])
 }
 
-/// The first token, by id, at which the cumulative weight exceeds this share of the total.
+/// The first token, in order of ids, at which the cumulative weight exceeds the share `u` of the
+/// total.
 fn place(weights: &[f32], u: f64, spans: &mut Vec<f64>) -> usize {
     spans.clear();
     let mut total = 0.0;
@@ -223,7 +226,7 @@ mod tests {
 
     use super::*;
 
-    /// The reference: draws by sorting.
+    /// The reference implementation, which sorts.
     fn slow(logits: &[f32], how: &Draw) -> usize {
         let most = largest(logits);
         let scaled: Vec<f32> = logits.iter().map(|&it| (it - most) / how.temperature).collect();

@@ -1,5 +1,5 @@
-//! An encoder behind the step protocol. Every row is a whole prompt, and only the slots' tokens are
-//! kept between steps.
+//! An encoder that executes plans. Every row is a whole prompt, and only the slots' tokens are kept
+//! between steps.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,7 +19,7 @@ use crate::runner::{Executes, HandError, Loaded, Report, numbers, timed};
 use crate::step::MaskSource;
 use crate::tables::{PlanError, Tables};
 
-/// Weights, and the tokens of slots.
+/// An encoder with its weights and the tokens of slots.
 pub(crate) struct EncoderRunner {
     bert: Bert,
     tables: Tables,
@@ -33,7 +33,7 @@ pub(crate) fn knows(kind: &str) -> bool {
     matches!(kind, "mean" | "cls")
 }
 
-/// The number of scores to compute from each vector; 0: the vector is the output.
+/// The number of scores to compute from each vector; 0 if the vector is the output.
 fn scores(config: &HandConfig) -> usize {
     let pooling = config.model.get("pooling");
     let task = pooling.and_then(|it| it.get("task")).and_then(Value::as_str);
@@ -112,7 +112,7 @@ impl EncoderRunner {
         Ok(Loaded { runner: Box::new(runner), keep: Box::new(|| {}) })
     }
 
-    /// The vectors, or scores, of rows that are whole prompts.
+    /// Computes the vectors, or scores, of rows that are whole prompts.
     fn encode(&mut self, columns: &Columns) -> Result<Vec<f32>, HandError> {
         if columns.start.iter().any(|&start| start > 0)
             || columns.sampling.len() != columns.slot.len()

@@ -1,13 +1,14 @@
-//! `e^x` of many numbers, none of them positive.
+//! Computes `e^x` for numbers that are not positive.
 
-/// Adding and subtracting it rounds to the nearest whole number: 1.5 times 2^23.
+/// 1.5 times 2^23: adding and then subtracting this number rounds to the nearest integer.
 const ROUNDS: f32 = 12_582_912.0;
-/// The natural logarithm of 2 in two parts, the first with few bits.
+/// The natural logarithm of 2 as a sum; the first term has few bits, so products with integers are
+/// exact.
 const LN_2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
-/// Cephes' polynomial (Moshier 1992), to about one unit in the last place.
+/// Cephes' polynomial (Moshier 1992), with an error of about one unit in the last place.
 const POLYNOMIAL: [f32; 6] =
     [1.987_569_1e-4, 1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5];
-/// Below this the result is 0, since it would be denormal.
+/// The smallest x with a nonzero result; below it the result would be denormal.
 const LEAST: f32 = -87.0;
 
 /// `e^x` for `x <= 0`.
@@ -21,7 +22,7 @@ pub(crate) fn exp(x: f32) -> f32 {
         sum = sum * rest + coefficient;
     }
     let value = sum * (rest * rest) + rest + 1.0;
-    // The lowest bits of `shifted` are the whole number, and a number's exponent is at bit 23.
+    // The low bits of `shifted` hold the integer; a float's exponent starts at bit 23.
     let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
     if x < LEAST { 0.0 } else { value * power }
 }

@@ -1,4 +1,4 @@
-//! The memory of a model before it is loaded, for `forebay plan --model`.
+//! Computes the memory of a model before it is loaded, for `forebay plan --model`.
 
 use forebay_protocol::HandConfig;
 use forebay_weights::ModelShape;
@@ -10,18 +10,19 @@ use crate::runner::{HandError, STATE_ELEMENT, formats, free, numbers, shape, siz
 use crate::states::state_pages;
 use crate::windows::{WindowLayers, page_bytes};
 
-/// The memory of a hand, as in its `ready`. Everything except page counts is in bytes.
+/// The memory of a hand, as its `ready` message reports it. Everything except page counts is in
+/// bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Footprint {
-    /// The weights, as they are computed with.
+    /// The weights, in the formats that the kernels read.
     pub weight_bytes: u64,
-    /// A page over all layers, or of the main part if there is a window part.
+    /// One page over all layers; if there is a window part, one page of the main part.
     pub page_bytes: u64,
-    /// The number of pages.
+    /// The number of pages; if there is a window part, the number of pages of the main part.
     pub page_count: u32,
     /// One page of the window part.
     pub window_page_bytes: u64,
-    /// The number of pages of the window part; 0: all layers share one pool.
+    /// The number of pages of the window part; 0 if all layers share one pool.
     pub window_page_count: u32,
     /// All pages of both parts.
     pub kv_bytes: u64,
@@ -32,7 +33,8 @@ pub struct Footprint {
 /// Computes the memory of a model that this hand serves, if `available` bytes are free.
 ///
 /// # Errors
-/// One line: the model has no KV pages or pools, its files can't be read, or there is no room.
+/// Returns one line: the model has no KV pages, it pools, its files can't be read, or the memory
+/// does not suffice.
 pub fn footprint(config: &HandConfig, available: u64) -> Result<Footprint, String> {
     count(config, available).map_err(|error| error.to_string())
 }

@@ -1,9 +1,9 @@
-//! The host tier: pages in a file that outlives this process, and pages of other replicas.
+//! The host tier: pages in a file that outlives this process, and pages lent by other replicas.
 //!
 //! The brain creates the file in memory, and the first hand sets its length. A page is contiguous:
-//! each layer's keys and then its values, in the kernels' layout. After the pages comes a checksum
-//! for each. State pages follow in the same way, each with a checksum and its number of positions.
-//! The last word is the number of state pages.
+//! each layer's keys and then its values, in the kernels' layout. After the pages comes one
+//! checksum per page. If the model has states, the state pages follow, and then a checksum and a
+//! number of positions for each of them. The last 8 bytes are then the number of state pages.
 
 use std::io::{self, ErrorKind, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd};
@@ -30,19 +30,19 @@ impl PoolSize {
     }
 }
 
-/// The numbers of pages of a host tier; both 0: there is no tier.
+/// How many pages and state pages a host tier has; both counts are 0 if there is no tier.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct HostCounts {
     pub(crate) pages: u32,
     pub(crate) state_pages: u32,
 }
 
-/// The pages of the host tier by the configuration, given those of the device. Pages and state
-/// pages divide the tier as they divide the device's memory. `free`: bytes left by weights and hot
-/// pages; `None`: unknown.
+/// Returns the page counts of the host tier that the configuration requests, given the pages of the
+/// device. Pages and state pages share the tier in the proportion in which they share the device's
+/// memory. `free`: bytes that weights and hot pages leave; `None` if unknown.
 ///
 /// # Errors
-/// The model has no pages, or less than a page or more than the available memory is requested.
+/// If the model has no pages, less than a page is requested, or more than the available memory.
 pub(crate) fn host_counts(
     config: &HandConfig,
     pages: PoolSize,
@@ -62,7 +62,7 @@ pub(crate) fn host_counts(
         );
     }
     if let Some(pages) = host_pages {
-        // An earlier hand had this many, and its blocks are still there.
+        // An earlier hand had this many pages, and its blocks are still in the file.
         return Ok(HostCounts { pages, state_pages: host_state_pages.unwrap_or(0) });
     }
     let device = pages.all().saturating_add(states.all());
@@ -114,7 +114,7 @@ pub(crate) fn host_counts(
     Ok(HostCounts { pages: number(host_pages), state_pages: number(host_states) })
 }
 
-/// Bytes of a page of keys and values, and of a state; 0: the model has no states.
+/// Bytes of a page of keys and values, and of a state; the latter is 0 if the model has no states.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PageSizes {
     pub(crate) page: u64,
@@ -136,7 +136,7 @@ impl PageSizes {
     }
 }
 
-/// A hand's own tier, and the tiers that lend to it.
+/// The tier of this hand, and the tiers of replicas that lend to it.
 pub(crate) struct HostTier {
     files: HostFiles,
     counts: HostCounts,
@@ -144,7 +144,7 @@ pub(crate) struct HostTier {
 }
 
 impl HostTier {
-    /// A tier of this many pages. The file is extended if it is too short.
+    /// Opens a tier of this many pages. The file is extended if it is too short.
     pub(crate) fn open(files: HostFiles, counts: HostCounts, sizes: PageSizes) -> io::Result<Self> {
         let bytes = sizes.file(counts);
         if size(files.own.as_fd())? < bytes {
@@ -160,7 +160,7 @@ impl HostTier {
         Ok(tier)
     }
 
-    /// The numbers of the hand's own pages.
+    /// The page counts of this hand's tier.
     pub(crate) fn counts(&self) -> HostCounts {
         self.counts
     }
@@ -170,7 +170,7 @@ impl HostTier {
         self.files.lenders.len()
     }
 
-    /// The hand's own pages.
+    /// The pages of this hand's tier.
     pub(crate) fn own(&self) -> HostPages<'_> {
         HostPages {
             file: self.files.own.as_fd(),
@@ -181,12 +181,12 @@ impl HostTier {
         }
     }
 
-    /// The hand's own state pages.
+    /// The state pages of this hand's tier.
     pub(crate) fn own_states(&self) -> HostPages<'_> {
         self.own().states(self.sizes.state, self.counts.state_pages.into())
     }
 
-    /// The pages of a lender, whose own hand has set its file's length.
+    /// The pages of a lender, whose hand has set the length of its file.
     pub(crate) fn of(&self, lender: u32) -> io::Result<HostPages<'_>> {
         Ok(self.read_lender(lender)?.0)
     }
@@ -197,7 +197,7 @@ impl HostTier {
         Ok(pages.states(self.sizes.state, states))
     }
 
-    /// The pages of a lender, and the number of its state pages.
+    /// Returns a lender's pages, and its number of state pages.
     fn read_lender(&self, lender: u32) -> io::Result<(HostPages<'_>, u64)> {
         let Some(Some(file)) = self.files.lenders.get(lender as usize) else {
             return Err(io::Error::other(format!("replica {lender} lends nothing to this one")));
@@ -231,10 +231,11 @@ impl HostTier {
     }
 }
 
-/// The pages of one kind in a file, followed by a note for each.
+/// The pages of one kind in a file, followed by a note (checksum, and positions of a state) for
+/// each page.
 pub(crate) struct HostPages<'a> {
     file: BorrowedFd<'a>,
-    /// The byte at which the first page begins.
+    /// The offset of the first page in the file.
     first: u64,
     pages: u64,
     page_bytes: u64,
@@ -242,30 +243,30 @@ pub(crate) struct HostPages<'a> {
 }
 
 impl<'a> HostPages<'a> {
-    /// The state pages behind these pages.
+    /// The state pages that follow these pages.
     fn states(&self, page_bytes: u64, pages: u64) -> HostPages<'a> {
         let first = self.first + self.pages * (self.page_bytes + self.note_bytes);
         HostPages { file: self.file, first, pages, page_bytes, note_bytes: STATE_NOTE_BYTES }
     }
 
-    /// Writes a page, which consists of consecutive `parts`.
+    /// Writes a page, whose content is the concatenation of `parts`.
     pub(crate) fn write(&self, page: u32, parts: &[&[u8]]) -> io::Result<()> {
         let mut parts: Vec<IoSlice<'_>> = parts.iter().map(|part| IoSlice::new(part)).collect();
         self.write_at(self.place(page)?, &mut parts)
     }
 
-    /// Reads a page to `parts`.
+    /// Reads a page into `parts`.
     pub(crate) fn read(&self, page: u32, parts: Vec<&mut [u8]>) -> io::Result<()> {
         let mut parts: Vec<IoSliceMut<'_>> = parts.into_iter().map(IoSliceMut::new).collect();
         self.read_at(self.place(page)?, &mut parts)
     }
 
-    /// Notes the checksum of a page.
+    /// Stores the checksum of a page.
     pub(crate) fn seal(&self, page: u32, sum: u32) -> io::Result<()> {
         self.write_at(self.seal_place(page)?, &mut [IoSlice::new(&sum.to_ne_bytes())])
     }
 
-    /// The checksum of a page.
+    /// Reads the checksum of a page.
     pub(crate) fn sum(&self, page: u32) -> io::Result<u32> {
         let mut sum = [0; size_of::<u32>()];
         self.read_at(self.seal_place(page)?, &mut [IoSliceMut::new(&mut sum)])?;
@@ -279,19 +280,19 @@ impl<'a> HostPages<'a> {
         }
     }
 
-    /// The place of a page's checksum.
+    /// The offset of a page's checksum.
     fn seal_place(&self, page: u32) -> io::Result<u64> {
         self.place(page)?;
         Ok(self.first + self.pages * self.page_bytes + u64::from(page) * self.note_bytes)
     }
 
-    /// Records the number of positions in the state on a page.
+    /// Stores the number of positions in the state on a page.
     pub(crate) fn note_seen(&self, page: u32, seen: u32) -> io::Result<()> {
         let at = self.seal_place(page)? + PAGE_NOTE_BYTES;
         self.write_at(at, &mut [IoSlice::new(&seen.to_ne_bytes())])
     }
 
-    /// The number of positions in the state on a page.
+    /// Reads the number of positions in the state on a page.
     pub(crate) fn seen(&self, page: u32) -> io::Result<u32> {
         let mut seen = [0; size_of::<u32>()];
         let at = self.seal_place(page)? + PAGE_NOTE_BYTES;
@@ -330,7 +331,7 @@ impl<'a> HostPages<'a> {
     }
 }
 
-/// Bytes of a file.
+/// The size of a file in bytes.
 fn size(file: BorrowedFd<'_>) -> io::Result<u64> {
     Ok(u64::try_from(fstat(file)?.st_size).unwrap_or(0))
 }
@@ -422,7 +423,7 @@ mod tests {
         assert_eq!((first, last), ([1, 2, 3, 4], [5]));
         assert_eq!((pages.sum(1).expect("there"), pages.sum(2).expect("there")), (0, 77));
         assert!(pages.write(3, &[&[0; 5]]).is_err() && pages.sum(3).is_err());
-        // Another process has truncated the file meanwhile.
+        // Simulates another process that truncates the file.
         ftruncate(&tier.files.own, 7).expect("shorter");
         assert!(pages.read(1, vec![&mut first[..], &mut last[..]]).is_err());
     }
@@ -440,7 +441,7 @@ mod tests {
             .expect("the last page is readable");
         assert_eq!(part, [0; 5]);
         assert!(tier.of(1).is_ok_and(|pages| pages.sum(2).is_err()));
-        // A replica that lends nothing, one whose worker has not started, and one that does not
+        // A replica that lends nothing, one whose hand has not started, and one that does not
         // exist.
         assert!([0, 2, 3].into_iter().all(|lender| tier.of(lender).is_err()));
     }
@@ -461,7 +462,7 @@ mod tests {
         states.seal(1, 77).expect("written");
         states.note_seen(1, 4096).expect("written");
         assert!(states.write(2, &[&[0; 7]]).is_err() && states.seen(2).is_err());
-        // The next worker finds the states, and so does a borrower.
+        // The next hand finds the states, and so does a borrower.
         let next = open(lender.try_clone().expect("a copy"), Vec::new(), counts(3, 2));
         let borrower = open(file(), vec![Some(lender), Some(file())], counts(1, 9));
         for states in

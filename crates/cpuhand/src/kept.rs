@@ -1,4 +1,4 @@
-//! The cache of packed weights, reused by the next start: its conditions and file names.
+//! The cache of packed weights, which the next start reuses: its conditions and file names.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -13,18 +13,18 @@ use crate::blocks::quantization;
 use crate::load::{Loaded, Plan, rooms, shared};
 use crate::pooled::kind;
 
-/// Below the model's cache folder.
+/// The cache's folder within the model's cache folder.
 const FOLDER: &str = "packed";
 const LOWEST_PRIORITY: i32 = 19;
 
-/// A decoder's weights on disk.
+/// The packed weights of a decoder on disk.
 pub(crate) struct Kept {
     file: PackedFile,
     was_read: bool,
 }
 
 impl Kept {
-    /// Opens the cached weights of a configuration; `None`: they are never cached.
+    /// Opens the cached weights of a configuration; `None` if this configuration is never cached.
     pub(crate) fn open(config: &HandConfig) -> Option<Self> {
         let model = &config.model;
         let folder = model.get("cache").and_then(Value::as_str)?;
@@ -39,20 +39,20 @@ impl Kept {
             "format": model.get("format"),
             "config": model.get("config"),
         });
-        // An error here is not reported: loading the files reports it.
+        // An error here is not reported, because loading the files reports it.
         let key = content_key(&files(model), &facts).ok()?;
         let file =
             PackedFile::open(&Path::new(folder).join(FOLDER), &key, config.weight_cache_bytes);
         Some(Self { file, was_read: false })
     }
 
-    /// The format of each of the checkpoint's matrices; `None`: only the checkpoint shows it.
+    /// The format of each matrix in the checkpoint; `None` if the cache does not state the formats.
     pub(crate) fn stored(&self) -> Option<BTreeMap<String, String>> {
         let text = self.file.notes()?.get("stored")?.as_str()?;
         serde_json::from_str(text).ok()
     }
 
-    /// The weights; `None`: the checkpoint has to be loaded.
+    /// Reads the weights; `None` if the checkpoint has to be loaded.
     pub(crate) fn load(
         &mut self,
         plan: &Plan,
@@ -76,7 +76,8 @@ impl Kept {
         read.then(|| shared(rooms))
     }
 
-    /// Removes the files that were read, because their content is wrong. False: none were read.
+    /// Removes the files that were read, because their content is wrong. Returns false if none were
+    /// read.
     pub(crate) fn discard(&mut self) -> bool {
         if self.was_read {
             self.file.remove();
@@ -84,7 +85,7 @@ impl Kept {
         self.was_read
     }
 
-    /// Lets a thread write the final weights, unless the files exist.
+    /// Starts a thread that writes the final weights, unless the files exist.
     pub(crate) fn save(self, plan: &Plan, loaded: Loaded) {
         if self.was_read {
             return;
@@ -95,7 +96,7 @@ impl Kept {
         let mut notes = Map::new();
         notes.insert("stored".into(), stored.to_string().into());
         let write = move || {
-            // On Linux this applies to the calling thread only. Steps go first.
+            // On Linux, `nice` affects only the calling thread. Steps get priority.
             let _ = nice(LOWEST_PRIORITY);
             let tensors: Vec<(&str, &Entry, &[u8])> = entries
                 .iter()
@@ -103,8 +104,8 @@ impl Kept {
                 .collect();
             self.file.write(&tensors, &notes);
         };
-        // The process may end without waiting for this thread; the next writer removes what it
-        // leaves.
+        // The process may exit without waiting for this thread. The next writer removes an
+        // incomplete file.
         let started = std::thread::Builder::new().name("keep-weights".into()).spawn(write);
         if let Err(error) = started {
             eprintln!("the weights are not kept: {error}");
@@ -112,7 +113,7 @@ impl Kept {
     }
 }
 
-/// The model's files, as the brain names them.
+/// The paths of the model's files, as the brain's configuration lists them.
 pub(crate) fn files(model: &Value) -> Vec<PathBuf> {
     let files = model.get("files").and_then(Value::as_array).into_iter().flatten();
     files.filter_map(Value::as_str).map(PathBuf::from).collect()

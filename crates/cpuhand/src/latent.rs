@@ -1,11 +1,11 @@
-//! Latent attention in its absorbed form: attention with a single key head, whose keys are the
+//! Latent attention in its absorbed form: attention with a single key head whose keys are the
 //! cached rows.
 
 use forebay_kernels::{AttentionSizes, LatentSizes, Sizes};
 use forebay_weights::{Attention, Latent, QkNorm};
 
-/// Bytes that latent attention takes for a step of `tokens` tokens, and other attention does not:
-/// the kernels keep buffers of the largest step.
+/// Bytes of the buffers that only latent attention needs, for a step of `tokens` tokens. The
+/// kernels keep buffers of the largest step.
 pub(crate) fn step_bytes(sizes: &Sizes, tokens: u64) -> u64 {
     let number = sizes.dtype.bytes();
     let of_token = |attention: &AttentionSizes| {
@@ -14,8 +14,8 @@ pub(crate) fn step_bytes(sizes: &Sizes, tokens: u64) -> u64 {
             return 0;
         };
         let given = rank.max(value_dim);
-        // Queries brought to rows, and then values; inputs of products of heads, as tiles read
-        // them; what attention gives.
+        // Three buffers: one for queries in the latent space and later for values; one for the
+        // rearranged inputs of the per-head products; one for the results of attention.
         let of_head = (given + rank.max(nope_dim)) * size_of::<f32>() + given * number;
         let query = (nope_dim + attention.head_dim - rank) * size_of::<f32>();
         let of_low_rank = |low: usize| low * number + attention.heads * query;
@@ -24,7 +24,7 @@ pub(crate) fn step_bytes(sizes: &Sizes, tokens: u64) -> u64 {
     tokens * sizes.attentions.iter().map(of_token).max().unwrap_or(0)
 }
 
-/// The attention that the kernels compute of rows.
+/// The attention that the kernels compute on latent rows.
 pub(crate) fn as_attention(of: &Latent) -> Attention {
     Attention {
         heads: of.heads,

@@ -1,7 +1,8 @@
-//! A hand for CPUs, in Rust: one process, its memory and the compiled kernels.
+//! A hand for CPUs, in Rust: one process with its memory and the compiled kernels.
 //!
 //! It implements the step protocol like `python -m forebay.worker` (`docs/protocol.md`). [`serves`]
-//! lists the features that it lacks. The Python hand is the reference and serves everything else.
+//! lists the features that it lacks. The Python hand is the reference and serves all other
+//! features.
 
 mod adapters;
 mod blocks;

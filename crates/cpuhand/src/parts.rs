@@ -1,5 +1,6 @@
-//! The parts of a decoder that the kernels support, and why others are refused. A layer has
-//! attention, a recurrence, both or neither, followed by a dense part, experts or nothing.
+//! The components of a decoder that the kernels support, and the reasons why others are refused. A
+//! layer has attention, a recurrence, both or neither, followed by a dense network, experts or
+//! nothing.
 
 use forebay_kernels::{
     AttentionSizes, ExpertSizes, Factors, GateKind, LatentSizes, LayerInputSizes, RecurrenceSizes,
@@ -12,17 +13,17 @@ use forebay_weights::{
 
 use crate::latent::as_attention;
 
-/// The parts of a decoder that this hand serves.
+/// The components of a decoder that this hand serves.
 #[derive(Debug, Clone)]
 pub(crate) struct DecoderParts<'a> {
     pub(crate) shape: &'a Shape,
     /// The distinct kinds of attention.
     pub(crate) kinds: Vec<AttentionKind<'a>>,
-    /// The number of each layer's kind.
+    /// The index in `kinds` of each layer's attention.
     pub(crate) kind_of: Vec<usize>,
-    /// The widest dense part of layers without experts; `None`: all layers have experts.
+    /// The widest dense network of layers without experts; `None` if all layers have experts.
     pub(crate) dense: Option<&'a DenseFeed>,
-    /// The experts of the other layers; `None`: none has any.
+    /// The experts of the layers that have experts; `None` if no layer has any.
     pub(crate) experts: Option<&'a Experts>,
 }
 
@@ -30,18 +31,19 @@ pub(crate) struct DecoderParts<'a> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AttentionKind<'a> {
     pub(crate) attention: Attention,
-    /// The latent attention whose absorbed form is `attention`; `None`: heads have keys and values.
+    /// The latent attention whose absorbed form is `attention`; `None` if heads have their own keys
+    /// and values.
     pub(crate) latent: Option<&'a Latent>,
-    /// The index of the rotary embedding in the shape; `None`: there is none.
+    /// The index of the rotary embedding in the shape; `None` if there is none.
     pub(crate) rope: Option<usize>,
 }
 
 impl<'a> DecoderParts<'a> {
-    /// Finds the parts. The error completes a sentence that begins with `the Rust hand does not
-    /// have`, or is [`ModelError::Unserved`].
+    /// Determines the components. The error text completes a sentence that begins with `the Rust
+    /// hand does not have`, or is [`ModelError::Unserved`].
     ///
     /// # Errors
-    /// The kernels do not support some part.
+    /// If the kernels do not support a component.
     pub(crate) fn new(shape: &'a Shape) -> Result<Self, ModelError> {
         shape.check_served()?;
         if let Some(part) = lacks(shape) {
@@ -111,19 +113,19 @@ impl<'a> DecoderParts<'a> {
         fixed.chain(of_experts.into_iter().flatten()).chain(of_dense).chain(of_inputs)
     }
 
-    /// The inner size of the widest dense part; 0: no layer has one.
+    /// The inner size of the widest dense network; 0 if no layer has one.
     pub(crate) fn intermediate(&self) -> usize {
         self.dense.map_or(0, |dense| dense.intermediate_size)
     }
 
-    /// The kernel sizes of per-layer inputs; `None`: there are none.
+    /// The sizes of per-layer inputs as the kernels take them; `None` if there are none.
     pub(crate) fn layer_inputs(&self) -> Option<LayerInputSizes> {
         let inputs = self.shape.layer_inputs?;
         Some(LayerInputSizes { vocabulary: inputs.vocab_size, size: inputs.size })
     }
 
-    /// True if a layer has pages of its own: it has attention, and does not read another layer's
-    /// pages. With bidirectional attention, all layers of a kind share the pages of the first.
+    /// True if a layer has its own pages: it has attention, and does not read another layer's
+    /// pages. With bidirectional attention, all layers of a kind share the pages of the first one.
     pub(crate) fn keeps_pages(&self, layer: usize) -> bool {
         let kind = self.kind_of[layer];
         let shares = self.shape.both_ways() && self.kind_of[..layer].contains(&kind);
@@ -135,13 +137,14 @@ impl<'a> DecoderParts<'a> {
         self.shape.layers.len()
     }
 
-    /// The attention of a layer, or the absorbed form of its latent attention; `None`: it has none.
+    /// The attention of a layer, or the absorbed form of its latent attention; `None` if it has
+    /// none.
     pub(crate) fn attention(&self, layer: usize) -> Option<&Attention> {
         let attends = self.shape.mixer(layer).attention().is_some() || self.latent(layer).is_some();
         attends.then(|| &self.kinds[self.kind_of[layer]].attention)
     }
 
-    /// The latent attention of a layer; `None`: it has none.
+    /// The latent attention of a layer; `None` if it has none.
     pub(crate) fn latent(&self, layer: usize) -> Option<&'a Latent> {
         match self.shape.mixer(layer) {
             Mixer::Latent(latent) => Some(latent),
@@ -149,12 +152,12 @@ impl<'a> DecoderParts<'a> {
         }
     }
 
-    /// The recurrence of a layer, instead of or beside attention; `None`: it has none.
+    /// The recurrence of a layer, instead of or beside attention; `None` if it has none.
     pub(crate) fn recurrence(&self, layer: usize) -> Option<&'a Recurrence> {
         self.shape.mixer(layer).recurrence()
     }
 
-    /// The kinds of attention in the kernels.
+    /// The sizes of all kinds of attention as the kernels take them.
     pub(crate) fn attention_sizes(&self) -> Vec<AttentionSizes> {
         let sizes = |&AttentionKind { attention, latent, rope }: &AttentionKind<'_>| {
             let rotates = |rope: usize| &self.shape.ropes[rope];
@@ -188,18 +191,19 @@ impl<'a> DecoderParts<'a> {
         self.kinds.iter().map(sizes).collect()
     }
 
-    /// The factor on queries that grows with position, the same in all layers that have one.
+    /// The factor of queries that grows with position, which is the same in all layers that have
+    /// one.
     pub(crate) fn query_scale(&self) -> Option<QueryScale> {
         self.kinds.iter().find_map(|kind| kind.attention.query_scale)
     }
 
-    /// True if the feed-forward parts are gated. All are alike.
+    /// True if the feed-forward networks have gates, which is the same for all of them.
     pub(crate) fn gated(&self) -> bool {
         let of_dense = self.dense.map(|dense| dense.gated);
         of_dense.or(self.experts.map(|experts| experts.gated)).unwrap_or(true)
     }
 
-    /// The activation of the feed-forward parts. All have the same.
+    /// The activation of the feed-forward networks, which is the same for all of them.
     pub(crate) fn gate(&self) -> GateKind {
         let of_dense = self.dense.map(|dense| dense.activation);
         match of_dense.or(self.experts.map(|experts| experts.activation)) {
@@ -211,7 +215,7 @@ impl<'a> DecoderParts<'a> {
         }
     }
 
-    /// Factors of states and logits in the kernels.
+    /// The factors of states and logits as the kernels take them.
     pub(crate) fn factors(&self) -> Factors {
         let Scales { embeddings, inputs, residuals, logits, logit_cap } = self.shape.scales;
         Factors {
@@ -224,7 +228,7 @@ impl<'a> DecoderParts<'a> {
     }
 }
 
-/// The part of a model that only another hand supports.
+/// A component of a model that only the Python hand supports; `None` if there is none.
 fn lacks(shape: &Shape) -> Option<&'static str> {
     let chosen = |mixer: &Mixer| matches!(mixer, Mixer::Latent(of) if of.chosen != KeyChoice::All);
     let chooses = shape.mixers.iter().any(chosen);
@@ -276,7 +280,7 @@ fn lacks(shape: &Shape) -> Option<&'static str> {
     parts.into_iter().find_map(|(lacks, part)| lacks.then_some(part))
 }
 
-/// The sizes of a recurrence in the kernels.
+/// The sizes of a recurrence as the kernels take them.
 pub(crate) fn recurrence_sizes(recurrence: &Recurrence) -> RecurrenceSizes {
     let gate = match recurrence.norm {
         StateNorm::None => StateGate::Alone,
@@ -299,7 +303,7 @@ pub(crate) fn recurrence_sizes(recurrence: &Recurrence) -> RecurrenceSizes {
     }
 }
 
-/// The sizes of experts in the kernels.
+/// The sizes of experts as the kernels take them.
 pub(crate) fn expert_sizes(experts: &Experts) -> ExpertSizes {
     let routing = experts.routing;
     ExpertSizes {
@@ -335,7 +339,7 @@ mod tests {
         Shape::from_config(&config(architecture, changes)).expect("a shape")
     }
 
-    /// A config with the keys of all families.
+    /// A config with the keys of all model families.
     fn config(architecture: &str, changes: &Value) -> Map<String, Value> {
         let is_hybrid = architecture == "GraniteMoeHybridForCausalLM";
         let mut config = json!({
@@ -378,7 +382,7 @@ mod tests {
         for family in ALL {
             let mut config = config(family.architecture, &json!({}));
             if family.compiled {
-                // Models with a tower are computed without it.
+                // Models with a vision tower are computed without it.
                 config.remove("vision_config");
             }
             let shape = Shape::from_config(&config).expect("a shape");

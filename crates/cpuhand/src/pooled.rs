@@ -9,32 +9,32 @@ use crate::runner::{HandError, Runner};
 use crate::states::StateSteps;
 use crate::tables::{PlanError, wrong};
 
-/// How a prompt's states become a vector.
+/// The method by which a prompt's states become a vector.
 pub(crate) enum Pooler {
-    /// The last position has seen all others.
+    /// The state of the last position, which attends to all others.
     Last,
-    /// The mean of all states, which may come in several steps.
+    /// The mean of all states, which may be computed in several steps.
     Mean(Sums),
 }
 
-/// Sums of the states of each slot, in 64 bits, so that cutting a prompt into chunks does not
+/// Sums of the states of each slot, in 64 bits, so that dividing a prompt into chunks does not
 /// change the result's bits.
 pub(crate) struct Sums {
     /// `[slots, hidden]`
     sums: Vec<f64>,
-    /// Positions of each slot that were added up.
+    /// The number of positions of each slot that were added up.
     until: Vec<i64>,
     hidden: usize,
 }
 
-/// The kind of pooling in the configuration; `None`: the model generates.
+/// The kind of pooling in the configuration; `None` if the model generates tokens.
 pub(crate) fn kind(config: &HandConfig) -> Option<&str> {
     let pooling = config.model.get("pooling").filter(|pooling| !pooling.is_null())?;
     Some(pooling.get("kind").and_then(Value::as_str).unwrap_or("of no kind"))
 }
 
 impl Pooler {
-    /// `None`: there is no such kind here.
+    /// Creates the pooler of this kind; `None` if this module does not support the kind.
     pub(crate) fn of(kind: &str, slots: usize, hidden: usize) -> Option<Self> {
         match kind {
             "last" => Some(Self::Last),
@@ -52,7 +52,7 @@ impl Pooler {
         Self::of(kind, 0, 0).is_some()
     }
 
-    /// The tokens whose states this pooling needs, ascending.
+    /// The tokens whose states this pooling needs, in ascending order.
     fn wants(&self, columns: &Columns) -> Vec<i64> {
         match self {
             Self::Last => columns.last_tokens(),
@@ -60,7 +60,8 @@ impl Pooler {
         }
     }
 
-    /// Makes the vectors `[s, hidden]` from the states that it needs.
+    /// Computes the vectors `[s, hidden]` from the states of the tokens that [`Self::wants`]
+    /// returned.
     fn make(&mut self, columns: &Columns, states: Vec<f32>) -> Result<Vec<f32>, PlanError> {
         match self {
             Self::Last => Ok(states),
@@ -99,7 +100,8 @@ impl Sums {
 }
 
 impl Runner {
-    /// Computes rows, and pools prompts that end. False: the model generates.
+    /// Computes rows, and pools prompts that are complete. Returns false if the model generates
+    /// tokens.
     pub(crate) fn pool(
         &mut self,
         plan: &StepPlan,

@@ -1,4 +1,5 @@
-//! The hand's life: handshake, loading, then plans in and results out until the brain is gone.
+//! The main loop of the hand: handshake, loading, then plans in and results out until the brain
+//! closes the socket.
 
 use std::process::ExitCode;
 use std::sync::Mutex;
@@ -17,11 +18,11 @@ use crate::runner::{Executes, HandError, Loaded, Runner};
 const PROGRESS_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Serves the brain on descriptor 3. Returns success after an exit order, or when the brain has
-/// ended.
+/// exited.
 #[must_use]
 pub fn main() -> ExitCode {
     let parent = getppid();
-    // The brain requested this when it started the process, but another starter may not have.
+    // The brain also sets this signal when it starts the process, but another parent may not.
     if set_parent_process_death_signal(Some(Signal::KILL)).is_err() || getppid() != parent {
         return ExitCode::FAILURE;
     }
@@ -46,14 +47,15 @@ pub fn main() -> ExitCode {
             eprintln!("{error}");
             let line = error.to_string().split_whitespace().collect::<Vec<_>>().join(" ");
             let last_words = Fatal { error: line.clone(), traceback: line };
-            // The brain may be gone too, and then the line above is all that remains.
+            // The brain may have exited too, in which case only the line above reports the error.
             let _ = last_words.encode().map(|frame| outgoing.send(&frame));
             ExitCode::FAILURE
         }
     }
 }
 
-/// Handshake, then the step loop; returns at the end of the stream or on `shutdown`.
+/// Performs the handshake, then runs the step loop; returns when the socket is closed or on
+/// `shutdown`.
 fn serve(mut given: Given, outgoing: &Outgoing) -> Result<(), HandError> {
     let frame = |message: Result<Vec<u8>, _>| message.map_err(ConnectionError::from);
     let started = Instant::now();
@@ -82,7 +84,8 @@ fn serve(mut given: Given, outgoing: &Outgoing) -> Result<(), HandError> {
     while let Some(next) = next_frame(&mut incoming, &mut orders)? {
         follow(&mut *runner, &mut orders)?;
         let plan = StepPlan::decode(&next).map_err(ConnectionError::from)?;
-        // Masks follow their plan; only adapter orders and the end may come in between.
+        // Masks follow their plan; only adapter orders and the end of the stream may come in
+        // between.
         let mut masks = || {
             let Some(frame) = next_frame(&mut incoming, &mut orders)? else { return Ok(None) };
             let masks = ReceivedMasks::decode(&frame).map_err(ConnectionError::from)?;
@@ -97,7 +100,7 @@ fn serve(mut given: Given, outgoing: &Outgoing) -> Result<(), HandError> {
     Ok(())
 }
 
-/// The next frame that is not an adapter order. Orders are added to `orders`.
+/// Returns the next frame that is not an adapter order. Orders are added to `orders`.
 fn next_frame(
     incoming: &mut Incoming,
     orders: &mut Vec<AdapterOrder>,
@@ -115,7 +118,7 @@ fn follow(runner: &mut dyn Executes, orders: &mut Vec<AdapterOrder>) -> Result<(
     orders.drain(..).try_for_each(|order| runner.follow(order))
 }
 
-/// Sends `progress` frames: the first, the last, and in between at most one every
+/// Sends `progress` frames: the first, the last, and in between at most one per
 /// [`PROGRESS_INTERVAL`].
 struct Reporter<'a> {
     outgoing: &'a Outgoing,
@@ -125,7 +128,7 @@ struct Reporter<'a> {
 impl Reporter<'_> {
     fn report(&self, done: usize, total: usize) {
         let now = Instant::now();
-        // If another thread is reporting, this thread has nothing newer to report.
+        // If another thread is reporting, this thread has no newer values.
         let Ok(mut next) = self.next.try_lock() else { return };
         if now < *next && done < total {
             return;
@@ -133,7 +136,7 @@ impl Reporter<'_> {
         *next = now + PROGRESS_INTERVAL;
         let (done, total) = (done as u64, total as u64);
         let message = Progress { stage: "weights".into(), done, total };
-        // If the brain is gone, reading the next frame will show it.
+        // Errors are ignored: if the brain has exited, reading the next frame fails too.
         let _ = message.encode().map(|frame| self.outgoing.send(&frame));
     }
 }

@@ -8,40 +8,41 @@ use forebay_protocol::{PromptLogprobsWant, StepResult};
 
 use crate::sampler::{finite, likely};
 
-/// The size of a slice's logits: 32 MiB are enough rows for an efficient matrix product.
+/// The size of a slice's logits: 32 MiB hold enough rows for an efficient matrix product.
 const SLICE_BYTES: usize = 1 << 25;
-/// The number of slice-sized matrices that the Python hand has at a time. This hand has one, but
-/// both should have the same number of pages.
+/// The number of slice-sized matrices that the Python hand holds at a time. This hand holds one,
+/// but both hands should have the same number of pages.
 const SLICES: usize = 4;
 
-/// Positions whose logits are computed at a time.
+/// The number of positions whose logits are computed at a time.
 pub(crate) fn slice_rows(vocabulary: usize) -> usize {
     (SLICE_BYTES / (4 * vocabulary)).max(1)
 }
 
-/// Memory reserved for slices of steps of this many positions.
+/// Bytes reserved for slices, in steps of this many positions.
 pub(crate) fn slice_bytes(vocabulary: usize, positions: usize) -> u64 {
     (SLICES * 4 * vocabulary * slice_rows(vocabulary).min(positions)) as u64
 }
 
-/// A token's rank and its entries; `None`: the logits were not finite.
+/// A token's rank and its entries (id and log-probability); `None` if the logits were not finite.
 type Told = Option<(i32, Vec<(i32, f32)>)>;
 
-/// The prompt tokens whose log-probabilities a step has to give.
+/// The prompt tokens whose log-probabilities a step has to return.
 pub(crate) struct Wanted {
-    /// The row of each token. It computes the position before the token.
+    /// The row of each token: the row that computes the position before the token.
     pub(crate) rows: Vec<usize>,
-    /// The position before each token, as an index over all rows.
+    /// The position before each token, as an index over the positions of all rows.
     pub(crate) before: Vec<i64>,
     /// The tokens.
     pub(crate) tokens: Vec<i32>,
-    /// The number of most likely tokens listed with each token.
+    /// For each token, the number of most likely tokens to list.
     most: Vec<usize>,
 }
 
 impl Wanted {
-    /// `first`: each row's first position, as an index over all rows. `row_of` returns the row of a
-    /// slot and its start, `token` a slot's token.
+    /// Collects the tokens; `None` if there are none. `first`: each row's first position, as an
+    /// index over the positions of all rows. `row_of` returns a slot's row and the row's start;
+    /// `token` returns a slot's token at a position.
     pub(crate) fn of(
         wants: impl Iterator<Item = PromptLogprobsWant>,
         first: &[i64],
@@ -63,13 +64,14 @@ impl Wanted {
         (!wanted.rows.is_empty()).then_some(wanted)
     }
 
-    /// The largest number of most likely tokens listed with any token.
+    /// The largest number of most likely tokens to list for any token.
     pub(crate) fn widest(&self) -> usize {
         self.most.iter().copied().max().unwrap_or(0)
     }
 
-    /// Appends the log-probabilities of tokens `first ..` to `to`. `logits` are those before the
-    /// tokens, `[n, vocabulary]`. Rows with logits that are not finite are added to `broken`.
+    /// Appends the log-probabilities of tokens `first ..` to `to`. `logits` `[n, vocabulary]` are
+    /// those of the positions before the tokens. Rows with logits that are not finite are added to
+    /// `broken`.
     pub(crate) fn fill(
         &self,
         first: usize,
@@ -87,7 +89,7 @@ impl Wanted {
                 let larger = logits.iter().filter(|&&logit| logit > logits[token]).count();
                 (1 + larger as i32, likely(logits, token, self.most[at]))
             });
-            // Only this call sets the cell of the row.
+            // The cell is empty, because only this call sets it.
             let _ = found[index].set(of_token);
         });
         for (index, of_token) in found.into_iter().enumerate() {

@@ -1,8 +1,8 @@
-//! Random weights from a seed, for `--load-format dummy`: norms around one, all others small and
-//! around zero.
+//! Random weights from a seed, for `--load-format dummy`: norms are around one, all other weights
+//! are small and around zero.
 //!
-//! The weights differ from those of PyTorch's hand with the same seed, as between any two kinds of
-//! devices.
+//! The weights differ from those of the Python hand with the same seed, as they do between any two
+//! kinds of devices.
 
 use std::f64::consts::TAU;
 
@@ -17,7 +17,7 @@ fn splitmix64(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Fills a weight with numbers that are a function of the seed and its name.
+/// Fills a weight with random numbers that depend only on the seed and the weight's name.
 pub(crate) fn randomise(seed: u64, name: &str, number: TorchNumber, to: &mut [u8]) {
     let mean = if name.to_lowercase().ends_with("norm.weight") { 1.0 } else { 0.0 };
     let mut state = name.bytes().fold(seed, |state, byte| {
@@ -26,7 +26,7 @@ pub(crate) fn randomise(seed: u64, name: &str, number: TorchNumber, to: &mut [u8
     let mut spare: Option<f64> = None;
     let mut next = || {
         let normal = spare.take().unwrap_or_else(|| {
-            // Box & Muller 1958: two numbers make two.
+            // Box & Muller 1958: two uniform numbers give two normal ones.
             let mut uniform =
                 || ((splitmix64(&mut state) >> 11) as f64 + 0.5) / (1_u64 << 53) as f64;
             let (radius, turn) = ((-2.0 * uniform().ln()).sqrt(), TAU * uniform());
@@ -41,7 +41,7 @@ pub(crate) fn randomise(seed: u64, name: &str, number: TorchNumber, to: &mut [u8
         }
         TorchNumber::Bfloat16 => {
             for to in to.as_chunks_mut::<2>().0 {
-                // Cut off instead of rounded: dummy weights are not compared with others.
+                // Truncated instead of rounded: dummy weights are not compared with others.
                 *to = ((next().to_bits() >> 16) as u16).to_le_bytes();
             }
         }

@@ -1,4 +1,4 @@
-//! A process's memory: weights, pages and tables, loaded and ready for steps (`step`).
+//! The memory of a hand: weights, pages and tables, loaded and ready for steps (`step`).
 
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
@@ -34,7 +34,8 @@ use crate::tables::{PlanError, Tables};
 use crate::whole::WholeRunner;
 use crate::windows::{WindowLayers, page_bytes};
 
-/// Errors that end a hand. Those about its own code have the same names as in the Python hand.
+/// Errors that end the hand. If a message starts with an error name, the Python hand uses the same
+/// name.
 #[derive(Debug, Error)]
 pub(crate) enum HandError {
     #[error("{0}")]
@@ -57,30 +58,30 @@ impl From<Unfit> for HandError {
     }
 }
 
-/// The largest number of pages: table entries are signed 32-bit integers.
+/// The largest number of pages: page-table entries are signed 32-bit integers.
 const MOST_PAGES: u32 = i32::MAX.cast_unsigned();
 
 /// Bytes of an element of a convolution state: a 32-bit float.
 pub(crate) const STATE_ELEMENT: usize = 4;
 
-/// A callback with the number of loaded weights and their total.
+/// A callback that receives the number of loaded weights and the number of all weights.
 pub(crate) type Report<'a> = &'a (dyn Fn(usize, usize) + Sync);
 
 /// A loaded model that executes plans.
 pub(crate) trait Executes {
-    /// The facts for the `ready` message, except the loading time.
+    /// The values of the `ready` message, except the loading time.
     fn facts(&self) -> &Ready;
 
     /// Executes a plan. If it has masked rows, calls `masks` for their masks after the model's
-    /// work. `None`: there were none.
+    /// computation. Returns `None` if `masks` returned none.
     fn step(
         &mut self,
         plan: &StepPlan,
         masks: &mut MaskSource<'_>,
     ) -> Result<Option<StepResult>, HandError>;
 
-    /// Adds finished page copies to a plan's result. If the plan is to wait for one, waits first
-    /// until a copy ends, or until `socket`, if there is one, is readable.
+    /// Adds finished page copies to a plan's result. If the plan states a wait, first waits until a
+    /// copy finishes, or until `socket`, if there is one, is readable.
     fn end_copies(
         &mut self,
         _plan: &StepPlan,
@@ -89,18 +90,18 @@ pub(crate) trait Executes {
     ) {
     }
 
-    /// Follows an order about an adapter.
+    /// Executes an order about an adapter.
     fn follow(&mut self, _: AdapterOrder) -> Result<(), HandError> {
         Err(no_places())
     }
 }
 
-/// The error for an adapter without places.
+/// The error for an adapter order to a hand without adapter places.
 pub(crate) fn no_places() -> HandError {
     PlanError("adapters for a hand without places".into()).into()
 }
 
-/// Puts a step's times into its result. The step began at `begun` and ends now. The previous step
+/// Stores a step's times in its result. The step began at `begun` and ends now. The previous step
 /// ended at `before`, and waiting for masks took `idle`.
 pub(crate) fn timed(result: &mut StepResult, begun: Instant, before: &mut Instant, idle: Duration) {
     let ended = Instant::now();
@@ -110,7 +111,7 @@ pub(crate) fn timed(result: &mut StepResult, begun: Instant, before: &mut Instan
     *before = ended;
 }
 
-/// Weights, pages and slot tables, and plans executed on them.
+/// A loaded decoder: weights, pages and slot tables, on which plans are executed.
 pub(crate) struct Runner {
     pub(crate) decoder: Decoder,
     pub(crate) tables: Tables,
@@ -118,21 +119,21 @@ pub(crate) struct Runner {
     pub(crate) arena: Arc<Shared>,
     pub(crate) sizes: Sizes,
     pub(crate) facts: Ready,
-    /// The end of the step before.
+    /// When the previous step ended.
     pub(crate) ended: Instant,
-    /// Kept from step to step.
+    /// A buffer that is reused from step to step.
     pub(crate) logits: Vec<f32>,
-    /// `None`: the model generates.
+    /// `None` if the model generates tokens.
     pub(crate) pooler: Option<Pooler>,
-    /// `None`: the model has no recurrent layers.
+    /// `None` if the model has no recurrent layers.
     pub(crate) states: Option<States>,
-    /// `None`: no row has an adapter.
+    /// `None` if the hand has no adapter places.
     pub(crate) adapters: Option<AdapterPlaces>,
-    /// `None`: there is no host tier.
+    /// `None` if there is no host tier.
     pub(crate) copier: Option<Copier>,
 }
 
-/// A runner, and how to cache its weights for the next start.
+/// A loaded model, and the function that caches its weights for the next start.
 pub(crate) struct Loaded {
     pub(crate) runner: Box<dyn Executes>,
     /// Caches the weights; called once steps can be computed.
@@ -206,7 +207,7 @@ impl Runner {
         let of_device = PoolSize { count: sizes.page_count as u64, bytes: page_bytes };
         let of_states = PoolSize { count: pages, bytes: state_bytes };
         let host_pages = host_counts(config, of_device, of_states, left)?;
-        // The last room is held by no layer: its owner keeps the memory alive.
+        // The last room is empty and belongs to no layer: its owner keeps the memory mapped.
         let mut rooms = Room::parts(pools.iter().copied().chain([0]))?;
         let memory = rooms.pop();
         let mut rooms = rooms.into_iter();
@@ -269,7 +270,7 @@ impl Runner {
             window_page_count: sizes.window_page_count as u32,
             window_page_bytes,
             one_pool: windows.one_pool.into(),
-            // The order in a page follows the instructions.
+            // The order of elements in a page depends on the instruction level.
             kv_layout: format!("cpu {}", level()),
             blocks,
             lora_bytes,
@@ -319,7 +320,7 @@ impl Runner {
 
     /// Runs a tiny prompt and a decode row, so that no request pays for the set-up of the first
     /// step. The tables are unchanged afterwards. The content of the first page is undefined.
-    /// False: the results were not finite.
+    /// Returns false if the results were not finite.
     fn warm_up(&mut self) -> Result<bool, HandError> {
         let length = 2.min(self.tables.context_length).min(self.sizes.page_size);
         self.tables.pages[0] = 0;
@@ -344,7 +345,8 @@ impl Runner {
     }
 }
 
-/// The state pages, which follow the slots' rows; `None`: the model has no states.
+/// The memory of the state pages, which follow the slots' rows in the state tables; `None` if the
+/// model has no states.
 fn state_memory(decoder: &mut Decoder, config: &HandConfig, rows: u64) -> Option<StateMemory> {
     let keeper = decoder.state_tables().next().map(|table| table.keeper())?;
     let rows = usize::try_from(rows).ok().filter(|&rows| rows > 0)?;
@@ -352,7 +354,7 @@ fn state_memory(decoder: &mut Decoder, config: &HandConfig, rows: u64) -> Option
     Some(StateMemory { rows, first: 2 * config.slots })
 }
 
-/// The type of a model's computation, as three crates name it.
+/// The type in which a model is computed, as the enums of three crates.
 pub(crate) fn numbers(
     name: &str,
 ) -> Result<(TorchNumber, Dtype, forebay_protocol::Dtype), HandError> {
@@ -366,7 +368,7 @@ pub(crate) fn numbers(
     }
 }
 
-/// Limits the kernels to the instruction set that `FOREBAY_KERNELS` names.
+/// Limits the kernels to the instruction level that `FOREBAY_KERNELS` names.
 fn limit_kernels() -> Result<(), HandError> {
     let Ok(wanted) = std::env::var("FOREBAY_KERNELS") else { return Ok(()) };
     if limit(&wanted) {
@@ -417,7 +419,7 @@ fn check(config: &HandConfig) -> Result<(), HandError> {
     Ok(())
 }
 
-/// The model's shape, as the brain has determined it.
+/// The model's shape, which the brain has determined.
 pub(crate) fn shape(config: &HandConfig) -> Result<ModelShape, HandError> {
     let shape = config.model.get("shape").filter(|shape| !shape.is_null());
     let shape = shape.ok_or_else(|| HandError::Config("the config has no shape".into()))?;
@@ -434,7 +436,8 @@ pub(crate) fn format_of(config: &HandConfig) -> &str {
     config.model.get("format").and_then(Value::as_str).unwrap_or_default()
 }
 
-/// The formats of matrices. If the checkpoint had to be read, it is left open in `checkpoint`.
+/// Determines the formats of matrices. If the checkpoint had to be opened, it stays open in
+/// `checkpoint`.
 pub(crate) fn formats(
     config: &HandConfig,
     parts: &DecoderParts<'_>,
@@ -443,7 +446,7 @@ pub(crate) fn formats(
 ) -> Result<Formats, ModelError> {
     let quantization = quantization(config);
     let everything = quantization == Some("gguf");
-    // Experts keep their file's blocks, whatever the format of other matrices.
+    // Experts keep the blocks of their file, regardless of the format of other matrices.
     let stored = if everything || is_of_file(config) && parts.experts.is_some() {
         match kept.and_then(Kept::stored) {
             Some(stored) => stored,
@@ -465,13 +468,13 @@ fn is_of_expert(name: &str) -> bool {
     name.contains(".mlp.experts.")
 }
 
-/// Bytes for KV pages and state pages, after the weights and the slots' states.
+/// Bytes that remain for KV pages and state pages, after the weights and the slots' states.
 pub(crate) fn free(config: &HandConfig, plan: &Plan, available: u64, state_bytes: u64) -> u64 {
     let share = (config.mem_fraction_static * available as f64) as u64;
     share.saturating_sub(plan.bytes() + 2 * u64::from(config.slots) * state_bytes)
 }
 
-/// The sizes of a decoder with one page.
+/// The sizes of a decoder with a single page.
 pub(crate) fn sizes_of_parts(config: &HandConfig, parts: &DecoderParts<'_>, dtype: Dtype) -> Sizes {
     let &DecoderParts { shape, experts, .. } = parts;
     Sizes {
@@ -496,7 +499,7 @@ pub(crate) fn sizes_of_parts(config: &HandConfig, parts: &DecoderParts<'_>, dtyp
     }
 }
 
-/// The sizes of the decoder, with as many pages as fit.
+/// The sizes of a decoder with as many pages as fit.
 pub(crate) fn sizes(
     config: &HandConfig,
     parts: &DecoderParts<'_>,
@@ -539,7 +542,8 @@ pub(crate) fn sizes(
         None => {
             let share = (config.mem_fraction_static * available as f64) as u64;
             let of_slot = config.context_length.div_ceil(config.page_size);
-            // By default, no more than all slots can fill; a fixed number may exceed that.
+            // By default, no more pages than all slots can fill; an explicit number may exceed
+            // that.
             let most = config.slots.saturating_mul(of_slot).min(MOST_PAGES);
             windows.fitting(share.saturating_sub(taken), most, page_bytes)
         }

@@ -1,5 +1,5 @@
-//! From logits to a token, in the order of `docs/protocol.md`: adjust, filter, sample. Each row is
-//! processed independently of the others.
+//! Computes a token from logits, in the order of `docs/protocol.md`: adjust, filter, sample. Each
+//! row is processed independently of the other rows.
 
 use std::cmp::Ordering;
 
@@ -7,43 +7,43 @@ use crate::draw::{self, Draw, uniform};
 use crate::exponential::exp;
 use crate::tables::Slot;
 
-/// How many numbers are added in 32 bits before their sum is added in 64.
+/// The number of values that are summed in 32 bits before their sum is added in 64 bits.
 const SPAN: usize = 64;
 
-/// The slot, position and mask of a sampling row.
+/// The slot, position and mask of a row that is sampled.
 #[derive(Clone, Copy)]
 pub(crate) struct Ask<'a> {
     pub(crate) slot: &'a Slot,
-    /// The position that the token is for.
+    /// The position of the token to be sampled.
     pub(crate) position: usize,
-    /// Bit `i % 32` of word `i / 32` is set where token `i` is allowed; `None`: all are.
+    /// Bit `i % 32` of word `i / 32` is set if token `i` is allowed; `None` if all tokens are.
     pub(crate) mask: Option<&'a [u32]>,
 }
 
-/// A token or an error, with the requested log-probabilities.
+/// A sampled token, or an error, with the requested log-probabilities.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Sampled {
-    /// 0 where the logits were not finite.
+    /// 0 if the logits were not finite.
     pub(crate) token: i32,
     pub(crate) finite: bool,
-    /// The token and the most likely ones, with their log-probabilities; empty if not requested.
+    /// The token and the most likely tokens, with their log-probabilities; empty if not requested.
     pub(crate) logprobs: Vec<(i32, f32)>,
 }
 
-/// Memory that is reused from row to row.
+/// Buffers that are reused from row to row.
 #[derive(Default)]
 pub(crate) struct Scratch {
     adjusted: Vec<f32>,
     draw: draw::Scratch,
 }
 
-/// The first of the largest.
+/// The index of the largest logit; of equal logits, the first.
 pub(crate) fn greedy(logits: &[f32]) -> usize {
     let most = draw::largest(logits);
     logits.iter().position(|&logit| logit == most).unwrap_or(0)
 }
 
-/// True if all are finite.
+/// True if all logits are finite.
 pub(crate) fn finite(logits: &[f32]) -> bool {
     // Infinities and NaNs have all exponent bits set.
     const EXPONENT: u32 = 0x7f80_0000;
@@ -80,12 +80,13 @@ pub(crate) fn sample(logits: &[f32], ask: &Ask<'_>, scratch: &mut Scratch) -> Sa
     Sampled { token: token as i32, finite: true, logprobs }
 }
 
-/// True if stop ids are not allowed yet. With a mask, the mask decides whether the request may end.
+/// True if stop ids are not allowed yet. With a mask, only the mask decides whether the request may
+/// end.
 fn suppresses(ask: &Ask<'_>) -> bool {
     ask.mask.is_none() && ask.slot.suppresses(ask.position)
 }
 
-/// Biases, penalties, suppressed stop ids, allowed ids and the mask.
+/// Applies biases, penalties, the suppression of stop ids, allowed ids and the mask.
 fn adjust(logits: &[f32], ask: &Ask<'_>, adjusted: &mut Vec<f32>) {
     let (slot, params) = (ask.slot, &ask.slot.spec.sampling);
     adjusted.clear();
@@ -132,7 +133,8 @@ fn adjust(logits: &[f32], ask: &Ask<'_>, adjusted: &mut Vec<f32>) {
     }
 }
 
-/// A token and the `most` likely ones, with log-probabilities of the unmodified distribution.
+/// The token and the `most` most likely tokens, with log-probabilities of the unmodified
+/// distribution.
 pub(crate) fn likely(logits: &[f32], token: usize, most: usize) -> Vec<(i32, f32)> {
     let largest = draw::largest(logits);
     let of_span = |span: &[f32]| f64::from(span.iter().map(|&it| exp(it - largest)).sum::<f32>());
@@ -142,7 +144,8 @@ pub(crate) fn likely(logits: &[f32], token: usize, most: usize) -> Vec<(i32, f32
     std::iter::once(token).chain(top(logits, most)).map(entry).collect()
 }
 
-/// The ids of the `most` largest values, descending; of equal ones the lower id comes first.
+/// The ids of the `most` largest values, in descending order; of equal values, the lower id comes
+/// first.
 fn top(logits: &[f32], most: usize) -> Vec<usize> {
     let most = most.min(logits.len());
     if most == 0 {
@@ -151,7 +154,7 @@ fn top(logits: &[f32], most: usize) -> Vec<usize> {
     let down = |&(one, a): &(f32, usize), &(other, b): &(f32, usize)| -> Ordering {
         other.total_cmp(&one).then(a.cmp(&b))
     };
-    // A value below the smallest kept one is not inserted.
+    // A value below the smallest kept value is not inserted.
     let mut kept: Vec<(f32, usize)> = Vec::with_capacity(2 * most);
     let mut least = f32::NEG_INFINITY;
     for (id, &logit) in logits.iter().enumerate() {

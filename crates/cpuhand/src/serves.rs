@@ -1,5 +1,5 @@
-//! The models and settings that this hand supports, and why others are refused. This is the only
-//! list of features that it lacks.
+//! The models and settings that this hand supports, and the reasons why others are refused. It is
+//! the only list of features that this hand lacks.
 
 use forebay_kernels::Sizes;
 use forebay_protocol::HandConfig;
@@ -10,43 +10,44 @@ use crate::encoder;
 use crate::parts::DecoderParts;
 use crate::pooled::{Pooler, kind};
 
-/// Formats that a hand converts to or chooses. The others are formats of checkpoints.
+/// Weight formats that a hand converts to or chooses. All other formats are those of checkpoints.
 const MADE: [&str; 3] = ["auto", "w8a8_int8", "gguf"];
-/// The name of all checkpoint formats with 8-bit floats.
+/// The common name of all checkpoint formats with 8-bit floats.
 const FLOATS: &str = "fp8";
 
-/// The requested model and settings, which the brain has before a hand starts.
+/// The requested model and settings, which the brain knows before it starts a hand.
 #[derive(Debug, Clone, Copy)]
 pub struct Asked<'a> {
     /// The shape of the model.
     pub model: &'a ModelShape,
-    /// The kind of pooling; `None`: the model generates.
+    /// The kind of pooling; `None` if the model generates tokens.
     pub pooling: Option<&'a str>,
-    /// True if the model takes images.
+    /// True if the model accepts images.
     pub sees: bool,
     /// The kind of device.
     pub device: &'a str,
-    /// The weight format for products, or the checkpoint's format; `auto`: a GGUF file's blocks if
-    /// they are faster.
+    /// The weight format for matrix products, or the checkpoint's format. `auto` means a GGUF
+    /// file's blocks if they are faster.
     pub quantization: Option<&'a str>,
-    /// The data type of keys and values in pages; `None`: the model's type.
+    /// The data type of keys and values in pages; `None` if it is the model's type.
     pub kv_cache_dtype: Option<&'a str>,
-    /// The number of positions of a page.
+    /// The number of positions per page.
     pub page_size: u32,
-    /// The number of ranks of a group.
+    /// The number of ranks in the group that computes the model.
     pub ranks: u32,
-    /// True if requests may continue with chosen positions only, while host pages hold the others.
+    /// True if requests may continue with selected positions only, while host pages hold the other
+    /// positions.
     pub sparse: bool,
     /// True if the user named an attention backend.
     pub attention_backend: bool,
     /// True if requests may name adapters.
     pub adapters: bool,
-    /// True if a draft model or a head is used.
+    /// True if a draft model or a drafting head is used.
     pub draft_model: bool,
 }
 
 impl<'a> Asked<'a> {
-    /// Reads a hand's configuration.
+    /// Reads the settings from a hand's configuration.
     pub(crate) fn of(config: &'a HandConfig, model: &'a ModelShape) -> Self {
         let there = |key: &str| !config.model.get(key).is_none_or(Value::is_null);
         Self {
@@ -66,11 +67,11 @@ impl<'a> Asked<'a> {
     }
 }
 
-/// Checks that this hand serves a model with these settings. The error completes a sentence that
-/// begins with `the Rust hand does not have`.
+/// Checks that this hand serves a model with these settings. The error text completes a sentence
+/// that begins with `the Rust hand does not have`.
 ///
 /// # Errors
-/// The hand lacks something, or the model's config is invalid.
+/// If the hand lacks a feature, or the model's config is invalid.
 pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     let lacks = |what: &str| Err(ModelError::Elsewhere(what.into()));
     if asked.device != "cpu" {
@@ -93,7 +94,7 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     if asked.attention_backend {
         return lacks("backends of attention");
     }
-    // The starter of hands refuses this before it chooses one.
+    // The code that starts hands refuses adapters for such models before it chooses a hand.
     if asked.adapters && (encodes || asked.pooling.is_some()) {
         return lacks("adapters of models that pool");
     }
@@ -112,7 +113,7 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
     }
 }
 
-/// Why pages can't have the requested 8-bit numbers; `None`: they can, or only another hand can
+/// Why pages can't store the requested 8-bit type; `None` if they can, or if only another hand can
 /// decide.
 #[must_use]
 pub fn why_no_codes(asked: &Asked<'_>) -> Option<String> {
@@ -136,8 +137,8 @@ pub fn why_no_codes(asked: &Asked<'_>) -> Option<String> {
     ))
 }
 
-/// Why a checkpoint does not have the format that `--quantization` requires; `None`: it has, or
-/// only another hand can decide.
+/// Why a checkpoint does not have the format that `--quantization` requires; `None` if it has this
+/// format, or if only another hand can decide.
 #[must_use]
 pub fn why_not_stored(asked: &Asked<'_>) -> Option<String> {
     let named = asked.quantization.filter(|name| !MADE.contains(name))?;
@@ -159,7 +160,7 @@ pub fn why_not_stored(asked: &Asked<'_>) -> Option<String> {
     Some(format!("quantization {named} is not what the model has: {missing}; leave it off"))
 }
 
-/// True if attention is bidirectional, so that the model caches nothing.
+/// True if attention is bidirectional, so that the model caches no keys and values.
 fn sees_whole(model: &ModelShape) -> bool {
     model.decoder().is_none_or(Shape::both_ways)
 }

@@ -1,8 +1,9 @@
-//! The recurrent states of slots: the positions in each, and the rows of the state tables.
+//! The recurrent states of slots: the number of positions in each state, and the rows of the state
+//! tables.
 //!
-//! A slot has two rows. If a mask comes too late, the last position is computed again. So the
-//! states after that position go to the slot's other row, until the next plan row shows which of
-//! the two it continues. The rows of state pages follow those of slots.
+//! A slot has two rows. If a mask arrives too late, the last position is computed again. So the
+//! states after that position are written to the slot's other row, until the slot's next row in a
+//! plan shows from which of the two it continues. The rows of state pages follow those of slots.
 
 use std::collections::HashSet;
 
@@ -13,12 +14,12 @@ use crate::descriptors::PageMemory;
 use crate::runner::HandError;
 use crate::tables::{PlanError, wrong};
 
-/// By default, state pages get one part in `SHARE` of the memory for pages.
+/// By default, state pages get `1 / SHARE` of the memory for pages.
 const SHARE: u64 = 4;
-/// By default, the largest number of state pages for each slot. The smallest is one.
+/// By default, the largest number of state pages per slot. The smallest is one.
 const MOST_EACH: u64 = 8;
 
-/// The number of state pages, if a slot's states take `of_slot` bytes and `free` bytes are left for
+/// The number of state pages, if a slot's state takes `of_slot` bytes and `free` bytes remain for
 /// pages of all kinds.
 pub(crate) fn state_pages(config: &HandConfig, of_slot: u64, free: u64) -> u64 {
     let slots = u64::from(config.slots);
@@ -32,7 +33,7 @@ pub(crate) fn state_pages(config: &HandConfig, of_slot: u64, free: u64) -> u64 {
 /// The state pages of the device, which are the last rows of the state tables.
 pub(crate) struct StateMemory {
     pub(crate) rows: PageMemory,
-    /// The row of the first page.
+    /// The index of the first page's row.
     pub(crate) first: u32,
 }
 
@@ -42,27 +43,28 @@ impl StateMemory {
     }
 }
 
-/// The states of a plan's rows.
+/// The states of a plan's rows, and the copies before and after them.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct StateSteps {
-    /// For each row, the table row with the state before it, and the one for the state after it.
+    /// For each row, the table row with the state before it, and the table row for the state after
+    /// it.
     pub(crate) rows: Vec<[i64; 2]>,
-    /// Table rows that begin at position 0.
+    /// Table rows to be cleared, because the plan's rows that use them begin at position 0.
     fresh: Vec<usize>,
-    /// Copies before the rows, from and to.
+    /// Copies before the rows are computed, as `[from, to]`.
     loads: Vec<[usize; 2]>,
-    /// Copies after the rows.
+    /// Copies after the rows are computed, as `[from, to]`.
     saves: Vec<[usize; 2]>,
-    /// The positions in each state that is copied to the host, in the plan's order.
+    /// The number of positions in each state that is copied to the host, in the plan's order.
     pub(crate) to_host: Vec<u32>,
 }
 
-/// The contents of the states of slots and state pages.
+/// The number of positions in the states of slots and state pages.
 pub(crate) struct States {
     slots: usize,
-    /// The positions in each slot's state; `None`: it has none.
+    /// The number of positions in each slot's state; `None` if it has no state.
     seen: Vec<Option<u32>>,
-    /// The same for the slot's other row, if it may still be continued.
+    /// The number of positions in the slot's other row; `None` if no plan can continue from it.
     other: Vec<Option<u32>>,
     half: Vec<bool>,
     of_page: Vec<Option<u32>>,
@@ -79,10 +81,10 @@ impl States {
         }
     }
 
-    /// The states of a plan's rows. Its new slots are within bounds.
+    /// Determines the states of a plan's rows. The plan's new slots must be within bounds.
     ///
     /// # Errors
-    /// A row does not begin where its slot's state is, or a page has no state.
+    /// If a row does not begin where its slot's state ends, or a page has no state.
     pub(crate) fn read(&mut self, plan: &StepPlan) -> Result<StateSteps, PlanError> {
         for write in plan.new_slots() {
             let slot = write.slot as usize;
@@ -135,7 +137,7 @@ impl States {
                 return wrong(format!("copy of state page {page} of {count}"));
             };
             if !copy.direction.is_save() {
-                // No slot may load the state before the copy has ended.
+                // No slot may load the state before the copy has finished.
                 *seen = None;
                 continue;
             }
@@ -147,7 +149,7 @@ impl States {
         Ok(steps)
     }
 
-    /// Records that a state was restored to a page from the host.
+    /// Records that a state with `seen` positions was restored to a page from the host.
     pub(crate) fn has_come(&mut self, page: u32, seen: u32) {
         if let Some(of_page) = self.of_page.get_mut(page as usize) {
             *of_page = Some(seen);
@@ -158,8 +160,8 @@ impl States {
         slot + if self.half[slot] { self.slots } else { 0 }
     }
 
-    /// The table row with the state before a position of a slot, which becomes the slot's current
-    /// row.
+    /// Returns the table row with the state before position `start` of a slot. It becomes the
+    /// slot's current row.
     fn source(&mut self, slot: usize, start: u32) -> Result<usize, PlanError> {
         if start > 0 && self.seen[slot] != Some(start) {
             if self.other[slot] != Some(start) {
@@ -186,7 +188,7 @@ impl States {
 }
 
 impl StateSteps {
-    /// Makes the states those that the rows continue.
+    /// Loads or clears the states from which the rows continue.
     pub(crate) fn load(&self, decoder: &mut Decoder) -> Result<(), HandError> {
         for &[from, to] in &self.loads {
             decoder.copy_state(from, to)?;
@@ -197,7 +199,7 @@ impl StateSteps {
         Ok(())
     }
 
-    /// Copies the states after the rows to their pages.
+    /// Copies the states after the rows to their state pages.
     pub(crate) fn save(&self, decoder: &mut Decoder) -> Result<(), HandError> {
         for &[from, to] in &self.saves {
             decoder.copy_state(from, to)?;
@@ -250,7 +252,7 @@ mod tests {
             assert!(error.is_err_and(|error| error.0.contains("have seen others")), "{start}");
         }
         read(&mut states, |plan| row(plan, 5, 1, Want::TOKEN)).expect("the next position");
-        // A new request has no state, whatever the slot's last request had.
+        // A new request has no state, even if the slot's previous request had one.
         let error = read(&mut states, |plan| {
             new_slot(plan);
             row(plan, 6, 1, Want::TOKEN);

@@ -1,4 +1,4 @@
-//! A step: a plan in, a result out.
+//! Executes a step: a plan in, a result out.
 
 use std::cell::RefCell;
 use std::os::fd::BorrowedFd;
@@ -24,7 +24,7 @@ thread_local! {
     static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
-/// Waits for the masks that follow a plan. `None`: the brain is gone.
+/// Waits for the masks that follow a plan. Returns `None` if the brain has closed the socket.
 pub(crate) type MaskSource<'a> = dyn FnMut() -> Result<Option<ReceivedMasks>, HandError> + 'a;
 
 impl Executes for Runner {
@@ -73,7 +73,7 @@ impl Executes for Runner {
         }
         timed(&mut result, begun, &mut self.ended, idle);
         if let Some(adapters) = &mut self.adapters {
-            // If copies are in flight, wait for one of them.
+            // If page copies are in flight, the plan's wait applies to them, not to adapters.
             let copies = self.copier.as_ref().is_some_and(Copier::is_busy);
             let wait_us = if copies { 0 } else { plan.wait_us() };
             result.placed = adapters.report(wait_us);
@@ -115,7 +115,7 @@ fn names_places(plan: &StepPlan) -> bool {
 }
 
 impl Runner {
-    /// The states that the plan's rows continue.
+    /// Determines the states from which the plan's rows continue.
     fn read_states(&mut self, plan: &StepPlan) -> Result<StateSteps, PlanError> {
         match &mut self.states {
             Some(states) => states.read(plan),
@@ -126,7 +126,8 @@ impl Runner {
         }
     }
 
-    /// Computes rows, and samples those that should. False: their masks never came.
+    /// Computes a plan's rows, and samples those for which the plan requests a token. Returns false
+    /// if the masks were not received.
     fn rows(
         &mut self,
         plan: &StepPlan,
@@ -154,7 +155,7 @@ impl Runner {
             let rows = columns.rows(&self.tables, &given, &last);
             self.decoder.step(&rows, Wanted::Best(&mut best, &mut finite))?;
             let sample = |place: usize, _, _: &Slot| {
-                // Logits that are not finite give no token.
+                // Logits that are not finite yield no token.
                 let (token, finite) =
                     if finite[place] == 1 { (best[place], true) } else { (0, false) };
                 Some(Sampled { token, finite, logprobs: Vec::new() })
@@ -211,8 +212,8 @@ impl Runner {
         }
     }
 
-    /// Samples the `drawn` ones of the wanted rows, each on the next free thread, with a mask for
-    /// each of their positions.
+    /// Samples the rows `wanted[i]` for each `i` in `drawn`, each on the next free thread. `masks`
+    /// has a mask for each index of logits.
     fn sample(
         &self,
         logits: &[f32],
@@ -233,13 +234,13 @@ impl Runner {
                 let ask = Ask { slot, position, mask };
                 Some(SCRATCH.with_borrow_mut(|scratch| sample(logits, &ask, scratch)))
             });
-            // Only this call sets the cell of the row.
+            // The cell is empty, because only this call sets it.
             let _ = found[number].set(given);
         });
         found.into_iter().filter_map(OnceLock::into_inner).collect()
     }
 
-    /// Gives the places of masked rows their masks.
+    /// Stores the received masks at the positions of masked rows.
     fn masks(
         &self,
         step: u64,
@@ -303,7 +304,8 @@ impl Runner {
         }
     }
 
-    /// Computes rows. Returns the states of sampling rows, then those before prompt tokens.
+    /// Computes rows. Returns the states of the tokens in `last`, then those of the positions
+    /// before the prompt tokens.
     fn states(
         &mut self,
         columns: &Columns,
@@ -319,12 +321,13 @@ impl Runner {
         let mut states = vec![0.0; tokens.len() * hidden];
         let rows = columns.rows(&self.tables, given, &tokens);
         self.decoder.step(&rows, Wanted::States(&mut states))?;
-        // Each token is in the list.
+        // `tokens` contains every token that is looked up.
         let place = |token| tokens.binary_search(token).unwrap_or(0);
         Ok(wanted().flat_map(|token| &states[place(token) * hidden..][..hidden]).copied().collect())
     }
 
-    /// Logits of the sampling rows, and log-probabilities of prompt tokens, a slice at a time.
+    /// Computes the logits of the sampled rows, and the log-probabilities of prompt tokens slice by
+    /// slice.
     fn heads(
         &mut self,
         states: &[f32],

@@ -1,4 +1,4 @@
-//! The slot tables: each slot's tokens, pages and sampling parameters.
+//! The tables of slots: each slot's tokens, pages and sampling parameters.
 
 use std::collections::HashMap;
 
@@ -6,8 +6,8 @@ use forebay_kernels::Shared;
 use forebay_protocol::{SamplingParams, SlotSpec, SlotWrite, StepPlan};
 use thiserror::Error;
 
-/// The error for a plan that names something that does not exist: brain and hand disagree about the
-/// tables.
+/// The error for a plan that refers to something that does not exist: the tables of brain and hand
+/// differ.
 #[derive(Debug, Error, PartialEq, Eq)]
 #[error("{0}")]
 pub(crate) struct PlanError(pub(crate) String);
@@ -23,18 +23,18 @@ pub(crate) struct Count {
     pub(crate) generated: u32,
 }
 
-/// A slot's request.
+/// The request in a slot.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Slot {
     pub(crate) prompt_len: usize,
     pub(crate) spec: SlotSpec,
-    /// The counts of the tokens before the next position, if there is a penalty; otherwise they are
-    /// not maintained.
+    /// The counts of the tokens before the next position. They are maintained only if there is a
+    /// penalty.
     pub(crate) counts: HashMap<i32, Count>,
 }
 
 impl Default for Slot {
-    /// A slot that no plan has written, whose rows are greedy.
+    /// A slot that no plan has written. Its rows are sampled greedily.
     fn default() -> Self {
         let sampling = SamplingParams { temperature: 0.0, ..SamplingParams::default() };
         let spec = SlotSpec { sampling, ..SlotSpec::default() };
@@ -43,7 +43,7 @@ impl Default for Slot {
 }
 
 impl Slot {
-    /// True if the request needs nothing but the most likely token.
+    /// True if the request needs only the most likely token.
     pub(crate) fn is_plain(&self) -> bool {
         let params = &self.spec.sampling;
         params.temperature == 0.0
@@ -52,7 +52,7 @@ impl Slot {
             && self.spec.stop_ids.is_empty()
     }
 
-    /// True if stop ids can't be sampled at a position, unless no other token is allowed.
+    /// True if stop ids can't be sampled at a position. If only stop ids are allowed, they can.
     pub(crate) fn suppresses(&self, position: usize) -> bool {
         let params = &self.spec.sampling;
         let only_stops = || {
@@ -64,12 +64,13 @@ impl Slot {
             && !only_stops()
     }
 
-    /// The number of most likely tokens listed with each token; `None`: no log-probabilities.
+    /// For each sampled token, the number of most likely tokens to list; `None` if no
+    /// log-probabilities are requested.
     pub(crate) fn logprobs(&self) -> Option<usize> {
         self.spec.sampling.logprobs.map(usize::from)
     }
 
-    /// Counts a token that was sampled.
+    /// Counts a sampled token.
     pub(crate) fn count(&mut self, token: i32) {
         let count = self.counts.entry(token).or_default();
         count.seen += 1;
@@ -87,18 +88,18 @@ impl Slot {
     }
 }
 
-/// Rows by slot.
+/// The tables, indexed by slot.
 pub(crate) struct Tables {
     pub(crate) slots: Vec<Slot>,
-    /// `[slots, token_stride]`
+    /// `[slots, token_stride]`: the tokens of each slot.
     pub(crate) tokens: Vec<i32>,
-    /// One more than the context, because the token sampled at its very end is stored too.
+    /// One more than the context length, because the token sampled at its very end is stored too.
     pub(crate) token_stride: usize,
-    /// `[slots, page_stride]`; -1 marks pages that the brain has not written, so that using one is
-    /// an error rather than another request's page.
+    /// `[slots, page_stride]`: the page table of each slot. -1 marks entries that the brain has not
+    /// written, so that using one is an error instead of an access to another request's page.
     pub(crate) pages: Vec<i32>,
-    /// The same for the window part: using a `null_page` that some query reads is an error. Empty
-    /// without a window part.
+    /// The same for the window part, with `null_page` in place of -1: a query that reads the null
+    /// page is an error. Empty without a window part.
     pub(crate) window: Vec<i32>,
     null_page: i32,
     pub(crate) page_stride: usize,
@@ -127,7 +128,7 @@ impl Tables {
         }
     }
 
-    /// The tables of a hand with this many pages in the window part; 0: there is none.
+    /// Adds the window part with this many pages; 0 if there is none.
     pub(crate) fn with_window(mut self, pages: usize) -> Self {
         if pages > 0 {
             self.null_page = i32::try_from(pages).unwrap_or(i32::MAX);
@@ -136,7 +137,7 @@ impl Tables {
         self
     }
 
-    /// Overwrites new slots, and entries of page tables.
+    /// Writes a plan's new slots and page-table entries.
     pub(crate) fn write(&mut self, plan: &StepPlan, arena: &Shared) -> Result<(), PlanError> {
         for write in plan.new_slots() {
             self.write_slot(write, arena)?;
@@ -233,7 +234,7 @@ impl Tables {
         self.tokens[slot * self.token_stride + position]
     }
 
-    /// Has no slot name a page.
+    /// Clears the page tables of all slots.
     pub(crate) fn forget_pages(&mut self) {
         self.pages.fill(-1);
         self.window.fill(self.null_page);

@@ -1,4 +1,4 @@
-//! A decoder with bidirectional attention behind the step protocol (ADR 102). Every row is a whole
+//! A decoder with bidirectional attention that executes plans (ADR 102). Every row is a whole
 //! prompt, and only the slots' tokens are kept between steps.
 
 use std::collections::HashSet;
@@ -23,11 +23,11 @@ use crate::runner::{
 use crate::step::MaskSource;
 use crate::tables::{PlanError, Tables, wrong};
 
-/// The positions of a page, in which the kernels keep a step's keys and values of one layer at a
-/// time.
+/// The number of positions per page. The kernels store a step's keys and values of one layer at a
+/// time in the pages.
 const PAGE_SIZE: usize = 16;
 
-/// Weights, and the tokens of slots.
+/// A decoder with bidirectional attention, with its weights and the tokens of slots.
 pub(crate) struct WholeRunner {
     decoder: Decoder,
     tables: Tables,
@@ -35,7 +35,7 @@ pub(crate) struct WholeRunner {
     facts: Ready,
     ended: Instant,
     page_count: usize,
-    /// True if a prompt's first state is its vector, rather than the mean.
+    /// True if a prompt's vector is its first state; false if it is the mean of its states.
     first: bool,
     layers: Vec<LayerBehind>,
 }
@@ -66,7 +66,7 @@ impl WholeRunner {
             load(&plan, Source::Checkpoint(&checkpoint), threads, report)?
         };
         let slots = config.slots as usize;
-        // A step has this many tokens, and each prompt may leave a page half empty.
+        // A step has at most this many tokens, and each prompt may leave a page partly empty.
         let page_count = (config.chunked_prefill_size as usize).div_ceil(PAGE_SIZE) + slots;
         let sizes =
             Sizes { page_size: PAGE_SIZE, page_count, ..sizes_of_parts(config, &parts, dtype) };
@@ -109,7 +109,7 @@ impl WholeRunner {
         Ok(Loaded { runner: Box::new(runner), keep: Box::new(|| {}) })
     }
 
-    /// The vectors of rows that are whole prompts, after the layers that follow pooling.
+    /// Computes the vectors of rows that are whole prompts, and applies the layers after pooling.
     fn encode(&mut self, columns: &Columns) -> Result<Vec<Vec<f32>>, HandError> {
         self.lay_out(columns)?;
         let hidden = self.facts.hidden_size as usize;
@@ -137,7 +137,7 @@ impl WholeRunner {
         Ok(vectors)
     }
 
-    /// Gives pages to the prompts of a step.
+    /// Assigns pages to the prompts of a step.
     fn lay_out(&mut self, columns: &Columns) -> Result<(), PlanError> {
         let mut seen = HashSet::new();
         let whole = columns.start.iter().all(|&start| start == 0)
@@ -199,8 +199,8 @@ impl Executes for WholeRunner {
     }
 }
 
-/// The model's own files, and the layers after its pooling. Their files are numbered after the
-/// model's own.
+/// Returns the model's own files, and the layers after its pooling. The files of these layers
+/// follow the model's own in the configuration.
 fn layers_behind(
     config: &HandConfig,
 ) -> Result<(Vec<std::path::PathBuf>, Vec<VectorLayer>), HandError> {

@@ -1,5 +1,5 @@
-//! Layers with a window: they read only the last positions of a request, and may have pages of
-//! their own, the window part.
+//! Layers with a window. They read only the last positions of a request, and may have separate
+//! pages, the window part.
 
 use forebay_kernels::{AttentionSizes, Sizes};
 use forebay_protocol::{HandConfig, main_page_count, window_page_count};
@@ -11,18 +11,19 @@ use crate::pooled::kind;
 /// The layers of a model whose window is shorter than the context.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct WindowLayers {
-    /// The longest of their windows; 0: there are no such layers.
+    /// The longest of their windows; 0 if there are no such layers.
     pub(crate) window: u32,
-    /// Pages of the window part relative to the main part; `None`: all layers share one pool.
+    /// The number of pages of the window part relative to the main part; `None` if all layers share
+    /// one pool.
     ratio: Option<f64>,
-    /// Why there is one pool although separate pages were requested; otherwise empty.
+    /// The reason for a single pool although separate pages were requested; otherwise empty.
     pub(crate) one_pool: &'static str,
     page_size: u32,
     context_length: u32,
 }
 
 impl WindowLayers {
-    /// Finds the layers with a window, and chooses the pool of their pages.
+    /// Finds the layers with a window, and decides whether they get separate pages.
     pub(crate) fn new(config: &HandConfig, shape: &Shape, states: bool) -> Self {
         let &HandConfig { page_size, context_length, window_ratio, .. } = config;
         let layers = 0..shape.layers.len();
@@ -56,13 +57,15 @@ impl WindowLayers {
         self.ratio.is_some() && attention.window.is_some_and(shorter)
     }
 
-    /// Pages of the window part for this many of the main part; 0 without a window part.
+    /// The number of pages of the window part for this many pages of the main part; 0 without a
+    /// window part.
     pub(crate) fn count(&self, pages: u32) -> u32 {
         let count = |ratio| window_page_count(pages, ratio, self.window, self.page_size);
         self.ratio.map_or(0, count)
     }
 
-    /// Bytes of this many pages of the main part, of the window part's pages, and of the null page.
+    /// Bytes of this many pages of the main part, of the corresponding pages of the window part,
+    /// and of the null page.
     pub(crate) fn bytes(&self, pages: u32, [main, window]: [u64; 2]) -> u64 {
         u64::from(pages) * main + u64::from(self.count(pages)) * window + self.null_bytes(window)
     }
@@ -89,9 +92,9 @@ fn shares_with_others(shape: &Shape) -> bool {
     })
 }
 
-/// Bytes of a page of the main part, and of one of the window part, over the layers of each.
+/// Bytes of a page of the main part, and of a page of the window part, over the layers of each.
 pub(crate) fn page_bytes(parts: &DecoderParts<'_>, sizes: &Sizes) -> [u64; 2] {
-    // Only the window part's null page is left.
+    // With these counts, the window part has only its null page.
     let one = Sizes { page_count: 1, window_page_count: 0, ..sizes.clone() };
     let mut bytes = [0; 2];
     for (layer, &kind) in parts.kind_of.iter().enumerate() {

@@ -15,7 +15,7 @@ use super::{
 };
 use crate::parts::DecoderParts;
 
-/// The weights of a decoder, assembled from loaded ones.
+/// Assembles the weights of a decoder from loaded weights.
 pub(crate) fn assemble(
     plan: &Plan,
     parts: &DecoderParts<'_>,

@@ -5,14 +5,14 @@ use forebay_weights::{ModelError, Norm, Shape, TorchNumber, VectorActivation, Ve
 
 use super::{Loaded, Plan, number_of_norms};
 
-/// A layer on a vector: a product, an activation and a norm.
+/// A layer that is applied to a pooled vector: a product, an activation and a norm.
 pub(crate) struct LayerBehind {
     of: VectorLayer,
     /// `[outputs, inputs]`
     weight: Vec<f32>,
-    /// Empty: there is none.
+    /// Empty if there is no bias.
     bias: Vec<f32>,
-    /// Empty: there is none.
+    /// Empty if there is no norm.
     norm: Vec<f32>,
     kind: Norm,
     eps: f32,
@@ -33,7 +33,7 @@ impl Plan {
         }
     }
 
-    /// Such a layer, of loaded weights.
+    /// Creates a layer after pooling from loaded weights.
     pub(crate) fn layer_behind(
         &self,
         shape: &Shape,
@@ -47,7 +47,7 @@ impl Plan {
                 TorchNumber::Float32 => {
                     bytes.as_chunks::<4>().0.iter().map(|&it| f32::from_le_bytes(it)).collect()
                 }
-                // The upper half of a float.
+                // A bfloat16 number is the upper half of a float.
                 TorchNumber::Bfloat16 => {
                     let wide = |&[low, high]: &[u8; 2]| f32::from_le_bytes([0, 0, low, high]);
                     bytes.as_chunks::<2>().0.iter().map(wide).collect()

@@ -1,4 +1,5 @@
-//! The weights of a BERT: names and shapes before loading, and the assembled encoder afterwards.
+//! The weights of a BERT encoder: names and shapes before loading, and the assembled encoder
+//! afterwards.
 
 use forebay_kernels::{BertLayer, BertLinear, BertNorm, BertWeights, Matrix, Storage};
 use forebay_weights::{BertShape, ModelError, TorchNumber};
@@ -14,8 +15,8 @@ fn embedding(name: &str) -> String {
 }
 
 impl Plan {
-    /// The weights of an encoder with this many scores. Its layers' matrices have one of `formats`,
-    /// everything else the type `number`.
+    /// Plans the weights of an encoder with this many scores. The matrices of its layers have one
+    /// of `formats`; all other weights have the type `number`.
     pub(crate) fn of_bert(
         shape: &BertShape,
         scores: usize,
@@ -40,7 +41,8 @@ impl Plan {
             plan.norm(&at("output"), hidden);
         }
         if scores > 0 {
-            // Quantising them would save nothing, and its error would go directly into the score.
+            // Quantising the layers that compute scores would save nothing, and its error would
+            // directly affect the score.
             let formats = std::mem::take(&mut plan.formats);
             plan.linear(&[(POOLER.into(), hidden)], hidden, true, false)?;
             plan.linear(&[(CLASSIFIER.into(), scores)], hidden, true, false)?;
@@ -55,7 +57,7 @@ impl Plan {
         }
     }
 
-    /// The weights of an encoder, from loaded ones.
+    /// Assembles the weights of an encoder from loaded weights.
     pub(crate) fn assemble_bert(
         &self,
         scores: usize,

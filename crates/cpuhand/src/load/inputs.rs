@@ -1,4 +1,4 @@
-//! The weights of per-layer inputs, and norms without weights.
+//! The weights of per-layer inputs, and of norms without weights in the checkpoint.
 
 use std::sync::Arc;
 
@@ -11,7 +11,8 @@ const TABLE: &str = "model.embed_tokens_per_layer.weight";
 const PROJECTION: &str = "model.per_layer_model_projection";
 const NORM: &str = "model.per_layer_projection_norm.weight";
 
-/// Names in a layer: the gate of its input, the product after it, and the norm of both.
+/// Names in a layer: the gate of its input, the projection after it, and the norm of that
+/// projection's output.
 const GATE: &str = "per_layer_input_gate";
 const OUTPUT: &str = "per_layer_projection";
 const OUTPUT_NORM: &str = "post_per_layer_input_norm.weight";
@@ -21,7 +22,7 @@ fn at(layer: usize, name: &str) -> String {
 }
 
 impl Plan {
-    /// The weights from which the inputs of this many layers are computed.
+    /// Adds the weights from which the inputs of this many layers are computed.
     pub(super) fn layer_inputs(
         &mut self,
         LayerInputs { vocab_size, size }: LayerInputs,
@@ -30,7 +31,7 @@ impl Plan {
     ) -> Result<(), ModelError> {
         let width = layers * size;
         let parts = Parts { parts: vec![(TABLE.into(), vec![vocab_size, width])] };
-        // Single rows are looked up, so integers would bring no speed.
+        // Only single rows are looked up, so 8-bit integers would not be faster.
         let stored = self.formats.stored.contains_key(TABLE);
         let storage = if stored { self.formats.of(&parts.parts, width)? } else { Storage::Plain };
         let storage = if Table::takes(storage) { storage } else { Storage::Plain };
@@ -40,7 +41,7 @@ impl Plan {
         Ok(())
     }
 
-    /// The weights of a layer with a per-layer input.
+    /// Adds the weights with which a layer processes its own input.
     pub(super) fn input_matrices(
         &mut self,
         layer: usize,
@@ -53,14 +54,14 @@ impl Plan {
         Ok(())
     }
 
-    /// The form of the rows of tokens.
+    /// The number format of the table of tokens.
     pub(super) fn table_storage(&self) -> Storage {
         let table = self.vectors.iter().find(|vectors| vectors.parts.name() == TABLE);
         table.map_or(Storage::Plain, |table| table.storage)
     }
 }
 
-/// The weights that make the layers' inputs, from loaded ones.
+/// Assembles the weights from which layers' own inputs are computed.
 pub(super) fn weights(
     storage: Storage,
     matrix: &impl Fn(&str) -> Result<Matrix, ModelError>,
@@ -73,7 +74,7 @@ pub(super) fn weights(
     })
 }
 
-/// The weights with which a layer uses its input, from loaded ones.
+/// Assembles the weights with which a layer processes its own input.
 pub(super) fn matrices(
     layer: usize,
     matrix: &impl Fn(&str) -> Result<Matrix, ModelError>,
@@ -84,11 +85,11 @@ pub(super) fn matrices(
     Ok(InputMatrices { gate: weight(GATE)?, output: weight(OUTPUT)?, norm })
 }
 
-/// The weights of a norm without weights: all ones.
+/// The weights of a norm without weights in the checkpoint: all ones.
 pub(super) fn ones(size: usize, number: TorchNumber) -> Result<Bytes, ModelError> {
     let one: &[u8] = match number {
         TorchNumber::Float32 => &1_f32.to_le_bytes(),
-        // The upper half of the float.
+        // A bfloat16 number is the upper half of a float.
         TorchNumber::Bfloat16 => &1_f32.to_le_bytes()[2..],
     };
     let room = Room::new(size * one.len());

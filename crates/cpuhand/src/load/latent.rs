@@ -1,9 +1,9 @@
 //! The weights of latent attention.
 //!
 //! A checkpoint has one matrix `[heads * (nope_dim + value_dim), rank]` that computes keys and
-//! values from rows. The kernels project queries with the transposed key part of each head, and
-//! compute values with the other part. Both stay in the model's type, because a file's blocks run
-//! along the wrong dimension of the first.
+//! values from rows. The kernels map queries with the transposed key part of each head, and compute
+//! values with the other part. Both stay in the model's type, because a file's blocks run along the
+//! wrong dimension of the key part.
 
 use std::sync::Arc;
 
@@ -18,19 +18,20 @@ const UP: &str = "kv_b_proj.weight";
 /// The name of the value part in memory; the key part keeps the checkpoint's name.
 const VALUES: &str = "kv_b_proj.values";
 
-/// Which rows of each head a matrix takes from a tensor with the rows of all heads.
+/// The rows of each head that a matrix takes from a tensor with the rows of all heads.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct HeadRows {
-    /// Rows of a head.
+    /// The number of rows per head in the tensor.
     each: usize,
-    /// The index of the first such row, and their number.
+    /// The index within a head of the first row that is taken, and the number of rows.
     first: usize,
     count: usize,
     /// True if the matrix is transposed.
     transposed: bool,
 }
 
-/// The product whose outputs come first in the layer's first product.
+/// The projection of the queries, whose outputs come first in the layer's first product: its name
+/// and number of outputs.
 fn queries(of: &Latent) -> (&'static str, usize) {
     match of.query_rank {
         None => ("q_proj", of.heads * (of.nope_dim + of.rotary_dim)),
@@ -39,7 +40,7 @@ fn queries(of: &Latent) -> (&'static str, usize) {
 }
 
 impl Plan {
-    /// The weights of latent attention whose names begin with `at`.
+    /// Adds the weights of latent attention whose names begin with `at`.
     pub(super) fn latent(
         &mut self,
         at: &str,
@@ -52,7 +53,7 @@ impl Plan {
         let products = [(name(first), outputs), (name(ROW), rank + rotary_dim)];
         self.linear(&products, hidden, false, false)?;
         if of.bias {
-            // Queries without a low rank have none.
+            // Queries without a low rank have no bias.
             let from = usize::from(of.query_rank.is_none());
             let bias = |(name, rows): &(String, usize)| (format!("{name}.bias"), vec![*rows]);
             self.vector(&products[from..].iter().map(bias).collect::<Vec<_>>());
@@ -70,7 +71,8 @@ impl Plan {
         self.linear(&[(name("o_proj"), hidden)], heads * value_dim, of.bias, false)
     }
 
-    /// The matrices of all heads, each from some rows of its head in a tensor with `rank` columns.
+    /// Adds the matrices of all heads, each from some rows of its head in a tensor with `rank`
+    /// columns.
     fn of_heads(
         &mut self,
         (name, source): (String, Option<String>),
@@ -89,7 +91,7 @@ impl Plan {
 }
 
 impl Matrices {
-    /// Reads the tensor of all heads, and packs the rows of each.
+    /// Reads the tensor of all heads, and packs the selected rows of each head.
     pub(super) fn read_heads(
         &self,
         rows: HeadRows,
@@ -99,7 +101,7 @@ impl Matrices {
     ) -> Result<usize, ModelError> {
         let (name, shape) = &self.parts.parts[0];
         let width = dtype(number).bytes();
-        // Words, so that numbers of every type are aligned.
+        // A buffer of 64-bit words, so that elements of every type are aligned.
         let mut words = vec![0_u64; (shape[0] * shape[1] * width).div_ceil(8)];
         let tensor = &mut bytemuck::cast_slice_mut(&mut words)[..shape[0] * shape[1] * width];
         source.read(self.source.as_ref().unwrap_or(name), number, tensor)?;
@@ -121,7 +123,7 @@ impl Matrices {
     }
 }
 
-/// Writes the transpose of a matrix with numbers of this many bytes.
+/// Writes the transpose of a matrix whose elements have `width` bytes.
 fn transpose(from: &[u8], (rows, columns): (usize, usize), width: usize, to: &mut [u8]) {
     for (row, line) in from.chunks_exact(columns * width).enumerate() {
         for (column, number) in line.chunks_exact(width).enumerate() {
@@ -130,8 +132,8 @@ fn transpose(from: &[u8], (rows, columns): (usize, usize), width: usize, to: &mu
     }
 }
 
-/// The weights of latent attention except its first and last product. `matrix` and `get` find one
-/// by its name.
+/// Assembles the weights of latent attention, except for its first and last product. `matrix` and
+/// `get` return a weight by its name.
 pub(super) fn weights(
     of: &Latent,
     matrix: impl Fn(&str) -> Result<Matrix, ModelError>,
@@ -149,7 +151,8 @@ pub(super) fn weights(
     })
 }
 
-/// The name of the first product, and its bias if there is one.
+/// Returns the name of the projection of the queries, and the bias of the first product if there is
+/// one.
 pub(super) fn first(
     of: &Latent,
     number: TorchNumber,
@@ -162,7 +165,8 @@ pub(super) fn first(
     if of.query_rank.is_some() {
         return Ok((name, Some(get(&format!("{name}.bias"))?)));
     }
-    // Queries have no bias, but a product has one bias for all its outputs.
+    // Queries have no bias, but a product has one bias vector for all its outputs, so zeros come
+    // first.
     let bias = get(&format!("{ROW}.bias"))?;
     let before = outputs * dtype(number).bytes();
     let room = Room::new(before + bias.len());

@@ -27,40 +27,42 @@ const EMBEDDING: &str = "model.embed_tokens.weight";
 const EMBEDDING_NORM: &str = "model.embed_norm.weight";
 const NORM: &str = "model.norm.weight";
 const HEAD: &str = "lm_head.weight";
-/// Inner positions of a quantised block.
+/// The number of consecutive inputs in one quantised block.
 const SHARED: usize = 32;
 
 /// The name of the factor of a layer's output.
 const FACTOR: &str = "layer_scalar";
-/// The name of the factors of a router's inputs, with experts beside a dense part.
+/// The name of the factors of a router's inputs, for experts beside a dense network.
 const ROUTER_FACTORS: &str = "gate.scale";
-/// The name of the factors of such experts' weights.
+/// The name of the factors of the experts beside a dense network, one per expert.
 const EXPERT_FACTORS: &str = "gate.per_expert_scale";
-/// The names of norms: before such experts, after the dense part, and after the experts.
+/// The names of the norms around experts beside a dense network: before the experts, after the
+/// network, and after the experts.
 const BESIDE_NORMS: [&str; 3] =
     ["experts_layernorm", "post_shared_layernorm", "post_experts_layernorm"];
 
-/// The names of the products before experts on latent states, and after them.
+/// The names of the projections before and after experts that compute on latent states.
 const LATENT: [&str; 2] = ["fc1_latent_proj", "fc2_latent_proj"];
 
-/// Plain numbers beside blocks are converted to 8-bit blocks if the blocks have at least this many
-/// times their rows. Files store small matrices as numbers, which must not make large ones wide.
+/// A joint matrix may have parts in blocks and plain parts. The plain parts are converted to 8-bit
+/// blocks if the other parts have at least this many times as many rows. Files store small matrices
+/// as plain numbers, and these must not force large ones into the model's type.
 const FEW_ROWS: usize = 32;
 
-/// The formats of matrices.
+/// The number formats of matrices.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct Formats {
     /// True if matrices that are not in blocks are stored as 8-bit integers instead of the model's
     /// type.
     pub(crate) int8: bool,
-    /// True if the user insists on blocks.
+    /// True if the user requires a file's blocks.
     pub(crate) insists: bool,
-    /// Matrices that keep a file's blocks: checkpoint name to GGUF type name.
+    /// The matrices that keep a file's blocks: checkpoint name to GGUF type name.
     pub(crate) stored: BTreeMap<String, String>,
 }
 
 impl Formats {
-    /// The format of a matrix of these parts.
+    /// The format of a matrix that consists of these parts.
     fn of(&self, parts: &[(String, Vec<usize>)], inputs: usize) -> Result<Storage, ModelError> {
         let kinds: Vec<Option<BlockKind>> =
             parts.iter().map(|(name, _)| computed_as(self.stored.get(name)?)).collect();
@@ -81,8 +83,8 @@ impl Formats {
                     parts[0].0
                 )));
             }
-            // Files give keys and values more bits than queries. The widest of the formats can hold
-            // them all.
+            // Files may give keys and values more bits than queries. The widest of the formats can
+            // hold all of them.
             Some([first, rest @ ..]) if rest.iter().any(|kind| kind != first) => Storage::Q8_0,
             Some([BlockKind::Q8_0, ..]) => Storage::Q8_0,
             Some([BlockKind::Q4_0, ..]) => Storage::Q4_0,
@@ -104,10 +106,10 @@ fn block_of(storage: Storage) -> Option<BlockKind> {
     }
 }
 
-/// Some weights of the checkpoint, consecutive in memory.
+/// Weights of the checkpoint that are consecutive in memory.
 #[derive(Debug, Clone)]
 struct Parts {
-    /// Names and shapes in the checkpoint. The first name identifies the whole.
+    /// Names and shapes in the checkpoint. The first name identifies all parts together.
     parts: Vec<(String, Vec<usize>)>,
 }
 
@@ -121,16 +123,16 @@ impl Parts {
     }
 }
 
-/// Weights in the checkpoint's layout.
+/// Weights that are not packed: they keep the checkpoint's order.
 struct Vectors {
     parts: Parts,
     number: TorchNumber,
-    /// The block format of a table's rows; `Plain`: they are in `number`.
+    /// The block format of a table's rows; `Plain` if its elements have the type `number`.
     storage: Storage,
 }
 
 struct Matrices {
-    /// The parts of each matrix; all have the same number of matrices.
+    /// The parts of each matrix; all parts have the same number of matrices.
     parts: Parts,
     /// The packing of one matrix.
     packing: Packing,
@@ -138,7 +140,7 @@ struct Matrices {
     count: usize,
     /// The tensor's name in the checkpoint, if it differs from that of the only part.
     source: Option<String>,
-    /// Which rows of the only part each matrix takes; `None`: all.
+    /// The rows that each matrix takes from its only part; `None`: all rows.
     rows: Option<HeadRows>,
 }
 
@@ -152,7 +154,8 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// The plan of a model's weights. Products are in `number`, except for matrices in `formats`.
+    /// Plans a model's weights. Matrices have the type `number`, unless `formats` gives them
+    /// another format.
     pub(crate) fn new(
         parts: &DecoderParts<'_>,
         number: TorchNumber,
@@ -259,7 +262,7 @@ impl Plan {
         self.vectors.push(Vectors { parts, number, storage: Storage::Plain });
     }
 
-    /// A feed-forward part for all tokens, gated or not.
+    /// Adds a dense feed-forward network, with gates or without.
     fn dense(
         &mut self,
         at: &str,
@@ -332,7 +335,7 @@ impl Plan {
         self.matrix((down, of.count), inner, false, None)
     }
 
-    /// The norms and factors of experts beside a dense part.
+    /// Adds the norms and factors of experts beside a dense network.
     fn beside(&mut self, at: &str, (hidden, count): (usize, usize), of_norms: TorchNumber) {
         for (name, size) in [(ROUTER_FACTORS, hidden), (EXPERT_FACTORS, count)] {
             self.vector(&[(format!("{at}.{name}"), vec![size])]);
@@ -348,7 +351,8 @@ impl Plan {
         }
         let parts = Parts { parts: vec![(HEAD.into(), vec![shape.vocab_size, shape.hidden_size])] };
         let storage = self.formats.of(&parts.parts, shape.hidden_size)?;
-        // Even if it is tied, because embedding rows are looked up in the model's type.
+        // A tied head in blocks has its own matrix too, because embedding rows are looked up in the
+        // model's type.
         let own = !shape.tied || block_of(storage).is_some();
         self.matrix((parts, 1), shape.hidden_size, false, (!own).then_some(EMBEDDING))
     }
@@ -374,27 +378,27 @@ impl Plan {
         &self.formats
     }
 
-    /// Names of the checkpoint's weights that this plan holds.
+    /// The names and shapes of the checkpoint's weights that this plan reads.
     fn wanted(&self) -> impl Iterator<Item = &(String, Vec<usize>)> {
         let of_matrices = self.matrices.iter().filter(|matrix| matrix.source.is_none());
         let matrices = of_matrices.flat_map(|matrix| &matrix.parts.parts);
         self.vectors.iter().flat_map(|vector| &vector.parts.parts).chain(matrices)
     }
 
-    /// Bytes of all weights as used in computation.
+    /// Bytes of all weights, in the formats that the kernels read.
     pub(crate) fn bytes(&self) -> u64 {
         self.entries().iter().filter_map(|(_, entry)| entry.bytes()).map(|bytes| bytes as u64).sum()
     }
 
-    /// The cached entries of a model, by name: vectors as loaded, matrices as the kernels read
-    /// them.
+    /// The cached entries of a model, by name: vectors as in the checkpoint, matrices packed as the
+    /// kernels read them.
     pub(crate) fn entries(&self) -> Vec<(&str, Entry)> {
         let name = |number| match number {
             TorchNumber::Float32 => "F32",
             TorchNumber::Bfloat16 => "BF16",
         };
         let vector = |parts: &Parts| {
-            // The first dimensions of parts come together.
+            // The parts are joined along their first dimension.
             let rows = parts.parts.iter().map(|(_, shape)| shape[0]).sum();
             parts.parts[0].1.iter().skip(1).fold(vec![rows], |mut shape, &size| {
                 shape.push(size);
@@ -421,11 +425,12 @@ impl Plan {
         vectors.chain(matrices).collect()
     }
 
-    /// Checks that the shapes of a checkpoint's weights fit, before anything is read.
+    /// Checks that the shapes of a checkpoint's weights fit, before any weight is read.
     pub(crate) fn check(&self, checkpoint: &Checkpoint) -> Result<(), ModelError> {
         let found = checkpoint.shapes();
         let blocks = |name: &str| {
-            // A head that is stored so is the embedding, and has the embedding's shape.
+            // A tied head in blocks is read from the embedding's tensor, so the checkpoint needs no
+            // tensor for the head.
             name == HEAD && self.formats.stored.contains_key(HEAD)
         };
         let wanted: HashSet<&str> = self.wanted().map(|(name, _)| name.as_str()).collect();
@@ -466,10 +471,10 @@ impl Plan {
         Ok(())
     }
 
-    /// A text about the matrices that are computed in a file's blocks; empty: there are none.
+    /// Describes the matrices that are computed in a file's blocks; empty if there are none.
     ///
     /// # Errors
-    /// There are none, but the user requires them.
+    /// If there are none, but the user requires them.
     pub(crate) fn blocks(&self) -> Result<String, ModelError> {
         let stored = &self.formats.stored;
         let (mut kinds, mut others) = (BTreeMap::new(), 0);
@@ -516,7 +521,7 @@ impl Plan {
     }
 }
 
-/// The type of norms in memory. If the checkpoint stores distances from 1, the weights need more
+/// The type of norms in memory. If the checkpoint stores differences from 1, the weights need more
 /// digits than the model's type has.
 fn number_of_norms(shape: &Shape, number: TorchNumber) -> TorchNumber {
     match shape.norm {
@@ -526,12 +531,13 @@ fn number_of_norms(shape: &Shape, number: TorchNumber) -> TorchNumber {
 }
 
 /// The names of a layer's norms: before and after attention, before and after the feed-forward
-/// part. A missing part has none.
+/// network. A layer without attention, or without the network, also lacks the norms around it.
 fn norms_of(shape: &Shape, layer: usize) -> [Option<&'static str>; 4] {
     let (input, attended) = ("input_layernorm", "post_attention_layernorm");
     let (before, fed) = ("pre_feedforward_layernorm", "post_feedforward_layernorm");
     let names = match shape.layers[layer].norms {
-        // Here this name means the norm before the second part.
+        // With this placement, `post_attention_layernorm` is the norm before the feed-forward
+        // network.
         NormPlacement::Before => [Some(input), None, Some(attended), None],
         NormPlacement::BeforeFeed => [None, None, Some(attended), None],
         NormPlacement::After => [None, Some(attended), None, Some(fed)],
@@ -549,12 +555,12 @@ fn norms_of(shape: &Shape, layer: usize) -> [Option<&'static str>; 4] {
     ]
 }
 
-/// The names of the first products of a feed-forward part.
+/// The names of the first projections of a feed-forward network.
 fn first_products(gated: bool) -> &'static [&'static str] {
     if gated { &["gate_proj", "up_proj"] } else { &["up_proj"] }
 }
 
-/// The name of the term that is added to experts' scores for choosing.
+/// The name of the bias that is added to experts' scores when experts are chosen.
 fn correction(at: &str) -> String {
     format!("{at}.gate.e_score_correction_bias")
 }

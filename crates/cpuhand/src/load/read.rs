@@ -1,4 +1,4 @@
-//! Weights of a plan, filled from a checkpoint or from a seed.
+//! Reads the weights of a plan from a checkpoint, or generates them from a seed.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,14 +14,14 @@ use crate::random::randomise;
 #[derive(Clone, Copy)]
 pub(crate) enum Source<'a> {
     Checkpoint(&'a Checkpoint),
-    /// Random weights of a seed.
+    /// Random weights from this seed.
     Random(u64),
 }
 
-/// Weights by name, in memory.
+/// Loaded weights by name.
 pub(crate) type Loaded = HashMap<String, Bytes>;
 
-/// Allocates room for all weights: vectors side by side, and matrices.
+/// Allocates memory for all weights: one mapping for vectors, and one for matrices.
 pub(crate) fn rooms(plan: &Plan) -> std::io::Result<Vec<(String, Room)>> {
     let entries = plan.entries();
     let sizes: Vec<usize> = entries.iter().map(|(_, entry)| entry.bytes().unwrap_or(0)).collect();
@@ -35,8 +35,8 @@ pub(crate) fn shared(rooms: Vec<(String, Room)>) -> Loaded {
     rooms.into_iter().map(|(name, room)| (name, Arc::new(room))).collect()
 }
 
-/// Fills all weights. `report` receives how many of the checkpoint's weights are loaded, and their
-/// total.
+/// Loads all weights. `report` receives the number of the checkpoint's weights that are loaded so
+/// far, and the number of all its weights.
 pub(crate) fn load(
     plan: &Plan,
     source: Source<'_>,
@@ -78,7 +78,7 @@ pub(crate) fn load(
 }
 
 impl Vectors {
-    /// Reads all parts; gives how many there are.
+    /// Reads all parts; returns the number of parts.
     fn read(&self, source: Source<'_>, to: &mut [u8]) -> Result<usize, ModelError> {
         match (block_of(self.storage), source) {
             (Some(kind), Source::Checkpoint(checkpoint)) => {
@@ -157,7 +157,7 @@ impl Matrices {
             }
             return self.packing.pack(&blocks, to).map_err(unfit);
         }
-        // Words, so that numbers of every type are aligned.
+        // A buffer of 64-bit words, so that elements of every type are aligned.
         let bytes = self.packing.source_bytes();
         let mut words = vec![0_u64; bytes.div_ceil(8)];
         let numbers = &mut bytemuck::cast_slice_mut(&mut words)[..bytes];

@@ -7,7 +7,7 @@ use super::Plan;
 use crate::parts::recurrence_sizes;
 
 impl Plan {
-    /// The weights of a recurrence whose names begin with `at`.
+    /// Adds the weights of a recurrence whose names begin with `at`.
     pub(super) fn recurrence(
         &mut self,
         at: &str,
@@ -65,7 +65,8 @@ impl Plan {
     }
 }
 
-/// The weights of a recurrence except its two products. `get` and `matrix` find one by name.
+/// Assembles the weights of a recurrence, except for its input and output projections. `get` and
+/// `matrix` return a weight by its name.
 pub(super) fn weights(
     of: &Recurrence,
     get: impl Fn(&str) -> Result<Bytes, ModelError>,
