@@ -1,72 +1,74 @@
-//! The tool-call formats of model families. Both the parser and the grammar of a family are
-//! generated from one description.
+//! The formats in which model families write tool calls and reasoning. Both the parser and the
+//! grammar of a family are generated from one description.
 
-/// How a family writes its reasoning.
+/// How a family marks its reasoning.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Reasoning {
-    /// vLLM's name of its parser.
+    /// vLLM's name for the parser of this format.
     pub(crate) name: &'static str,
-    /// Other names of the family, such as SGLang's.
+    /// Other names for the format, such as SGLang's.
     pub(crate) aliases: &'static [&'static str],
     pub(crate) open: &'static str,
     pub(crate) close: &'static str,
-    /// True if the model reasons first even if the prompt does not open reasoning.
+    /// True if the model starts with reasoning even if the prompt does not open it.
     pub(crate) begins: bool,
-    /// True if the marks are special tokens, which plain text never contains.
+    /// True if the marks are special tokens, which ordinary text never contains.
     pub(crate) special: bool,
 }
 
-/// The tool-call format of a family. White space is the model's usual one; parsers accept any.
+/// The tool-call format of a family. The texts contain the white space that the model usually
+/// writes; parsers accept any white space.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Calls {
-    /// vLLM's name of its parser.
+    /// vLLM's name for the parser of this format.
     pub(crate) name: &'static str,
-    /// Other names of the family, such as SGLang's.
+    /// Other names for the format, such as SGLang's.
     pub(crate) aliases: &'static [&'static str],
-    /// The texts around all calls together.
+    /// The text before all calls, and the text after them.
     pub(crate) section: (&'static str, &'static str),
-    /// The texts around each call.
+    /// The text before each call, and the text after it.
     pub(crate) call: (&'static str, &'static str),
     /// The text between two calls.
     pub(crate) between: &'static str,
     /// True if the marks around a call are special tokens, which text and arguments never contain.
     pub(crate) special: bool,
-    /// An answer that begins with this character may be a call without any mark.
+    /// The character with which an answer may start a call without a mark; `None` if calls need a
+    /// mark.
     pub(crate) bare: Option<char>,
-    /// An answer that is one object and nothing else may be a call without any mark.
+    /// True if an answer that is a single object may be a call without any mark.
     pub(crate) alone: bool,
     pub(crate) body: Body,
     pub(crate) ids: Ids,
 }
 
-/// The form of a single call.
+/// The format of a single call.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Body {
-    /// `{"name": ..., "arguments": {...}}`, with the key that stands for `arguments`.
+    /// `{"name": ..., "arguments": {...}}`, with the key that is used for `arguments`.
     Object(&'static str),
     /// A list of such objects.
     List(&'static str),
     /// The name, a mark, and the arguments as JSON.
     Named(Named),
-    /// Arguments in tags of their own.
+    /// One element in tags per argument.
     Tagged(Tagged),
     /// `name(a=1, b="x")`.
     Python,
-    /// `call:name{a:1,b:<quote>x<quote>}`, with the text of the quote.
+    /// `call:name{a:1,b:<quote>x<quote>}`, with the text that quotes strings.
     Unquoted(&'static str),
-    /// Messages for other recipients, in OpenAI's Harmony format.
+    /// Messages to other recipients, in OpenAI's Harmony format.
     Channels,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Named {
-    /// The text before the name, which identifies the kind of call.
+    /// The text that a grammar requires before the name.
     pub(crate) before: &'static str,
     /// The mark up to which all text before the name is skipped.
     pub(crate) skip: &'static str,
-    /// The mark at the end of the name.
+    /// The mark after the name.
     pub(crate) name_end: &'static str,
-    /// The text between name and arguments.
+    /// The text between the name and the arguments.
     pub(crate) separator: &'static str,
     /// The text after the arguments.
     pub(crate) after: &'static str,
@@ -74,12 +76,12 @@ pub(crate) struct Named {
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Tagged {
-    /// The texts around the name.
+    /// The texts before and after the name.
     pub(crate) name: (&'static str, &'static str),
-    /// The texts around an argument's name.
+    /// The texts before and after an argument's name.
     pub(crate) key: (&'static str, &'static str),
-    /// The marks around a value. If the first is empty, the value begins where the name's mark
-    /// ends.
+    /// The marks before and after a value. If the first is empty, the value directly follows the
+    /// mark after the argument's name.
     pub(crate) value: (&'static str, &'static str),
     /// The text after the last argument.
     pub(crate) end: &'static str,
@@ -87,15 +89,15 @@ pub(crate) struct Tagged {
     pub(crate) declares: bool,
 }
 
-/// The form of call ids.
+/// The format of call ids.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Ids {
-    /// Ids in OpenAI's form: they are not in the prompt, or the model accepts any.
+    /// Ids in OpenAI's format: the prompt contains no ids, or the model accepts any.
     #[default]
     Free,
     /// Nine letters and digits.
     Nine,
-    /// `functions.NAME:NUMBER`, which the model writes itself.
+    /// `functions.NAME:NUMBER`, which the model itself writes.
     Counted,
 }
 
@@ -117,13 +119,13 @@ pub(crate) const HERMES: Calls = Calls {
     aliases: &["qwen25", "qwen"],
     call: ("<tool_call>\n", "\n</tool_call>"),
     between: "\n",
-    // Qwen2.5-Coder usually omits its marks.
+    // Qwen2.5-Coder usually omits the marks.
     alone: true,
     body: Body::Object("arguments"),
     ..NO_MARKS
 };
 
-/// The form that a system message shows to a model whose template shows no tools.
+/// The format that a system message describes if the model's template does not support tools.
 pub(crate) const GENERIC: Calls = Calls { name: "generic", aliases: &[], ..HERMES };
 
 pub(crate) const QWEN3_CODER: Calls = Calls {
@@ -173,7 +175,7 @@ pub(crate) const MISTRAL: Calls = Calls {
     ..NO_MARKS
 };
 
-/// Mistral's models with the tokenizers of 2025.
+/// The format of Mistral's models with tokenizers since 2025.
 pub(crate) const MISTRAL_NAMED: Calls = Calls {
     name: "mistral",
     call: ("[TOOL_CALLS]", ""),
@@ -262,7 +264,7 @@ pub(crate) const GLM45: Calls = Calls {
     ..NO_MARKS
 };
 
-/// GLM-4.7 writes the same without line feeds.
+/// GLM-4.7 writes the same format without line feeds.
 pub(crate) const GLM47: Calls = Calls {
     name: "glm47",
     aliases: &[],
@@ -326,7 +328,7 @@ pub(crate) const FUNCTION_GEMMA: Calls = Calls {
 pub(crate) const HARMONY: Calls =
     Calls { name: "openai", aliases: &["gpt-oss", "gpt_oss"], body: Body::Channels, ..NO_MARKS };
 
-/// All forms of calls. If several have the same name, the name means the first one, unless the
+/// All formats of calls. If several have the same name, the name selects the first one, unless the
 /// evidence points to another.
 pub(crate) const CALLS: &[&Calls] = &[
     &HERMES,
@@ -349,7 +351,7 @@ pub(crate) const CALLS: &[&Calls] = &[
     &GENERIC,
 ];
 
-/// `<think>`, opened by the prompt, by the model, or never.
+/// `<think>`, which is written by the prompt, by the model, or not at all.
 pub(crate) const THINK: Reasoning = Reasoning {
     name: "qwen3",
     aliases: &[
@@ -409,11 +411,11 @@ pub(crate) const HARMONY_THINK: Reasoning = Reasoning {
     special: true,
 };
 
-/// Every way to write reasoning.
+/// All formats of reasoning.
 pub(crate) const REASONING: &[&Reasoning] =
     &[&THINK, &THINK_FIRST, &MISTRAL_THINK, &GEMMA4_THINK, &HARMONY_THINK];
 
-/// Marks of Harmony.
+/// The marks of Harmony.
 pub(crate) mod harmony {
     pub(crate) const START: &str = "<|start|>";
     pub(crate) const CHANNEL: &str = "<|channel|>";
@@ -426,7 +428,7 @@ pub(crate) mod harmony {
 }
 
 impl Calls {
-    /// The marks that this family writes, without white space around them.
+    /// Returns the marks that this family writes, without white space around them.
     pub(crate) fn marks(&self) -> Vec<&'static str> {
         if self.body == Body::Channels {
             return harmony::ALL.to_vec();
@@ -434,7 +436,7 @@ impl Calls {
         let mut marks = vec![self.section.0, self.section.1, self.call.0, self.call.1];
         match &self.body {
             Body::Named(named) => {
-                // Older tokenizers of Mistral write an id of the call between name and arguments.
+                // Older Mistral tokenizers write the id of the call between name and arguments.
                 marks.extend([named.before, named.skip, named.name_end, "[CALL_ID]"]);
             }
             Body::Tagged(tags) => {

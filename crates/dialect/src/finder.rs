@@ -1,17 +1,17 @@
-//! Marks in text that comes in parts.
+//! Finds marks in text that arrives in parts.
 
 /// The result of a search.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Found {
-    /// The mark with number `mark` begins at byte `at`.
+    /// The mark with index `mark` starts at byte `at`.
     Mark { at: usize, mark: usize },
-    /// No mark; up to byte `safe` no mark can begin.
+    /// There is no mark, and no mark can start before byte `safe`.
     Nothing { safe: usize },
 }
 
 #[cfg(test)]
 thread_local! {
-    /// Bytes that parsers on this thread have scanned.
+    /// The number of bytes that parsers on this thread have scanned.
     pub(crate) static LOOKED_AT: std::cell::Cell<usize> = const { std::cell::Cell::new(0) };
 }
 
@@ -23,21 +23,21 @@ fn look_at(bytes: usize) {
     let _ = bytes;
 }
 
-/// The number of bytes of white space at the beginning of `text`.
+/// Returns the length in bytes of the white space at the start of `text`.
 pub(crate) fn leading_blank(text: &str) -> usize {
     let blank = text.len() - text.trim_start().len();
     look_at(blank);
     blank
 }
 
-/// The number of bytes of `text` without white space at its end.
+/// Returns the length of `text` in bytes without the white space at its end.
 pub(crate) fn without_trailing_blank(text: &str) -> usize {
     let end = text.trim_end().len();
     look_at(text.len() - end);
     end
 }
 
-/// Finds the mark that begins first; of several at the same place, the longest.
+/// Finds the mark that starts first; of several at the same position, the longest.
 pub(crate) fn find<'m>(text: &str, marks: impl Iterator<Item = &'m str> + Clone) -> Found {
     look_at(text.len());
     let mut best: Option<(usize, usize, usize)> = None;
@@ -54,7 +54,7 @@ pub(crate) fn find<'m>(text: &str, marks: impl Iterator<Item = &'m str> + Clone)
             }
         }
     }
-    // Wait for a mark that may begin earlier.
+    // A mark that is not complete yet may start earlier.
     let safe = marks.map(|wanted| text.len() - beginning(text, wanted)).min();
     let safe = safe.unwrap_or(text.len());
     match best {
@@ -63,7 +63,7 @@ pub(crate) fn find<'m>(text: &str, marks: impl Iterator<Item = &'m str> + Clone)
     }
 }
 
-/// The length in bytes of the longest proper prefix of `mark` at the end of `text`.
+/// Returns the length in bytes of the longest proper prefix of `mark` at the end of `text`.
 fn beginning(text: &str, mark: &str) -> usize {
     let most = mark.len().saturating_sub(1).min(text.len());
     let start = text.len() - most;

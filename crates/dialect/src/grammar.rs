@@ -1,5 +1,4 @@
-//! The grammar by which a model writes calls in its family's form. It is generated from the same
-//! description as the parser.
+//! Generates the grammar of a family's calls from the same description as the parser.
 
 use std::fmt::Write as _;
 
@@ -10,76 +9,77 @@ use crate::family::{Body, Calls, Ids};
 use crate::names::Dialect;
 use crate::parser::Place;
 
-/// Any text, as a regular expression. It never matches special tokens.
+/// A regular expression for any text. It never matches special tokens.
 const ANY: &str = "/(?s:.*)/";
-/// The rule for output instead of calls, which the caller defines.
+/// The name of the rule for output instead of calls, which the caller defines.
 pub const CONTENT: &str = "content";
 
-/// What a model may write instead of calls.
+/// The output that a model may write instead of calls, or in addition to them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Instead {
-    /// Nothing: there is at least one call.
+    /// Nothing: there must be at least one call.
     Nothing,
-    /// Any text, also before the calls. The answer ends after the calls.
+    /// Any text, also before calls. The answer ends after the calls.
     Text,
-    /// Output by the rule [`CONTENT`], which the caller adds to the grammar.
+    /// Output that matches the rule [`CONTENT`], which the caller adds to the grammar.
     Content,
 }
 
-/// The grammar of an answer, in llguidance's Lark. The caller adds the rules of arguments.
+/// The grammar of an answer in llguidance's dialect of Lark. The caller adds the rules of
+/// arguments.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallGrammar {
-    /// The rules of the grammar, of which `start` is the first.
+    /// The rules of the grammar, starting with the rule `start`.
     pub lark: String,
-    /// The name of each tool's argument rule, in the order of the tools.
+    /// The name of the argument rule of each tool, in the order of the tools.
     pub arguments: Vec<String>,
-    /// The style in which those rules write arguments.
+    /// The style in which the argument rules must write arguments.
     pub style: ArgumentStyle,
 }
 
-/// The style of a family's arguments of calls.
+/// How a family writes the arguments of calls.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum ArgumentStyle {
     /// A JSON object.
     Json,
-    /// Python's style: `a=1, b="x"`.
+    /// Python's keyword arguments: `a=1, b="x"`.
     Python,
-    /// The style `a:1,b:<quote>x<quote>`, with this quote.
+    /// The style `a:1,b:<quote>x<quote>`, with this text as `<quote>`.
     Quoted(&'static str),
-    /// Each argument in tags of its own.
+    /// One element in tags per argument.
     Tagged(ArgumentTags),
 }
 
-/// The tags of an argument. Strings are written verbatim between them, and other values as JSON.
+/// The tags of an argument. Strings are written between them without escapes, other values as JSON.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct ArgumentTags {
-    /// The text before an argument's name.
+    /// The text before the name of an argument.
     pub before_name: &'static str,
     /// The text between the name and a string.
     pub before_text: String,
-    /// The text between the name and a value that is no string.
+    /// The text between the name and a value that is not a string.
     pub before_json: String,
-    /// The text after a value.
+    /// The text after the value.
     pub after: &'static str,
     /// The marks that end a value wherever they occur.
     pub stops: Vec<&'static str>,
-    /// True if the tags distinguish strings from other values.
+    /// True if the tags state whether the value is a string.
     pub declares: bool,
 }
 
-/// Marks that are special tokens of a vocabulary. They are sampled by their ids, and their
-/// characters mean nothing.
+/// The marks that are special tokens of a vocabulary. They are sampled by id; the same characters
+/// as ordinary text have no meaning.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub struct Marks(Vec<(String, i32)>);
 
 impl Marks {
-    /// Marks with these texts and ids.
+    /// Creates the marks with these texts and ids.
     pub fn new(tokens: impl IntoIterator<Item = (String, i32)>) -> Self {
         Self(tokens.into_iter().filter(|(text, _)| !text.is_empty()).collect())
     }
 
-    /// A text on a rule's right side. Special tokens are written by id, everything else by its
-    /// characters. An empty text gives an empty result.
+    /// Returns a literal for the right side of a rule. Special tokens are written by id, other text
+    /// by its characters. The result is empty for an empty text.
     pub fn literal(&self, text: &str) -> String {
         let mut parts = Vec::new();
         let mut rest = text;
@@ -96,11 +96,12 @@ impl Marks {
         parts.join(" ")
     }
 
-    /// Text that matches the terminal `text`, followed by `close`, which the text does not contain.
-    /// Returns the definition of the terminal `name`, and the right side for both together.
+    /// Returns a rule for text that matches the terminal `text`, followed by `close`, which the
+    /// text does not contain. The result has the definition of the terminal `name`, and the right
+    /// side for text and `close` together.
     pub fn until(&self, name: &str, text: &str, close: &str) -> (String, String) {
-        // One terminal covers text and close: two would be split where the text is longest, which
-        // is inside the close.
+        // One terminal covers the text and the start of `close`. With two terminals, the longest
+        // match of the first would end inside `close`.
         let (last, rest) = match self.split(close) {
             Some((before, _, _)) => (before, &close[before.len()..]),
             None => (close, ""),
@@ -109,8 +110,8 @@ impl Marks {
         (format!("{name}: ({text}){last}\n"), format!("{name} {}", self.literal(rest)))
     }
 
-    /// The first special token of a text, with the text before it, its id, and the text after it.
-    /// Of several at one place it is the longest.
+    /// Splits a text at its first special token: returns the text before it, its id, and the text
+    /// after it. Of several tokens at one position, the longest counts.
     fn split<'t>(&self, text: &'t str) -> Option<(&'t str, i32, &'t str)> {
         let found = self.0.iter().filter_map(|(token, id)| Some((text.find(token)?, token, *id)));
         let first = found.min_by_key(|(at, token, _)| (*at, usize::MAX - token.len()));
@@ -118,23 +119,23 @@ impl Marks {
     }
 }
 
-/// The right side of a terminal for text without any of `stops`.
+/// Returns the right side of a terminal for text that contains none of `stops`.
 pub fn text_without<'s>(stops: impl IntoIterator<Item = &'s str>) -> String {
     let stops: Vec<String> =
         stops.into_iter().filter(|stop| !stop.is_empty()).map(escaped).collect();
     if stops.is_empty() {
         return ANY.to_owned();
     }
-    // Without the first part, the text could contain special tokens and broken characters.
+    // Without `ANY`, the text could contain special tokens and invalid UTF-8.
     format!("{ANY} & ~/(?s:.*)({})(?s:.*)/", stops.join("|"))
 }
 
-/// A string in Lark, which has the syntax of a JSON string.
+/// Returns a string literal of Lark, which has the syntax of a JSON string.
 fn quoted(text: &str) -> String {
     Value::from(text).to_string()
 }
 
-/// The regular expression of `text` and nothing else.
+/// Returns the regular expression that matches exactly `text`.
 fn escaped(text: &str) -> String {
     text.chars().fold(String::new(), |mut out, c| {
         if c.is_alphanumeric() || matches!(c, ' ' | '_') {
@@ -148,12 +149,12 @@ fn escaped(text: &str) -> String {
 }
 
 impl Dialect {
-    /// The grammar of answers that call some of `tools`, once or, with `parallel`, several times.
-    /// `None`: the family writes no calls, or there are no tools.
+    /// Returns the grammar of answers that call some of `tools`, once or, with `parallel`, several
+    /// times. `None` if the family has no calls, or if there are no tools.
     ///
     /// Reasoning precedes the calls. It is part of the grammar if `thinks` is given, and always in
-    /// Harmony. `thinks`: whether the prompt leaves the model in its reasoning, for models whose
-    /// reasoning is not tracked by marks.
+    /// Harmony. `thinks` is the part of the answer in which generation starts; `None` if the
+    /// constraint tracks reasoning by the tokens of its marks.
     pub fn call_grammar(
         &self,
         tools: &[&str],
@@ -183,13 +184,13 @@ impl Dialect {
         Some(CallGrammar { lark, arguments, style: calls.style() })
     }
 
-    /// True if a mark before calls tells them from an answer in JSON.
+    /// True if a mark before calls distinguishes them from an answer in JSON.
     pub fn marks_calls(&self) -> bool {
         self.calls.is_some_and(|calls| calls.bare.is_none())
     }
 
-    /// The marks around reasoning, such as `<think>` and `</think>`. `None` if the family writes no
-    /// such marks.
+    /// Returns the marks around reasoning, such as `<think>` and `</think>`. `None` if the family
+    /// has no such marks.
     pub fn reasoning_marks(&self) -> Option<(&'static str, &'static str)> {
         let reasoning = self.reasoning.filter(|reasoning| !reasoning.open.is_empty())?;
         Some((reasoning.open, reasoning.close))
@@ -222,7 +223,7 @@ impl Calls {
         }
     }
 
-    /// The marks around calls, including those of their section.
+    /// Returns the frame of calls, including the marks of the section.
     fn frame(&self) -> Frame {
         let Frame { open, close, .. } = self.bare_frame();
         let (section, call) = (self.section, self.call);
@@ -234,7 +235,7 @@ impl Calls {
         }
     }
 
-    /// The frame without marks.
+    /// Returns the frame of calls without marks.
     fn bare_frame(&self) -> Frame {
         let (open, close) = match self.body {
             Body::List(_) | Body::Python => ("[", "]"),
@@ -244,7 +245,7 @@ impl Calls {
     }
 }
 
-/// The marks around all calls, and around each.
+/// The texts around all calls, and those around each call.
 struct Frame {
     open: String,
     before: &'static str,
@@ -255,7 +256,7 @@ struct Frame {
 struct Writer<'a> {
     calls: &'static Calls,
     marks: &'a Marks,
-    /// Lines.
+    /// The rules, one per line.
     rules: String,
 }
 
@@ -265,7 +266,7 @@ impl Writer<'_> {
         let _ = writeln!(self.rules, "{name}: {body}");
     }
 
-    /// The rule `name` for a call of `tool`, without the marks around it.
+    /// Writes the rule `name` for a call of `tool`, without the marks around it.
     fn tool(&mut self, name: &str, tool: &str, arguments: &str) {
         let (before, after) = match &self.calls.body {
             Body::Object(word) | Body::List(word) => {
@@ -301,7 +302,7 @@ impl Writer<'_> {
         self.line(name, &format!("{before} {arguments} {after}"));
     }
 
-    /// Reasoning before an answer.
+    /// Writes the rule for reasoning before an answer.
     fn thought(&mut self, around: Option<(&str, &str)>, thinks: Option<Place>) -> String {
         let (Some((open, close)), Some(place)) = (around, thinks) else { return String::new() };
         let (open, close) = (open.trim_end(), close.trim_end());
@@ -330,7 +331,7 @@ impl Writer<'_> {
             calls = format!("{} | {calls}", self.run(bare, "", parallel));
         }
         self.line("calls", &calls);
-        // Models leave a line empty after reasoning.
+        // Models leave an empty line after reasoning.
         let blank = if reasoning.is_some() { "/\\n{1,2}/? " } else { "" };
         match instead {
             Instead::Nothing => format!("{blank}calls"),
@@ -338,7 +339,7 @@ impl Writer<'_> {
             Instead::Text => {
                 let mut text = text_without(self.openers(reasoning));
                 if let Some(bare) = self.calls.bare {
-                    // Text that begins like this is read as a call.
+                    // Text that starts with this character is parsed as a call.
                     let _ = write!(text, " & ~/\\s*{}(?s:.*)/", escaped(&bare.to_string()));
                 }
                 self.line("TEXT", &text);
@@ -354,26 +355,28 @@ impl Writer<'_> {
         }
     }
 
-    /// All calls within `frame`. `said`: the start of the frame that was generated already.
+    /// Returns the right side for all calls within `frame`. `said` is the start of the frame that
+    /// was already written.
     fn run(&self, frame: &Frame, said: &str, parallel: bool) -> String {
         let Frame { open, before, after, close } = frame;
         let first = format!("{open}{before}");
         let first = self.marks.literal(first.strip_prefix(said).unwrap_or(&first));
         let after = self.marks.literal(after);
-        // An optional mark precedes only the first call.
+        // The optional mark precedes only the first call.
         let again = if self.calls.bare.is_some() { "" } else { *before };
         let next = self.marks.literal(&format!("{}{again}", self.calls.between));
         let more = if parallel { format!("({next} body {after})*") } else { String::new() };
         format!("{first} body {after} {more} {}", self.marks.literal(close))
     }
 
-    /// The mark that begins the first call.
+    /// Returns the mark that starts the first call.
     fn opener(&self) -> &'static str {
         let marks = [self.calls.section.0.trim(), self.calls.call.0.trim()];
         marks.into_iter().find(|mark| !mark.is_empty()).unwrap_or_default()
     }
 
-    /// The marks that plain text must not contain, because they would begin a call or reasoning.
+    /// Returns the marks that ordinary text must not contain, because they would start a call or
+    /// reasoning.
     fn openers<'r>(&self, reasoning: Option<(&'r str, &'r str)>) -> Vec<&'r str> {
         let calls = self.calls;
         let mut marks = vec![calls.section.0.trim(), calls.call.0.trim()];
@@ -385,7 +388,7 @@ impl Writer<'_> {
         marks
     }
 
-    /// Writes the rule of an answer in Harmony, whose answers consist of messages.
+    /// Writes the rule of an answer in Harmony, which consists of messages.
     fn messages(&mut self, instead: Instead, parallel: bool) -> String {
         let text = text_without(ALL);
         let (definition, said) =

@@ -1,8 +1,8 @@
-//! The forms in which model families write reasoning, text and tool calls.
+//! The formats in which model families write reasoning, text and tool calls.
 //!
-//! [`Dialect`] names the family of a model. One description of a family gives both a [`Parser`],
-//! which splits an answer into [`Parts`] token by token, and a grammar, which restricts a model to
-//! calls.
+//! [`Dialect`] selects the family of a model. The description of a family yields both a [`Parser`],
+//! which splits an answer into [`Parts`] token by token, and a grammar, which restricts the model
+//! to valid calls.
 //!
 //! ```
 //! use std::sync::Arc;

@@ -1,28 +1,28 @@
-//! Finds the family of a model from its template and vocabulary, or from a flag with the names that
-//! other servers use.
+//! Determines the family of a model from its template and vocabulary, or from a flag with the names
+//! that other servers use.
 
 use crate::family::{self, Body, CALLS, Calls, REASONING, Reasoning};
 use crate::schema::Tools;
 
-/// The forms of a model's calls and reasoning. A form is absent if the model writes none.
+/// The formats of a model's calls and reasoning. `None` if the model does not write them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Dialect {
     pub(crate) calls: Option<&'static Calls>,
     pub(crate) reasoning: Option<&'static Reasoning>,
 }
 
-/// The value of a flag for one half of a dialect.
+/// The value of the flag for the format of calls or that of reasoning.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Choice {
-    /// The family is found out.
+    /// The family is detected.
     Auto,
-    /// No family: answers are plain text.
+    /// No family: nothing is parsed.
     None,
-    /// The family of this name.
+    /// The family with this name.
     Named(String),
 }
 
-/// A name that no family has.
+/// The error for a name that no family has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnknownName {
     name: String,
@@ -39,7 +39,7 @@ impl std::fmt::Display for UnknownName {
 impl std::error::Error for UnknownName {}
 
 impl Choice {
-    /// Reads the value of a flag on the command line.
+    /// Parses the value of a command-line flag.
     pub fn new(name: Option<&str>) -> Self {
         match name {
             None | Some("auto") => Self::Auto,
@@ -49,12 +49,12 @@ impl Choice {
     }
 }
 
-/// The facts that show a model's family.
+/// The properties of a model that reveal its family.
 #[derive(Clone, Copy)]
 pub struct Evidence<'a> {
-    /// The source of the model's chat template; empty: there is none.
+    /// The source of the model's chat template; empty if there is none.
     pub template: &'a str,
-    /// Tests whether the model's tokenizer has a token with this text.
+    /// Returns whether the model's tokenizer has a token with this text.
     pub has_token: &'a dyn Fn(&str) -> bool,
 }
 
@@ -64,7 +64,8 @@ impl Evidence<'_> {
     }
 
     fn calls(&self) -> Option<&'static Calls> {
-        // Test marks that only one family writes first, and `<tool_call>`, which many write, last.
+        // Marks that only one family writes are tested first, and `<tool_call>`, which many
+        // families write, last.
         let found: &Calls = if self.has("<|channel|>") && self.has("<|message|>") {
             &family::HARMONY
         } else if self.has("<|tool_call>") {
@@ -121,10 +122,10 @@ impl Evidence<'_> {
 }
 
 impl Dialect {
-    /// The chosen dialect, or the one that the evidence suggests.
+    /// Returns the chosen dialect, or the one that the evidence suggests.
     ///
     /// # Errors
-    /// A name is unknown.
+    /// A name is not known.
     pub fn new(
         calls: &Choice,
         reasoning: &Choice,
@@ -150,12 +151,12 @@ impl Dialect {
         Ok(Self { calls, reasoning })
     }
 
-    /// The name of the form of calls, in vLLM's spelling.
+    /// Returns vLLM's name for the format of calls.
     pub fn calls_name(&self) -> Option<&'static str> {
         self.calls.map(|calls| calls.name)
     }
 
-    /// The name of the form of reasoning, in vLLM's spelling.
+    /// Returns vLLM's name for the format of reasoning.
     pub fn reasoning_name(&self) -> Option<&'static str> {
         self.reasoning.map(|reasoning| reasoning.name)
     }
@@ -166,19 +167,19 @@ impl Dialect {
         calls || self.reasoning.is_some() || self.is_harmony()
     }
 
-    /// The same dialect without reasoning, which then counts as text.
+    /// Returns the same dialect without reasoning, which is then parsed as text.
     #[must_use]
     pub fn without_reasoning(self) -> Self {
         Self { reasoning: None, ..self }
     }
 
-    /// The form of call ids.
+    /// Returns the format of call ids.
     pub fn ids(&self) -> family::Ids {
         self.calls.map_or_else(Default::default, |calls| calls.ids)
     }
 
-    /// True if a token with this text is a mark, or part of one. Such tokens have to be decoded
-    /// even if they are special; otherwise they leave no text.
+    /// True if a token with this text is a mark or part of one. Such tokens must be decoded to text
+    /// even if they are special tokens.
     pub fn is_mark(&self, token: &str) -> bool {
         let token = token.trim();
         let calls = self.calls.map(Calls::marks).unwrap_or_default();
@@ -196,7 +197,7 @@ impl Dialect {
 
 fn named_calls(name: &str, evidence: Evidence<'_>) -> Result<&'static Calls, UnknownName> {
     let has = |calls: &&&Calls| calls.name == name || calls.aliases.contains(&name);
-    // If several share a name, take the one that the template uses.
+    // If several formats share the name, the one that the template uses is selected.
     if let Some(found) = evidence.calls().filter(|calls| has(&calls)) {
         return Ok(found);
     }

@@ -5,9 +5,9 @@
 enum Kind {
     Content,
     Reasoning,
-    /// The name of a tool: a call begins.
+    /// The name of a tool, which starts a call.
     Name,
-    /// The model's own id of its call; right after the name.
+    /// The call's id as the model wrote it, directly after the name.
     Id,
     Arguments,
 }
@@ -16,38 +16,39 @@ enum Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Run {
     kind: Kind,
-    /// The index of the call, if the run belongs to one.
+    /// The index of the call that the run belongs to; 0 for other runs.
     call: u32,
-    /// Where the run ends in the combined text.
+    /// The end of the run in the combined text.
     end: u32,
 }
 
-/// One piece of an answer.
+/// One part of an answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Part<'a> {
-    /// Text for the reader.
+    /// Text for the user.
     Content(&'a str),
     /// The reasoning before the answer.
     Reasoning(&'a str),
-    /// The answer calls a tool.
+    /// The start of a tool call.
     Call {
-        /// The number of the call in the answer, from 0.
+        /// The index of the call in the answer, from 0.
         index: u32,
-        /// The whole name of the tool.
+        /// The complete name of the tool.
         name: &'a str,
-        /// The model's own id of the call, in families that write ids.
+        /// The call's id as the model wrote it; `None` if the family writes no ids.
         id: Option<&'a str>,
     },
-    /// More of a call's arguments. All pieces of a call, joined, are a JSON object.
+    /// More arguments of a call. The concatenated pieces of a call are a JSON object.
     Arguments {
-        /// The number of the call.
+        /// The index of the call.
         index: u32,
         /// A piece of JSON.
         text: &'a str,
     },
 }
 
-/// Parts in order. They are stored as one text with divisions, so that a token costs no allocation.
+/// The parts of an answer, in order. They are stored as one text with boundaries, so that a token
+/// costs no allocation.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Parts {
     text: String,
@@ -60,12 +61,12 @@ impl Parts {
         self.runs.is_empty()
     }
 
-    /// Bytes of memory of the parts.
+    /// Returns the size of the parts in memory, in bytes.
     pub fn weight(&self) -> usize {
         self.text.len() + self.runs.len() * size_of::<Run>()
     }
 
-    /// The text, if all of it is content; empty if there are no parts.
+    /// Returns the text if all of it is content; empty if there are no parts.
     pub fn as_content(&self) -> Option<&str> {
         match self.runs[..] {
             [] => Some(""),
@@ -74,7 +75,7 @@ impl Parts {
         }
     }
 
-    /// Removes the parts and keeps the memory.
+    /// Removes the parts and keeps the allocated memory.
     pub fn clear(&mut self) {
         self.text.clear();
         self.runs.clear();
@@ -85,7 +86,7 @@ impl Parts {
         self.push(Kind::Content, 0, text);
     }
 
-    /// Appends the output of `write`, as content.
+    /// Appends what `write` writes, as content.
     pub fn content_with<R>(&mut self, write: impl FnOnce(&mut String) -> R) -> R {
         let before = self.text.len();
         let result = write(&mut self.text);
@@ -100,7 +101,7 @@ impl Parts {
         self.push(Kind::Reasoning, 0, text);
     }
 
-    /// Begins call number `index`.
+    /// Starts the call with index `index`.
     pub fn call(&mut self, index: u32, name: &str, id: Option<&str>) {
         self.text.push_str(name);
         self.runs.push(Run { kind: Kind::Name, call: index, end: self.end() });
@@ -110,7 +111,7 @@ impl Parts {
         }
     }
 
-    /// Appends to the arguments of call number `index`.
+    /// Appends to the arguments of the call with index `index`.
     pub fn arguments(&mut self, index: u32, text: &str) {
         self.push(Kind::Arguments, index, text);
     }
@@ -125,7 +126,7 @@ impl Parts {
         }
     }
 
-    /// Leaves the reasoning out.
+    /// Removes the reasoning.
     pub(crate) fn without_reasoning(&mut self) {
         if self.runs.iter().any(|run| run.kind == Kind::Reasoning) {
             let mut kept = Self::default();
@@ -136,7 +137,7 @@ impl Parts {
         }
     }
 
-    /// Appends the newer parts, and leaves `newer` empty.
+    /// Appends the parts of `newer`, and clears `newer`.
     pub fn append(&mut self, newer: &mut Self) {
         let before = self.end();
         let joins = match (self.runs.last(), newer.runs.first()) {
@@ -152,7 +153,7 @@ impl Parts {
         newer.text.clear();
     }
 
-    /// The parts. Adjacent parts have different kinds, unless they are calls.
+    /// Iterates over the parts. Adjacent parts have different kinds, unless they are calls.
     pub fn iter(&self) -> impl Iterator<Item = Part<'_>> {
         let mut at = 0;
         let mut runs = self.runs.iter().peekable();
@@ -183,7 +184,7 @@ impl Parts {
         }
     }
 
-    /// Records that the text appended last is of this kind.
+    /// Records that the text appended last is of kind `kind`.
     fn ends(&mut self, kind: Kind, call: u32) {
         let end = self.end();
         match self.runs.last_mut() {
@@ -193,7 +194,7 @@ impl Parts {
     }
 
     fn end(&self) -> u32 {
-        // Answers are bounded far below 4 GiB.
+        // An answer is bounded far below 4 GiB.
         u32::try_from(self.text.len()).unwrap_or(u32::MAX)
     }
 }

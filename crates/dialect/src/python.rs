@@ -1,18 +1,20 @@
-//! Python's literals, and those of Gemma, converted to JSON.
+//! Converts Python's literals, and those of Gemma, to JSON.
 
 use serde_json::{Map, Number, Value};
 
 /// The deepest nesting of a literal.
 const DEPTH: usize = 64;
 
-/// The value of a whole Python literal; `None` if JSON has no such value.
+/// Returns the value of a complete Python literal; `None` if it is invalid or has no JSON
+/// equivalent.
 pub(crate) fn literal(text: &str) -> Option<Value> {
     let mut reader = Reader { rest: text.trim(), quote: None };
     let value = reader.value(0)?;
     reader.rest.trim().is_empty().then_some(value)
 }
 
-/// The arguments of a call, `a=1, b="x"`. Positional ones are named by `name`, from their index.
+/// Parses the arguments of a call, `a=1, b="x"`. `name` returns the name of a positional argument,
+/// given its index.
 pub(crate) fn arguments(text: &str, name: &dyn Fn(usize) -> Option<String>) -> Option<Value> {
     let mut reader = Reader { rest: text, quote: None };
     let mut fields = Map::new();
@@ -41,7 +43,7 @@ pub(crate) fn arguments(text: &str, name: &dyn Fn(usize) -> Option<String>) -> O
     }
 }
 
-/// An object with unquoted keys and strings between `quote`s, as Gemma writes it.
+/// Parses an object with unquoted keys and with strings between `quote`s, as Gemma writes it.
 pub(crate) fn unquoted(text: &str, quote: &'static str) -> Option<Value> {
     let mut reader = Reader { rest: text.trim(), quote: Some(quote) };
     let value = reader.value(0)?;
@@ -54,7 +56,7 @@ fn is_word(c: char) -> bool {
 
 struct Reader<'a> {
     rest: &'a str,
-    /// The mark around strings, if it is not one of Python's quotes.
+    /// The text that quotes strings, if it is not one of Python's quotes.
     quote: Option<&'static str>,
 }
 
@@ -178,7 +180,7 @@ impl Reader<'_> {
                 'v' => text.push('\x0b'),
                 '\n' => {}
                 '\\' | '\'' | '"' => text.push(c),
-                // Python keeps a backslash before any other letter.
+                // Python keeps a backslash before any other character.
                 other => text.extend(['\\', other]),
             }
         }
@@ -194,7 +196,7 @@ impl Reader<'_> {
             "None" | "null" | "nil" => Value::Null,
             word => match number(word) {
                 Some(number) => Value::Number(number),
-                // A string without matching quotes is taken literally.
+                // Text without quotes is taken as a string.
                 None if self.quote.is_some() => Value::String(word.to_owned()),
                 None => return None,
             },
@@ -204,8 +206,8 @@ impl Reader<'_> {
     }
 }
 
-/// The character of an escape with `digits` hexadecimal digits, and its length. A pair of
-/// surrogates, as in JSON, is one character.
+/// Returns the character of an escape with `digits` hexadecimal digits, and the length of the
+/// escape. A surrogate pair, as in JSON, is one character.
 fn escape(rest: &str, digits: usize) -> Option<(char, usize)> {
     let code = |at: usize| u32::from_str_radix(rest.get(at..at + digits)?, 16).ok();
     let first = code(0)?;

@@ -1,12 +1,12 @@
 //! Finds the end of a JSON value in text that arrives in parts.
 
-/// The state of reading a value.
+/// The state of scanning a value.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Scan {
     depth: u32,
     in_string: bool,
     escaped: bool,
-    /// The kind of the value, by its first character.
+    /// The kind of the value, determined by its first character; `None` before that.
     kind: Option<Kind>,
 }
 
@@ -17,24 +17,24 @@ enum Kind {
     Scalar,
 }
 
-/// The effect of a character.
+/// How a character relates to the value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Read {
     /// The character belongs to the value, which continues.
     Inside,
-    /// The character was the value's last.
+    /// The character is the last one of the value.
     Last,
-    /// The value, a number or a word, has ended before the character.
+    /// The value, a number or a word, has ended before this character.
     Before,
 }
 
 impl Scan {
-    /// True if a string is open.
+    /// True if the scan is within a string.
     pub(crate) fn in_string(&self) -> bool {
         self.in_string
     }
 
-    /// Reads the next character; the first is the value's first.
+    /// Reads the next character. The first call reads the first character of the value.
     pub(crate) fn read(&mut self, c: char) -> Read {
         let kind = *self.kind.get_or_insert(match c {
             '{' | '[' => Kind::Nested,
@@ -77,14 +77,14 @@ pub(crate) fn is_object(text: &str) -> bool {
     matches!(serde_json::from_str(text), Ok(serde_json::Value::Object(_)))
 }
 
-/// `text` in JSON, without its quotes.
+/// Escapes `text` as JSON does, without the quotes.
 pub(crate) fn escaped(text: &str) -> String {
     let quoted = serde_json::Value::String(text.to_owned()).to_string();
     quoted[1..quoted.len() - 1].to_owned()
 }
 
-/// A value as Python prints JSON, with spaces after commas and colons: templates write earlier
-/// calls like this.
+/// Formats a value as Python prints JSON, with spaces after commas and colons. Templates format
+/// earlier calls like this.
 pub(crate) fn spaced(value: &serde_json::Value) -> String {
     use serde_json::Value::{Array, Object};
     match value {
@@ -109,7 +109,7 @@ mod tests {
 
     use super::*;
 
-    /// The first value of `text`, and the rest after it.
+    /// Splits `text` after its first value.
     fn split(text: &str) -> Option<(&str, &str)> {
         let mut scan = Scan::default();
         for (at, c) in text.char_indices() {

@@ -1,4 +1,4 @@
-//! Arguments that a model wrote as text, converted to the types of their schemas.
+//! Converts arguments that a model wrote as text to the types in their schemas.
 
 use std::collections::HashMap;
 
@@ -6,19 +6,20 @@ use serde_json::{Map, Number, Value};
 
 use crate::python;
 
-/// How many schemas are visited for one argument, since recursive schemas have no end.
+/// The largest number of schemas that are visited for one argument, because schemas may be
+/// recursive.
 const STEPS: u32 = 512;
 
-/// The tools that a request offers: names and the JSON Schemas of their arguments.
+/// The tools that a request offers: their names, and the JSON schemas of their arguments.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Tools {
-    /// The names, in the order of the request.
+    /// The names of the tools, in the order of the request.
     names: Vec<String>,
     schemas: HashMap<String, Value>,
 }
 
 impl Tools {
-    /// Tools with these names, each with the schema of its arguments.
+    /// Creates the tools from their names and the schemas of their arguments.
     pub fn new(tools: impl IntoIterator<Item = (String, Value)>) -> Self {
         let mut all = Self::default();
         for (name, schema) in tools {
@@ -33,38 +34,38 @@ impl Tools {
         self.names.is_empty()
     }
 
-    /// True if there is a tool of this name.
+    /// True if there is a tool with this name.
     pub fn has(&self, name: &str) -> bool {
         self.schemas.contains_key(name)
     }
 
-    /// Names and schemas, in the order of the request.
+    /// Iterates over names and schemas, in the order of the request.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &Value)> {
         self.names.iter().map(|name| (name.as_str(), &self.schemas[name]))
     }
 
-    /// The argument of `tool` with this name.
+    /// Returns the argument of `tool` with this name.
     pub(crate) fn argument(&self, tool: &str, name: &str) -> Argument<'_> {
         let root = self.schemas.get(tool);
         let schema = root.and_then(|root| property(root, root, name, &mut { STEPS }));
         Argument { root, schema }
     }
 
-    /// The name of a tool's argument number `index`.
+    /// Returns the name of the argument of `tool` at position `index`.
     pub(crate) fn argument_name(&self, tool: &str, index: usize) -> Option<&str> {
         let properties = self.schemas.get(tool)?.get("properties")?.as_object()?;
         properties.keys().nth(index).map(String::as_str)
     }
 }
 
-/// The schema of one argument. An argument without a schema has an empty one.
+/// The schema of one argument; `None` if the argument has no schema.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Argument<'a> {
     root: Option<&'a Value>,
     schema: Option<&'a Value>,
 }
 
-/// The kinds that a value may have.
+/// The kinds of values that a schema allows.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Kinds {
     null: bool,
@@ -125,7 +126,7 @@ impl Kinds {
         Self {
             null: self.null && other.null,
             boolean: self.boolean && other.boolean,
-            // An integer is a number.
+            // An integer is a number too.
             integer: self.integer && (other.integer || other.number)
                 || other.integer && self.number,
             number: self.number && other.number,
@@ -169,12 +170,13 @@ impl Argument<'_> {
         }
     }
 
-    /// True if the argument is a string, whatever the model wrote.
+    /// True if the argument is always a string, whatever the model wrote.
     pub(crate) fn is_string(&self) -> bool {
         self.kinds() == Kinds::STRING
     }
 
-    /// The value of the text if the schema accepts it, otherwise the text.
+    /// Returns the value that the text represents if the schema accepts that value, otherwise the
+    /// text.
     pub(crate) fn value(&self, text: &str) -> Value {
         if let (Some(root), Some(schema)) = (self.root, self.schema)
             && let Some(value) = listed(root, schema, text, &mut { STEPS })
@@ -213,12 +215,12 @@ impl Argument<'_> {
     }
 }
 
-/// A number that these kinds accept. `230.0` is an integer.
+/// Parses a number that these kinds accept. `230.0` is an integer.
 fn number(text: &str, kinds: Kinds) -> Option<Number> {
     if !kinds.integer && !kinds.number {
         return None;
     }
-    // Numbers that JSON does not allow, such as 007 or 1_000, stay text.
+    // Numbers that are not valid JSON, such as 007 or 1_000, remain text.
     let value: Number = serde_json::from_str(text).ok()?;
     if !value.is_f64() || kinds.number && !kinds.integer {
         return Some(value);
@@ -232,7 +234,7 @@ fn number(text: &str, kinds: Kinds) -> Option<Number> {
     }
 }
 
-/// The value that a schema lists with this spelling.
+/// Returns the value in a schema's `enum` or `const` that is spelled like `text`.
 fn listed(root: &Value, schema: &Value, text: &str, steps: &mut u32) -> Option<Value> {
     let schema = resolve(root, schema, steps)?;
     let values = schema.get("enum").and_then(Value::as_array).into_iter().flatten();
@@ -248,7 +250,7 @@ fn listed(root: &Value, schema: &Value, text: &str, steps: &mut u32) -> Option<V
     parts.into_iter().find_map(|part| listed(root, part, text, steps))
 }
 
-/// The schema after `$ref`s.
+/// Follows `$ref`s and returns the schema that they refer to.
 fn resolve<'a>(root: &'a Value, schema: &'a Value, steps: &mut u32) -> Option<&'a Value> {
     let mut schema = schema;
     loop {
@@ -305,7 +307,7 @@ fn kinds(root: &Value, schema: &Value, steps: &mut u32) -> Kinds {
     found
 }
 
-/// The schema of a property of an object.
+/// Returns the schema of a property of an object.
 fn property<'a>(
     root: &'a Value,
     schema: &'a Value,

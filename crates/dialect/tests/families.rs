@@ -1,5 +1,5 @@
-//! Answers as the families' chat templates write them, cut anywhere: the parser reads what was
-//! written.
+//! Tests that the parser reads answers in the formats of the families' chat templates, cut
+//! anywhere.
 
 mod turns;
 
@@ -37,13 +37,13 @@ fn reading(family: &Family, tools: Arc<Tools>) -> Reading {
     Reading { dialect, tools, start, ..Reading::default() }
 }
 
-/// Reads `text` in pieces that end where `cuts` say.
+/// Parses `text` in pieces that end at `cuts`.
 fn read(reading: Reading, text: &str, cuts: &[usize]) -> (Parts, u32) {
     let mut parser = Parser::new(reading);
     let (mut parts, mut from) = (Parts::default(), 0);
     for &cut in cuts.iter().chain([&text.len()]) {
         if cut > from && text.is_char_boundary(cut) {
-            // Each delta gets an empty `Parts`.
+            // Each delta has its own `Parts`.
             let mut delta = Parts::default();
             parser.push(&text[from..cut], &mut delta);
             parts.append(&mut delta);
@@ -226,7 +226,7 @@ proptest! {
         cuts in prop::collection::vec(0..2000_usize, 0..60),
         complete: bool,
     ) {
-        // Marks and random text in any order.
+        // Marks and random text, in any order.
         let text: String = pieces.iter().zip(&junk).map(|(at, junk)| {
             let all = family.marks.len() + 1;
             family.marks.get(at.index(all)).map_or(junk.clone(), |mark| format!("{mark}{junk}"))

@@ -1,4 +1,4 @@
-//! An answer that is a call without any mark: a single object, perhaps in a code block.
+//! Parses an answer that is a call without any mark: a single object, optionally in a code block.
 
 use super::call::{Call, Context, Step};
 use super::object::Object;
@@ -6,32 +6,33 @@ use crate::finder::leading_blank;
 use crate::parts::{Part, Parts};
 use crate::scan::is_object;
 
-/// The fence around a block of code.
+/// The fence of a code block.
 const FENCE: &str = "```";
 /// The longest name of a code block's language, in bytes.
 const LANGUAGE: usize = 16;
 
-/// The text of an answer that may be such a call. It is held back until that is certain.
+/// The text of an answer that may be a call without marks. The text is held back until this is
+/// certain.
 #[derive(Debug)]
 pub(super) struct Alone {
-    /// All of the text.
+    /// The whole text of the answer.
     raw: String,
-    /// The unread part of it.
+    /// The part of the text that was not parsed yet.
     unread: String,
     object: Object,
     call: Call,
-    /// The call, as far as it is read.
+    /// The parts of the call that were read so far.
     held: Parts,
-    /// The object is complete.
+    /// True if the object is complete.
     whole: bool,
-    /// The fence at the end has not come.
+    /// True if the closing fence has not come yet.
     fenced: bool,
 }
 
-/// The kinds of beginnings of an answer.
+/// How an answer begins.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Opening {
-    /// An object begins after this many bytes, in a code block or not.
+    /// An object starts after this many bytes, possibly in a code block.
     Object {
         at: usize,
         fenced: bool,
@@ -41,7 +42,7 @@ pub(super) enum Opening {
     Other,
 }
 
-/// Reads the beginning of an answer, without white space before it.
+/// Classifies the beginning of an answer, given without leading white space.
 pub(super) fn opening(text: &str) -> Opening {
     if text.starts_with('{') {
         return Opening::Object { at: 0, fenced: false };
@@ -63,7 +64,7 @@ pub(super) fn opening(text: &str) -> Opening {
 }
 
 impl Alone {
-    /// Begins with the text before the object.
+    /// Starts with `raw`, the text before the object.
     pub(super) fn new(raw: String, fenced: bool, index: u32) -> Self {
         Self {
             raw,
@@ -76,7 +77,7 @@ impl Alone {
         }
     }
 
-    /// Reads more; `Broken` if the text has another form.
+    /// Reads more text. Returns `Broken` if the answer is not a call.
     pub(super) fn push(&mut self, text: &str, context: Context<'_>) -> Step {
         self.raw.push_str(text);
         self.unread.push_str(text);
@@ -98,7 +99,8 @@ impl Alone {
         if ends { Step::More } else { Step::Broken }
     }
 
-    /// Ends the answer, which was the model's own choice. Writes the call, if it is one.
+    /// Handles the end of an answer that the model itself ended. If the answer is a complete call,
+    /// writes the call and returns true.
     pub(super) fn call(&self, out: &mut Parts) -> bool {
         let mut arguments = String::new();
         for part in self.held.iter() {
@@ -113,7 +115,7 @@ impl Alone {
         is_call
     }
 
-    /// All of the text.
+    /// Returns the whole text of the answer.
     pub(super) fn into_text(self) -> String {
         self.raw
     }

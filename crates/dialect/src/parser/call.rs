@@ -1,48 +1,49 @@
-//! One call on its way into the parts.
+//! The parsing state of a call, shared by all formats.
 
 use crate::family::Ids;
 use crate::finder::{Found, find};
 use crate::parts::Parts;
 use crate::schema::Tools;
 
-/// The context of a call that is being read.
+/// The context in which a call is parsed.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Context<'a> {
     pub(super) tools: &'a Tools,
     /// The mark that ends a call wherever it occurs.
     pub(super) close: &'static str,
-    /// `close` is a special token.
+    /// True if `close` is a special token.
     pub(super) special: bool,
     pub(super) ids: Ids,
 }
 
-/// The longest name of a tool or of an argument, and the longest text before one, in bytes. Longer
+/// The longest name of a tool or an argument, and the longest text before one, in bytes. Longer
 /// text does not count as a name, because it would be scanned again with each token.
 pub(super) const LONGEST: usize = 1024;
 
-/// The result of reading on.
+/// The result of parsing more text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Step {
     /// More text is needed.
     More,
     /// The call is complete.
     Done,
-    /// The text is not a call, or breaks off inside one.
+    /// The text is not a call, or ends within one.
     Broken,
 }
 
-/// A call, as far as it is read.
+/// A call, as far as it was parsed.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Call {
     pub(super) index: u32,
     pub(super) name: Option<String>,
-    /// Arguments have been written.
+    /// True if any text of the arguments was written.
     pub(super) written: bool,
-    /// Everything that was read before it was certain to be a call.
+    /// The text that was read before it was certain to be a call.
     pub(super) raw: String,
 }
 
-/// The first of `marks` in `text`, if it is near enough. Otherwise what to do next.
+/// Returns the first of `marks` in `text` and its position, if the position is at most `most`;
+/// otherwise the step to take.
 pub(super) fn near(text: &str, marks: &[&str], most: usize) -> Result<(usize, usize), Step> {
     match find(text, marks.iter().copied()) {
         Found::Mark { at, mark } if at <= most => Ok((at, mark)),
@@ -60,7 +61,7 @@ impl Call {
         self.name.is_some()
     }
 
-    /// Consumes `length` bytes from the front of the unread text.
+    /// Removes `length` bytes from the front of the unread text.
     pub(super) fn take(&mut self, pending: &mut String, length: usize) {
         if self.name.is_none() {
             self.raw.push_str(&pending[..length]);
@@ -68,7 +69,7 @@ impl Call {
         pending.drain(..length);
     }
 
-    /// Begins the call; false if no offered tool has this name, so that the text is not a call.
+    /// Starts the call. False if no offered tool has this name, so that the text is not a call.
     #[must_use]
     pub(super) fn begin(&mut self, written: &str, context: Context<'_>, out: &mut Parts) -> bool {
         let written = written.trim();
@@ -86,13 +87,13 @@ impl Call {
         true
     }
 
-    /// Appends to its arguments.
+    /// Appends to the arguments of the call.
     pub(super) fn arguments(&mut self, text: &str, out: &mut Parts) {
         self.written |= !text.is_empty();
         out.arguments(self.index, text);
     }
 
-    /// Ends the call. A call without arguments gets an empty object.
+    /// Ends the call. If no arguments were written, writes an empty object.
     pub(super) fn end(&mut self, out: &mut Parts) {
         if self.has_begun() && !self.written {
             self.arguments("{}", out);
@@ -100,7 +101,7 @@ impl Call {
     }
 }
 
-/// The name in `functions.NAME:NUMBER`.
+/// Returns the name in `functions.NAME:NUMBER`.
 fn counted(written: &str) -> Option<&str> {
     let rest = written.strip_prefix("functions.").unwrap_or(written);
     let (name, number) = rest.rsplit_once(':')?;

@@ -1,4 +1,4 @@
-//! The part of the parser that reads calls, and gives text back that is not a call after all.
+//! The part of the parser that parses calls, and restores text that turns out not to be a call.
 
 use super::alone::Alone;
 use super::call::{Call, Context, Step};
@@ -12,12 +12,13 @@ use crate::family::{Body as Form, Calls};
 use crate::parts::Parts;
 use crate::schema::Tools;
 
-/// The longest text that is scanned again if it was not a call, in bytes. A call may begin inside
-/// it.
+/// The longest text in bytes that is parsed again if it was not a call. A call may start within
+/// that text.
 const AGAIN: usize = 2048;
 
 impl Parser {
-    /// The state after a mark that may begin calls. `raw` is the text up to there.
+    /// Returns the state after a mark that may start calls. `raw` is the text up to and including
+    /// the mark.
     pub(super) fn opened(&self, mark: Mark, raw: String, reasoning: bool) -> State {
         let form = self.calls().map(|calls| &calls.body);
         let items = Items::new(raw, reasoning, mark == Mark::Section);
@@ -32,7 +33,7 @@ impl Parser {
         }
     }
 
-    /// A call begins here.
+    /// Returns the state at the start of a call.
     pub(super) fn begin(&self, items: Items) -> State {
         let body = match self.calls().map(|calls| &calls.body) {
             Some(Form::Named(marks)) => Body::Named(Named::new(marks)),
@@ -47,7 +48,7 @@ impl Parser {
         State::Call { body, call: Call::new(self.begun), items }
     }
 
-    /// Before, between and after calls.
+    /// Parses the text before, between and after calls. False if more text is needed.
     pub(super) fn step_items(&mut self, mut items: Items, out: &mut Parts) -> bool {
         let Some(form) = self.calls().map(|calls| &calls.body) else { return true };
         loop {
@@ -85,7 +86,7 @@ impl Parser {
             };
             let opens = match form {
                 Form::Python => c.is_alphabetic() || c == '_',
-                // Some models also write the calls of another family.
+                // Some models also write calls in the format of another family.
                 _ => c == '{',
             };
             let opens = opens && !items.closed;
@@ -104,7 +105,7 @@ impl Parser {
                 return true;
             }
             if !items.takes(c) {
-                // The pending items are plain text.
+                // The text is not part of a call, so it becomes ordinary text.
                 self.restore(&items, "", out);
                 return true;
             }
@@ -124,7 +125,7 @@ impl Parser {
         let context = context(calls, &self.reading.tools);
         let pending = &mut self.pending;
         let had_begun = call.has_begun();
-        // The call's name ends the text before it.
+        // The text before the call ends once the call's name is known.
         let mut parts = Parts::default();
         let step = match &mut body {
             Body::Object(object) => object.step(pending, &mut call, &mut parts, context),
@@ -160,8 +161,8 @@ impl Parser {
         }
     }
 
-    /// Records that the text before a call has ended. Drops the white space before the call, unless
-    /// it follows content.
+    /// Records that a call ends the text before it. Drops the white space before the call, unless
+    /// the white space follows content.
     fn begins_call(&mut self, reasoning: bool) {
         self.unclosed |= reasoning;
         if reasoning || !self.said {
@@ -175,7 +176,7 @@ impl Parser {
         let text = std::mem::take(&mut self.pending);
         let step = alone.push(&text, context(calls, &self.reading.tools));
         if step == Step::Broken {
-            // The text is read again like any other.
+            // The text is parsed again like any other text.
             self.pending = alone.into_text();
             self.mixed = true;
             return true;
@@ -184,7 +185,7 @@ impl Parser {
         false
     }
 
-    /// Gives back text that looked like the beginning of calls.
+    /// Restores text that looked like the beginning of a call.
     fn restore(&mut self, items: &Items, more: &str, out: &mut Parts) {
         let mut text = format!("{}{more}", items.text());
         let blank = text.len() - text.trim_start().len();
@@ -194,7 +195,7 @@ impl Parser {
         if text.len() <= AGAIN
             && let Some(first) = first
         {
-            // A call may begin after the first mark.
+            // A call may start after the first mark.
             self.pending.insert_str(0, &text[blank + first..]);
             self.blanks = 0;
             text.truncate(blank + first);
@@ -209,7 +210,7 @@ impl Parser {
         }
     }
 
-    /// Text with its marks, except those that are special tokens.
+    /// Returns text with its marks, except marks that are special tokens.
     pub(super) fn as_said(&self, text: &str) -> String {
         if self.has_special_marks() { self.without_marks(text) } else { text.to_owned() }
     }
@@ -228,7 +229,7 @@ impl Parser {
         self.reading.dialect.reasoning.is_some_and(|reasoning| reasoning.special)
     }
 
-    /// At the end of an answer, gives back text in which a call could have begun.
+    /// At the end of an answer, restores text in which a call could have started.
     pub(super) fn end_items(&mut self, items: &Items, rest: &str, complete: bool, out: &mut Parts) {
         let text = format!("{}{rest}", items.text());
         // The beginning of a truncated call is not text.

@@ -1,4 +1,5 @@
-//! OpenAI's Harmony format: each message has a channel, and some are for tools.
+//! Parses OpenAI's Harmony format, in which each message has a channel, and some messages are
+//! calls.
 
 use super::call::{Call, Context};
 use crate::family::Ids;
@@ -7,13 +8,13 @@ use crate::finder::{Found, find, without_trailing_blank};
 use crate::parts::Parts;
 use crate::schema::Tools;
 
-/// Reads messages. A message that is neither for the user nor for a tool is reasoning.
+/// Parses messages. A message that is neither for the user nor for a tool is reasoning.
 #[derive(Debug, Clone)]
 pub(super) struct Harmony {
-    /// The header of the message that is being read.
+    /// The header of the current message.
     header: String,
     body: Option<Body>,
-    /// White space at the end of a call's arguments.
+    /// White space that may be at the end of a call's arguments.
     blank: String,
 }
 
@@ -25,7 +26,7 @@ enum Body {
 }
 
 impl Harmony {
-    /// Starts in the state at the end of a prompt.
+    /// Creates the parser in the state after `prompt`.
     pub(super) fn new(prompt: &str) -> Self {
         let mut harmony = Self { header: String::new(), body: None, blank: String::new() };
         let Some((_, open)) = prompt.rsplit_once(START) else { return harmony };
@@ -40,12 +41,12 @@ impl Harmony {
         harmony
     }
 
-    /// True if the message that is being read is reasoning.
+    /// True if the current message is reasoning.
     pub(super) fn is_reasoning(&self) -> bool {
         matches!(self.body, Some(Body::Reasoning))
     }
 
-    /// Reads on, up to the end of a call. Returns the number of completed calls.
+    /// Parses text up to the end of a call. Returns the number of completed calls.
     pub(super) fn push(
         &mut self,
         pending: &mut String,
@@ -87,7 +88,7 @@ impl Harmony {
                         return 1;
                     }
                 }
-                // If a model forgets to end a message, the next one begins with its channel.
+                // If a model does not end a message, the next message begins with its channel.
                 (CHANNEL, body @ Some(_)) => {
                     let complete = end_call(body, out);
                     *body = None;
@@ -123,12 +124,12 @@ impl Harmony {
     }
 
     /// Ends the answer. `complete` is false if a length limit ended it. Returns the number of calls
-    /// completed now.
+    /// that this completes.
     pub(super) fn finish(&mut self, pending: &mut String, complete: bool, out: &mut Parts) -> u32 {
         let text = std::mem::take(pending);
         match self.body.take() {
             None => {
-                // The header names no channel, so the message is passed on as content.
+                // The header has no channel, so the message becomes content.
                 let role = self.header.trim();
                 if !role.is_empty() && role != "assistant" && !self.header.contains(CHANNEL) {
                     out.content(role.strip_prefix("assistant").unwrap_or(role));
@@ -155,14 +156,14 @@ impl Harmony {
     }
 }
 
-/// Ends a message; whether it is a call.
+/// Ends a message. True if it is a call.
 fn end_call(body: &mut Option<Body>, out: &mut Parts) -> bool {
     let Some(Body::Call(call)) = body else { return false };
     call.end(out);
     true
 }
 
-/// The channel that a header names.
+/// Returns the channel in a header.
 fn channel(header: &str) -> &str {
     header.rsplit_once(CHANNEL).map_or("", |(_, channel)| channel.trim_start())
 }

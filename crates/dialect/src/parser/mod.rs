@@ -1,11 +1,11 @@
-//! Parses tool calls and reasoning: splits a model's text into parts.
+//! Parses tool calls and reasoning: splits the text of a model into parts.
 //!
-//! One automaton reads reasoning, text and calls. It works on characters, and holds back those that
-//! may become a mark, so it does not matter how the text is split into tokens and deltas. Special
-//! tokens that are marks must appear in the text.
+//! One automaton parses reasoning, text and calls. It works on characters, and holds back those
+//! that may become a mark, so it makes no difference how the text is split into tokens and deltas.
+//! Special tokens that are marks must be included in the text.
 //!
-//! A mark by itself is plain text. It takes effect only if a call of an offered tool follows, or if
-//! reasoning can begin or end there. A mark that is a special token is never text.
+//! A mark alone is ordinary text. It takes effect only if a call of an offered tool follows, or if
+//! reasoning can start or end there. A mark that is a special token is never text.
 
 mod alone;
 mod call;
@@ -35,10 +35,10 @@ use object::Object;
 use tagged::Tagged;
 use whole::Whole;
 
-/// Marks of fewer bytes, such as `>`, also occur in ordinary text.
+/// Shorter marks (in bytes), such as `>`, also occur in ordinary text.
 const SHORT: usize = 4;
 
-/// The settings of a parser for one answer.
+/// The settings of the parser for one answer.
 #[derive(Debug, Clone, Default)]
 pub struct Reading {
     /// The dialect of the model.
@@ -47,35 +47,35 @@ pub struct Reading {
     pub tools: Arc<Tools>,
     /// True if at most one call is allowed.
     pub single: bool,
-    /// True if reasoning is left out.
+    /// True if reasoning is removed from the output.
     pub silent: bool,
-    /// True if a grammar fixes where calls are. Then reasoning contains none.
+    /// True if a grammar determines where calls are. Then reasoning contains no calls.
     pub bound: bool,
-    /// True if the client has named the tool.
+    /// True if the client named the tool to call.
     pub named: bool,
-    /// The state in which the answer begins.
+    /// The state in which the answer starts.
     pub start: Start,
 }
 
-/// The part of an answer in which generation starts after a prompt.
+/// The part of an answer in which generation starts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     /// In the reasoning.
     Reasoning,
     /// After the reasoning.
     Answer,
-    /// Before the first part, which may be either.
+    /// Before the first part, which may be reasoning or the answer.
     Either,
 }
 
 impl Reading {
-    /// True if reasoning and other text are different parts.
+    /// True if reasoning is separated from other text.
     pub fn reasons(&self) -> bool {
         self.dialect.reasoning.is_some()
     }
 }
 
-/// The state at the beginning of an answer: in the text, or in reasoning that the prompt opened.
+/// The initial state of a parser: in the text, or in reasoning that the prompt opened.
 #[derive(Debug, Clone, Default)]
 pub struct Start(Begin);
 
@@ -83,7 +83,7 @@ pub struct Start(Begin);
 enum Begin {
     #[default]
     Text,
-    /// White space at its beginning is left out.
+    /// White space at the start of the text is dropped.
     BareText,
     Reasoning,
     BareReasoning,
@@ -91,8 +91,8 @@ enum Begin {
 }
 
 impl Start {
-    /// The state after the rendered `prompt`. `continues` is true if the prompt ends inside a
-    /// message that the model continues.
+    /// Returns the state after the rendered `prompt`. `continues` is true if the prompt ends within
+    /// a message that the model continues.
     pub fn of(dialect: Dialect, prompt: &str, continues: bool) -> Self {
         if dialect.is_harmony() {
             return Self(Begin::Harmony(Harmony::new(prompt)));
@@ -116,7 +116,7 @@ impl Start {
 }
 
 impl Start {
-    /// The part of the answer in this state.
+    /// Returns the part of the answer that this state is in.
     pub fn place(&self) -> Place {
         match self.0 {
             Begin::Reasoning | Begin::BareReasoning => Place::Reasoning,
@@ -126,28 +126,28 @@ impl Start {
     }
 }
 
-/// A parser of one answer.
+/// Parses one answer.
 #[derive(Debug)]
 pub struct Parser {
     reading: Reading,
     marks: Vec<(&'static str, Mark)>,
     state: State,
-    /// The text that has come and was not parsed yet.
+    /// The text that was received but not parsed yet.
     pending: String,
-    /// The bytes at the front of `pending` that are known to be white space. They wait for what
-    /// follows, and are not scanned again.
+    /// The number of bytes at the front of `pending` that are known to be white space. They wait
+    /// for the next character, and are not scanned again.
     blanks: usize,
     /// White space that is held back until the next character is known.
     blank: String,
-    /// True if content other than white space was given out.
+    /// True if content other than white space was output.
     said: bool,
-    /// True if reasoning other than white space was given out.
+    /// True if reasoning other than white space was output.
     reasoned: bool,
-    /// True if the white space that comes next is left out.
+    /// True if white space that comes next is dropped.
     strip: bool,
-    /// True if a call has ended reasoning whose closing mark may still come.
+    /// True if a call has ended the reasoning, whose closing mark may still come.
     unclosed: bool,
-    /// True if the answer is more than one object.
+    /// True if the answer is more than a single object.
     mixed: bool,
     begun: u32,
     complete: u32,
@@ -158,11 +158,11 @@ pub struct Parser {
 enum Mark {
     Section,
     Call,
-    /// A call without its opening mark begins with the mark of its name.
+    /// The mark before a tool's name, which starts a call even without the call's opening mark.
     Name,
-    /// An end mark without a beginning.
+    /// An end mark without an opening mark.
     Stray,
-    /// A special token from within a call.
+    /// A special token that belongs inside a call.
     Inner,
     Think,
     Thought,
@@ -172,17 +172,17 @@ enum Mark {
 enum State {
     Text,
     Reasoning,
-    /// Around and between calls.
+    /// Before, between or after calls.
     Items(Items),
     Call {
         body: Body,
         call: Call,
         items: Items,
     },
-    /// The whole answer may be a call.
+    /// The whole answer may be a call without marks.
     Alone(Box<Alone>),
     Harmony(Harmony),
-    /// All demanded parts are read.
+    /// The only required call is complete. Further text is ignored.
     Over,
 }
 
@@ -195,7 +195,7 @@ enum Body {
 }
 
 impl Parser {
-    /// A parser at the start of an answer.
+    /// Creates a parser at the start of an answer.
     pub fn new(reading: Reading) -> Self {
         let Dialect { calls, reasoning } = reading.dialect;
         let calls = calls.filter(|_| !reading.tools.is_empty());
@@ -233,7 +233,7 @@ impl Parser {
             Begin::BareReasoning => (State::Reasoning, true),
             Begin::Harmony(harmony) => (State::Harmony(harmony.clone()), false),
         };
-        // Reasoning that goes on has begun.
+        // In continued reasoning, some text was already output.
         let reasoned = matches!(reading.start.0, Begin::Reasoning);
         Self {
             reading,
@@ -252,12 +252,12 @@ impl Parser {
         }
     }
 
-    /// True if the only demanded call is complete. Nothing after it is read.
+    /// True if the only required call is complete. Later text is ignored.
     pub fn is_over(&self) -> bool {
         matches!(self.state, State::Over)
     }
 
-    /// True if the answer is inside reasoning.
+    /// True if the parser is within reasoning.
     pub fn is_reasoning(&self) -> bool {
         match &self.state {
             State::Reasoning => true,
@@ -269,7 +269,7 @@ impl Parser {
         }
     }
 
-    /// True if the answer has a complete call that the model chose to make.
+    /// True if the answer has a complete call that the client did not force.
     pub fn has_chosen(&self) -> bool {
         self.complete > 0 && !self.reading.named
     }
@@ -279,7 +279,7 @@ impl Parser {
         self.complete
     }
 
-    /// Reads more text.
+    /// Parses more text.
     pub fn push(&mut self, text: &str, out: &mut Parts) {
         self.pending.push_str(text);
         while self.step(out) {}
@@ -293,8 +293,8 @@ impl Parser {
         }
     }
 
-    /// Reads the held text at the end of an answer. `complete` is true if the model ended the
-    /// answer, and false if a length limit did.
+    /// Parses the text that was held back, at the end of an answer. `complete` is true if the model
+    /// ended the answer, and false if a length limit did.
     pub fn finish(&mut self, complete: bool, out: &mut Parts) {
         let mut rest = std::mem::take(&mut self.pending);
         let end = rest.trim_start();
@@ -302,7 +302,7 @@ impl Parser {
             && end.len() >= SHORT
             && self.marks.iter().any(|(mark, _)| mark.starts_with(end))
         {
-            // The answer broke off inside a mark.
+            // The answer was cut off within a mark.
             rest.truncate(rest.len() - end.len());
         }
         match std::mem::replace(&mut self.state, State::Over) {
@@ -347,7 +347,7 @@ impl Parser {
         self.hide(out);
     }
 
-    /// Parses a little more; false if more text is needed.
+    /// Parses one step. False if more text is needed.
     fn step(&mut self, out: &mut Parts) -> bool {
         match std::mem::replace(&mut self.state, State::Text) {
             State::Text => self.step_text(out),
@@ -422,7 +422,8 @@ impl Parser {
     }
 
     fn step_reasoning(&mut self, out: &mut Parts) -> bool {
-        // The mark of a call ends reasoning, unless reasoning's own end is certain to come.
+        // The mark of a call ends reasoning, unless the grammar guarantees the closing mark of the
+        // reasoning.
         let ends = |meaning: Mark| match self.reading.bound {
             true => meaning == Mark::Thought,
             false => !matches!(meaning, Mark::Stray | Mark::Inner),
@@ -481,15 +482,15 @@ impl Parser {
         }
     }
 
-    /// The number of bytes of white space before the next text. A caller that leaves them there has
-    /// to record the number again.
+    /// Returns the number of bytes of white space before the next text. If the caller leaves them
+    /// in `pending`, it must store the number in `blanks` again.
     fn blank_before(&mut self) -> usize {
         let known = std::mem::take(&mut self.blanks);
         known + leading_blank(&self.pending[known..])
     }
 
-    /// Passes text on to the reader. White space at its end waits if a call may follow, before
-    /// which it is dropped.
+    /// Outputs text as content. White space at its end is held back if a call may follow, because
+    /// it is dropped before a call.
     fn content(&mut self, text: &str, out: &mut Parts) {
         let text = if self.strip { text.trim_start() } else { text };
         if text.is_empty() {
@@ -523,7 +524,7 @@ impl Parser {
         self.blank.push_str(&text[end..]);
     }
 
-    /// The form of calls; `None` if calls are not parsed.
+    /// Returns the format of calls; `None` if calls are not parsed.
     fn calls(&self) -> Option<&'static Calls> {
         self.reading.dialect.calls.filter(|_| !self.reading.tools.is_empty())
     }

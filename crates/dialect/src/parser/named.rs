@@ -1,11 +1,11 @@
-//! A call as the name of a tool, a mark, and arguments as JSON.
+//! Parses a call that consists of the name of a tool, a mark, and arguments as JSON.
 
 use super::call::{Call, Context, LONGEST, Step, near};
 use super::object::Arguments;
 use crate::family;
 use crate::parts::Parts;
 
-/// A call whose name stands before its arguments.
+/// A call in which the name precedes the arguments.
 #[derive(Debug)]
 pub(super) struct Named {
     marks: &'static family::Named,
@@ -14,15 +14,15 @@ pub(super) struct Named {
 
 #[derive(Debug)]
 enum Stage {
-    /// The reader is before the name.
+    /// Before the name.
     Kind,
     Name,
-    /// The reader is between name and arguments.
+    /// Between the name and the arguments.
     Between,
     Arguments(Arguments),
 }
 
-/// The largest number of bytes between a name and its JSON arguments.
+/// The largest number of bytes between the name and the arguments.
 const BETWEEN: usize = 64;
 
 impl Named {
@@ -55,7 +55,7 @@ impl Named {
                         Err(step) => return step,
                     };
                     let written = pending[..at].trim();
-                    // An older form writes a mark and the call's id between the two.
+                    // An older format has a mark and the call's id between name and arguments.
                     let name = written.split('[').next().unwrap_or(written).trim().to_owned();
                     if !call.begin(&name, context, out) {
                         return Step::Broken;

@@ -1,11 +1,11 @@
-//! `{"name": ..., "arguments": {...}}`.
+//! Parses a call in the format `{"name": ..., "arguments": {...}}`.
 
 use super::call::{Call, Context, Step};
 use crate::finder::leading_blank;
 use crate::parts::Parts;
 use crate::scan::{Read, Scan, is_object};
 
-/// A call as a JSON object. Its fields may come in any order, and other fields are ignored.
+/// A call as a JSON object. Its fields may be in any order, and unknown fields are ignored.
 #[derive(Debug, Default)]
 pub(super) struct Object {
     stage: Stage,
@@ -13,7 +13,7 @@ pub(super) struct Object {
     arguments: Arguments,
     /// Arguments that came before the name.
     early: Option<String>,
-    /// True if no mark tells the call from an answer in JSON.
+    /// True if no mark distinguishes the call from an answer in JSON.
     bare: bool,
 }
 
@@ -24,36 +24,36 @@ const FIELDS: [&str; 6] = ["type", "id", "name", "function", "arguments", "param
 enum Stage {
     #[default]
     Open,
-    /// The reader is before a field's name.
+    /// Before the name of a field.
     Field,
-    /// Inside a key; true if the next character is escaped.
+    /// Within a key; true if the next character is escaped.
     Key(bool),
     Colon,
-    /// The reader is before or in a value.
+    /// Before or within a value.
     Value,
     Next,
 }
 
-/// A field's value. If it is the arguments of a call that has begun, its text is passed on as it
-/// comes.
+/// The value of a field. If it is the arguments of a call that has started, its text is output as
+/// it arrives.
 #[derive(Debug, Default)]
 pub(super) struct Arguments {
     scan: Option<Scan>,
     value: String,
-    /// True if the value is a call's arguments.
+    /// True if the value is the arguments of a call.
     wanted: bool,
-    /// True if the value is passed on as it comes.
+    /// True if the value is output as it arrives.
     streams: bool,
 }
 
 impl Arguments {
-    /// A value, which is a call's arguments if `wanted`.
+    /// Creates the state before a value, which is the arguments of a call if `wanted`.
     pub(super) fn new(wanted: bool) -> Self {
         Self { wanted, ..Self::default() }
     }
 
-    /// Reads the next value from the front of `pending`, skipping white space before it. Returns
-    /// `Done` once the value is complete.
+    /// Reads a value from the front of `pending`, skipping white space before it. Returns `Done`
+    /// once the value is complete.
     pub(super) fn read(
         &mut self,
         pending: &mut String,
@@ -106,7 +106,7 @@ impl Arguments {
         step
     }
 
-    /// Passes on the rest.
+    /// Outputs the rest of the arguments.
     pub(super) fn end(&mut self, call: &mut Call, out: &mut Parts) {
         if !self.streams {
             let value = self.whole();
@@ -114,7 +114,7 @@ impl Arguments {
         }
     }
 
-    /// The value of arguments that have come completely.
+    /// Returns the value of complete arguments.
     fn whole(&mut self) -> String {
         let value = std::mem::take(&mut self.value);
         let text = match serde_json::from_str(&value) {
@@ -122,14 +122,14 @@ impl Arguments {
             Ok(serde_json::Value::Null) => return "{}".to_owned(),
             _ => return value,
         };
-        // Some models write the object as a string.
+        // Some models write the object as a string that contains JSON.
         if is_object(&text) { text } else { value }
     }
 }
 
-/// Returns whether a call ends at the start of `rest` although a string is open; `Some(false)`:
-/// more text is needed. JSON strings contain no raw line feeds, and text contains no special
-/// tokens.
+/// Returns whether a call ends at the start of `rest` although a string is open; `None` if it does
+/// not, `Some(false)` if more text is needed. JSON strings contain no raw line feeds, and ordinary
+/// text contains no special tokens.
 fn closes(rest: &str, context: Context<'_>) -> Option<bool> {
     let close = context.close;
     if close.is_empty() {
@@ -156,7 +156,7 @@ impl Object {
         out: &mut Parts,
         context: Context<'_>,
     ) -> Step {
-        // Remove everything that was read at once, because each removal moves the rest.
+        // Everything that was read is removed at once, because each removal moves the rest.
         let mut at = 0;
         let step = loop {
             if self.stage == Stage::Value {
@@ -184,7 +184,7 @@ impl Object {
         step
     }
 
-    /// The stage after a character outside values; `None`: this is not a call.
+    /// Returns the stage after a character outside values; `None` if this is not a call.
     fn after(&mut self, c: char, call: &Call) -> Option<Stage> {
         let blank = c.is_whitespace();
         Some(match (&self.stage, c) {
@@ -222,10 +222,10 @@ impl Object {
         })
     }
 
-    /// Ends the value of the field; false if the text is not a call.
+    /// Ends the value of the field. False if the text is not a call.
     fn end_value(&mut self, call: &mut Call, out: &mut Parts, context: Context<'_>) -> bool {
         match self.key.as_str() {
-            // Some models name the field after its value.
+            // Some models use `function` as the key of the name.
             "name" | "function" if !call.has_begun() => {
                 match serde_json::from_str::<String>(&self.arguments.value) {
                     Ok(name) if call.begin(&name, context, out) => {

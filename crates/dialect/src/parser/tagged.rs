@@ -1,4 +1,4 @@
-//! Arguments in tags of their own, with types from the schema.
+//! Parses arguments in tags, whose types the schema determines.
 
 use super::call::{Call, Context, LONGEST, Step, near};
 use crate::family;
@@ -6,8 +6,8 @@ use crate::finder::{Found, find, leading_blank};
 use crate::parts::Parts;
 use crate::scan::{escaped, spaced};
 
-/// A call with one element for each argument. It becomes a JSON object; strings are passed on as
-/// they come.
+/// A call with one element per argument. It is converted to a JSON object; strings are output as
+/// they arrive.
 #[derive(Debug)]
 pub(super) struct Tagged {
     tags: &'static family::Tagged,
@@ -15,7 +15,7 @@ pub(super) struct Tagged {
     key: String,
     value: String,
     kind: Kind,
-    /// An argument has been written.
+    /// True if an argument was written.
     some: bool,
 }
 
@@ -24,27 +24,27 @@ enum Stage {
     Name,
     Arguments,
     Key,
-    /// The attribute of an argument that declares its type.
+    /// Within the attribute that declares the type of the argument.
     Declared,
-    /// The reader is before a value.
+    /// Before a value.
     Open,
-    /// Right at the beginning of a value.
+    /// At the first character of a value.
     First,
     Value,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
-    /// By the schema, once the value is complete.
+    /// Determined by the schema, once the value is complete.
     Schema,
-    /// A string, by its own declaration or by the schema.
+    /// A string, as declared by the argument or the schema.
     String,
-    /// JSON, by its own declaration.
+    /// JSON, as declared by the argument.
     Json,
 }
 
 impl Tagged {
-    /// Reads from after the mark before the name.
+    /// Creates the state after the mark that precedes the name.
     pub(super) fn new(tags: &'static family::Tagged) -> Self {
         let (key, value) = (String::new(), String::new());
         Self { tags, stage: Stage::Name, key, value, kind: Kind::Schema, some: false }
@@ -82,7 +82,7 @@ impl Tagged {
                     let marks = [key_open, end, context.close];
                     let (at, mark) = match find(pending, marks.into_iter()) {
                         Found::Mark { at, mark } => (at, mark),
-                        // Between arguments there is nothing to keep.
+                        // The text between arguments is dropped.
                         Found::Nothing { safe } => {
                             call.take(pending, safe);
                             return Step::More;
@@ -93,7 +93,7 @@ impl Tagged {
                         self.stage = Stage::Key;
                         continue;
                     }
-                    // Leave a mark to be read that ends more than the call.
+                    // A mark that ends more than this call is left unread.
                     let taken = if tags.end.is_empty() || mark == 2 { at } else { at + end.len() };
                     call.take(pending, taken);
                     self.end(call, out);
@@ -161,7 +161,7 @@ impl Tagged {
         }
     }
 
-    /// Begins an argument.
+    /// Starts an argument.
     fn open(&mut self, call: &mut Call, out: &mut Parts, context: Context<'_>) {
         let before = if self.some { ", " } else { "{" };
         self.some = true;
@@ -174,7 +174,7 @@ impl Tagged {
         self.value.clear();
     }
 
-    /// Adds to an argument's value.
+    /// Appends to the value of an argument.
     fn more(&mut self, text: &str, call: &mut Call, out: &mut Parts) {
         match self.kind {
             Kind::String => call.arguments(&escaped(text), out),
@@ -201,7 +201,7 @@ impl Tagged {
         }
     }
 
-    /// The model has ended the answer. Returns whether the call counts as complete anyway.
+    /// Handles the end of the answer. Returns whether the call counts as complete nevertheless.
     pub(super) fn finish(&mut self, call: &mut Call, out: &mut Parts) -> bool {
         let complete = call.has_begun() && self.stage == Stage::Arguments;
         if complete {

@@ -1,4 +1,4 @@
-//! Outputs of models that deviate from all templates.
+//! Tests outputs of models that deviate from all templates.
 
 use serde_json::json;
 
@@ -18,8 +18,8 @@ fn dialect(calls: &str, reasoning: &str) -> Dialect {
     Dialect::new(&Choice::new(Some(calls)), &Choice::new(Some(reasoning)), evidence).unwrap()
 }
 
-/// Reads `text`, one character at a time, and counts the complete calls. Calls are shown as
-/// `name(arguments)`, reasoning as `{...}`.
+/// Parses `text` one character at a time, and counts the complete calls. Formats calls as
+/// `name(arguments)` and reasoning as `{...}`.
 fn read_with(reading: Reading, text: &str, complete: bool) -> (String, u32) {
     let mut parser = Parser::new(reading);
     let mut parts = Parts::default();
@@ -86,7 +86,7 @@ fn objects_in_every_order_and_form() {
     }
 }
 
-/// Checks that all of a text is content, with tools and without.
+/// Checks that all of a text is content, with and without tools.
 #[track_caller]
 fn check_said(calls: &str, text: &str) {
     check(calls, text, text, 0);
@@ -163,7 +163,7 @@ fn a_call_in_the_middle_of_marks_is_a_call() {
         ),
         (format!("```\n{call}\n```"), "```f({})\n```"),
     ] {
-        // White space before the call comes after it, if more text follows.
+        // White space before the call is moved after it if more text follows.
         let (read, complete) = read("hermes", &text);
         assert_eq!(complete, 1, "{text}");
         let blank = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -353,7 +353,7 @@ fn reasoning_begins_and_ends_in_many_ways() {
 
 #[test]
 fn other_writings_of_a_family_are_read_too() {
-    // A missing mark, another family's body, and an older form.
+    // A missing mark, the format of another family, and an older format.
     check(
         "qwen3_coder",
         "<function=f><parameter=city>x</parameter></function>",
@@ -436,8 +436,8 @@ fn reasoning_that_nobody_wants_is_left_out() {
     assert_eq!(read_with(reading, "<think>a</think>b", true).0, "b");
 }
 
-/// The bytes that a parser scans for white space after `prefix`, when characters come one at a
-/// time.
+/// Returns the number of bytes that a parser scans for white space after `prefix`, if characters
+/// arrive one at a time.
 fn looked_at(calls: &'static Calls, prefix: &str, blanks: usize) -> usize {
     let dialect = Dialect { calls: Some(calls), reasoning: None };
     let mut parser = Parser::new(Reading { dialect, tools: tools(), ..Reading::default() });

@@ -1,4 +1,4 @@
-//! Calls whose arguments are only converted once they are complete: Python's and Gemma's.
+//! Parses calls whose arguments are converted only once they are complete: Python's and Gemma's.
 
 use super::call::{Call, Context, LONGEST, Step};
 use crate::finder::{Found, find, leading_blank};
@@ -6,7 +6,7 @@ use crate::parts::Parts;
 use crate::python;
 use crate::scan::spaced;
 
-/// `name(a=1)`, or `call:name{a:1}`.
+/// A call in the format `name(a=1)`, or `call:name{a:1}`.
 #[derive(Debug)]
 pub(super) struct Whole {
     syntax: Syntax,
@@ -19,7 +19,7 @@ pub(super) struct Whole {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Syntax {
     Python,
-    /// The quote around strings.
+    /// Gemma's format, with the text that quotes strings.
     Unquoted(&'static str),
 }
 
@@ -93,12 +93,12 @@ impl Whole {
             match self.syntax {
                 Syntax::Python => {
                     if matches!(c, '"' | '\'') {
-                        // Three quotes may be the beginning of a longer string.
+                        // Three quotes may start a long string.
                         let same = pending.len() - pending.trim_start_matches(c).len();
                         let quote = match (c, same) {
                             ('"', 3..) => "\"\"\"",
                             ('\'', 3..) => "'''",
-                            // An empty string, or the beginning of a long one.
+                            // This is an empty string, or the beginning of a long string.
                             (_, 1 | 2) if same == pending.len() => return Step::More,
                             (_, 2) => {
                                 self.keep(pending, call, 2);
@@ -154,7 +154,7 @@ impl Whole {
         call.take(pending, length);
     }
 
-    /// The arguments as JSON. A value with invalid syntax stays text.
+    /// Returns the arguments as JSON. A value with invalid syntax remains text.
     fn value(&self, call: &Call, context: Context<'_>) -> String {
         let tool = call.name.as_deref().unwrap_or_default();
         let value = match self.syntax {
@@ -166,7 +166,7 @@ impl Whole {
         value.map_or_else(|| self.text.clone(), |value| spaced(&value))
     }
 
-    /// Gives the kept text back, because the answer ended inside a call.
+    /// Outputs the text read so far, because the answer ended within a call.
     pub(super) fn abandon(&mut self, call: &mut Call, out: &mut Parts) {
         if call.has_begun() {
             call.arguments(&self.text, out);

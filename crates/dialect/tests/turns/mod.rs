@@ -1,5 +1,5 @@
-//! How chat templates write an assistant's turn, family by family. This part of a template shows
-//! earlier answers to the model, so the model was trained to write the same.
+//! How the chat template of each family writes an assistant's message. This part of a template
+//! shows earlier answers to the model, so the model was trained to write the same format.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ pub(crate) struct Answer {
 }
 
 impl Answer {
-    /// The answer as a family's template writes it.
+    /// Formats the answer as a family's template does.
     pub(crate) fn written(&self, family: &Family) -> String {
         let calls = self.calls.iter().enumerate().map(|(number, (name, arguments))| {
             json!({"id": number, "type": "function", "function": {"name": name, "arguments": arguments}})
@@ -61,15 +61,15 @@ impl Answer {
 /// A model family.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Family {
-    /// vLLM's name of its tool-call parser.
+    /// vLLM's name for the parser of the family's calls.
     pub(crate) name: &'static str,
-    /// The template of the assistant's turn, after the prompt.
+    /// The template of the assistant's message, after the prompt.
     pub(crate) turn: &'static str,
     /// The end of the prompt.
     pub(crate) prompt: &'static str,
-    /// Marks that must never appear in an answer.
+    /// Marks that must never appear in a parsed answer.
     pub(crate) marks: &'static [&'static str],
-    /// What a turn of this family can contain.
+    /// The parts that an assistant's message of this family can contain.
     has: Has,
 }
 
@@ -82,7 +82,7 @@ enum Has {
 }
 
 impl Family {
-    /// The answer without the parts that the family cannot write.
+    /// Returns the answer without the parts that the family cannot write.
     pub(crate) fn can(&self, mut answer: Answer) -> Answer {
         if self.has != Has::All {
             answer.reasoning.clear();
