@@ -9,7 +9,7 @@ const CLASSES: [u32; 6] = [2, 3, 4, 6, 9, 15];
 const FIRST: [f64; CLASSES.len() + 1] = [0.52, 0.59, 0.90, 0.78, 0.62, 0.89, 0.97];
 /// The share of further drafts that were right, given that all drafts before them were.
 const FURTHER: [f64; CLASSES.len() + 1] = [0.74, 0.74, 0.77, 0.80, 0.88, 0.94, 0.98];
-/// The weight of these shares, in drafts.
+/// The weight of these shares, as a number of measured drafts.
 const PRIOR: f64 = 4.0;
 /// The number of drafts after which older ones weigh half as much.
 const MEMORY: f64 = 512.0;
@@ -48,7 +48,7 @@ struct Tallies {
 }
 
 /// The acceptance of drafts so far, and the expected acceptance. Drafts from other requests' texts
-/// are counted apart.
+/// are counted separately.
 #[derive(Debug, Clone, Default)]
 pub struct Acceptance {
     own: Tallies,

@@ -6,23 +6,23 @@ use crate::acceptance::Acceptance;
 use crate::costs::StepCosts;
 use crate::lookup::DraftMatch;
 
-/// The gain in tokens a microsecond that a step needs to have drafts.
+/// The gain in tokens per microsecond that a step needs to have drafts.
 const GAIN: f64 = 1.03;
 /// The gain that is required while drafts have cost more time than they saved.
 const GAIN_IN_DEBT: f64 = 1.22;
 /// The share of all time that drafts may lose before the required gain rises.
 const DEBT: f64 = 0.005;
-/// The share of all time that drafts may lose before only certain ones are sent.
+/// The share of all time that drafts may lose before only forced drafts are sent.
 const LOST: f64 = 0.01;
 /// The share of the balance that is left after a step.
 const FADING: f64 = 1.0 - 1.0 / 4096.0;
-/// The lowest probability of a draft. Below it the gain is smaller than the error of measured
-/// times.
+/// The lowest probability at which a draft is sent. Below it the gain is smaller than the error of
+/// measured times.
 const LEAST_ODDS: f64 = 0.2;
-/// After this many steps with drafts in a row, one step has none. The time of steps without drafts
-/// has to be measured now and then, as the baseline.
+/// The number of consecutive steps with drafts after which one step has none. The time of steps
+/// without drafts has to be measured from time to time, as the baseline.
 const STREAK: u32 = 128;
-/// The weight of earlier waits for results, relative to 1 for a new one.
+/// The weight of all earlier waits for results, relative to a weight of 1 for a new wait.
 const WAITS: f64 = 15.0;
 
 /// The drafts that a row could have.
@@ -32,7 +32,7 @@ pub struct DraftOffer {
     pub found: DraftMatch,
     /// The number of these drafts.
     pub most: u32,
-    /// The request's acceptance relative to that of others; 1 is average.
+    /// The request's acceptance relative to that of other requests; 1 is average.
     pub ratio: f64,
     /// The number of leading drafts that are certain: no other token is allowed there.
     pub forced: u32,
@@ -41,13 +41,13 @@ pub struct DraftOffer {
 /// A step that only decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DecodeStep {
-    /// Rows, each of which gave a token.
+    /// The number of rows. Each returned at least one token.
     pub rows: u32,
-    /// Drafts of all rows.
+    /// The number of drafts of all rows.
     pub drafts: u32,
-    /// Tokens that the rows gave.
+    /// The number of tokens that the rows returned.
     pub tokens: u32,
-    /// The time of the device, in microseconds.
+    /// The time that the device took, in microseconds.
     pub us: u32,
     /// Microseconds for which the device was idle before the step, because its plan waited for a
     /// result for the sake of drafts. `None`: it did not wait.
@@ -74,15 +74,16 @@ pub struct DraftBudget {
     saved_us: f64,
     /// Microseconds of all steps.
     spent_us: f64,
-    /// Microseconds of device idle time before a step whose plan waited.
+    /// The mean idle time of the device before a step whose plan waited, in microseconds.
     wait_us: f64,
-    /// Steps with drafts since the last one without.
+    /// The number of steps with drafts since the last step without drafts.
     streak: u32,
 }
 
 impl DraftBudget {
-    /// The number of drafts to take from each offer, at most `room` in total, in a step of `rows`
-    /// rows that give a token each. It maximises the step's tokens a microsecond.
+    /// Writes to `counts` how many drafts to take from each offer, at most `room` in total. The
+    /// counts maximise the tokens per microsecond of a step with `rows` rows that return a token
+    /// each.
     pub fn buy(&self, rows: u32, offers: &[DraftOffer], room: u32, counts: &mut Vec<u32>) {
         counts.clear();
         counts.resize(offers.len(), 0);
@@ -158,9 +159,9 @@ impl DraftBudget {
         self.costs.learn_prompt(positions, us);
     }
 
-    /// Records the outcome of drafts that were not forced. They were in a row, or were compared
-    /// with tokens that came without them. Returns their acceptance relative to the average; 1 is
-    /// average.
+    /// Records the outcome of drafts that were not forced. Either a row contained the drafts, or
+    /// they were compared with tokens that were sampled without drafts. Returns the drafts'
+    /// acceptance relative to the average; 1 is average.
     pub fn drafts_ended(&mut self, found: DraftMatch, drafted: u32, accepted: u32) -> f64 {
         let (first, further) = self.acceptance.expected(found);
         let expected: f64 = (0..drafted).map(|nth| first * further.powi(nth.cast_signed())).sum();
@@ -188,8 +189,8 @@ mod tests {
         DecodeStep { rows, drafts: 0, tokens: rows, us, waited_us: None }
     }
 
-    /// A device on which up to four positions are free, and each further one costs as much as a
-    /// row.
+    /// A device on which a step of up to four positions takes 1 ms, and each further group of four
+    /// takes 1 ms more.
     fn stairs() -> DraftBudget {
         let mut budget = DraftBudget::default();
         for _ in 0..40 {

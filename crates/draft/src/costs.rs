@@ -1,27 +1,28 @@
 //! The times of decode-only steps, by the number of their positions.
 
-/// The numbers of positions whose times are kept, ascending.
+/// The step sizes, in positions, whose times are kept; ascending.
 const SIZES: [u32; 16] = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32, 48, 64, 128];
-/// The largest weight of all earlier steps of a size, relative to 1 for a new one. If times vary by
-/// 30 %, their mean is right to 4 %.
+/// The largest weight of all earlier steps of a size, relative to a weight of 1 for a new step. If
+/// times vary by 30 %, their mean is accurate to 4 %.
 const MEMORY: f64 = 23.0;
-/// The factor on a size's weight at each step of another size. So the slow measurement of a size
-/// that is never tried again fades.
+/// The factor on every size's weight at each step. So an outdated measurement fades, even if its
+/// size is not tried again because it was slow.
 const FADING: f64 = 1.0 - 1.0 / 512.0;
 /// The weight of the prior curve relative to the measured steps.
 const PRIOR: f64 = 1.5;
-/// The bound on one time, as a multiple of the expected time: machines stall for a moment.
+/// The bound on one measured time, as a multiple of the expected time: devices may stall for a
+/// moment.
 const OUTLIER: f64 = 2.0;
 
-/// The positions up to which a step mostly reads weights, each once. Beyond that, arithmetic takes
-/// the time (ADR 86).
+/// The number of positions up to which a step mostly takes the time of reading all weights once.
+/// Beyond that, arithmetic takes the time (ADR 86).
 const READING: f64 = 6.0;
 /// The usual cost of a position beyond [`READING`], relative to a step of one position. It holds
 /// until steps with prompts are measured.
 const USUAL_SLOPE: f64 = 0.2;
 /// The cost of a drafted position relative to a prompt position: a draft needs logits too.
 const WITH_LOGITS: f64 = 1.5;
-/// The weight of earlier steps with prompts, relative to 1 for a new one.
+/// The weight of all earlier steps with prompts, relative to a weight of 1 for a new step.
 const PROMPTS: f64 = 7.0;
 
 /// The usual time of a step of up to [`READING`] positions, relative to a step of one.
@@ -33,7 +34,7 @@ fn beyond(positions: f64) -> f64 {
     (positions - READING).max(0.0)
 }
 
-/// The curve of step times that follows from the time of a one-position step and a slope alone.
+/// The curve of step times that is given by the time of a one-position step and a slope.
 #[derive(Debug, Clone, Copy)]
 struct Shape {
     /// Microseconds of a step of one position.
@@ -53,7 +54,7 @@ impl Shape {
 pub struct StepCosts {
     means: [f64; SIZES.len()],
     weights: [f64; SIZES.len()],
-    /// Microseconds a position in steps with long prompts; 0: not measured.
+    /// Microseconds per position in steps with long prompts; 0: not measured.
     prompt_us: f64,
 }
 
@@ -76,8 +77,8 @@ impl StepCosts {
         *weight = (*weight + 1.0).min(MEMORY);
     }
 
-    /// Learns the time of a step of `positions` positions, most of which belong to prompts. It
-    /// bounds the cost of arithmetic before a step with many drafts has been measured.
+    /// Learns the time of a step of `positions` positions, most of which belong to prompts. This
+    /// time bounds the cost of arithmetic before a step with many drafts has been measured.
     pub fn learn_prompt(&mut self, positions: u32, us: u32) {
         if positions >= SIZES[SIZES.len() - 1] && us > 0 {
             let us = f64::from(us) / f64::from(positions);
@@ -106,13 +107,14 @@ impl StepCosts {
         Some(of_size(above - 1) * (1.0 - share) + of_size(above) * share)
     }
 
-    /// The expected time at one of the kept sizes. The prior curve counts as some measured steps.
+    /// The expected time at one of the kept sizes. The prior curve has a fixed weight ([`PRIOR`])
+    /// among the measured steps.
     fn of_size(&self, size: usize, shape: Shape) -> f64 {
         let (mean, weight) = (self.means[size], self.weights[size]);
         (mean * weight + shape.us(f64::from(SIZES[size])) * PRIOR) / (weight + PRIOR)
     }
 
-    /// The shape over all that was measured.
+    /// The shape that fits all measurements.
     fn shape(&self) -> Option<Shape> {
         let weight: f64 = self.weights.iter().sum();
         if weight <= 0.0 {

@@ -26,12 +26,12 @@ pub enum DraftSource {
     Form,
 }
 
-/// The reason for drafts: tokens that occurred before.
+/// The match that drafts come from: last tokens that also occurred before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DraftMatch {
-    /// The number of last tokens that are equal, from 2 to 32.
+    /// The number of last tokens that also occurred before, from 2 to 32.
     pub length: u32,
-    /// The place of the earlier occurrence.
+    /// The text that contains the earlier occurrence.
     pub source: DraftSource,
 }
 
@@ -44,7 +44,7 @@ pub trait Proposer: fmt::Debug + Send {
     /// expected, and `drafts` is empty.
     fn propose(&self, most: usize, drafts: &mut Vec<i32>) -> Option<DraftMatch>;
 
-    /// A copy with the same history.
+    /// Returns a copy with the same history.
     fn boxed_clone(&self) -> Box<dyn Proposer>;
 }
 
@@ -54,8 +54,8 @@ impl Clone for Box<dyn Proposer> {
     }
 }
 
-/// Positions by the n-gram before them: one table for each of [`LENGTHS`]. A table keeps only the
-/// newest position of each n-gram.
+/// Positions, each found by the n-gram before it: one table for each of [`LENGTHS`]. A table keeps
+/// only the newest position of each n-gram.
 #[derive(Debug, Clone, Default)]
 struct Places([HashTable<u32>; LENGTHS.len()]);
 
@@ -81,7 +81,7 @@ impl Places {
         }
     }
 
-    /// The newest position that the same `LENGTHS[which]` tokens precede as `end`.
+    /// The newest position whose preceding `LENGTHS[which]` tokens equal those before `end`.
     fn find(&self, which: usize, end: usize, tokens: &impl Tokens) -> Option<usize> {
         let length = LENGTHS[which];
         let equal = |&other: &u32| tokens.equal(other as usize, end, length);
@@ -98,7 +98,7 @@ trait Tokens {
         (1..=length).all(|back| self.at(one - back) == self.at(other - back))
     }
 
-    /// A hash of the `length` tokens before a position.
+    /// Returns a hash of the `length` tokens before a position.
     fn hash(&self, end: usize, length: usize) -> u64 {
         ngram::hash(0, (end - length..end).map(|position| self.at(position)))
     }
@@ -126,17 +126,17 @@ impl History {
     pub fn new(prediction: &[i32], prompt: &[i32]) -> Self {
         let tokens = [prediction, prompt].concat();
         let mut places = Places::with_capacity(tokens.len());
-        // The last n-gram has no continuation yet. A lookup indexes it once it has one.
+        // The last n-gram has no continuation yet. A lookup indexes it once a token follows.
         for end in 2..tokens.len() {
             places.note(end, &&tokens[..]);
         }
         Self { tokens, predicted: prediction.len(), places }
     }
 
-    /// The largest memory of an index of `tokens` tokens, in bytes.
+    /// The most memory that an index of `tokens` tokens takes, in bytes.
     #[must_use]
     pub fn bytes(tokens: usize) -> usize {
-        // A table has up to 16/7 buckets an entry, each of 4 bytes and one control byte.
+        // A table has up to 16/7 buckets per entry, each of 4 bytes and one control byte.
         tokens.saturating_mul(4 + LENGTHS.len() * 12)
     }
 }
@@ -172,7 +172,7 @@ impl Drop for Lookup {
     }
 }
 
-/// All tokens of a lookup.
+/// All tokens of a lookup: those of its history, then those after it.
 struct All<'a>(&'a [i32], &'a [i32]);
 
 impl Tokens for All<'_> {
@@ -183,7 +183,7 @@ impl Tokens for All<'_> {
 }
 
 impl Lookup {
-    /// A lookup for a request that has generated nothing.
+    /// Creates a lookup for a request that has generated nothing.
     #[must_use]
     pub fn new(history: Arc<History>) -> Self {
         Self { history, tokens: Vec::new(), places: Places::default(), shared: None }
@@ -240,8 +240,8 @@ impl Lookup {
         Some(DraftMatch { length: length as u32, source })
     }
 
-    /// The newest earlier position that the last tokens also precede, and the n-gram length that
-    /// found it.
+    /// Returns the newest earlier position with the same last tokens before it, and the n-gram
+    /// length that found it.
     fn find(&self, tokens: &All<'_>, end: usize) -> Option<(usize, usize)> {
         LENGTHS.iter().enumerate().find_map(|(which, &length)| {
             let found = |places: &Places| places.find(which, end, tokens);
@@ -255,7 +255,8 @@ impl Proposer for Lookup {
     fn push(&mut self, token: i32) {
         let Self { history, tokens, places, shared } = self;
         let end = history.tokens.len() + tokens.len();
-        // Index the position before the new token: the lookups before had no use for it yet.
+        // Index the position before the new token. Earlier lookups could not use it: no token
+        // followed it.
         if end >= 2 {
             places.note(end, &All(&history.tokens, tokens));
         }
@@ -328,7 +329,7 @@ mod tests {
         let found = lookup.boxed_clone().propose(2, &mut drafts);
         assert_eq!(found, Some(DraftMatch { length: 2, source: DraftSource::Prediction }));
         assert_eq!(drafts, [9, 10]);
-        // Another choice has a history of its own.
+        // Another choice has a separate history.
         let mut other = Lookup::new(history);
         [1, 2].into_iter().for_each(|token| other.push(token));
         let found = other.propose(3, &mut drafts);
@@ -365,7 +366,7 @@ mod tests {
         (20..26).for_each(|token| second.push(token));
         second.propose(8, &mut drafts).expect("the end was handed over");
         assert_eq!(drafts, [77]);
-        // A longer match in the request's own text goes first.
+        // A longer match in the request's own text takes precedence.
         (10..20).for_each(|token| second.push(token));
         let found = second.propose(2, &mut drafts).expect("the text has it twice");
         assert_eq!((found.source, &drafts[..]), (DraftSource::Own, &[20, 21][..]));

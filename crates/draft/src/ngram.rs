@@ -1,4 +1,4 @@
-//! Hashes of a few tokens in a row.
+//! Hashes of n-grams, which are a few consecutive tokens.
 
 use std::hash::{BuildHasher, RandomState};
 use std::sync::LazyLock;

@@ -16,20 +16,20 @@ use crate::ngram;
 
 /// The n-gram lengths by which positions are found, the longest first.
 const LENGTHS: [usize; 2] = [8, 4];
-/// The match length in a request's own text from which other texts are not searched.
+/// If the match in a request's own text has at least this length, other texts are not searched.
 pub(crate) const ENOUGH: u32 = LENGTHS[0] as u32;
 /// The number of tokens that a request publishes at a time.
 const BATCH: usize = 16;
 /// The number of tokens kept from before a text, so that its beginning is found too.
 const CONTEXT: usize = LENGTHS[0];
 /// Bytes of a token: its id in a vector with as much spare room, and an entry in each table. A
-/// table has at most 32/7 buckets an entry, each of 8 bytes and one control byte, so that it never
+/// table has at most 32/7 buckets per entry, each of 8 bytes and one control byte, so that it never
 /// grows.
 const TOKEN_BYTES: usize = 8 + LENGTHS.len() * 42;
 /// Bytes of a text in the list of texts, apart from its tokens.
 const TEXT_BYTES: usize = 160;
 
-/// The place after some tokens of a text.
+/// A position in a text, after its first `end` tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Place {
     text: u32,
@@ -43,7 +43,7 @@ struct Text {
 }
 
 impl Text {
-    /// The `length` tokens before a place.
+    /// The `length` tokens before position `end`.
     fn before(&self, end: u32, length: usize) -> Option<&[i32]> {
         let end = end as usize;
         self.tokens.get(end.checked_sub(length)?..end)
@@ -120,8 +120,8 @@ impl Texts {
         self.texts.pop_lru();
     }
 
-    /// The newest position after the same last tokens in another text of this salt than `own`, and
-    /// the length of the match.
+    /// The newest position that follows the same last tokens in a text of this salt other than
+    /// `own`, and the length of the match.
     fn find(&self, salt: u64, last: &[i32], own: Option<u32>) -> Option<(Place, usize)> {
         let places = self.places.iter().zip(LENGTHS);
         let (place, mut length) =
@@ -163,8 +163,8 @@ impl fmt::Debug for SharedHistory {
 }
 
 impl SharedHistory {
-    /// An empty history. Texts and tables take at most `most_bytes` bytes; the tables are allocated
-    /// at once, but their memory is touched only as they fill.
+    /// Creates an empty history. Texts and tables take at most `most_bytes` bytes. The tables are
+    /// allocated at once, but their memory is touched only as they fill.
     #[must_use]
     pub fn new(most_bytes: usize) -> Self {
         // With twice the room, a table never grows because of removed entries.
@@ -174,7 +174,7 @@ impl SharedHistory {
         Self { texts: Mutex::new(texts), most_bytes }
     }
 
-    /// Bytes that texts and their places take now.
+    /// The number of bytes that texts and their index entries take now.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.texts.lock().bytes
@@ -187,14 +187,14 @@ impl SharedHistory {
     }
 }
 
-/// A request's text among the others of its salt.
+/// A request's text among the other texts of its salt.
 #[derive(Debug)]
 pub struct SharedText {
     history: Arc<SharedHistory>,
     salt: u64,
     /// Its number in the history; `None`: it was evicted, or has no tokens yet.
     number: Option<u32>,
-    /// Tokens of the request that were handed over.
+    /// The number of the request's tokens that have been published.
     kept: usize,
 }
 
@@ -209,7 +209,8 @@ impl SharedText {
         generated.len() >= self.kept + BATCH
     }
 
-    /// Publishes the tokens of `generated` since the last call. `prompt` are the tokens before it.
+    /// Publishes the tokens of `generated` since the last call. `prompt` has the tokens before
+    /// `generated`.
     pub(crate) fn hand_over(&mut self, prompt: &[i32], generated: &[i32]) {
         let fresh = &generated[self.kept..];
         if fresh.is_empty() {
