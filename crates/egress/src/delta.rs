@@ -1,4 +1,4 @@
-//! The new part of a choice.
+//! The output of a choice since the last delta.
 
 use forebay_api::ApiError;
 use forebay_dialect::Parts;
@@ -6,30 +6,31 @@ use forebay_engine::PredictedTokens;
 
 use crate::prompt_logprobs::PromptLogprobList;
 
-/// Lower log-probabilities are written as this value, because JSON has no minus infinity.
+/// The smallest log-probability to write; JSON has no minus infinity.
 const SMALLEST_LOGPROB: f32 = -9999.0;
 
-/// A token that could have been sampled, and the natural logarithm of its probability (finite).
+/// A token that could have been sampled, and the natural logarithm of its probability, which is
+/// finite.
 pub type Candidate = (i32, f32);
 
-/// Log-probabilities of tokens, as numbers: 8 bytes a candidate and 4 a token. They are converted
-/// to text only when they are written, so that a slow reader makes only numbers wait.
+/// The log-probabilities of tokens in binary form: 8 bytes per candidate and 4 per token. They are
+/// formatted only when they are written, so that a slow reader does not make text pile up.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Logprobs {
-    /// The candidates of all tokens, in order. For each token the sampled one comes first, then the
-    /// most likely ones in descending order.
+    /// The candidates of all tokens, in order. Each token's candidates start with the sampled one,
+    /// followed by the most likely ones in descending order.
     candidates: Vec<Candidate>,
-    /// The end of each token's candidates.
+    /// The end of each token's candidates in `candidates`.
     ends: Vec<u32>,
 }
 
 impl Logprobs {
-    /// True if there are none.
+    /// True if there are no log-probabilities.
     pub fn is_empty(&self) -> bool {
         self.ends.is_empty()
     }
 
-    /// Appends a token's candidates, the sampled one first. Without candidates it appends nothing.
+    /// Appends a token's candidates, the sampled one first. An empty list appends nothing.
     pub fn push(&mut self, candidates: &[Candidate]) {
         if candidates.is_empty() {
             return;
@@ -39,7 +40,7 @@ impl Logprobs {
         self.end_token();
     }
 
-    /// The sampled candidate of each token, and its most likely ones.
+    /// Iterates over the tokens: the sampled candidate of each, and the most likely ones.
     pub fn iter(&self) -> impl Iterator<Item = (Candidate, &[Candidate])> {
         let starts = [0].into_iter().chain(self.ends.iter().copied());
         starts.zip(&self.ends).filter_map(|(start, &end)| {
@@ -49,11 +50,11 @@ impl Logprobs {
     }
 
     fn end_token(&mut self) {
-        // Answers are bounded in bytes far below 2^32 candidates.
+        // A response is bounded in bytes, far below 2^32 candidates.
         self.ends.push(u32::try_from(self.candidates.len()).unwrap_or(u32::MAX));
     }
 
-    /// Candidates of all tokens.
+    /// Returns the total number of candidates.
     pub fn candidates(&self) -> usize {
         self.candidates.len()
     }
@@ -70,57 +71,57 @@ impl Logprobs {
     }
 }
 
-/// The approximate number of bytes of JSON for a log-probability: its token's text, the number, and
-/// its token's bytes one by one.
+/// The approximate size in bytes of a log-probability as JSON: the token's text, the
+/// log-probability, and the token's bytes as a list of numbers.
 pub const LOGPROB_JSON: usize = 96;
 
-/// The reason of a choice's end.
+/// The reason why a choice ended.
 #[derive(Debug, Clone, PartialEq)]
 pub enum End {
-    /// End-of-sequence was sampled.
+    /// An end-of-sequence token was sampled.
     Eos(i32),
-    /// A stop token of the client was sampled.
+    /// A stop token that the client requested was sampled.
     Token(i32),
-    /// A stop string was found.
+    /// A stop string was found in the text.
     Text(String),
-    /// The only required call is complete.
+    /// The only required tool call is complete.
     Call,
-    /// The answer has the requested number of tokens.
+    /// The limit on the number of tokens was reached.
     Length,
-    /// The answer broke off with an error.
+    /// An error ended the choice.
     Error(ApiError),
 }
 
-/// The new part of a choice since the last delta.
+/// The output of a choice since the last delta.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Delta {
-    /// The new text. Some tokens' text may still be held back.
+    /// The new text. The text of some tokens may be held back.
     pub parts: Parts,
-    /// New tokens, a stop token included.
+    /// The new tokens, including a stop token.
     pub tokens: Vec<i32>,
-    /// The number of tokens that are reasoning.
+    /// The number of new tokens that are reasoning.
     pub reasoning_tokens: u32,
-    /// Tokens of the predicted answer that were verified.
+    /// The tokens of the predicted output that were verified.
     pub predicted: PredictedTokens,
     /// The log-probabilities of each of `tokens`, if requested.
     pub logprobs: Logprobs,
-    /// The log-probabilities of the prompt's tokens, if requested. All have come with the first
-    /// token.
+    /// The log-probabilities of the prompt's tokens, if requested. All of them arrive with the
+    /// first token.
     pub prompt: PromptLogprobList,
-    /// The number of prompt tokens found in the prefix cache; it comes with the first token.
+    /// The number of prompt tokens found in the prefix cache; set with the first token.
     pub cached_tokens: Option<u32>,
-    /// Set in the last delta.
+    /// Why the choice ended; set in the last delta.
     pub end: Option<End>,
-    /// At the end, true if the choice has a complete tool call that the model chose to make.
+    /// True if the choice ended with a complete tool call that the client did not force.
     pub called: bool,
 }
 
 impl Delta {
-    /// The finish reason of the choice in OpenAI's form, for streamed and other answers alike.
+    /// Returns the choice's finish reason in OpenAI's format, for all responses, streamed or not.
     /// `None` before the end, and after an error.
     ///
-    /// `length` has precedence. Otherwise the reason is `tool_calls` or `stop`. If the client has
-    /// forced the tool, the model made no choice: OpenAI and vLLM give `stop` then (vLLM's #25054).
+    /// `length` takes precedence. Otherwise the reason is `tool_calls` or `stop`. It is `stop` if
+    /// the client forced the call, as with OpenAI and vLLM (vLLM's #25054).
     pub fn finish_reason(&self) -> Option<&'static str> {
         match (self.end.as_ref()?, self.called) {
             (End::Error(_), _) => None,
@@ -130,7 +131,7 @@ impl Delta {
         }
     }
 
-    /// Removes the content and keeps the memory.
+    /// Clears the delta, and keeps the allocated memory.
     pub fn clear(&mut self) {
         self.parts.clear();
         self.tokens.clear();
@@ -143,7 +144,7 @@ impl Delta {
         self.called = false;
     }
 
-    /// Appends a later delta and leaves it empty.
+    /// Appends a later delta and clears it.
     pub fn merge(&mut self, newer: &mut Self) {
         self.parts.append(&mut newer.parts);
         self.tokens.append(&mut newer.tokens);
@@ -156,8 +157,8 @@ impl Delta {
         self.called |= std::mem::take(&mut newer.called);
     }
 
-    /// The approximate encoded size in bytes, without the prompt's log-probabilities, and at least
-    /// the size in memory.
+    /// The approximate encoded size in bytes, and at least the size in memory. The prompt's
+    /// log-probabilities are not included.
     pub fn weight(&self) -> usize {
         self.parts.weight()
             + self.tokens.len() * size_of::<i32>()
@@ -171,7 +172,7 @@ mod tests {
     use super::*;
 
     impl Logprobs {
-        /// Bytes of memory.
+        /// The allocated memory in bytes.
         fn memory(&self) -> usize {
             self.candidates.capacity() * size_of::<Candidate>()
                 + self.ends.capacity() * size_of::<u32>()
@@ -189,8 +190,8 @@ mod tests {
             all.append(&mut one);
         }
         assert_eq!(all.iter().count(), TOKENS);
-        // As text, the 21 candidates would each take two allocations and 56 bytes on top, 1.6 KB in
-        // all.
+        // As text, each of the 21 candidates would take two allocations and 56 bytes more, in all
+        // 1.6 KB.
         assert!(all.memory() <= TOKENS * 400, "{} bytes a token", all.memory() / TOKENS);
         let delta = Delta { logprobs: all, tokens: vec![0; TOKENS], ..Delta::default() };
         assert!(delta.weight() >= delta.logprobs.memory());

@@ -1,4 +1,4 @@
-//! The server's interface to an engine.
+//! The interface between the server and an engine.
 
 use forebay_engine::{
     AdapterOrder, BlockHash, EngineHandle, EngineRequest, Facts, RequestId, Stats, Status,
@@ -6,21 +6,21 @@ use forebay_engine::{
 };
 use forebay_replicas::{ReplicaReport, Replicas, Role};
 
-/// An engine for the server. No call blocks.
+/// An engine, as the server uses it. No method blocks.
 pub trait Engine: Send + Sync + 'static {
     /// Submits a request to the engine. If this returns `Ok`, exactly one output with `finish`
     /// follows.
     ///
     /// # Errors
-    /// The queue is full, or the engine drains or is not available.
+    /// The queue is full, or the engine is draining or not available.
     fn submit(&self, request: EngineRequest) -> Result<(), SubmitError>;
-    /// Ends a request, if it is still alive.
+    /// Aborts a request, if it has not ended.
     fn abort(&self, id: RequestId);
-    /// The engine's clock, in microseconds.
+    /// The time of the engine's clock, in microseconds.
     fn now_us(&self) -> u64;
     /// The engine's state.
     fn status(&self) -> Status;
-    /// The numbers after the last step, of all replicas together.
+    /// The statistics after the last step, summed over all replicas.
     fn stats(&self) -> Stats;
     /// The number of replicas.
     fn count(&self) -> u32;
@@ -28,29 +28,29 @@ pub trait Engine: Send + Sync + 'static {
     fn replicas(&self) -> Vec<ReplicaReport>;
     /// The handles of the replicas, in the order of [`Self::replicas`].
     fn handles(&self) -> Vec<EngineHandle>;
-    /// Stops or resumes new requests to a replica. False: there is no such replica.
+    /// Drains a replica, or lets it take new requests again. False if there is no such replica.
     fn drain_replica(&self, replica: usize, drained: bool) -> bool;
-    /// Gives a replica another role. False: there is no such replica, or replicas have no roles.
+    /// Changes the role of a replica. False if there is no such replica, or if replicas have no
+    /// roles.
     fn set_role(&self, replica: usize, role: Role) -> bool;
     /// True if replicas have roles.
     fn has_roles(&self) -> bool;
     /// True if every replica is drained.
     fn drained(&self) -> bool;
-    /// The names of a prompt's full blocks for requests with this salt.
+    /// The names of the full blocks of a prompt, for requests with this salt.
     fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash>;
-    /// The number of tokens in these leading blocks that a replica has cached, of the replica with
-    /// most.
+    /// The largest number of tokens in these leading blocks that any one replica has cached.
     fn cached(&self, names: &[BlockHash]) -> u64;
-    /// Tells the engine of an adapter that later requests may have, or that no later request has.
+    /// Informs the engine of an adapter that later requests may use, or that no later request uses.
     fn adapter(&self, order: &AdapterOrder);
-    /// The engine's facts; `None` before it was ready.
+    /// The engine's facts; `None` until the engine is ready.
     fn facts(&self) -> Option<Facts>;
-    /// Runs `work` on the engine's thread. Every step waits for it.
+    /// Runs `work` on the engine's thread, which blocks the steps meanwhile.
     fn run(&self, work: Box<dyn FnOnce() + Send>);
-    /// Refuses new requests from now on.
+    /// Makes the engine refuse new requests from now on.
     fn drain(&self);
-    /// Drops the prefix cache. `reply` gets false if requests are running; then nothing was
-    /// dropped.
+    /// Drops all blocks of the prefix cache that no request uses. `reply` gets false if running
+    /// requests still use some.
     fn flush_cache(&self, reply: Box<dyn FnOnce(bool) + Send>);
 }
 

@@ -1,7 +1,7 @@
-//! Server-sent events as bytes: single events, and the chunks of OpenAI's APIs.
+//! Encodes server-sent events: single events, and the chunks of OpenAI's APIs.
 //!
-//! A stream ends with `data: [DONE]`, also after an error, which is an event `data: {"error": ...}`
-//! of its own.
+//! A stream ends with `data: [DONE]`, also after an error. The error is sent before that, as a
+//! separate event `data: {"error": ...}`.
 
 use std::io::{self, Write};
 
@@ -16,9 +16,9 @@ use crate::mode::EgressMode;
 /// The last event of a stream of OpenAI's APIs.
 pub const DONE: &[u8] = b"data: [DONE]\n\n";
 
-/// JSON without the characters that end a line in Unicode but not in server-sent events. Some
-/// clients, such as httpx, split streams with Python's `splitlines`, which would split an event at
-/// such a character.
+/// A JSON formatter that escapes the characters that end a line in Unicode but not in server-sent
+/// events. Some clients, such as httpx, split streams with Python's `splitlines`, which would break
+/// an event at such a character.
 struct OneLine;
 
 impl Formatter for OneLine {
@@ -45,14 +45,14 @@ fn write_json<T: Serialize + ?Sized>(value: &T, out: &mut Vec<u8>) -> serde_json
     value.serialize(&mut Serializer::with_formatter(out, OneLine))
 }
 
-/// Appends a line of JSON, for streams that consist of such lines.
+/// Appends a line of JSON, for streams of JSON lines.
 pub fn line<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
     write_json(value, out)?;
     out.push(b'\n');
     Ok(())
 }
 
-/// Appends an event that has a name.
+/// Appends a named event.
 pub fn named<T: Serialize>(name: &str, value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
     out.extend_from_slice(b"event: ");
     out.extend_from_slice(name.as_bytes());
@@ -60,7 +60,7 @@ pub fn named<T: Serialize>(name: &str, value: &T, out: &mut Vec<u8>) -> serde_js
     event(value, out)
 }
 
-/// Appends an event.
+/// Appends an event without a name.
 pub fn event<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<()> {
     out.extend_from_slice(b"data: ");
     write_json(value, out)?;
@@ -68,7 +68,7 @@ pub fn event<T: Serialize>(value: &T, out: &mut Vec<u8>) -> serde_json::Result<(
     Ok(())
 }
 
-/// The parts that all chunks of a response share.
+/// The fields that all chunks of a response share.
 #[derive(Debug, Serialize)]
 struct Head {
     id: String,
@@ -77,24 +77,24 @@ struct Head {
     model: String,
 }
 
-/// Events of OpenAI's dialects.
+/// Encodes the events of OpenAI's APIs.
 pub struct Chunks {
     head: Head,
     streaming: Streaming,
-    /// An event up to its choices. `None`: every chunk is encoded as a whole.
+    /// The encoded event up to its choices. `None` if every chunk is encoded as a whole.
     prepared: Option<Vec<u8>>,
     /// The prompt's token ids, for the first chunk.
     prompt_token_ids: Option<Vec<i32>>,
 }
 
-/// An encoded event with one text field, split around that text.
+/// An encoded event, split at the value of its only text field.
 pub struct Cut {
     before: Vec<u8>,
     after: Vec<u8>,
 }
 
 impl Cut {
-    /// Appends the event with its text.
+    /// Appends the event with `text` as the field's value.
     pub fn write(&self, text: &str, out: &mut Vec<u8>) -> serde_json::Result<()> {
         out.extend_from_slice(&self.before);
         write_json(text, out)?;
@@ -104,8 +104,8 @@ impl Cut {
 }
 
 impl Chunks {
-    /// Chunks of the response `name`. Everything that is equal in all chunks is encoded once,
-    /// unless `egress` is `Naive`.
+    /// Creates the encoder for the response `name`. The fields that all chunks share are encoded
+    /// once, unless `egress` is `Naive`.
     pub fn new(
         name: &StreamName,
         object: &'static str,
@@ -127,7 +127,7 @@ impl Chunks {
         Ok(Self { head, streaming, prepared, prompt_token_ids: None })
     }
 
-    /// Puts the prompt's token ids into the first chunk.
+    /// Adds the prompt's token ids to the first chunk.
     pub fn with_prompt(self, prompt_token_ids: Option<Vec<i32>>) -> Self {
         Self { prompt_token_ids, ..self }
     }
@@ -142,7 +142,7 @@ impl Chunks {
         let from = out.len();
         self.choice(choice, usage, out)?;
         if let Some(ids) = self.prompt_token_ids.take() {
-            // Before the brace that ends the event's object.
+            // The position of the brace that closes the event's object.
             let brace = out.len() - b"}\n\n".len();
             debug_assert!(brace > from);
             let mut field = b",\"prompt_token_ids\":".to_vec();
@@ -163,8 +163,8 @@ impl Chunks {
         self.chunk(Some(choice), usage, out)
     }
 
-    /// The event with this choice, split around the value of `field`, an empty string. `None`:
-    /// chunks differ in more than that.
+    /// Returns the event with this choice, split at the value of `field`, which is an empty string.
+    /// `None` if chunks differ in more than the text.
     pub fn cut<T: Serialize>(&self, choice: &T, field: &str) -> serde_json::Result<Option<Cut>> {
         if self.streaming.continuous_usage || self.prepared.is_none() {
             return Ok(None);
@@ -179,7 +179,7 @@ impl Chunks {
         }))
     }
 
-    /// Appends the chunk that has only the usage, if requested.
+    /// Appends the chunk that contains only the usage, if requested.
     pub fn usage(&self, usage: Usage, out: &mut Vec<u8>) -> serde_json::Result<()> {
         if !self.streaming.include_usage {
             return Ok(());
@@ -193,7 +193,7 @@ impl Chunks {
         usage: Option<Usage>,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
-        // With `include_usage`, chunks without usage have null.
+        // With `include_usage`, chunks without usage contain null.
         let usage = self.streaming.include_usage.then_some(usage);
         let Some(prepared) = &self.prepared else {
             return event(&WholeChunk { head: &self.head, choices: choice.as_slice(), usage }, out);
@@ -212,7 +212,7 @@ impl Chunks {
     }
 }
 
-/// A chunk without a prepared event.
+/// A chunk that is encoded as a whole.
 #[derive(Serialize)]
 struct WholeChunk<'a, T> {
     #[serde(flatten)]
@@ -279,7 +279,7 @@ mod tests {
         }
         for include_usage in [false, true] {
             let streaming = Streaming { include_usage, continuous_usage: false };
-            // A model's name may look like the searched text.
+            // The model's name may look like the text that `cut` searches for.
             let model = r#"text":"","text":""#;
             let chunks =
                 |egress| Chunks::new(&name("id", 1), "o", model, streaming, egress).unwrap();

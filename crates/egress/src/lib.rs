@@ -1,24 +1,24 @@
-//! The path of a request's output, from the engine's steps to the bytes of a response. This crate
-//! depends on engines and answers, but not on routes.
+//! The output path of a request, from the engine's steps to the bytes of a response. This crate
+//! depends on the engine and on the types of responses, but not on routes.
 //!
-//! A server announces a request to [`Egress`] with the [`mailbox::Sender`] of its mailbox, and
-//! submits it to the [`Engine`], whose sink is an [`EgressSink`]. An egress thread turns the tokens
-//! into text ([`Speller`]) and collects it in a [`Delta`]. It writes the events of a stream to the
-//! socket itself, with the response's [`EventEncoder`]. Everything else waits in the mailbox, from
-//! which the response takes it.
+//! A server registers a request with [`Egress`], passing the [`mailbox::Sender`] of its mailbox. It
+//! then submits the request to the [`Engine`], whose sink is an [`EgressSink`]. An egress thread
+//! converts the tokens to text ([`Speller`]) and collects the text in a [`Delta`]. It writes the
+//! events of a stream directly to the socket, with the [`EventEncoder`] of the response. All other
+//! output waits in the mailbox until the response takes it.
 //!
-//! In the order of that path:
+//! The modules, in the order of that path:
 //!
-//! - `threads`: the threads that take the engine's outputs. Each request belongs to one of them.
-//! - `speller`: from one choice's tokens to the text that may be sent, under the [`Terms`].
+//! - `threads`: the threads that receive the engine's outputs. Each request belongs to one of them.
+//! - `speller`: converts a choice's tokens to the text that may be sent, under the [`Terms`].
 //! - `delta`: the new text, log-probabilities and end of a choice.
-//! - `tally`: the tokens of a call, for its usage.
-//! - [`mailbox`]: where a delta waits until its response takes it.
-//! - [`events`]: the bytes of server-sent events.
-//! - `outlet`: what the egress thread borrows from a streamed response to write its events.
+//! - `tally`: the token counts of a call, for its usage.
+//! - [`mailbox`]: holds a delta until its response takes it.
+//! - [`events`]: encodes server-sent events.
+//! - `outlet`: the encoder and socket that a streamed response lends to the egress thread.
 //!
-//! The outputs of a pooling model are vectors, and take another path ([`PooledSink`]). The threads
-//! observe requests for [`Metrics`].
+//! The embeddings of a pooling model take another path ([`PooledSink`]). The threads record
+//! [`Metrics`] of the requests.
 //!
 //! ```
 //! use forebay_egress::events;

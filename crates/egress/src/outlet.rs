@@ -10,9 +10,9 @@ use crate::delta::Delta;
 use crate::events;
 use crate::tally::Tally;
 
-/// Writes the events of one API. Deltas that end in an error are handled elsewhere.
+/// Encodes the events of one API. Deltas that end in an error are handled elsewhere.
 pub trait EventEncoder: Send + 'static {
-    /// Appends the events of a delta, and may consume it.
+    /// Appends the events of a delta. The encoder may take content out of the delta.
     fn delta(
         &mut self,
         choice: u32,
@@ -20,11 +20,11 @@ pub trait EventEncoder: Send + 'static {
         tally: &Tally,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()>;
-    /// True if its streams end with `data: [DONE]`.
+    /// True if the API's streams end with `data: [DONE]`.
     fn is_said_done(&self) -> bool {
         true
     }
-    /// Appends an error, which ends the stream.
+    /// Appends an error and the end of the stream.
     fn fail(&mut self, error: &ApiError, out: &mut Vec<u8>) -> serde_json::Result<()> {
         events::event(&error.body(), out)?;
         if self.is_said_done() {
@@ -32,15 +32,15 @@ pub trait EventEncoder: Send + 'static {
         }
         Ok(())
     }
-    /// The media type of its streams.
+    /// Returns the media type of the streams.
     fn media_type(&self) -> &'static str {
         "text/event-stream; charset=utf-8"
     }
-    /// True if another brain's encoder could continue the response after any delta: it has one
+    /// True if another brain's encoder could continue the response after any delta: there is one
     /// choice, and its tokens determine everything that was written.
     fn resumable(&self) -> bool;
-    /// Continues after `before`, which another brain has written. Only called first, and if the
-    /// encoder is resumable.
+    /// Continues a response whose part `before` another brain has written. Must be called before
+    /// all other methods, and only if the encoder is resumable.
     fn resume(&mut self, before: &Delta);
     /// Appends the end of the stream after the last delta.
     fn end(&mut self, tally: &Tally, out: &mut Vec<u8>) -> serde_json::Result<()>;
@@ -50,27 +50,27 @@ pub trait EventEncoder: Send + 'static {
 pub struct Outlet {
     /// Writes the events.
     pub encoder: Box<dyn EventEncoder>,
-    /// `None`: everything goes through the response.
+    /// The connection to write to; `None` if all events go through the response.
     pub line: Option<Arc<Line>>,
 }
 
-/// A reusable buffer for one chunk of HTTP/1.1's chunked coding (RFC 9112, section 7.1).
+/// A reusable buffer for one chunk of HTTP/1.1's chunked transfer coding (RFC 9112, section 7.1).
 #[derive(Debug, Default)]
 pub(crate) struct Chunk(Vec<u8>);
 
 impl Chunk {
-    /// Room for the size line: 8 hexadecimal digits at most, CR, LF.
+    /// The space for the size line: at most 8 hexadecimal digits, CR, LF.
     const HEAD: usize = 10;
 
-    /// The empty content, to be appended to.
+    /// Clears the chunk and returns the buffer to append its content to.
     pub(crate) fn start(&mut self) -> &mut Vec<u8> {
         self.0.clear();
         self.0.resize(Self::HEAD, 0);
         &mut self.0
     }
 
-    /// The chunk of all appended bytes; empty if there are none, since a chunk of length 0 would
-    /// end the body.
+    /// Returns the chunk with all appended bytes. It is empty if there are none, since a chunk of
+    /// length 0 would end the body.
     pub(crate) fn finish(&mut self) -> &[u8] {
         let mut size = self.0.len() - Self::HEAD;
         if size == 0 {

@@ -1,8 +1,8 @@
-//! Brings vectors from the engine's outputs to the waiting requests, on a thread of its own as for
-//! text.
+//! Delivers the outputs of pooling models (embeddings and scores) from the engine to the waiting
+//! calls, on a separate thread.
 //!
-//! The thread has one channel. A call is announced before its inputs are submitted, so the
-//! announcement always precedes their outputs.
+//! The thread has one channel. A call is registered before its inputs are submitted, so the
+//! registration always precedes the outputs.
 
 use std::collections::HashMap;
 use std::io;
@@ -18,18 +18,18 @@ use tokio::sync::oneshot;
 use crate::metrics::{Metrics, Timeline};
 use crate::threads::request_error;
 
-/// A call's answer: the raw vectors of its inputs, in order.
+/// The result of a call: the raw vector of each input, in order.
 pub type PooledAnswer = Result<Vec<Box<[f32]>>, ApiError>;
 
-/// A call that waits for vectors.
+/// The registration of a call that waits for its vectors.
 pub struct PooledRegistration {
-    /// The ids of the inputs, at least one. The first is also the id of the call.
+    /// The request ids of the inputs, at least one. The first is also the id of the call.
     pub ids: Vec<RequestId>,
     /// The number of tokens of each input.
     pub prompt_tokens: Vec<u32>,
-    /// The time at which the client's request came.
+    /// When the client's request arrived.
     pub arrived: Instant,
-    /// The receiver of the answer.
+    /// The channel for the result.
     pub reply: oneshot::Sender<PooledAnswer>,
 }
 
@@ -43,21 +43,21 @@ enum Message {
     Panic,
 }
 
-/// The sending end, for engines. Each engine gets a clone when it is started. After the last sink
-/// is dropped, remaining requests never end.
+/// The sending end, for engines. Each engine gets a clone when it is started. When the last sink is
+/// dropped, the remaining requests fail.
 #[derive(Debug, Clone)]
 pub struct PooledSink {
     lane: Sender<Message>,
     _last: Arc<Last>,
 }
 
-/// Dropped with the last clone of the sink.
+/// Signals the thread when the last clone of the sink is dropped.
 #[derive(Debug)]
 struct Last(Sender<Message>);
 
 impl OutputSink for PooledSink {
     fn deliver(&mut self, outputs: Vec<Output>) {
-        // A closed channel means that the thread has ended; every call has its answer by then.
+        // A closed channel means that the thread has ended. By then every call has its result.
         let _ = self.lane.send(Message::Outputs(outputs));
     }
 }
@@ -68,14 +68,14 @@ impl Drop for Last {
     }
 }
 
-/// The receiving end, for the server. The thread ends when all clones and the sink are dropped.
+/// The receiving end, for the server. The thread ends when all clones and sinks are dropped.
 #[derive(Debug, Clone)]
 pub struct Pooled {
     lane: Sender<Message>,
 }
 
 impl Pooled {
-    /// Announces a call; to be called before its inputs are submitted.
+    /// Registers a call. The caller must do this before it submits the inputs.
     ///
     /// # Errors
     /// The thread has ended.
@@ -83,21 +83,21 @@ impl Pooled {
         self.lane.send(Message::Expect(expected)).map_err(|_| engine_gone())
     }
 
-    /// Unregisters a call that could not be submitted, with all of its inputs.
+    /// Unregisters a call that could not be submitted, and all of its inputs.
     pub fn forget(&self, ids: Vec<RequestId>) {
         let _ = self.lane.send(Message::Forget(ids));
     }
 
-    /// Ends every call. Its waiter aborts its inputs.
+    /// Ends every call with an error. The callers abort their inputs.
     pub fn abort_all(&self) {
         let _ = self.lane.send(Message::AbortAll);
     }
 }
 
-/// Starts the thread, under `guard`, with room for `capacity` steps and calls.
+/// Starts the thread, under `guard`. Its channel holds `capacity` steps and calls.
 ///
 /// # Errors
-/// The system has no room for a thread.
+/// The system cannot start another thread.
 pub fn pooled(
     metrics: Arc<Metrics>,
     capacity: usize,
@@ -130,9 +130,9 @@ struct Call {
 /// The state of the thread.
 struct Owner {
     metrics: Arc<Metrics>,
-    /// Inputs that have not ended.
+    /// The inputs that have not ended.
     inputs: HashMap<RequestId, Input>,
-    /// Calls that have not been answered.
+    /// The calls that have no result yet.
     calls: HashMap<RequestId, Call>,
     engine_gone: bool,
 }
@@ -172,7 +172,7 @@ impl Owner {
         let PooledRegistration { ids, prompt_tokens, arrived, reply } = expected;
         let Some(&call) = ids.first() else { return };
         if self.engine_gone {
-            // A caller that has stopped waiting needs no answer; the same below.
+            // The send fails if the caller has stopped waiting; the same below.
             let _ = reply.send(Err(engine_gone()));
             return;
         }
@@ -206,7 +206,7 @@ impl Owner {
         if waiting.missing > 0 && error.is_none() {
             return;
         }
-        // The first error is the answer to the call; the caller aborts the other inputs.
+        // The call returns the first error. The caller then aborts the other inputs.
         if let Some(Call { vectors, reply, .. }) = self.calls.remove(&call) {
             let _ = reply.send(error.map_or(Ok(vectors), Err));
         }
@@ -236,7 +236,7 @@ mod tests {
         assert!(answer.await.is_err(), "the waiting side gets an error");
         let cause = guard.cause().expect("the cause is known");
         assert!(cause.starts_with("the thread pooled panicked"), "{cause}");
-        // A full channel does not delay the engines.
+        // After the thread has ended, its full channel does not block the engines.
         for _ in 0..10 {
             sink.deliver(Vec::new());
         }

@@ -1,5 +1,5 @@
-//! Log-probabilities of prompts. The first choice of a prompt delivers them, and all of its choices
-//! show them.
+//! The log-probabilities of prompts. The engine reports them with the first choice of a prompt, and
+//! the response shows them in every choice of that prompt.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use forebay_text::Tokenizer;
 
 use crate::delta::{Candidate, Delta, LOGPROB_JSON, Logprobs};
 
-/// The log-probabilities of a prompt's tokens, in order, stored as numbers like [`Logprobs`].
+/// The log-probabilities of a prompt's tokens, in order, in the binary form of [`Logprobs`].
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct PromptLogprobList {
     tokens: Logprobs,
@@ -40,23 +40,25 @@ impl PromptLogprobList {
         self.ranks.clear();
     }
 
-    /// Bytes of memory. Their size in the answer is known in advance: `Submission::repeated`.
+    /// The size in memory in bytes. The size in the response is known in advance:
+    /// `Submission::repeated`.
     pub fn weight(&self) -> usize {
         self.tokens.candidates() * size_of::<Candidate>() + self.ranks.len() * 2 * size_of::<i32>()
     }
 
-    /// The approximate number of bytes of JSON.
+    /// The approximate size as JSON, in bytes.
     pub fn json(&self) -> usize {
         self.tokens.candidates() * LOGPROB_JSON
     }
 
-    /// Each token with its log-probability, and the most likely tokens at its position.
+    /// Iterates over the tokens, each with its log-probability and the most likely tokens at its
+    /// position.
     pub fn iter(&self) -> impl Iterator<Item = (Candidate, &[Candidate])> {
         self.tokens.iter()
     }
 
-    /// The log-probabilities in vLLM's form, with `most` of the most likely tokens; the first token
-    /// has none.
+    /// Formats the log-probabilities as vLLM does, with the `most` most likely tokens per position.
+    /// The first token has none.
     pub fn listed(&self, most: u8, tokenizer: &Tokenizer) -> Vec<Option<PromptTokenLogprobs>> {
         let of_token = |((token, top), &rank): ((Candidate, &[Candidate]), &i32)| {
             let top = &top[..top.len().min(most.into())];
@@ -75,12 +77,14 @@ impl PromptLogprobList {
     }
 }
 
-/// Holds back the deltas of a stream's choices until their prompts' log-probabilities are complete.
+/// Holds back the deltas of a stream's choices until the log-probabilities of their prompts are
+/// complete.
 pub struct PromptLogprobGate {
-    /// The prompt of each choice, and true for the choice that delivers its log-probabilities.
+    /// Per choice: the index of its prompt, and true if it delivers that prompt's
+    /// log-probabilities.
     choices: Vec<(usize, bool)>,
     prompts: Vec<ToldPrompt>,
-    /// The deltas that are held back, by choice.
+    /// The deltas that are held back, per choice.
     held: Vec<Delta>,
 }
 
@@ -91,7 +95,7 @@ struct ToldPrompt {
 }
 
 impl PromptLogprobGate {
-    /// Makes the state for prompts with the given numbers of choices.
+    /// Creates the gate. `choices` has the number of choices per prompt.
     pub fn new(choices: impl Iterator<Item = u32>) -> Self {
         let (mut all, mut prompts) = (Vec::new(), Vec::new());
         for (prompt, n) in choices.enumerate() {
@@ -102,7 +106,8 @@ impl PromptLogprobGate {
         Self { choices: all, prompts, held }
     }
 
-    /// Merges a delta. Returns what can be sent now, and leaves `delta` empty.
+    /// Merges a delta into the held ones. Returns the deltas that can be sent now, and leaves
+    /// `delta` empty.
     pub fn take(&mut self, choice: u32, delta: &mut Delta) -> Vec<(u32, Delta)> {
         let (prompt, brings) = self.choices[choice as usize];
         let told = &mut self.prompts[prompt];
@@ -123,14 +128,14 @@ impl PromptLogprobGate {
         held.filter(|(_, delta)| *delta != Delta::default()).collect()
     }
 
-    /// The log-probabilities of a choice's prompt so far.
+    /// Returns the log-probabilities of a choice's prompt received so far.
     pub fn told(&self, choice: u32) -> &Arc<PromptLogprobList> {
         &self.prompts[self.choices[choice as usize].0].logprobs
     }
 }
 
-/// Returns the log-probabilities of each prompt's first choice, once all have ended. `choices` is
-/// the number for each prompt.
+/// Takes the log-probabilities of each prompt from its first choice, after all choices have ended.
+/// `choices` has the number of choices per prompt.
 pub fn told(
     deltas: &mut [Delta],
     choices: impl Iterator<Item = u32>,

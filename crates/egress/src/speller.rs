@@ -1,4 +1,4 @@
-//! Turns one request's tokens into text that may be sent.
+//! Converts the tokens of a choice to the text that may be sent.
 
 use std::sync::Arc;
 
@@ -8,17 +8,17 @@ use forebay_text::{Detokenizer, StopStrings, Tokenizer};
 
 use crate::terms::Terms;
 
-/// Turns tokens into text and its parts. It finds stop strings in text for the user, and holds back
-/// text that may become one.
+/// Converts tokens to text and splits it into parts. It finds stop strings in the content, and
+/// holds back text that may become a stop string.
 #[derive(Debug)]
 pub struct Speller {
     detokenizer: Detokenizer,
-    /// Finds reasoning and calls; `None`: all is text.
+    /// Finds reasoning and tool calls; `None` if all text is content.
     parser: Option<Box<Reader>>,
     stops: StopStrings,
-    /// True if the token that ends the request is included in the text.
+    /// True if the text of the stop token is part of the output.
     include_stop: bool,
-    /// Stop strings within this number of tokens are ignored.
+    /// Stop strings in the first `min_tokens` tokens are ignored.
     min_tokens: u32,
     tokens: u32,
     /// True if the last token was reasoning.
@@ -28,21 +28,21 @@ pub struct Speller {
 #[derive(Debug)]
 struct Reader {
     parser: Parser,
-    /// The parts that the parser has just read.
+    /// The parts that the parser returned last.
     fresh: Parts,
 }
 
 /// Why an answer ends before the engine ends it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EarlyEnd {
-    /// The stop string with this number.
+    /// The stop string with this index was found.
     Stop(usize),
-    /// The end of the only demanded call.
+    /// The only required tool call is complete.
     Call,
 }
 
 impl Speller {
-    /// A speller at the start of a request's text. `marks`: special tokens that the dialect's
+    /// Creates a speller at the start of an answer. `marks`: the special tokens that the dialect's
     /// parser needs, ascending.
     pub fn new(tokenizer: &Arc<Tokenizer>, terms: &Terms, marks: &Arc<[i32]>) -> Self {
         let Generation { include_stop, skip_special_tokens, .. } = &terms.generation;
@@ -62,7 +62,7 @@ impl Speller {
     }
 
     /// Appends the text of a token. `ends` is true for the stop token that ended the request.
-    /// `fresh` is a buffer.
+    /// `fresh` is a reusable buffer.
     pub fn push(
         &mut self,
         id: i32,
@@ -78,15 +78,15 @@ impl Speller {
         let Some(mut reader) = self.parser.take() else { return self.content(fresh, out) };
         let before = reader.parser.is_reasoning();
         reader.parser.push(fresh, &mut reader.fresh);
-        // The marks before and after reasoning are not part of it.
+        // The marks around the reasoning do not count as reasoning.
         self.reasons = before && reader.parser.is_reasoning() && !ends;
         let found = self.pass(&mut reader, out);
         self.parser = Some(reader);
         found
     }
 
-    /// Appends held text, because the request has ended. `complete` is false if a length limit
-    /// ended it.
+    /// Appends the text that was held back, because the request has ended. `complete` is false if a
+    /// length limit ended it.
     pub fn finish(
         &mut self,
         complete: bool,
@@ -111,7 +111,7 @@ impl Speller {
         found
     }
 
-    /// True if a call is complete that the client has not forced.
+    /// True if a tool call is complete that the client did not force.
     pub fn has_called(&self) -> bool {
         self.parser.as_ref().is_some_and(|reader| reader.parser.has_chosen())
     }
@@ -121,12 +121,12 @@ impl Speller {
         self.reasons
     }
 
-    /// A stop string that was found.
+    /// Returns the stop string with this index.
     pub fn stop(&self, index: usize) -> String {
         self.stops.text(index).to_owned()
     }
 
-    /// Passes on the read parts.
+    /// Moves the parts that were read to `out`.
     fn pass(&mut self, reader: &mut Reader, out: &mut Parts) -> Option<EarlyEnd> {
         let mut found = None;
         for part in reader.fresh.iter() {
@@ -136,7 +136,7 @@ impl Speller {
                     break;
                 }
             } else {
-                // A stop string does not match across a part between two texts.
+                // A stop string does not match across a part of another kind, such as reasoning.
                 out.content_with(|out| self.stops.finish(out));
                 out.part(part);
             }
@@ -145,7 +145,7 @@ impl Speller {
         found.or(reader.parser.is_over().then_some(EarlyEnd::Call))
     }
 
-    /// Appends text for the user, and looks for stop strings in it.
+    /// Appends text of the content, and searches it for stop strings.
     fn content(&mut self, fresh: &str, out: &mut Parts) -> Option<EarlyEnd> {
         if self.tokens <= self.min_tokens {
             out.content(fresh);

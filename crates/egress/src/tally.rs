@@ -1,4 +1,4 @@
-//! Token counts of a call, for its usage.
+//! Counts the tokens of a call, for its usage.
 
 use std::ops::Range;
 
@@ -7,29 +7,30 @@ use forebay_engine::PredictedTokens;
 
 use crate::delta::Delta;
 
-/// Tokens of a call so far.
+/// The tokens of a call so far.
 #[derive(Debug, Clone, Default)]
 pub struct Tally {
-    /// Prompt tokens of each prompt.
+    /// The number of tokens of each prompt.
     prompts: Vec<u32>,
-    /// Prompt tokens of each prompt found in the prefix cache.
+    /// The number of tokens of each prompt that were found in the prefix cache.
     cached: Vec<u32>,
-    /// True if cached tokens are hidden from the client.
+    /// True if the client may not see the number of cached tokens.
     hidden: bool,
-    /// Generated tokens by choice.
+    /// The number of generated tokens of each choice.
     generated: Vec<u32>,
-    /// The number of tokens of each choice that are reasoning.
+    /// The number of reasoning tokens of each choice.
     reasoning: Vec<u32>,
-    /// True if the model reasons, so that reasoning tokens are reported.
+    /// True if reasoning tokens are reported, because the model reasons.
     reasons: bool,
-    /// Verified tokens of the predicted answer by choice; `None`: there is no prediction.
+    /// The verified tokens of the predicted output for each choice; `None` if there is no
+    /// prediction.
     predicted: Option<Vec<PredictedTokens>>,
-    /// Prompt that a choice answers.
+    /// The index of each choice's prompt.
     prompt_of: Vec<usize>,
 }
 
 impl Tally {
-    /// Makes the tally of prompts of these numbers of tokens, each with this number of choices.
+    /// Creates the tally from each prompt's number of tokens and number of choices.
     pub fn new(prompts: impl Iterator<Item = (u32, u32)>) -> Self {
         let mut tally = Self::default();
         for (index, (tokens, choices)) in prompts.enumerate() {
@@ -42,17 +43,17 @@ impl Tally {
         tally
     }
 
-    /// Leaves the prefix cache out of the usage.
+    /// Omits the number of cached tokens from the usage.
     pub fn hide_cached(&mut self) {
         self.hidden = true;
     }
 
-    /// Adds the number of reasoning tokens to the usage.
+    /// Includes the number of reasoning tokens in the usage.
     pub fn show_reasoning(&mut self) {
         self.reasons = true;
     }
 
-    /// Adds the verified tokens of predicted answers to the usage.
+    /// Includes the verified tokens of the predicted output in the usage.
     pub fn show_predicted(&mut self) {
         self.predicted = Some(vec![PredictedTokens::default(); self.choices()]);
     }
@@ -74,35 +75,35 @@ impl Tally {
         (!self.hidden).then_some(cached)
     }
 
-    /// Choices of all prompts.
+    /// Returns the number of choices of all prompts.
     pub fn choices(&self) -> usize {
         self.generated.len()
     }
 
-    /// Tokens of all prompts.
+    /// Returns the number of tokens of all prompts.
     pub fn prompt_tokens(&self) -> u32 {
         self.prompts.iter().sum()
     }
 
-    /// Tokens generated in all choices.
+    /// Returns the number of tokens generated in all choices.
     pub fn generated_tokens(&self) -> u32 {
         self.generated.iter().sum()
     }
 
-    /// The usage of the whole call: each prompt is counted once.
+    /// Returns the usage of the whole call, with each prompt counted once.
     pub fn usage(&self) -> Usage {
         let cached = self.shown(self.cached.iter().sum());
         let usage = Usage::new(self.prompt_tokens(), self.generated_tokens(), cached);
         self.told(usage, 0..self.choices())
     }
 
-    /// The usage before the first token.
+    /// Returns the usage before the first token is generated.
     pub fn usage_before(&self) -> Usage {
         let usage = Usage::new(self.prompt_tokens(), 0, self.shown(self.cached.iter().sum()));
         self.told(usage, 0..0)
     }
 
-    /// The usage of one choice.
+    /// Returns the usage of one choice.
     pub fn usage_of(&self, choice: u32) -> Usage {
         let prompt = self.prompt_of[choice as usize];
         let generated = self.generated[choice as usize];
@@ -110,7 +111,7 @@ impl Tally {
         self.told(usage, choice as usize..choice as usize + 1)
     }
 
-    /// Counts the tokens of a delta.
+    /// Adds the tokens of a delta.
     pub fn add(&mut self, choice: u32, delta: &Delta) {
         let prompt = self.prompt_of[choice as usize];
         self.generated[choice as usize] += u32::try_from(delta.tokens.len()).unwrap_or(u32::MAX);
@@ -119,7 +120,7 @@ impl Tally {
             predicted[choice as usize] += delta.predicted;
         }
         if let Some(cached) = delta.cached_tokens {
-            // The choices of a prompt share its pages, so the largest count of any choice is
+            // The choices of a prompt share its pages, so the largest count of its choices is
             // reported.
             self.cached[prompt] = self.cached[prompt].max(cached);
         }

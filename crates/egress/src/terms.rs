@@ -1,4 +1,4 @@
-//! The parameters of a request, which are the same for every choice of every prompt.
+//! The state of a request that is the same for every choice of every prompt.
 
 use std::sync::Arc;
 
@@ -8,20 +8,21 @@ use forebay_text::StopTable;
 
 /// The state shared by all prompts with the same parameters, and by their choices.
 pub struct Terms {
-    /// The parameters of the request. Their stop strings are in `stops`.
+    /// The generation parameters. The stop strings were moved to `stops`.
     pub generation: Generation,
-    /// Ids of tokens that end an answer, ascending, each once.
+    /// Ids of tokens that end the output, ascending, without duplicates.
     pub stop_ids: Arc<[i32]>,
     /// The stop strings.
     pub stops: Arc<StopTable>,
-    /// The settings of the answer parser; `None`: answers are plain text.
+    /// The settings of the output parser; `None` if the output is plain text.
     pub reading: Option<Reading>,
-    /// Whether the prompt leaves a reasoning model in its reasoning; `None`: the tokens show it.
+    /// The part of the answer in which generation starts; `None` if the prompt's tokens determine
+    /// it.
     pub thinks: Option<Place>,
 }
 
 impl Terms {
-    /// Terms with those end-of-sequence ids that the model of `limits` can generate.
+    /// Creates the terms. End-of-sequence ids outside the model's vocabulary are left out.
     pub fn new(mut generation: Generation, eos: &[i32], limits: Limits) -> Self {
         let stops = Arc::new(StopTable::new(std::mem::take(&mut generation.stop)));
         let mut stop_ids = generation.stop_ids(eos);
@@ -33,12 +34,12 @@ impl Terms {
     }
 }
 
-/// Refuses a prompt, which came in `param`, with a token that the model does not have. Clients' ids
-/// were checked before; this check is for texts, whose tokenizer may have more tokens than the
-/// model.
+/// Checks that the model has all tokens of the prompt in `param`. Token ids from clients were
+/// checked before. This check is for prompts given as text, because the tokenizer may have more
+/// tokens than the model.
 ///
 /// # Errors
-/// The model does not have a token.
+/// The model does not have one of the tokens.
 pub fn check_tokens(ids: &[i32], limits: Limits, param: &str) -> Result<(), ApiError> {
     let Some(id) = first_unknown(ids, limits.vocab_size) else { return Ok(()) };
     let reason = format!(

@@ -1,14 +1,15 @@
-//! Where the egress thread leaves a request's output for its HTTP response, unless it writes to the
-//! socket itself.
+//! The mailbox of a request: the egress thread stores output here for the HTTP response, unless it
+//! writes directly to the socket.
 //!
-//! A mailbox has one pending delta for each choice. A write merges into it, and a read takes it. So
-//! a slow reader gets more at once, and nothing is lost. Unread deltas have a limit. Beyond it the
-//! response ends with an error, its content is freed, and the writer stops.
+//! A mailbox has one pending delta per choice. Sending merges into the pending delta, and reading
+//! takes it. So a slow reader gets larger deltas, and nothing is lost. Unread deltas have a limit.
+//! Beyond the limit the response ends with an error, its pending output is freed, and the sender
+//! stops.
 //!
 //! A streamed response lends the mailbox its encoder and its connection. While the connection's
 //! line is open and nothing is pending, the egress thread writes deltas directly to the socket,
-//! without waking the response. The response gets the rest: deltas that come while the line is shut
-//! (a slow reader, or an answer whose head is not written yet), and every end.
+//! without waking the response. The response reads everything else: deltas that arrive while the
+//! line is shut (a slow reader, or the response head is not written yet), and every end.
 
 mod pending;
 
@@ -26,16 +27,16 @@ use pending::Pending;
 
 pub use pending::MailboxBounds;
 
-/// The time at which a reader is woken.
+/// When a reader is woken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WakeRule {
-    /// The reader of a stream is woken when a delta is pending. Deltas that come before it reads
+    /// The reader of a stream is woken when a delta is pending. Deltas that arrive before it reads
     /// are merged.
     Pending,
-    /// The reader of a stream is woken at every delta, and reads each by itself, as in servers that
-    /// do not merge deltas.
+    /// The reader of a stream is woken at every delta, and reads each one separately, as in servers
+    /// that do not merge deltas.
     EveryDelta,
-    /// The reader is woken when all choices have ended, or one in an error.
+    /// The reader is woken when all choices have ended, or when one has failed.
     AtEnd,
 }
 
@@ -44,7 +45,7 @@ struct Inner {
     tally: Tally,
     running: usize,
     failed: bool,
-    /// True if the reader is gone.
+    /// True if the reader was dropped.
     gone: bool,
     wake: WakeRule,
     waker: Option<Waker>,
@@ -65,8 +66,8 @@ impl Inner {
         self.outlet.as_ref()?.line.as_deref()
     }
 
-    /// Writes the delta to the socket if possible now, and leaves it empty. `None`: it has to be
-    /// kept here.
+    /// Writes the delta to the socket if that is possible now, and clears it. Returns `None` if the
+    /// delta must be stored for the reader.
     fn pass(&mut self, choice: u32, delta: &mut Delta, chunk: &mut Chunk) -> Option<WriteOutcome> {
         if delta.end.is_some() || !self.pending.is_empty() {
             return None;
@@ -88,7 +89,7 @@ impl Inner {
         Some(if chunk.is_empty() { WriteOutcome::Whole } else { line.write(chunk) })
     }
 
-    /// Keeps the delta until it is read. Returns the waker to call.
+    /// Stores the delta until it is read. Returns the waker to call.
     fn leave(&mut self, choice: u32, delta: &mut Delta) -> Option<Waker> {
         self.pending.count(delta);
         if let Some(end) = &delta.end {
@@ -105,29 +106,29 @@ impl Inner {
     }
 }
 
-/// The fate of a delta.
+/// The outcome of sending a delta.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sent {
-    /// More may follow.
+    /// The delta was accepted; more may follow.
     Taken,
-    /// This was the last delta: it had an end, or too much is unread.
+    /// This was the last delta: it had an end, or too much output is unread.
     Ended,
 }
 
-/// A writer of one choice of a mailbox. Dropping it before the end ends the choice with an error,
-/// so a reader always gets an end.
+/// The sender of one choice. Dropping it before the end ends the choice with an error, so a reader
+/// always gets an end.
 pub struct Sender {
     inner: Arc<Mutex<Inner>>,
     choice: u32,
     ended: bool,
 }
 
-/// Reads a mailbox.
+/// The reader of a mailbox.
 pub struct Receiver {
     inner: Arc<Mutex<Inner>>,
 }
 
-/// A mailbox for the choices of `tally`. It holds unread deltas within `bounds`
+/// Creates a mailbox for the choices of `tally`. Unread deltas must stay within `bounds`
 /// ([`Delta::weight`]).
 pub fn mailbox(tally: Tally, wake: WakeRule, bounds: MailboxBounds) -> (Vec<Sender>, Receiver) {
     let choices = tally.choices();
@@ -147,7 +148,7 @@ pub fn mailbox(tally: Tally, wake: WakeRule, bounds: MailboxBounds) -> (Vec<Send
 }
 
 impl Sender {
-    /// Passes `delta` on, or merges it into the pending one, and leaves it empty. Send nothing
+    /// Writes `delta` to the socket or merges it into the pending one, and clears it. Send nothing
     /// after a delta with an end, or after [`Sent::Ended`].
     pub(crate) fn send(&mut self, delta: &mut Delta, chunk: &mut Chunk) -> Sent {
         debug_assert!(!self.ended, "a choice ends once");
@@ -169,7 +170,7 @@ impl Sender {
         if self.ended { Sent::Ended } else { Sent::Taken }
     }
 
-    /// Ends the choice.
+    /// Ends the choice with `end`.
     pub fn finish(mut self, end: End) {
         self.end(end);
     }
@@ -189,13 +190,13 @@ impl Drop for Sender {
 }
 
 impl Receiver {
-    /// Writes deltas through `outlet` from now on, including pending ones: see
-    /// [`Receiver::encode`].
+    /// Lends the mailbox an `outlet` for all further deltas. Pending ones are encoded with it too:
+    /// see [`Receiver::encode`].
     pub fn lend(&self, outlet: Outlet) {
         self.inner.lock().outlet = Some(outlet);
     }
 
-    /// Calls `write` with the encoder, if one was lent.
+    /// Calls `write` with the encoder, and returns its result; `None` if no encoder was lent.
     pub fn encode<R>(&self, write: impl FnOnce(&mut dyn EventEncoder, &Tally) -> R) -> Option<R> {
         let mut inner = self.inner.lock();
         let inner = &mut *inner;
@@ -203,13 +204,13 @@ impl Receiver {
         Some(write(outlet.encoder.as_mut(), &inner.tally))
     }
 
-    /// Tokens that were read or passed by.
+    /// Returns the tally of all output that was read or written directly.
     pub fn tally(&self) -> Tally {
         self.inner.lock().tally.clone()
     }
 
-    /// Moves pending deltas into `out` (choice, delta). Ready with none once all choices have ended
-    /// and were read.
+    /// Moves pending deltas into `out`, each with its choice. Ready without a delta once all
+    /// choices have ended and all their output was read.
     pub fn poll(&mut self, context: &mut Context<'_>, out: &mut Vec<(u32, Delta)>) -> Poll<()> {
         let mut inner = self.inner.lock();
         let inner = &mut *inner;
@@ -223,7 +224,7 @@ impl Receiver {
             }
             return Poll::Pending;
         }
-        // Hyper writes this data: nothing may overtake it.
+        // Hyper writes this output, so the egress thread must not write before it.
         if let Some(line) = inner.line() {
             line.shut();
         }

@@ -8,18 +8,19 @@ use forebay_http::Charge;
 
 use crate::delta::{Delta, End};
 
-/// The bounds of unread output.
+/// The limits on unread output.
 pub struct MailboxBounds {
-    /// The largest number of bytes.
+    /// The largest size of the unread output in bytes.
     pub limit: usize,
-    /// The bytes among them that repeat prompts, which are known in advance.
+    /// The number of bytes of the output that repeat prompts. They are counted from the start,
+    /// because their number is known in advance.
     pub repeated: usize,
-    /// The charge that includes the unread bytes.
+    /// The request's charge, which includes the unread bytes.
     pub charge: Arc<Charge>,
 }
 
 impl MailboxBounds {
-    /// Admits `unread` bytes of deltas.
+    /// Checks the limit, and charges `unread` bytes of deltas.
     fn admit(&self, unread: usize) -> Result<(), ApiError> {
         let bytes = unread.saturating_add(self.repeated);
         if bytes > self.limit {
@@ -33,16 +34,16 @@ impl MailboxBounds {
 pub(super) struct Pending {
     /// The pending deltas, by choice.
     deltas: Vec<Option<Delta>>,
-    /// Choices that have a delta.
+    /// The choices that have a pending delta.
     dirty: Vec<u32>,
-    /// Replaces both if each delta is read by itself.
+    /// Used in place of `deltas` and `dirty` if every delta is read separately.
     queue: VecDeque<(u32, Delta)>,
-    /// True if a delta is merged into the pending one.
+    /// True if deltas of a choice are merged.
     merges: bool,
-    /// Weight of the pending deltas.
+    /// The total weight of the pending deltas.
     pub(super) unread: usize,
     bounds: MailboxBounds,
-    /// The error for all choices, if more was unread than the bounds allow.
+    /// The error for all choices, once the unread output has exceeded the limits.
     overflown: Option<ApiError>,
 }
 
@@ -63,13 +64,13 @@ impl Pending {
         self.dirty.is_empty() && self.queue.is_empty()
     }
 
-    /// True once the unread deltas have exceeded the bounds.
+    /// True once the unread output has exceeded the limits.
     pub(super) fn is_overflown(&self) -> bool {
         self.overflown.is_some()
     }
 
-    /// Counts a delta. Beyond the bounds, everything unread is dropped, and the delta becomes an
-    /// end with the error.
+    /// Adds a delta to the unread output. Beyond the limits, all unread output is dropped, and the
+    /// delta is replaced by an end with the error.
     pub(super) fn count(&mut self, delta: &mut Delta) {
         let unread = self.unread + delta.weight();
         if delta.end.is_none() && self.overflown.is_none() {
@@ -87,7 +88,7 @@ impl Pending {
         }
     }
 
-    /// Keeps a delta that was counted, and leaves it empty.
+    /// Stores a delta that was counted, and clears it.
     pub(super) fn keep(&mut self, choice: u32, delta: &mut Delta) {
         if !self.merges {
             self.queue.push_back((choice, std::mem::take(delta)));
@@ -102,8 +103,8 @@ impl Pending {
         }
     }
 
-    /// Moves the deltas that are read at once into `out`: the next one, or the merged one of each
-    /// choice.
+    /// Moves the deltas of one read into `out`: the next one in the queue, or the merged delta of
+    /// each choice.
     pub(super) fn take(&mut self, out: &mut Vec<(u32, Delta)>) {
         let from = out.len();
         out.extend(self.queue.pop_front());
@@ -114,7 +115,7 @@ impl Pending {
         self.unread -= out[from..].iter().map(|(_, delta)| delta.weight()).sum::<usize>();
     }
 
-    /// Drops everything.
+    /// Drops all unread output.
     pub(super) fn forget(&mut self) {
         self.deltas.fill(None);
         self.dirty.clear();

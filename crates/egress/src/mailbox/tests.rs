@@ -1,4 +1,4 @@
-//! Readers of any speed, and lines that open and shut.
+//! Tests of readers of any speed, with lines that open and shut.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::Wake as _;
@@ -10,7 +10,7 @@ use tokio::net::{TcpListener, TcpStream};
 
 use super::*;
 
-/// A line and its client.
+/// Creates a line and the client's socket.
 async fn line() -> (Arc<Line>, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
@@ -20,7 +20,7 @@ async fn line() -> (Arc<Line>, TcpStream) {
     (Line::new(Socket::Tcp(socket)), client)
 }
 
-/// Bytes that these tests never reach.
+/// A limit in bytes that these tests do not reach.
 const LIMIT: usize = 1 << 20;
 
 fn bounds(limit: usize) -> MailboxBounds {
@@ -125,7 +125,7 @@ fn what_nobody_reads_is_bounded_and_ends_in_an_error() {
         }
         assert!((900..=1000).contains(&most), "{wake:?}: {most}");
         assert_eq!(receiver.inner.lock().pending.unread, 0, "its pending bytes are freed");
-        // The first write after that fails too, and an ended stream stays ended.
+        // The first send after an overflow fails too, and an ended stream stays ended.
         assert_eq!(senders[0].send(&mut token(9), &mut Chunk::default()), Sent::Ended);
         drop(senders);
         let mut got = take(&mut receiver, &count).unwrap();
@@ -166,7 +166,7 @@ fn what_is_read_makes_room() {
     assert!(inner.lock().pending.is_empty(), "nothing is kept without a reader");
 }
 
-/// A format that writes the text in brackets.
+/// An encoder that writes each text in brackets.
 struct Brackets;
 impl EventEncoder for Brackets {
     fn resumable(&self) -> bool {
@@ -200,12 +200,12 @@ async fn an_open_line_takes_deltas_past_the_reader() {
     receiver.lend(Outlet { encoder: Box::new(Brackets), line: Some(Arc::clone(&line)) });
     let count = Arc::new(Count::default());
     let wakes = || count.0.load(Ordering::Relaxed);
-    // The body has not asked for the line yet.
+    // The response has not requested the line yet.
     io.flush().await.unwrap();
     senders[0].send_delta(token(1));
     assert_eq!(take(&mut receiver, &count), Some(vec![(0, token(1))]));
     assert_eq!(take(&mut receiver, &count), None);
-    // Requested, but hyper still holds data.
+    // The line is requested, but hyper still has unwritten data.
     senders[0].send_delta(token(2));
     assert_eq!(wakes(), 1);
     assert_eq!(take(&mut receiver, &count), Some(vec![(0, token(2))]));
@@ -218,7 +218,7 @@ async fn an_open_line_takes_deltas_past_the_reader() {
     client.read_exact(&mut got).await.unwrap();
     assert_eq!(std::str::from_utf8(&got), Ok("5\r\n[3 3]\r\n5\r\n[5 5]\r\n"));
     assert_eq!(wakes(), 1);
-    // Only the reader gets the end, and its reads shut the line.
+    // Only the reader gets the end. Its reads shut the line.
     senders[0].send_delta(end(End::Length));
     assert_eq!(wakes(), 2);
     assert_eq!(take(&mut receiver, &count), Some(vec![(0, end(End::Length))]));
@@ -242,8 +242,8 @@ async fn a_reader_that_has_gone_shuts_the_line() {
 }
 
 proptest! {
-    /// Each choice's deltas add up to the output that was sent, in order, with the one end
-    /// last. The interleaving makes no difference.
+    /// The deltas of a choice add up to the output that was sent, in order, with exactly one end at
+    /// the end. This holds for every interleaving of sends and reads.
     #[test]
     fn nothing_is_lost_or_reordered(
         moves in proptest::collection::vec((0u32..3, any::<bool>()), 0..60),

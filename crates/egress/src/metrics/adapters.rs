@@ -1,44 +1,44 @@
-//! The requests of adapters, in numbers.
+//! The request metrics of adapters.
 
 use std::fmt::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// The largest number of adapters that metrics name. Further ones are counted together.
+/// The largest number of adapters that metrics list by name. Further adapters are counted together.
 const MOST_ADAPTERS: usize = 64;
 
-/// The requests of an adapter.
+/// The request counts of an adapter.
 #[derive(Debug, Default)]
 pub struct AdapterLoad {
     name: String,
     submitted: AtomicU64,
-    /// Requests without a first step.
+    /// Requests that have not had their first step.
     waiting: AtomicUsize,
     running: AtomicUsize,
 }
 
 impl AdapterLoad {
-    /// An adapter without requests. Its name must contain no characters that metrics escape.
+    /// Creates the counts of an adapter. `name` must not contain characters that metrics escape.
     #[must_use]
     pub fn new(name: String) -> Self {
         Self { name, ..Self::default() }
     }
 
-    /// Counts choices that are submitted.
+    /// Counts submitted choices.
     pub fn submitted(&self, count: u32) {
         self.submitted.fetch_add(count.into(), Ordering::Relaxed);
     }
 }
 
-/// A request of an adapter, until it is dropped.
+/// Counts a request of an adapter as waiting or running until it is dropped.
 pub(crate) struct AdapterUse {
     load: Arc<AdapterLoad>,
     runs: bool,
 }
 
 impl AdapterUse {
-    /// A request that waits for its first step.
+    /// Counts a request as waiting for its first step.
     pub(crate) fn new(load: Arc<AdapterLoad>) -> Self {
         load.waiting.fetch_add(1, Ordering::Relaxed);
         Self { load, runs: false }
@@ -60,19 +60,19 @@ impl Drop for AdapterUse {
     }
 }
 
-/// Counts of adapters, which only grow while an adapter is loaded.
+/// The counts of all adapters. An adapter's counters never decrease while it is loaded.
 #[derive(Debug, Clone, Default)]
 pub struct AdapterCounts {
-    /// The requests of each adapter, in the order of names.
+    /// The request counts of each adapter, in the order of names.
     pub loads: Vec<Arc<AdapterLoad>>,
-    /// Adapters that clients had read.
+    /// The number of adapters that the server read because a client requested them.
     pub reads: u64,
-    /// Adapters among them that were refused.
+    /// The number of adapters that the server read but rejected.
     pub failed_reads: u64,
 }
 
 impl AdapterCounts {
-    /// Appends the counts in Prometheus' text format. A hand has `places` places.
+    /// Appends the counts in Prometheus' text format. `places` is the number of places of a hand.
     pub(super) fn write(&self, places: usize, out: &mut Vec<u8>) {
         let Self { loads, reads, failed_reads } = self;
         let mut text = String::from(
@@ -97,7 +97,7 @@ impl AdapterCounts {
         let running = names(loads, |load| &load.running);
         let waiting = names(loads, |load| &load.waiting);
         let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs_f64();
-        // As in vLLM, the facts are labels, and the value is a time.
+        // As in vLLM, the adapter names are labels, and the value is a timestamp.
         text += "# HELP vllm:lora_requests_info Running stats on lora requests.\n\
                  # TYPE vllm:lora_requests_info gauge\n";
         let _ = writeln!(
@@ -108,7 +108,7 @@ impl AdapterCounts {
     }
 }
 
-/// The names, separated by commas, of adapters with at least one such request.
+/// Joins, with commas, the names of the adapters whose `count` is above 0.
 fn names(loads: &[Arc<AdapterLoad>], count: impl Fn(&AdapterLoad) -> &AtomicUsize) -> String {
     let has = |load: &&Arc<AdapterLoad>| count(load).load(Ordering::Relaxed) > 0;
     let names = loads.iter().filter(has).map(|load| load.name.as_str()).take(MOST_ADAPTERS);

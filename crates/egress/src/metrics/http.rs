@@ -1,10 +1,11 @@
-//! Answers by status, under the names of FastAPI's instrumentation, which vLLM's dashboards use.
+//! Counts responses by status, with the metric names of FastAPI's instrumentation, which vLLM's
+//! dashboards use.
 
 use std::time::Duration;
 
 use prometheus::{CounterVec, HistogramOpts, HistogramVec, Opts, Registry};
 
-/// Bounds in seconds.
+/// The upper bounds of the histogram's buckets, in seconds.
 const BOUNDS: &[f64] = &[0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 60.0];
 
 #[derive(Debug)]

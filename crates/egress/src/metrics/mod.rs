@@ -1,6 +1,8 @@
-//! Prometheus metrics, with the names, labels and buckets of vLLM's dashboards, and our own.
+//! Prometheus metrics: those of vLLM's dashboards, with the same names, labels and buckets, and our
+//! own.
 //!
-//! The engine's counters are read when metrics are scraped. The egress thread observes requests.
+//! The engine's counters are read when metrics are scraped. Egress threads record the metrics of
+//! requests.
 
 mod adapters;
 mod http;
@@ -31,30 +33,30 @@ use self::sources::{
     TEXT_GAUGES, TRANSFERS, WAITING,
 };
 
-/// Bounds of vLLM's histogram of the time to the first token, in seconds.
+/// The bucket bounds of vLLM's histogram of the time to first token, in seconds.
 const FIRST_TOKEN: &[f64] = &[
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
 ];
-/// Bounds of vLLM's histograms of the time between tokens, in seconds.
+/// The bucket bounds of vLLM's histograms of the time between tokens, in seconds.
 const BETWEEN_TOKENS: &[f64] = &[
     0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
     40.0, 80.0,
 ];
-/// Bounds of vLLM's histograms of a request's phases, in seconds.
+/// The bucket bounds of vLLM's histograms of a request's phases, in seconds.
 const REQUEST: &[f64] = &[
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0, 7680.0,
 ];
 
-/// 1, 2, 5, 10, 20, 50, ... up to `most`.
+/// Returns the bucket bounds 1, 2, 5, 10, 20, 50, ... up to `most`.
 fn one_two_five(most: u32) -> Vec<f64> {
     let decades = (0..).map(|exponent| 10f64.powi(exponent));
     let bounds = decades.flat_map(|decade| [decade, 2.0 * decade, 5.0 * decade]);
     bounds.take_while(|&bound| bound <= f64::from(most.max(1))).collect()
 }
 
-/// The known times of a request.
+/// The timestamps and counts of a request, for metrics.
 #[derive(Debug)]
 pub(crate) struct Timeline {
     arrived: Instant,
@@ -64,12 +66,12 @@ pub(crate) struct Timeline {
     last_token: Option<Instant>,
     prompt_tokens: u32,
     cached_tokens: u32,
-    /// Tokens generated so far.
+    /// The number of tokens generated so far.
     pub(crate) generated: u32,
 }
 
 impl Timeline {
-    /// A request that has just been submitted.
+    /// Starts the timeline of a request that is submitted now.
     pub(crate) fn new(arrived: Instant, prompt_tokens: u32) -> Self {
         Self {
             arrived,
@@ -83,15 +85,15 @@ impl Timeline {
         }
     }
 
-    /// Records the time that the request waited for its first step, and the number of its prompt's
-    /// tokens that were cached.
+    /// Records how long the request waited for its first step, and how many of its prompt tokens
+    /// were cached.
     pub(crate) fn admitted(&mut self, queue_us: u64, cached_tokens: u32) {
         self.queued = Some(Duration::from_micros(queue_us));
         self.cached_tokens = cached_tokens;
     }
 }
 
-/// All metrics of /metrics.
+/// All metrics of `/metrics`.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
@@ -121,7 +123,7 @@ struct RequestMetrics {
     choices: Histogram,
 }
 
-/// Metrics that are read from a snapshot `S`.
+/// Metrics whose values are read from a snapshot `S`.
 #[derive(Debug)]
 struct ReadMetrics<S> {
     gauges: Vec<(Gauge, Read<S>)>,
@@ -148,18 +150,18 @@ impl<S> ReadMetrics<S> {
             gauge.set(read(snapshot));
         }
         for (counter, read) in &self.counters {
-            // Two scrapes may apply their snapshots in reverse order, but counters must never
+            // Two scrapes may apply their snapshots in reverse order, but a counter must never
             // decrease.
             counter.inc_by((read(snapshot) - counter.get()).max(0.0));
         }
     }
 }
 
-/// Registers metrics of one model.
+/// Registers the metrics of one model.
 struct Registrar {
     registry: Registry,
     model: String,
-    /// The replica; 0 for metrics that belong to no replica.
+    /// The label of the replica; 0 for metrics that belong to no replica.
     engine: String,
 }
 
@@ -191,11 +193,11 @@ impl Registrar {
 }
 
 impl Metrics {
-    /// Metrics with the labels of the model's served name and the replica. Token histograms reach
-    /// up to `context_length`.
+    /// Creates the metrics, with the model's served name and the replica as labels. Token
+    /// histograms have buckets up to `context_length`.
     ///
     /// # Errors
-    /// Prometheus does not accept a metric.
+    /// Prometheus rejects a metric.
     pub fn new(model: &str, context_length: u32, replicas: u32) -> prometheus::Result<Self> {
         let registrar = |registry: &Registry, engine: u32| Registrar {
             registry: registry.clone(),
@@ -324,17 +326,17 @@ impl Metrics {
         })
     }
 
-    /// Records that the head of an answer was sent, `took` after its request came.
+    /// Records that the head of a response was sent, `took` after its request arrived.
     pub fn answered(&self, handler: &str, method: &str, status: u16, took: Duration) {
         self.http.answered(handler, method, status, took);
     }
 
-    /// A prompt with `n` choices was submitted.
+    /// Records that a prompt with `n` choices was submitted.
     pub fn submitted(&self, n: u32) {
         self.requests.choices.observe(f64::from(n));
     }
 
-    /// A token came at `now`.
+    /// Records that a token arrived at `now`.
     pub(crate) fn token(&self, timeline: &mut Timeline, now: Instant) {
         match timeline.last_token {
             None => {
@@ -347,7 +349,7 @@ impl Metrics {
         timeline.generated += 1;
     }
 
-    /// A request ended at `now`.
+    /// Records that a request ended at `now`.
     pub(crate) fn finished(&self, timeline: &Timeline, reason: &str, now: Instant) {
         let metrics = &self.requests;
         metrics.success.with_label_values(&[reason]).inc();
@@ -371,7 +373,8 @@ impl Metrics {
         }
     }
 
-    /// The text exposition, with the numbers of `replicas`, and those of the other `parts`.
+    /// Returns the metrics in the text format, with the values of `replicas` and of the other
+    /// `parts`.
     ///
     /// # Errors
     /// The encoder fails.

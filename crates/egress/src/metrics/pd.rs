@@ -1,8 +1,8 @@
-//! The prompts that one server computes for another, in numbers.
+//! The metrics of disaggregated prefill, where one server computes prompts for another.
 
 use std::fmt::Write as _;
 
-/// The counts of a server that computes prompts for others, or has them computed.
+/// The counts of a prefill server or a decode server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PdCounts {
     /// The counts of a prefill server.
@@ -25,9 +25,9 @@ pub struct SentCounts {
 /// The counts of a decode server.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FetchCounts {
-    /// The number of requests by what became of the look for their blocks.
+    /// The number of requests by the outcome of fetching their blocks.
     pub outcomes: Vec<(&'static str, u64)>,
-    /// Blocks that have come.
+    /// Blocks that were received.
     pub blocks: u64,
     /// Bytes of these blocks.
     pub bytes: u64,
@@ -56,7 +56,7 @@ impl PdCounts {
                 let name = "pd_fetches_total";
                 text += &begin(name, "Prompts by the outcome of the question to a prefill server.");
                 for (outcome, count) in outcomes {
-                    // A String takes everything that is written to it.
+                    // Writing to a String cannot fail.
                     let _ = writeln!(text, "forebay:{name}{{outcome=\"{outcome}\"}} {count}");
                 }
                 for (name, help, count) in [

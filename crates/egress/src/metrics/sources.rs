@@ -1,4 +1,4 @@
-//! Metrics that are read from snapshots: their names, helps and sources.
+//! Metrics that are read from snapshots: their names, help texts and sources.
 
 use forebay_engine::Status;
 use forebay_grammar::GrammarStats;
@@ -7,9 +7,9 @@ use forebay_text::TextStats;
 
 use super::parts::IntakeStats;
 
-/// Reads one number of a snapshot.
+/// Reads one value from a snapshot.
 pub(super) type Read<S> = fn(&S) -> f64;
-/// Name, help and source of a number in a snapshot.
+/// The name, help text and source of a metric.
 pub(super) type Source<S> = (&'static str, &'static str, Read<S>);
 
 macro_rules! accepted_at {
@@ -34,7 +34,7 @@ macro_rules! pd_local {
     };
 }
 
-/// Requests that are not handed on, by reason.
+/// Requests that are not handed on, by reason: metric, help text, `reason`, source.
 pub(super) const PD_LOCAL: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
     pd_local!(Short, "short"),
     pd_local!(NoPrefill, "no_prefill"),
@@ -55,7 +55,7 @@ macro_rules! role {
     };
 }
 
-/// Whether the replica has a role, by its name.
+/// Whether the replica has the role with this name.
 pub(super) const ROLES: &[(&str, &str, &str, Read<ReplicaReport>)] =
     &[role!(Both, "both"), role!(Prefill, "prefill"), role!(Decode, "decode")];
 
@@ -265,7 +265,7 @@ pub(super) const COUNTERS: &[Source<ReplicaReport>] = &[
     }),
 ];
 
-/// Accepted drafts by their position in their row.
+/// Accepted drafts by position in their row.
 pub(super) const ACCEPTED_AT: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
     accepted_at!(0),
     accepted_at!(1),
@@ -498,7 +498,8 @@ pub(super) const HOST_COUNTERS: &[Source<ReplicaReport>] = &[
     }),
 ];
 
-/// Where the positions were that sparse requests chose: metric, help, `found`, source.
+/// Positions that sparse requests chose, by where they were found: metric, help text, `found`,
+/// source.
 pub(super) const SPARSE_ROWS: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
     (SPARSE, SPARSE_HELP, "page", |r| r.stats.scheduler.sparse.on_pages as f64),
     (SPARSE, SPARSE_HELP, "row", |r| r.stats.scheduler.sparse.in_rows as f64),
@@ -507,7 +508,7 @@ pub(super) const SPARSE_ROWS: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
 const SPARSE: &str = "forebay:sparse_rows_total";
 const SPARSE_HELP: &str = "Positions that sparse requests chose, by where they were, over layers.";
 
-/// Prompt tokens by their source, in vLLM's words: metric, help, `source`, source.
+/// Prompt tokens by source, with vLLM's names: metric, help text, `source`, source.
 pub(super) const PROMPT_SOURCES: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
     (BY_SOURCE, BY_SOURCE_HELP, "local_compute", |r| r.stats.scheduler.prompt_tokens as f64),
     (BY_SOURCE, BY_SOURCE_HELP, "local_cache_hit", |r| r.stats.scheduler.prefix_hits as f64),
@@ -520,7 +521,7 @@ const BY_SOURCE_HELP: &str = "Prompt tokens by where their keys and values came 
 const CACHED: &str = "vllm:prompt_tokens_cached_by_source_total";
 const CACHED_HELP: &str = "Prompt tokens that were found, by the tier that had them.";
 
-/// Waiting requests by their reason, in vLLM's words: metric, help, `reason`, source.
+/// Waiting requests by reason, with vLLM's names: metric, help text, `reason`, source.
 pub(super) const WAITING: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
     (BY_REASON, BY_REASON_HELP, "capacity", |r| r.stats.scheduler.waiting as f64),
     (BY_REASON, BY_REASON_HELP, "deferred", |r| r.stats.scheduler.host.arriving as f64),
@@ -529,7 +530,7 @@ const BY_REASON: &str = "vllm:num_requests_waiting_by_reason";
 const BY_REASON_HELP: &str =
     "Requests waiting for a slot and pages (capacity), or for blocks to come back (deferred).";
 
-/// Bytes and seconds of copies by direction, with vLLM's names: metric, help, `transfer_type`,
+/// Bytes and seconds of copies by direction, with vLLM's names: metric, help text, `transfer_type`,
 /// source.
 pub(super) const TRANSFERS: &[(&str, &str, &str, Read<ReplicaReport>)] = &[
     (OFFLOAD_BYTES, "Bytes copied between tiers.", "GPU_to_CPU", |r| {

@@ -1,11 +1,12 @@
-//! The egress threads: from the engine's outputs to text, and to the sockets of streams.
+//! The egress threads: they convert the engine's outputs to text, and write it to the sockets of
+//! streams.
 //!
-//! A request's id decides which thread it belongs to. Each thread has one channel. A request is
-//! registered before it is submitted, so its registration always precedes its outputs. A thread
-//! waits only for its channel, since writes to sockets do not block. Writes are nine tenths of a
-//! token's cost here. So a thread that is behind, with the next step already in its channel,
-//! collects several steps' tokens in one chunk. The engine does not wait for it, and streams get
-//! fewer, longer chunks. Channels are bounded anyway.
+//! A request's id determines its thread. Each thread has one channel. A request is registered
+//! before it is submitted, so the registration always precedes the outputs. A thread waits only for
+//! its channel, since its writes to sockets do not block. Writes are nine tenths of the cost of a
+//! token on an egress thread. So a thread that falls behind, with the next step already in its
+//! channel, collects the tokens of several steps in one chunk. The engine does not wait for the
+//! thread; streams get fewer, longer chunks. The channels are bounded anyway.
 
 mod stream;
 
@@ -31,7 +32,7 @@ use stream::{Due, Scratch, Stream};
 
 pub(crate) use stream::request_error;
 
-/// How long a thread that is behind collects tokens before it writes.
+/// How long a thread that falls behind collects tokens before it writes.
 const GATHER: Duration = Duration::from_millis(5);
 
 /// The settings of the egress threads.
@@ -39,10 +40,10 @@ const GATHER: Duration = Duration::from_millis(5);
 pub struct EgressConfig {
     /// The number of threads, at least one.
     pub egress_threads: usize,
-    /// The number of steps and registrations that may wait for each thread.
+    /// The number of steps and registrations that each thread's channel holds.
     #[serde(skip)]
     pub capacity: usize,
-    /// The shortest interval between two chunks of a stream. Tokens that come sooner are merged.
+    /// The shortest interval between two chunks of a stream. Tokens that arrive sooner are merged.
     /// The first token and the end are sent at once.
     #[serde(rename = "stream_flush_us", serialize_with = "as_microseconds")]
     pub stream_flush: Duration,
@@ -59,27 +60,28 @@ fn as_microseconds<S: Serializer>(time: &Duration, serializer: S) -> Result<S::O
     serializer.serialize_u64(u64::try_from(time.as_micros()).unwrap_or(u64::MAX))
 }
 
-/// The facts of a request that the egress thread needs.
+/// The data about a request that the egress thread needs.
 pub struct Registration {
-    /// The request's name, as the engine has it.
+    /// The id of the request in the engine.
     pub id: RequestId,
-    /// The request's side of its mailbox.
+    /// The sender of the request's mailbox.
     pub sender: mailbox::Sender,
-    /// The engine. A request is aborted there when a stop string ends it.
+    /// The engine, which aborts the request when a stop string ends it.
     pub engine: Arc<dyn Engine>,
-    /// The speller. If the stream began at another brain, the speller has read the tokens so far.
+    /// The speller. If another brain began the stream, the speller has already read the tokens so
+    /// far.
     pub speller: Speller,
-    /// The end-of-sequence ids, to tell them from the client's own stop tokens.
+    /// The end-of-sequence ids, to distinguish them from the client's stop tokens.
     pub eos: Arc<[i32]>,
-    /// Tokens of the prompt.
+    /// The number of tokens of the prompt.
     pub prompt_tokens: u32,
-    /// The time at which the client's request came.
+    /// When the client's request arrived.
     pub arrived: Instant,
-    /// The number of tokens for a chunk; `None`: the answer comes in one piece.
+    /// The number of tokens per chunk; `None` if the response is not streamed.
     pub interval: Option<u32>,
-    /// The paths of the request's images.
+    /// The paths of the request's images, for errors.
     pub images: Arc<[String]>,
-    /// The adapter whose metrics count it; `None`: it has none.
+    /// The adapter whose metrics count the request; `None` if the request has no adapter.
     pub adapter: Option<Arc<AdapterLoad>>,
 }
 
@@ -91,21 +93,21 @@ enum Message {
     EngineGone,
 }
 
-/// The sending end, for engines. Each engine gets a clone when it is started. After the last sink
-/// is dropped, remaining requests never end.
+/// The sending end, for engines. Each engine gets a clone when it is started. When the last sink is
+/// dropped, the remaining requests fail.
 #[derive(Debug, Clone)]
 pub struct EgressSink {
     lanes: Lanes,
     _last: Arc<Last>,
 }
 
-/// Dropped with the last clone of the sink.
+/// Signals the threads when the last clone of the sink is dropped.
 #[derive(Debug)]
 struct Last(Lanes);
 
 impl OutputSink for EgressSink {
     fn deliver(&mut self, outputs: Vec<Output>) {
-        // A closed channel means that the thread has ended; every stream has its end by then.
+        // A closed channel means that the thread has ended. By then every stream has its end.
         if let [lane] = &self.lanes.0[..] {
             let _ = lane.send(Message::Outputs(outputs));
             return;
@@ -128,14 +130,14 @@ impl Drop for Last {
     }
 }
 
-/// The receiving end, for the server. The threads end when all clones and the sink are dropped.
+/// The receiving end, for the server. The threads end when all clones and sinks are dropped.
 #[derive(Debug, Clone)]
 pub struct Egress {
     lanes: Lanes,
 }
 
 impl Egress {
-    /// Announces a request; to be called before it is submitted.
+    /// Registers a request. The caller must do this before it submits the request.
     ///
     /// # Errors
     /// The egress thread has ended.
@@ -152,19 +154,19 @@ impl Egress {
         let _ = self.lanes.of(id).send(Message::Forget(id));
     }
 
-    /// Aborts every request; each gets its end at once.
+    /// Aborts every request. Each stream ends at once.
     pub fn abort_all(&self) {
         self.lanes.send_all(|| Message::AbortAll);
     }
 }
 
-/// One lane a thread.
+/// The channels of the threads, one per thread.
 #[derive(Debug, Clone)]
 struct Lanes(Arc<[Sender<Message>]>);
 
 impl Lanes {
     fn index(&self, id: RequestId) -> usize {
-        // Ids are given in order, so this spreads requests evenly.
+        // Ids are assigned in sequence, so this spreads requests evenly.
         (id.0 % self.0.len() as u64) as usize
     }
 
@@ -182,7 +184,7 @@ impl Lanes {
 /// Starts the egress threads, under `guard`.
 ///
 /// # Errors
-/// The system has no room for a thread.
+/// The system cannot start another thread.
 pub fn egress(
     metrics: &Arc<Metrics>,
     config: EgressConfig,
@@ -213,9 +215,9 @@ struct Owner {
     metrics: Arc<Metrics>,
     window: Duration,
     streams: Streams,
-    /// Streams whose output the flush interval holds back, and until when.
+    /// The streams whose output the flush interval holds back, with the time at which to send it.
     alarms: BinaryHeap<Reverse<(Instant, RequestId)>>,
-    /// Streams whose output waits until the channel is empty.
+    /// The streams whose output is held back until the channel is empty.
     gathered: Vec<RequestId>,
     engine_gone: bool,
 }
@@ -251,8 +253,8 @@ impl Owner {
         match message {
             Message::Register(registration) => self.register(*registration),
             Message::Outputs(mut outputs) => {
-                // First tokens are the most urgent output, and writing a large step's chunks takes
-                // time.
+                // Outputs with first tokens are the most urgent, and writing the chunks of a large
+                // step takes time.
                 if outputs.iter().any(|output| output.admission.is_some()) {
                     outputs.sort_by_key(|output| output.admission.is_none());
                 }
@@ -280,7 +282,7 @@ impl Owner {
 
     fn send_gathered(&mut self, now: Instant, scratch: &mut Scratch) {
         for id in self.gathered.drain(..) {
-            // The last step's output may have flushed what was collected before it.
+            // The output of the last step may have flushed the output that was collected before.
             if let Some(stream) = self.streams.get_mut(&id)
                 && stream.due(now) == Due::Now
                 && stream.send(now, scratch) == Sent::Ended
@@ -290,7 +292,7 @@ impl Owner {
         }
     }
 
-    /// Sends text whose flush interval has passed.
+    /// Sends the output whose flush interval has passed.
     fn ring(&mut self, now: Instant, scratch: &mut Scratch) {
         while let Some(&Reverse((next, id))) = self.alarms.peek()
             && next <= now
@@ -315,8 +317,8 @@ impl Owner {
 
     fn apply(&mut self, output: Output, now: Instant, behind: bool, scratch: &mut Scratch) {
         let id = output.id;
-        // Outputs of a request that a stop string ended still come until the engine has handled the
-        // abort.
+        // After a stop string ended a request, outputs still arrive until the engine has handled
+        // the abort.
         let Some(stream) = self.streams.get_mut(&id) else { return };
         let alive = output.finish.is_none();
         if let Some(admission) = output.admission {
@@ -331,7 +333,7 @@ impl Owner {
             if alive {
                 stream.engine.abort(id);
             }
-            // An end is accepted, however much is unread.
+            // The mailbox accepts an end, however much output is unread.
             let _ = stream.send(now, scratch);
             self.streams.remove(&id);
             return;
@@ -353,7 +355,7 @@ impl Owner {
     }
 }
 
-/// Stops a request whose output is not read any more.
+/// Aborts a request whose output is no longer read.
 fn give_up(streams: &mut Streams, metrics: &Metrics, id: RequestId, now: Instant) {
     if let Some(stream) = streams.remove(&id) {
         stream.engine.abort(id);

@@ -1,4 +1,4 @@
-//! The output of one request: its tokens become text, and its chunks are sent in time.
+//! The output of one request: converts its tokens to text, and decides when to send chunks.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -14,20 +14,20 @@ use crate::metrics::{AdapterUse, Timeline};
 use crate::outlet::Chunk;
 use crate::speller::{EarlyEnd, Speller};
 
-/// The approximate number of bytes that are collected for a chunk at most, whatever the interval.
+/// The approximate number of bytes after which a chunk is sent, whatever the interval.
 const MOST_GATHERED: usize = 64 << 10;
 
-/// Buffers that are used again from token to token.
+/// Buffers that are reused for every token.
 #[derive(Default)]
 pub(super) struct Scratch {
     fresh: String,
     chunk: Chunk,
 }
 
-/// The time of a stream's next chunk.
+/// When the next chunk of a stream is due.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Due {
-    /// Now.
+    /// The chunk is sent now.
     Now,
     /// The chunk waits for more tokens.
     Later,
@@ -35,24 +35,24 @@ pub(super) enum Due {
     At(Instant),
 }
 
-/// A request on its way out.
+/// A request whose output the thread processes.
 pub(super) struct Stream {
     sender: mailbox::Sender,
     pub(super) engine: Arc<dyn Engine>,
     speller: Speller,
     eos: Arc<[i32]>,
     pub(super) timeline: Timeline,
-    /// The part that has not been sent.
+    /// The output that has not been sent.
     delta: Delta,
-    /// The number of tokens for a chunk; `None`: the answer comes in one piece.
+    /// The number of tokens per chunk; `None` if the response is not streamed.
     interval: Option<u32>,
-    /// The least time between two chunks.
+    /// The shortest interval between two chunks.
     window: Duration,
-    /// The time of the last chunk.
+    /// When the last chunk was sent; `None` before the first.
     sent: Option<Instant>,
-    /// True if a time for the next send is set already.
+    /// True if an alarm for the next chunk is set already.
     pub(super) noted: bool,
-    /// The paths of the request's images.
+    /// The paths of the request's images, for errors.
     images: Arc<[String]>,
     adapter: Option<AdapterUse>,
 }
@@ -75,17 +75,18 @@ impl Stream {
         }
     }
 
-    /// The reason of its end.
+    /// Returns why the request ended, once it has.
     pub(super) fn end(&self) -> Option<&End> {
         self.delta.end.as_ref()
     }
 
-    /// When to send the tokens that have come up to `now`: a first token and an end at once.
+    /// Returns when to send the tokens collected up to `now`. A first token and an end are sent at
+    /// once.
     pub(super) fn due(&self, now: Instant) -> Due {
         if self.delta.end.is_some() {
             return Due::Now;
         }
-        // The mailbox counts the unread output of all choices, but not what is collected here.
+        // The mailbox limits the unread output of all choices, but not the output collected here.
         if self.delta.weight() >= MOST_GATHERED {
             return Due::Now;
         }
@@ -101,7 +102,7 @@ impl Stream {
         }
     }
 
-    /// Sends the gathered parts.
+    /// Sends the collected output.
     pub(super) fn send(&mut self, now: Instant, scratch: &mut Scratch) -> Sent {
         self.sent = Some(now);
         self.sender.send(&mut self.delta, &mut scratch.chunk)
@@ -112,7 +113,7 @@ impl Stream {
         self.sender.finish(End::Error(error));
     }
 
-    /// Adds an output to the gathered parts.
+    /// Adds an output of the engine to the collected output.
     pub(super) fn apply(&mut self, output: Output, scratch: &mut Scratch) {
         if let Some(admission) = output.admission {
             self.delta.cached_tokens = Some(admission.cached_tokens);
@@ -159,7 +160,7 @@ impl Stream {
     }
 }
 
-/// The error for a client whose request failed. `images` are the paths of its images.
+/// Converts the failure of a request to the client's error. `images` are the paths of its images.
 pub(crate) fn request_error(error: &RequestError, images: &[String]) -> ApiError {
     let reason = error.to_string();
     match error {
