@@ -1,8 +1,9 @@
-//! The CPU time that the engine thread takes to note a step. `cargo bench -p forebay-engine`.
+//! Measures the CPU time that the engine thread takes to note a step.
+//! `cargo bench -p forebay-engine`.
 //!
-//! `step/N` is a step of N decoding rows, from its plan to the journal, with the two readings of
-//! the clock that noting needs. `baseline/N` is the loop around it, with the one reading that any
-//! plan needs.
+//! `step/N` notes a step of N decoding rows, from its plan to the journal, including the two clock
+//! readings that this needs. `baseline/N` is the same loop without notes, with the one clock
+//! reading that every plan needs.
 
 use std::hint::black_box;
 

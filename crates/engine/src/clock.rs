@@ -6,17 +6,17 @@ use rustix::time::{ClockId, clock_gettime};
 
 /// A monotonic clock.
 pub trait Clock: Send + Sync {
-    /// Microseconds since some fixed moment.
+    /// Microseconds since an arbitrary fixed moment.
     fn now_us(&self) -> u64;
 
-    /// CPU time of the calling thread, in microseconds. It stands still while the thread waits or
-    /// is preempted. In virtual time it is the time itself.
+    /// CPU time of the calling thread, in microseconds. It does not advance while the thread waits
+    /// or is preempted. In virtual time it equals [`Self::now_us`].
     fn thread_us(&self) -> u64 {
         self.now_us()
     }
 }
 
-/// The machine's monotonic clock.
+/// The system's monotonic clock.
 #[derive(Debug)]
 pub struct SystemClock(Instant);
 

@@ -5,43 +5,46 @@ use std::time::Duration;
 use forebay_scheduler::{DecodeGap, HostTier, Namer, Policy, SavePolicy, StateCache};
 use serde::{Serialize, Serializer};
 
-/// The settings of an engine, all resolved. A field that comes from a flag has the flag's name.
+/// The settings of an engine, with all defaults resolved. A field that is set by a flag has the
+/// flag's name.
 #[derive(Debug, Clone, Serialize)]
 pub struct EngineConfig {
     /// The largest number of requests that run at a time.
     pub max_running_requests: u32,
-    /// Rows of the device tables; more than `max_running_requests`, because slots are retired
-    /// before they are free.
+    /// The number of slots in the device tables. There are more than `max_running_requests`,
+    /// because slots are retired before they are free.
     pub slots: u32,
-    /// Positions of a page.
+    /// Positions per page.
     pub page_size: u32,
-    /// The largest number of tokens of a step.
+    /// The largest number of tokens per step.
     pub chunked_prefill_size: u32,
-    /// True if requests with the same beginning share full pages.
+    /// True if requests with a common prefix share its full pages.
     pub prefix_cache: bool,
-    /// The source of block names; the same for all replicas of a brain.
+    /// Computes the names of blocks. All replicas of a brain use the same namer.
     #[serde(skip)]
     pub namer: Namer,
     /// The order of the waiting queue.
     pub schedule_policy: Policy,
-    /// True if clients take turns within a priority. Otherwise all requests count as one client's.
+    /// True if clients take turns within a priority. If false, all requests count as those of one
+    /// client.
     pub fair_queueing: bool,
-    /// True if prompts with little left to compute may pass longer ones in a step.
+    /// True if prompts with little left to compute may overtake longer ones in a step.
     pub step_shares: bool,
-    /// The target gap between two tokens of a running request. It bounds the prompt tokens of a
+    /// The target time between two tokens of a running request. It limits the prompt tokens of a
     /// step.
     pub decode_gap_ms: DecodeGap,
-    /// The share of foreground step time, in percent, that background rows may add; 100: unbounded.
+    /// The time that background rows may add to a step, in percent of its foreground time; 100: no
+    /// limit.
     pub background_share: u32,
     /// Settings of speculative decoding, if it is on.
     #[serde(flatten)]
     pub drafts: Option<DraftConfig>,
-    /// Steps planned ahead of the one that computes: 0 (serial) or 1.
+    /// The number of steps planned ahead of the one that is being computed; 0 (serial) or 1.
     pub lookahead: u32,
     /// The largest number of requests that wait; see [`crate::WaitingPlaces`] for each client's
     /// share.
     pub max_queued_requests: usize,
-    /// The time that a request may wait for its first admission; 0: without a limit.
+    /// The longest time that a request may wait for its first admission; 0: no limit.
     #[serde(serialize_with = "as_seconds")]
     pub queue_timeout: Duration,
     /// The largest number of positions of a request.
@@ -52,33 +55,33 @@ pub struct EngineConfig {
     /// The time without progress after which a starting hand counts as hung; 0: no limit.
     #[serde(serialize_with = "as_seconds")]
     pub load_timeout: Duration,
-    /// The number of failed starts in a row after which a hand that once worked is given up.
+    /// The number of consecutive failed starts after which a hand that once worked is given up.
     pub hand_restarts: u32,
-    /// The number of threads that fill masks in addition to the engine's. With 0, a step waits for
-    /// all of its masks, however long they take.
+    /// The number of threads that compute masks in addition to the engine thread. With 0, a step
+    /// waits for all of its masks, however long they take.
     pub mask_threads: usize,
-    /// The share of a step's time, in percent, that it waits for masks at most, bounded to 2 to 20
-    /// milliseconds. Then a row without its mask sits the step out.
+    /// The longest wait for masks, in percent of a step's time, limited to the range of 2 to 20
+    /// milliseconds. After that, a row whose mask is not ready sits the step out.
     pub mask_share: u32,
-    /// The use of the host tier, if the hand has one.
+    /// Settings of the host tier, if the hand has one.
     pub host_tier: Option<HostConfig>,
-    /// The images of a step, if the model takes any.
+    /// Limits on the images of a step, if the model accepts images.
     #[serde(flatten)]
     pub images: Option<ImageConfig>,
-    /// Tokens from one kept recurrent state of a request to the next; 0: states are kept only at
-    /// the ends of prompts, answers and cached prefixes.
+    /// The number of tokens between two recurrent states that are kept for a request. With 0,
+    /// states are kept only at the ends of prompts, answers and cached prefixes.
     pub state_interval: u32,
-    /// True if the model has recurrent layers. A hand need not report it.
+    /// True if the model has recurrent layers. Not every hand reports this.
     #[serde(skip)]
     pub is_recurrent: bool,
-    /// Places for adapters; 0: there are none.
+    /// The number of places for adapters in the hand's memory; 0: adapters are off.
     #[serde(rename = "max_loras")]
     pub places: u32,
 }
 
 impl EngineConfig {
-    /// The default of `slots`. A slot is free only after the last step in flight that named it.
-    /// Without spare slots, the successors of requests that end together would wait for a step.
+    /// The default of `slots`. A slot is free only after the last step in flight that named it. So
+    /// without spare slots, the requests that follow finished ones would wait for a step.
     #[must_use]
     pub fn usual_slots(max_running_requests: u32) -> u32 {
         max_running_requests + max_running_requests.div_ceil(2)
@@ -86,7 +89,7 @@ impl EngineConfig {
 }
 
 impl Default for EngineConfig {
-    /// The defaults of the flags, for a processor with one core.
+    /// The defaults of the flags, for a CPU with one core.
     fn default() -> Self {
         let max_running_requests = 256;
         Self {
@@ -120,13 +123,13 @@ impl Default for EngineConfig {
     }
 }
 
-/// Drafts: expected tokens that a step verifies.
+/// Settings of drafts: predicted tokens that a step verifies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct DraftConfig {
-    /// The largest number of drafts of a row.
+    /// The largest number of drafts per row.
     pub speculative_num_draft_tokens: u32,
-    /// True if every draft is verified, even if its time does not pay off. The switch exists for
-    /// measurements.
+    /// True if every draft is verified, even if verifying it takes more time than it saves. Used
+    /// for measurements.
     pub speculative_unpriced: bool,
 }
 
@@ -137,18 +140,18 @@ impl Default for DraftConfig {
     }
 }
 
-/// Settings of the tier of host memory. The hand reports its size.
+/// Settings of the host tier. The hand reports the size of the tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct HostConfig {
-    /// The time at which blocks are saved.
+    /// The policy that decides when blocks are saved.
     pub hicache_write_policy: SavePolicy,
     /// The largest number of copies that a plan starts.
     pub kv_copy_pages_per_step: u32,
-    /// The number of waiting requests whose blocks are restored ahead of their turn.
+    /// The number of waiting requests whose blocks are restored before their admission.
     pub hicache_prefetch_requests: u32,
-    /// How a preempted or replayed request gets its keys and values back.
+    /// How a preempted or replayed request gets its KV cache back.
     pub preemption: Preemption,
-    /// The saves of requests that may be sparse.
+    /// The unit in which requests that may be sparse save their KV cache.
     pub kv_save: SaveUnit,
 }
 
@@ -166,18 +169,18 @@ impl Default for HostConfig {
     }
 }
 
-/// How a preempted or replayed request gets its keys and values back.
+/// How a preempted or replayed request gets its KV cache back.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Preemption {
-    /// Copy KV from the host tier.
+    /// Copy the KV cache from the host tier.
     #[default]
     Restore,
-    /// Compute KV again.
+    /// Compute the KV cache again.
     Recompute,
 }
 
-/// The unit of saves when requests may be sparse.
+/// The unit of saves if requests may be sparse.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SaveUnit {
@@ -188,43 +191,43 @@ pub enum SaveUnit {
     Token,
 }
 
-/// The images that a step computes.
+/// Limits on the images that a step computes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct ImageConfig {
-    /// The largest tower work of a step, in patches times layers.
+    /// The largest work of the vision tower per step, in patches times layers.
     pub image_budget: u64,
-    /// Patches of a position.
+    /// Patches per position.
     #[serde(skip)]
     pub patches: u64,
-    /// True if no row of a prompt may end within an image, as [`Tower`](forebay_scheduler::Tower)
-    /// has it.
+    /// True if a row of a prompt must not end within an image, as in
+    /// [`Tower`](forebay_scheduler::Tower).
     #[serde(skip)]
     pub whole: bool,
 }
 
 impl ImageConfig {
-    /// The largest tower work of a step, in positions times layers.
+    /// The largest work of the vision tower per step, in positions times layers.
     pub(crate) fn position_layers(self) -> u64 {
         (self.image_budget / self.patches.max(1)).max(1)
     }
 }
 
 impl Default for ImageConfig {
-    /// About a quarter of an image of 1200x1200 in a tower of 27 layers.
+    /// The default budget is about a quarter of a 1200x1200 image, for a tower of 27 layers.
     fn default() -> Self {
         Self { image_budget: 40_000, patches: 1, whole: false }
     }
 }
 
-/// Writes a time as seconds, as in flags.
+/// Serialises a time in seconds, the unit of the flags.
 ///
 /// # Errors
-/// Those of the serializer.
+/// The errors of the serializer.
 pub fn as_seconds<S: Serializer>(time: &Duration, serializer: S) -> Result<S::Ok, S::Error> {
     serializer.serialize_f64(time.as_secs_f64())
 }
 
-/// Microseconds, in which the engine's clock counts.
+/// Converts a time to microseconds, the unit of the engine's clock.
 pub(crate) fn micros(time: Duration) -> u64 {
     u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }

@@ -1,4 +1,4 @@
-//! The interface of the engine for other threads.
+//! The handle through which other threads use the engine.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -21,8 +21,8 @@ use crate::types::{
 };
 use crate::waiting::{Place, WaitingPlaces};
 
-/// An order to the engine thread. All orders share one channel, so an abort stays behind its
-/// submit. [`Shared::queued`] bounds submits; other orders must not be bounded.
+/// An order to the engine thread. All orders share one channel, so an abort always follows the
+/// submit of its request. [`Shared::queued`] bounds submits; other orders must not be bounded.
 pub(crate) enum Order {
     Submit {
         request: Box<EngineRequest>,
@@ -39,11 +39,11 @@ pub(crate) enum Order {
     },
     Carried(PayloadDelivery),
     Adapter(AdapterOrder),
-    /// Another replica's request asks for these blocks.
+    /// Another replica needs these blocks for a request.
     Lend(Vec<BlockHash>, LoanReply),
     /// No reader of the loan's pages is left.
     TakeBack(LoanId),
-    /// The question if one of these blocks is being saved, or will be.
+    /// Queries whether one of these blocks is being saved, or will be.
     WillSave(Vec<BlockHash>, Box<dyn FnOnce(bool) + Send>),
     FlushCache(Box<dyn FnOnce(bool) + Send>),
     Pause(PauseMode, PauseReply),
@@ -58,12 +58,12 @@ pub(crate) enum Order {
 pub(crate) struct Shared {
     pub(crate) clock: Arc<dyn Clock>,
     pub(crate) waker: Arc<dyn Wake>,
-    /// Requests that were submitted and never admitted.
+    /// Counts requests that were submitted and not admitted yet.
     pub(crate) queued: Arc<WaitingPlaces>,
     pub(crate) max_queued: usize,
     pub(crate) page_size: u32,
     pub(crate) fair: bool,
-    /// Positions that a request may have here; 0 until the hand is ready.
+    /// The largest number of positions of a request at this engine; 0 until the hand is ready.
     pub(crate) room: AtomicU32,
     pub(crate) draining: AtomicBool,
     pub(crate) status: Mutex<Status>,
@@ -73,21 +73,21 @@ pub(crate) struct Shared {
     pub(crate) size: Size,
 }
 
-/// The sizes of an engine: slots, running requests, pages and plans.
+/// The sizes of an engine's tables, pages and plans.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Size {
-    /// Rows of the device tables.
+    /// The number of slots in the device tables.
     pub slots: u32,
     /// The largest number of requests that run.
     pub max_running: u32,
-    /// Tokens of a page.
+    /// Tokens per page.
     pub page_size: u32,
-    /// The number of plans that are made ahead.
+    /// The number of steps that are planned ahead.
     pub lookahead: u32,
 }
 
-/// Submits requests to an engine thread, reads its state and gives it orders. Cheap to clone. No
-/// call blocks.
+/// Submits requests to an engine thread, reads its state and sends it orders. Cheap to clone. Its
+/// methods never block.
 #[derive(Clone)]
 pub struct EngineHandle {
     pub(crate) shared: Arc<Shared>,
@@ -95,19 +95,19 @@ pub struct EngineHandle {
 }
 
 impl EngineHandle {
-    /// Gives a request to the engine. Exactly one output with `finish` will follow.
+    /// Submits a request to the engine. Exactly one output with `finish` will follow.
     ///
     /// # Errors
-    /// The request is too large, the queue is full, the server drains, or the hand is gone for
-    /// good.
+    /// The request is too large, the queue is full, the server is draining, the hand has never been
+    /// ready, or it has failed for good.
     pub fn submit(&self, request: EngineRequest) -> Result<(), SubmitError> {
         self.send(self.enter(request)?)
     }
 
-    /// Checks a request, and takes a place in the queue for it.
+    /// Checks a request, and enters it into the waiting queue.
     ///
     /// # Errors
-    /// Those of [`Self::submit`].
+    /// The errors of [`Self::submit`].
     pub fn enter(&self, request: EngineRequest) -> Result<Entrant, SubmitError> {
         let shared = &self.shared;
         if shared.draining.load(Ordering::Acquire) {
@@ -133,8 +133,8 @@ impl EngineHandle {
         Ok(Entrant { request, arrival: Arrival { at_us, place } })
     }
 
-    /// Sends a request that has a place in the queue to the engine. Exactly one output with
-    /// `finish` will follow.
+    /// Sends a request that has entered the queue to the engine. Exactly one output with `finish`
+    /// will follow.
     ///
     /// # Errors
     /// The engine thread has ended.
@@ -148,13 +148,14 @@ impl EngineHandle {
         Ok(())
     }
 
-    /// Makes the engine lend the leading blocks that are in its host tier.
+    /// Makes the engine lend the longest run of these blocks, from the first on, that its host tier
+    /// has.
     pub fn lend(&self, names: Vec<BlockHash>, reply: LoanReply) {
         self.order(Order::Lend(names, reply));
     }
 
-    /// Asks if one of these blocks is being saved to the host tier, or will be. `reply` is dropped
-    /// if the thread has ended.
+    /// Calls `reply` with true if one of these blocks is being saved to the host tier, or will be.
+    /// `reply` is dropped if the thread has ended.
     pub fn will_save(&self, names: Vec<BlockHash>, reply: Box<dyn FnOnce(bool) + Send>) {
         self.order(Order::WillSave(names, reply));
     }
@@ -164,14 +165,14 @@ impl EngineHandle {
         self.shared.waker.wake();
     }
 
-    /// Makes the engine continue a request that another engine has lost. It is already counted as
-    /// queued, or is not counted at all.
+    /// Makes the engine continue a request of another engine. If the request still waits for its
+    /// first admission, it is already counted in the queue.
     pub fn adopt(&self, orphan: Orphan) {
         self.order(Order::Adopt(Box::new(orphan)));
     }
 
-    /// Tells the engine that another replica can take requests over. An engine without a hand then
-    /// gives its requests to it.
+    /// Informs the engine that another replica can take requests. An engine without a hand then
+    /// gives its requests to that replica.
     pub fn hand_over(&self) {
         self.order(Order::HandOver);
     }
@@ -181,13 +182,13 @@ impl EngineHandle {
         self.order(Order::Spare(to));
     }
 
-    /// Ends a request. Its last output has [`crate::FinishReason::Abort`], unless it has ended by
-    /// itself first.
+    /// Aborts a request. Its last output has [`crate::FinishReason::Abort`], unless the request
+    /// ended earlier.
     pub fn abort(&self, id: RequestId) {
         self.order(Order::Abort(id));
     }
 
-    /// Tells the engine that later requests may use an adapter, or that none will any more.
+    /// Allows later requests to use an adapter, or announces that none will any more.
     pub fn adapter(&self, order: AdapterOrder) {
         self.order(Order::Adapter(order));
     }
@@ -197,14 +198,14 @@ impl EngineHandle {
         self.order(Order::TakeBack(loan));
     }
 
-    /// Drops every unreferenced block of the prefix cache. `reply` gets false if running requests
-    /// kept some.
+    /// Drops all blocks of the prefix cache that no request uses. `reply` gets false if running
+    /// requests still use some.
     pub fn flush_cache(&self, reply: Box<dyn FnOnce(bool) + Send>) {
         self.order(Order::FlushCache(reply));
     }
 
     /// Makes the engine stop planning until [`Self::resume`]; requests that arrive meanwhile wait.
-    /// `reply` gets the number of its requests once no step is in flight.
+    /// `reply` gets the number of the engine's requests once no step is in flight.
     pub fn pause(&self, mode: PauseMode, reply: PauseReply) {
         self.order(Order::Pause(mode, reply));
     }
@@ -214,14 +215,14 @@ impl EngineHandle {
         self.order(Order::Resume);
     }
 
-    /// Makes the hand start again with other weights. Requests keep their tokens and are computed
-    /// again; nothing computed with the old weights stays cached.
+    /// Restarts the hand with other weights. Requests keep their tokens, and their KV cache is
+    /// computed again. Nothing that was computed with the old weights stays cached.
     pub fn reload(&self, reload: Reload) {
         self.order(Order::Reload(reload));
     }
 
-    /// Runs `work` on the engine thread between two steps. Everything else waits. Benchmarks use it
-    /// to measure the cost of work on this thread.
+    /// Runs `work` on the engine thread between two steps, and blocks everything else meanwhile.
+    /// Benchmarks use it to measure the cost of work on this thread.
     pub fn run(&self, work: Box<dyn FnOnce() + Send>) {
         self.order(Order::Run(work));
     }
@@ -248,37 +249,37 @@ impl EngineHandle {
         }
     }
 
-    /// The numbers after the last step.
+    /// The statistics after the last step.
     #[must_use]
     pub fn stats(&self) -> Stats {
         *self.shared.stats.lock()
     }
 
-    /// The hand's facts; `None` before it was ready for the first time.
+    /// The facts that the hand reported; `None` until a hand has been ready.
     #[must_use]
     pub fn facts(&self) -> Option<Facts> {
         self.shared.facts.lock().clone()
     }
 
-    /// The ended steps from place `place` on.
+    /// The finished steps, from index `place` on.
     #[must_use]
     pub fn steps_since(&self, place: u64) -> Since<StepNote> {
         self.shared.journal.steps_since(place)
     }
 
-    /// The moments of requests, from place `place` on.
+    /// The events of requests, from index `place` on.
     #[must_use]
     pub fn moments_since(&self, place: u64) -> Since<Moment> {
         self.shared.journal.moments_since(place)
     }
 
-    /// The moments of one request that are still in the journal.
+    /// The events of one request that are still in the journal.
     #[must_use]
     pub fn moments_of(&self, id: u64) -> Vec<Moment> {
         self.shared.journal.moments_of(id)
     }
 
-    /// The engine's clock, in microseconds.
+    /// The present time of the engine's clock, in microseconds.
     #[must_use]
     pub fn now_us(&self) -> u64 {
         self.shared.clock.now_us()
@@ -290,14 +291,14 @@ impl EngineHandle {
         self.shared.size
     }
 
-    /// Asks the engine thread for a list of its requests, running ones first, [`crate::MOST_VIEWS`]
-    /// at most. `reply` is dropped if the thread has ended.
+    /// Calls `reply` with a list of the engine's requests, running ones first, at most
+    /// [`crate::MOST_VIEWS`]. `reply` is dropped if the thread has ended.
     pub fn look(&self, reply: Box<dyn FnOnce(Vec<RequestView>) + Send>) {
         self.order(Order::Look(reply));
     }
 
-    /// True if a request fits into the pages of this replica's hand, or if their number is not
-    /// known yet.
+    /// True if a request fits into the pages of this replica's hand, or if the number of pages is
+    /// not known yet.
     #[must_use]
     pub fn fits(&self, request: &EngineRequest) -> bool {
         let room = self.shared.room.load(Ordering::Acquire);
@@ -311,7 +312,7 @@ impl EngineHandle {
     }
 
     fn order(&self, order: Order) {
-        // A closed channel means that the thread has ended, and with it every request.
+        // A closed channel means that the thread has ended, and every request with it.
         if self.orders.send(order).is_ok() {
             self.shared.waker.wake();
         }

@@ -1,5 +1,5 @@
-//! The recent events of an engine: steps, and moments of requests. They are kept for display, and
-//! contain no text.
+//! The recent events of an engine: steps, and events of requests (moments). They are kept for
+//! display, and contain no prompt or answer text.
 
 use std::collections::VecDeque;
 
@@ -9,14 +9,14 @@ use serde::Serialize;
 
 use crate::types::FinishReason;
 
-/// The number of kept steps.
+/// The number of steps that are kept.
 pub const KEPT_STEPS: usize = 4096;
 /// The number of moments that are kept, for all requests together.
 pub const KEPT_MOMENTS: usize = 1 << 16;
-/// Tokens of a request between two moments that report tokens.
+/// The number of tokens that one [`EventKind::Tokens`] moment reports.
 pub(crate) const TOKENS_A_MOMENT: u32 = 64;
-/// The largest number of entries that are copied at a time, which bounds how long the engine thread
-/// waits.
+/// The largest number of entries that are copied under one lock. It bounds how long the engine
+/// thread waits for the lock.
 const COPIED: usize = 1024;
 
 /// A step that has ended. Times are in microseconds; `planned_us` and `done_us` are readings of the
@@ -29,22 +29,23 @@ pub struct StepNote {
     pub planned_us: u64,
     /// The time at which the result was applied.
     pub done_us: u64,
-    /// The time for which the device computed.
+    /// The time that the device took to compute.
     pub device_us: u32,
-    /// The time from the end of the step before to the start of this one, if there was work.
+    /// The time from the end of the previous step to the start of this one; 0 if there was no work
+    /// in between.
     pub gap_us: u32,
-    /// The work of the step.
+    /// Counts of the rows, tokens and images that the step computed.
     pub planned: PlannedStep,
     /// The time that planning took.
     pub plan_us: u32,
-    /// Steps whose results were outstanding when this one was planned.
+    /// The number of steps whose results were outstanding when this step was planned.
     pub in_flight: u32,
 }
 
-/// An event in a request's life.
+/// An event of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Moment {
-    /// The request's name.
+    /// The id of the request.
     pub id: u64,
     /// The time of the event, in microseconds of the engine's clock.
     pub at_us: u64,
@@ -52,71 +53,71 @@ pub struct Moment {
     pub what: EventKind,
 }
 
-/// The kinds of events in a request's life.
+/// The kinds of request events.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
 pub enum EventKind {
-    /// The head of the request had arrived.
+    /// The HTTP head of the request arrived.
     Received,
-    /// The engine took the request.
+    /// The engine queued the request.
     Queued {
-        /// Tokens of its prompt.
+        /// The number of prompt tokens.
         prompt: u32,
         /// The largest number of tokens that it may generate.
         max_tokens: u32,
     },
     /// The request got a slot and pages.
     Admitted {
-        /// Prompt tokens that were in the prefix cache.
+        /// The number of prompt tokens found in the prefix cache.
         cached: u32,
     },
-    /// The request came back after it had lost its pages or its hand.
+    /// The request was admitted again after it had lost its pages or its hand.
     Replayed,
-    /// Positions of its prompt were computed.
+    /// Prompt tokens were computed.
     Prefill {
         /// The number of tokens.
         tokens: u32,
     },
     /// The first token was sampled.
     FirstToken,
-    /// More tokens were sampled since the last moment of this kind.
+    /// More tokens were sampled after the first token or the last event of this kind.
     Tokens {
         /// The number of tokens.
         count: u32,
     },
     /// The request lost its pages.
     Preempted,
-    /// The request ended, and no moment follows.
+    /// The request ended. This is its last event.
     Finished {
-        /// The reason, as `finish_reason` has it: `stop`, `length`, `abort` or `error`.
+        /// The value of `finish_reason`: `stop`, `length`, `abort` or `error`.
         reason: &'static str,
     },
 }
 
-/// The entries from a place on.
+/// The journal entries from an index on.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Since<T> {
-    /// Oldest first.
+    /// The entries, oldest first.
     pub entries: Vec<T>,
-    /// The number of requested entries that are no longer kept.
+    /// The number of requested entries that are not kept any more.
     pub lost: u64,
-    /// The place after the last entry.
+    /// The index after the last entry.
     pub next: u64,
 }
 
 impl<T> From<u64> for Since<T> {
-    /// Makes an empty copy, from a place on.
+    /// Creates an empty list of entries from index `place` on.
     fn from(place: u64) -> Self {
         Self { entries: Vec::new(), lost: 0, next: place }
     }
 }
 
-/// The newest entries. Each has an index, from 0 on.
+/// A ring buffer of the newest entries. Entries have indices from 0 on.
 #[derive(Debug)]
 struct Ring<T> {
     kept: VecDeque<T>,
     most: usize,
-    /// The place of the next one.
+    /// The index of the next entry.
     next: u64,
 }
 
@@ -133,8 +134,8 @@ impl<T: Copy> Ring<T> {
         self.kept.extend(entries.skip(skipped));
     }
 
-    /// Copies entries that match `wanted`, among the next [`COPIED`] from `into.next` on. False:
-    /// there are no more.
+    /// Looks at the next [`COPIED`] entries from index `into.next` on, and copies those that match
+    /// `wanted`. Returns false if there are no more entries.
     fn copy(&self, into: &mut Since<T>, wanted: impl Fn(&T) -> bool) -> bool {
         let oldest = self.next - self.kept.len() as u64;
         let from = into.next.clamp(oldest, self.next);
@@ -147,7 +148,7 @@ impl<T: Copy> Ring<T> {
     }
 }
 
-/// The entries that the engine thread writes and others read.
+/// The recent entries. The engine thread writes them, and other threads read them.
 #[derive(Debug)]
 pub struct Journal(Mutex<(Ring<StepNote>, Ring<Moment>)>);
 
@@ -177,14 +178,14 @@ impl Journal {
     }
 }
 
-/// The engine thread's buffer of entries that are not in the journal yet.
+/// The engine thread's buffer of entries that it has not written to the journal yet.
 #[derive(Debug, Default)]
 pub struct Notes {
     /// Steps in flight, oldest first.
     planned: VecDeque<StepNote>,
     steps: Vec<StepNote>,
     moments: Vec<Moment>,
-    /// The request of the last token, and the token's number.
+    /// The request of the newest token, and the number of that token within the request.
     last: (u64, u32),
 }
 
@@ -215,13 +216,13 @@ impl Notes {
         self.moments.push(Moment { id, at_us, what });
     }
 
-    /// Notes the `nth` token of a request. Most tokens make no moment.
+    /// Notes the `nth` token of a request. Most tokens create no moment.
     pub fn token(&mut self, id: u64, nth: u32, at_us: u64) {
         self.last = (id, nth);
         if nth == 1 {
             self.moment(id, at_us, EventKind::FirstToken);
         } else if nth.is_multiple_of(TOKENS_A_MOMENT) {
-            // The first had a moment of its own.
+            // The first token was reported by `FirstToken`.
             let first = u32::from(nth == TOKENS_A_MOMENT);
             self.moment(id, at_us, EventKind::Tokens { count: TOKENS_A_MOMENT - first });
         }

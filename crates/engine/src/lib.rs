@@ -1,32 +1,32 @@
-//! The owner thread of a replica, or of the replicas of a step group: intake, lookahead, death and
-//! replay, terminal events.
+//! The owner thread of a replica, or of all replicas of a step group. It handles intake, lookahead,
+//! the hand's death, replay and terminal events.
 //!
 //! | thread | owns | blocks on |
 //! |---|---|---|
-//! | engine (one a rank group) | schedulers, executor, plan buffers | [`Executor::wait`]: the hand's socket and the waker, nothing else |
+//! | engine (one per rank group) | schedulers, executor, plan buffers | [`Executor::wait`]: the hand's socket and the waker, nothing else |
 //! | any | an [`EngineHandle`] | never |
 //!
-//! All orders reach the thread through one channel, so an abort can't overtake its submit. Requests
-//! in the channel are bounded by `max_queued_requests`: more are refused with
+//! All orders reach the thread through one channel, so an abort can't overtake its submit. At most
+//! `max_queued_requests` requests wait in the channel; more are refused with
 //! [`SubmitError::QueueFull`]. Aborts have no bound, because they matter most under overload. The
-//! thread calls [`OutputSink::deliver`] once a step.
+//! thread calls [`OutputSink::deliver`] once per step.
 //!
-//! A step group's thread has a member for each rank: replicas that share the step number and the
-//! rank group, and nothing else. An ordinary thread has one member. Each member has its own
-//! [`EngineHandle`].
+//! A step group's thread has one member (a replica) per rank. Members share only the step number
+//! and the rank group. An ordinary thread has one member. Each member has its own [`EngineHandle`].
 //!
 //! With other replicas ([`Peers`]), a thread that loses its hand gives its requests to them, and
 //! does not wait for the respawn.
 //!
-//! Images ([`Picture`]) stay files until the scheduler needs one. Then another thread writes its
-//! patches into memory that the hand reads.
+//! Images ([`Picture`]) stay files until the scheduler needs their patches. Then another thread
+//! writes the patches into memory that the hand reads.
 //!
-//! Payloads ([`Payload`]) are too big for plans. They are written into memory that the hand reads
-//! before their request is submitted. The thread keeps them until the request has ended and no step
-//! in flight can read them. If the hand is on another machine ([`Executor::is_near`]), other
-//! threads copy them there, and the request has no turn until they have arrived.
+//! Payloads ([`Payload`]) are too big for plans. Before its request is submitted, a payload is
+//! written into memory that the hand reads. The thread keeps the payload until the request has
+//! ended and no step in flight can read it. If the hand is on another machine
+//! ([`Executor::is_near`]), other threads copy payloads there. A request is not scheduled until its
+//! payloads have arrived.
 //!
-//! The thread reads no clock except its [`Clock`]. So tests and planning run in virtual time.
+//! The thread reads time only from its [`Clock`]. So tests and planning run in virtual time.
 //!
 //! ```
 //! use std::sync::Arc;

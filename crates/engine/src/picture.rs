@@ -1,4 +1,4 @@
-//! Images of requests. They stay files until their patches are needed.
+//! Images of requests. They stay files until the scheduler needs their patches.
 
 use std::fmt::{self, Debug, Formatter};
 use std::sync::Arc;
@@ -7,30 +7,30 @@ use thiserror::Error;
 
 use crate::payload::Payload;
 
-/// An image of a request. It is kept as long as the request lives. Its patches and its pages on the
-/// device may be dropped for other images, and are lost when the hand dies.
+/// An image of a request, kept until the request ends. Its patches, and its pages on the device,
+/// may be dropped in favour of other images, and are lost when the hand dies.
 pub trait Picture: Debug + Send + Sync {
     /// Starts copying the image's patches into the memory that the hand reads, on another thread.
     /// The engine thread calls this, so it must not block.
     fn place(&self, placement: Placement);
 }
 
-/// Why an image has no patches.
+/// The reason why an image has no patches.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum PictureError {
-    /// The file is at fault.
+    /// The image file is invalid.
     #[error("{0}")]
     Unreadable(String),
-    /// The file is not at fault.
+    /// The patches could not be prepared although the file may be valid.
     #[error("{0}")]
     Failed(String),
 }
 
-/// The outcome of a placement: the payload that begins with the patches.
+/// The outcome of a placement: a payload that starts with the patches, or an error.
 pub type Placed = Result<Arc<dyn Payload>, PictureError>;
 
-/// A promise to report where an image's patches are, or that there are none. Dropping it reports a
-/// failure.
+/// A callback that reports where an image's patches are, or that they could not be prepared.
+/// Dropping it reports a failure.
 pub struct Placement(Option<Box<dyn FnOnce(Placed) + Send>>);
 
 impl Debug for Placement {
@@ -40,13 +40,13 @@ impl Debug for Placement {
 }
 
 impl Placement {
-    /// Makes a promise that is kept by calling `done`.
+    /// Creates a placement that calls `done` with its outcome.
     #[must_use]
     pub fn new(done: impl FnOnce(Placed) + Send + 'static) -> Self {
         Self(Some(Box::new(done)))
     }
 
-    /// Reports the end of the placement.
+    /// Reports the outcome of the placement.
     pub fn done(mut self, placed: Placed) {
         if let Some(done) = self.0.take() {
             done(placed);

@@ -1,9 +1,9 @@
-//! Restarts of a dead hand: whether, and when.
+//! Decides whether and when a dead hand is restarted.
 
 /// The decision after a death.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// Start again at this time.
+    /// Start the hand again at this time.
     RestartAt(u64),
     /// Give the hand up. If other replicas are serving, the owner tries once more at this time.
     GiveUp {
@@ -12,27 +12,28 @@ pub(crate) enum Verdict {
     },
 }
 
-/// Counts failed starts. A hand that was ready once gets `limit` tries to come back. A hand that
-/// never was gets none, because the obstacle (an unsupported model, too little memory) does not go
-/// away by itself.
+/// Counts failed starts. A hand that was ready once gets `limit` attempts to come back. A hand that
+/// was never ready gets none, because the obstacle (an unsupported model, too little memory) does
+/// not go away by itself.
 ///
-/// A hand that dies while it computes did start: that is the doing of a request, which is suspected
-/// of it, and no failed start. However many such requests there are, each is given up after two
-/// deaths, and the hand never is.
+/// A hand that dies while it computes has started successfully, so its death is no failed start.
+/// Instead, a request is suspected of causing the death. A request is given up after two deaths.
+/// The hand is never given up because of such deaths, however many there are.
 #[derive(Debug)]
 pub(crate) struct Recovery {
     limit: u32,
     failures: u32,
-    /// How often the hand was given up since it last worked.
+    /// The number of times that the hand was given up since it last worked.
     given_up: u32,
     ready_since: Option<u64>,
     ever_ready: bool,
 }
 
 const FIRST_BACKOFF_US: u64 = 250_000;
-/// A start counts as a success after this many microseconds, even if the hand dies later.
+/// If a hand has been ready for this many microseconds, its start counts as a success, even if it
+/// dies later.
 const SETTLED_US: u64 = 5_000_000;
-/// The time from giving up to the next try, which doubles each time.
+/// The time between giving up and the next attempt. It doubles each time.
 const LONG_BACKOFF_US: u64 = 30_000_000;
 const LONGEST_BACKOFF_US: u64 = 300_000_000;
 
@@ -47,12 +48,12 @@ impl Recovery {
         self.ready_since = Some(now_us);
     }
 
-    /// The hand answered a step.
+    /// Records that the hand has computed a step, which ends a series of failures.
     pub(crate) fn works(&mut self) {
         (self.failures, self.given_up) = (0, 0);
     }
 
-    /// Handles a death at `now_us`; `computing`: with a step in flight.
+    /// Handles a death at `now_us`; `computing` is true if a step was in flight.
     pub(crate) fn died(&mut self, now_us: u64, computing: bool) -> Verdict {
         let up_us = self.ready_since.take().map(|since| now_us.saturating_sub(since));
         if computing || up_us.is_some_and(|up| up >= SETTLED_US) {
@@ -73,7 +74,7 @@ impl Recovery {
         Verdict::RestartAt(now_us + backoff)
     }
 
-    /// Gives up a hand that died and would die again.
+    /// Gives up a hand that would die again.
     pub(crate) fn give_up(&mut self, now_us: u64) -> Verdict {
         self.ready_since = None;
         let wait = (LONG_BACKOFF_US << self.given_up.min(4)).min(LONGEST_BACKOFF_US);

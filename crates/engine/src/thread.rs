@@ -1,4 +1,4 @@
-//! The engine's thread: its start and its end.
+//! Starts and ends the engine thread.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -22,22 +22,22 @@ use crate::waiting::WaitingPlaces;
 
 /// Callbacks of an engine.
 pub struct Hooks {
-    /// Gets every output.
+    /// Receives every output.
     pub sink: Box<dyn OutputSink>,
-    /// Gets every change of the prefix cache. `None` costs nothing.
+    /// Receives every change of the prefix cache. `None` costs nothing.
     pub blocks: Option<Box<dyn BlockObserver>>,
-    /// The engines that take over requests when the hand dies. `None`: requests wait for its
-    /// respawn.
+    /// Access to the replicas that take over requests when the hand dies. `None`: requests wait for
+    /// its respawn.
     pub peers: Option<Box<dyn Peers>>,
-    /// Counts submitted requests that are not admitted yet, for all engines that share the counter
-    /// and its limit.
+    /// Counts submitted requests that are not admitted yet. Engines that share this counter also
+    /// share its limit.
     pub queued: Arc<WaitingPlaces>,
-    /// Called when the thread ends, for any reason, after the other hooks were dropped.
+    /// Called when the thread ends, for any reason, after the other hooks have been dropped.
     pub on_exit: Box<dyn FnOnce() + Send>,
 }
 
 impl Hooks {
-    /// Hooks that deliver outputs to `sink`, and no others.
+    /// Creates hooks that only deliver outputs to `sink`.
     #[must_use]
     pub fn new(sink: Box<dyn OutputSink>) -> Self {
         Self { sink, blocks: None, peers: None, queued: Arc::default(), on_exit: Box::new(|| {}) }
@@ -48,14 +48,14 @@ impl Hooks {
 #[derive(Debug)]
 pub struct Engine;
 
-/// A running engine thread. Dropping it stops the engine and waits for its end.
+/// A running engine thread. Dropping it stops the engine and waits until the thread has ended.
 pub struct EngineThread {
     handle: EngineHandle,
     thread: Option<JoinHandle<()>>,
 }
 
 impl EngineThread {
-    /// Waits for the end of the thread, which [`EngineHandle::stop`] or a panic causes.
+    /// Waits for the thread, which ends after [`EngineHandle::stop`] or a panic.
     pub fn join(mut self) {
         self.wait();
     }
@@ -76,7 +76,7 @@ impl Drop for EngineThread {
 }
 
 impl Engine {
-    /// Starts the owner thread of a replica, which starts its hand.
+    /// Starts the owner thread of a replica. The thread starts the hand.
     ///
     /// # Errors
     /// The thread could not be created.
@@ -90,8 +90,9 @@ impl Engine {
         Ok((handles[0].clone(), thread))
     }
 
-    /// Starts the owner thread of replicas that share a rank group, and the group. The executor
-    /// takes one plan a step for each replica; their handles come in the same order.
+    /// Starts the owner thread of replicas that share a rank group. The thread starts the group.
+    /// The executor takes one plan per replica in each step. Returns the handles in the order of
+    /// `hooks`.
     ///
     /// # Errors
     /// The thread could not be created.

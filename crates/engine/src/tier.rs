@@ -1,29 +1,29 @@
-//! The memory of a host tier, as this process reads and writes it.
+//! Access to the memory of a host tier from this process.
 
 use std::fmt::Debug;
 use std::io;
 
-/// The bytes of a host tier, whose pages hands copy from and to. Its parts are described in
-/// docs/protocol.md. Whoever reads a page holds a [`crate::Loan`] of it. Nobody but this process
-/// writes to memory for pages from other servers.
+/// The memory of a host tier, whose pages hands copy from and to. docs/protocol.md describes its
+/// layout. A reader of a page holds a [`crate::Loan`] of it. Pages for blocks of other servers are
+/// written only by this process.
 pub trait TierMemory: Debug + Send + Sync {
-    /// The size in bytes; 0 until a hand, or [`Self::grow`], has made the memory larger.
+    /// The size in bytes; 0 until a hand or [`Self::grow`] has allocated the memory.
     ///
     /// # Errors
     /// The system call fails.
     fn bytes(&self) -> io::Result<u64>;
-    /// Makes the memory this many bytes long, if it is shorter. New bytes are 0, and are taken from
-    /// the system when they are written.
+    /// Makes the memory at least this many bytes long. New bytes are 0; the system allocates memory
+    /// for them when they are written.
     ///
     /// # Errors
-    /// The system refuses it.
+    /// The system call fails.
     fn grow(&self, bytes: u64) -> io::Result<()>;
-    /// Reads from byte `at` on.
+    /// Reads `into.len()` bytes from byte `at` on.
     ///
     /// # Errors
-    /// The bytes are not all there.
+    /// The memory ends before the last of these bytes, or the system call fails.
     fn read(&self, at: u64, into: &mut [u8]) -> io::Result<()>;
-    /// Writes from byte `at` on.
+    /// Writes `bytes` at byte `at`.
     ///
     /// # Errors
     /// The system has no memory for the bytes.

@@ -1,53 +1,54 @@
-//! The waiting queue: its requests, each client's share of it, and the expected wait.
+//! The bound on the waiting queue, each client's share of it, and the expected wait.
 
 use forebay_fair::{Holdings, Shares};
 use parking_lot::Mutex;
 
-/// The largest number of waiting probes, however many other requests wait.
+/// The largest number of waiting probes. They are counted apart from all other requests.
 const PROBES: usize = 16;
-/// Microseconds of a measurement of the queue's speed.
+/// The length of a window in which the queue's speed is measured, in microseconds.
 const WINDOW_US: u64 = 10_000_000;
-/// The longest wait that is suggested to a client, in seconds.
+/// The longest retry delay that is suggested to a client, in seconds.
 const LONGEST_S: u64 = 60;
 
-/// Requests that were submitted and not admitted yet, of all engines that share it.
+/// Counts the requests that were submitted and not admitted yet, for all engines that share this
+/// counter.
 ///
-/// Clients share the places ([`Shares`]). A quarter more is reserved for clients with only a few
-/// waiting requests.
+/// Clients share the entries of the queue ([`Shares`]). A quarter more is reserved for clients with
+/// only a few waiting requests.
 #[derive(Debug, Default)]
 pub struct WaitingPlaces(Mutex<Inner>);
 
 #[derive(Debug, Default)]
 struct Inner {
     requests: Holdings,
-    /// The background requests among them.
+    /// The waiting background requests, which are counted separately.
     background: Holdings,
     tokens: u64,
     probes: usize,
     rate: Rate,
 }
 
-/// A request's share of the queue.
+/// A request's entry in the waiting queue.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Place {
     /// The client of the request.
     pub(crate) client: u64,
     /// The largest number of tokens that the request may reach.
     pub(crate) tokens: u64,
-    /// True if the request is a probe, which is not counted among the others.
+    /// True if the request is a probe. Probes are not counted among the other requests.
     pub(crate) probe: bool,
-    /// True for background work, which has as many places of its own and takes none from other
-    /// requests.
+    /// True for background work. It has its own queue of the same size, and takes no entries from
+    /// other requests.
     pub(crate) background: bool,
 }
 
-/// Tokens of requests that left the queue by admission, over the time in which the queue was not
-/// empty.
+/// Measures the speed of the queue: the tokens of admitted requests, over the time in which the
+/// queue was not empty.
 #[derive(Debug, Default)]
 struct Rate {
     since_us: u64,
     tokens: u64,
-    /// Tokens and microseconds of the window before.
+    /// The tokens and the microseconds of the previous window.
     before: (u64, u64),
 }
 
@@ -64,7 +65,7 @@ impl Rate {
         self.tokens = self.tokens.saturating_add(tokens);
     }
 
-    /// Seconds until `tokens` tokens have left the queue, at its recent rate.
+    /// Estimates the seconds until `tokens` tokens have left the queue, at its recent rate.
     fn seconds_for(&self, tokens: u64, now_us: u64) -> u64 {
         let measured = u128::from(self.tokens) + u128::from(self.before.0);
         let micros = now_us.saturating_sub(self.since_us).saturating_add(self.before.1);
@@ -75,7 +76,7 @@ impl Rate {
 }
 
 impl WaitingPlaces {
-    /// Takes one of `limit` places. The error is the number of seconds after which to try again.
+    /// Takes one of `limit` entries. The error is the number of seconds after which to try again.
     pub(crate) fn enter(&self, place: Place, limit: usize, now_us: u64) -> Result<(), u32> {
         let mut inner = self.0.lock();
         if place.probe {
@@ -100,7 +101,7 @@ impl WaitingPlaces {
         Ok(())
     }
 
-    /// Notes that a request was admitted.
+    /// Records that a request was admitted.
     pub(crate) fn admitted(&self, place: Place, now_us: u64) {
         let mut inner = self.0.lock();
         if !place.probe && !place.background {
@@ -109,12 +110,12 @@ impl WaitingPlaces {
         inner.leave(place, now_us);
     }
 
-    /// Gives up a place whose request was not admitted.
+    /// Gives back the entry of a request that was not admitted.
     pub(crate) fn left(&self, place: Place, now_us: u64) {
         self.0.lock().leave(place, now_us);
     }
 
-    /// Seconds until all requests that wait now should be admitted, from 1 to 60.
+    /// Estimates the seconds until all requests that wait now are admitted, from 1 to 60.
     pub(crate) fn retry_after(&self, now_us: u64) -> u32 {
         self.0.lock().retry_after(now_us)
     }

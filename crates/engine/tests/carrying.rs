@@ -1,5 +1,5 @@
-//! A worker to which payloads are copied first. No plan names a payload that has not arrived, and
-//! requests without a payload wait for none.
+//! A hand to which payloads are copied first. No plan names a payload that has not arrived, and
+//! requests without a payload do not wait for one.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -23,7 +23,7 @@ use forebay_sim::{DeviceModel, SimClock, SimConfig, SimExecutor, SimTower, Timin
 const PAD: i32 = 5;
 const GRID: Grid = Grid { rows: 5, columns: 7 };
 
-/// Counts of the payloads in the arena.
+/// The number of payloads in the arena, and the next offset.
 #[derive(Debug, Default)]
 struct Arena {
     used: AtomicUsize,
@@ -67,10 +67,10 @@ impl Picture for Shown {
     }
 }
 
-/// Payloads that have arrived at the live workers, by member.
+/// Payloads that have arrived at the live hands, by member.
 type Reached = Arc<Mutex<HashSet<(usize, u32)>>>;
 
-/// A payload on its way.
+/// A payload that is being copied.
 struct Cargo {
     member: usize,
     payload: Arc<dyn Payload>,
@@ -86,7 +86,7 @@ impl Cargo {
     }
 }
 
-/// A simulated worker on another machine.
+/// A simulated hand on another machine.
 struct Far {
     inner: SimExecutor,
     /// Payloads that have arrived since the last start.
@@ -158,7 +158,7 @@ impl Rig {
         Self::group(vec![hook])
     }
 
-    /// Replicas that share a group of workers, one for each hook.
+    /// Starts replicas that share a group of hands, one per hook.
     fn group(hooks: Vec<Hook>) -> Self {
         let clock = SimClock::virtual_time();
         let sim = SimConfig {
@@ -225,7 +225,7 @@ impl Rig {
         handle.submit(EngineRequest { request, ..entering }).expect("room");
     }
 
-    /// Waits for the next payload on its way.
+    /// Waits for the next payload that is being copied.
     fn next(&self) -> Cargo {
         self.cargo.recv_timeout(PATIENCE).expect("no payload was carried")
     }
@@ -255,7 +255,7 @@ enum Kind {
     Image,
 }
 
-/// The tokens that the simulated model gives a request that runs alone.
+/// The tokens that the simulated model generates for a request that runs alone.
 fn alone(id: u64, kind: Kind, count: u32) -> Vec<i32> {
     let mut tokens = vec![id as i32 + 10; 9];
     if kind == Kind::Image {
@@ -318,8 +318,8 @@ fn what_has_reached_a_hand_that_died_is_carried_to_the_next_one() {
     first.arrive();
     rig.control.kill();
     rig.control.release();
-    // The next worker needs both payloads. What arrives too late for the first worker does not
-    // count.
+    // The next hand needs both payloads. A payload that arrives too late for the first hand does
+    // not count.
     let again = [rig.next(), rig.next()];
     second.arrive();
     rig.submit(2, Kind::Text, 5);
@@ -360,7 +360,7 @@ fn everybody_ends_as_if_alone_while_hands_die_and_payloads_come_late() {
     }
 }
 
-/// Runs requests of all kinds at this many members, whose workers are killed now and then.
+/// Runs requests of all kinds on this many members. Their hands are killed now and then.
 fn end_as_if_alone(members: u64) {
     let seen = Arc::new(AtomicUsize::new(0));
     let hook = |_| -> Hook {
@@ -384,7 +384,7 @@ fn end_as_if_alone(members: u64) {
         let (cargo, outputs) = (&rig.cargo, &rig.outputs);
         let (sender, moved) = channel();
         let over = &over;
-        // Of the payloads on their way, the newest arrives first.
+        // Of the payloads that are being copied, the newest arrives first.
         let mut waiting: Vec<Cargo> = Vec::new();
         let carrier = move || {
             let moved: Receiver<Cargo> = moved;

@@ -24,7 +24,7 @@ const PAGE_SIZE: u32 = 4;
 /// Pages of each member's host tier, if it has one.
 const HOST_PAGES: u32 = 150;
 
-/// The steps of each rank, since each start of the group.
+/// For each start of the group, the steps of each rank.
 type Lives = Arc<Mutex<Vec<Vec<Vec<u64>>>>>;
 
 /// Records the plans and results of each rank.
@@ -32,7 +32,7 @@ struct Watched {
     inner: SimExecutor,
     ranks: usize,
     given: Lives,
-    /// The last step that was answered since the start.
+    /// The last step that returned a result since the start.
     answered: u64,
 }
 
@@ -90,7 +90,7 @@ impl Executor for Watched {
     }
 }
 
-/// The outputs and ends of requests so far.
+/// The counts of outputs and of finished requests so far.
 #[derive(Debug, Clone, Copy, Default)]
 struct Seen {
     outputs: u64,
@@ -99,7 +99,8 @@ struct Seen {
 
 /// A function that runs on the engine thread after each batch of outputs.
 type Hook = Box<dyn FnMut(&Rig, Seen) + Send>;
-/// The hook of all members, the counts for it, and the member that gave each request's tokens.
+/// The hook of all members, the counts passed to it, and the member that generated each request's
+/// tokens.
 #[derive(Default)]
 struct Watch {
     seen: Seen,
@@ -161,8 +162,8 @@ impl Group {
             clock: clock.clone(),
             timing: Timing {
                 model,
-                // A page takes 50 us to save, and 10 us to restore: half of the time to compute the
-                // page.
+                // A page takes 50 us to save, and 10 us to restore. Computing it takes twice as
+                // long as restoring it.
                 copy: CopyModel {
                     save_gbps: Some(0.02),
                     restore_gbps: Some(0.1),
@@ -201,11 +202,12 @@ impl Group {
         self.whole.follow(count)
     }
 
-    /// Checks that all ranks got the same steps without gaps, and that no request or page is left.
+    /// Checks that all ranks got the same steps without gaps, and that no request holds a page any
+    /// more.
     fn check(&self) {
         self.rig.control.release();
         for (member, handle) in self.rig.handles.iter().enumerate() {
-            // Wait until steps in flight are answered and copies have ended.
+            // Wait until the steps in flight have returned and the copies have finished.
             let is_busy = || {
                 let stats = handle.stats().scheduler;
                 stats.pages_held > 0 || stats.host.copies_outstanding > 0
@@ -218,7 +220,7 @@ impl Group {
             self.flush(member);
             let stats = handle.stats().scheduler;
             assert_eq!((stats.running, stats.waiting), (0, 0), "member {member}");
-            // An idle engine checks its accounts after a while, and fails if they are wrong.
+            // An idle engine checks its integrity after a while, and fails if there is an error.
             while handle.now_us() < before + 100_000 {
                 assert!(!matches!(handle.status(), Status::Failed(_)), "{:?}", handle.status());
                 std::thread::yield_now();
@@ -237,7 +239,7 @@ impl Group {
         }
     }
 
-    /// Empties a member's prefix cache, whose blocks no request uses.
+    /// Flushes a member's prefix cache. No request may be using its blocks.
     fn flush(&self, member: usize) {
         let (sender, flushed) = channel();
         self.rig.handles[member].flush_cache(Box::new(move |done| {
@@ -257,7 +259,7 @@ impl Rig {
     }
 }
 
-/// Prompts of different lengths, some with a common beginning.
+/// Returns prompts of different lengths, some with a common prefix.
 fn prompt(id: u64) -> Vec<i32> {
     testing::prompt(id, 20)
 }
@@ -270,7 +272,7 @@ fn length(id: u64) -> u32 {
 fn every_member_s_requests_get_what_they_would_get_alone() {
     for members in [2, 5] {
         let group = Group::start(members, config(), 1, None);
-        // The last member has no request for a while, and then one.
+        // The last member has no requests at first, and gets one later.
         for id in 0..40 {
             group.rig.submit(id, id as usize % (members as usize - 1), length(id));
         }
@@ -320,7 +322,7 @@ fn who_kills_a_rank_is_found_and_the_others_of_all_members_live() {
     let group = Group::start(4, config(), 3, None);
     group.rig.control.poison(POISON);
     for id in 0..40 {
-        // Two of the members have one such request each.
+        // Two members have one poisonous request each.
         let tokens = if id == 6 || id == 15 { vec![1, POISON] } else { prompt(id % 20) };
         let member = id as usize % 4;
         group.rig.handles[member].submit(request(id, tokens, length(id))).expect("room");
@@ -346,7 +348,7 @@ fn tiered(lookahead: u32) -> EngineConfig {
 fn each_member_has_a_host_tier_of_its_own() {
     for lookahead in [0, 1] {
         let group = Group::start(3, tiered(lookahead), 6, None);
-        // Nine prompts of each member, of 11 blocks each: the device holds four prompts, the host
+        // Nine prompts per member, of 11 blocks each: the device holds four prompts, the host holds
         // all.
         let long = |id: u64| -> Vec<i32> {
             (0..46).map(|at| (at * 7 + id as i32 * 131) % VOCAB as i32).collect()
@@ -355,7 +357,7 @@ fn each_member_has_a_host_tier_of_its_own() {
             for id in 0..27 {
                 let (id, member) = (turn * 27 + id, id as usize % 3);
                 group.rig.handles[member].submit(request(id, long(id % 27), 5)).expect("room");
-                // One request of each member at a time.
+                // One request per member at a time.
                 if id % 3 == 2 {
                     let stories = group.follow(3);
                     for (&id, story) in &stories {
@@ -392,7 +394,7 @@ fn copies_of_one_member_that_never_end_cost_all_only_time() {
     assert!(group.lives() > 1, "the watchdog has ended the group");
 }
 
-/// A constraint that allows even tokens only.
+/// A constraint that allows only even tokens.
 #[derive(Debug)]
 struct Even;
 
@@ -463,7 +465,7 @@ fn events(members: usize) -> impl Strategy<Value = Vec<(u64, Event)>> {
     let event = prop_oneof![
         30 => (0..members, 1_u32..60)
             .prop_map(|(member, max_tokens)| Event::Arrive { member, max_tokens }),
-        // A request for the first member only: the others idle.
+        // A request for the first member, while the other members are idle.
         10 => (1_u32..60).prop_map(|max_tokens| Event::Arrive { member: 0, max_tokens }),
         8 => (0_u64..200).prop_map(|which| Event::Abort { which }),
         1 => (0..members).prop_map(|rank| Event::Kill { rank }),
@@ -477,7 +479,7 @@ fn members() -> impl Strategy<Value = usize> {
     prop_oneof![4 => 2_usize..5, 4 => Just(4_usize), 3 => Just(16_usize), 1 => 17_usize..65]
 }
 
-/// Runs the events; returns the number of steps.
+/// Runs the events, and returns the number of steps.
 fn run(members: usize, config: EngineConfig, seed: u64, events: Vec<(u64, Event)>) -> u64 {
     let arrival = |(_, event): &(u64, Event)| match event {
         Event::Arrive { member, max_tokens } => Some((*member, *max_tokens)),
@@ -488,7 +490,8 @@ fn run(members: usize, config: EngineConfig, seed: u64, events: Vec<(u64, Event)
     let (mut next, mut due_at) = (0_usize, 0_u64);
     let (mut queue, homes) = (VecDeque::from(events), arrivals.clone());
     let hook: Hook = Box::new(move |rig, seen| {
-        // When all requests have ended there are no more outputs, so the next event comes at once.
+        // When all requests have ended there are no more outputs, so the next event happens at
+        // once.
         while let Some((after, _)) = queue.front()
             && (seen.outputs >= due_at + after || seen.ends == next as u64 + 1)
         {
@@ -512,7 +515,7 @@ fn run(members: usize, config: EngineConfig, seed: u64, events: Vec<(u64, Event)
     });
     let config = EngineConfig { hand_restarts: 1000, ..config };
     let group = Group::start(members as u32, config, seed, Some(hook));
-    // The outputs of this request start the first events.
+    // The output of this request triggers the first events.
     group.rig.handles[0].submit(request(u64::MAX, vec![1], 1)).expect("room");
     let stories = group.follow(arrivals.len() + 1);
     for (id, &(member, max_tokens)) in (0..).zip(&arrivals) {
@@ -521,7 +524,8 @@ fn run(members: usize, config: EngineConfig, seed: u64, events: Vec<(u64, Event)
         match &story.end {
             Some(FinishReason::Length) => assert_eq!(story.tokens, whole, "request {id}"),
             Some(FinishReason::Abort) => {}
-            // An innocent request may be poisoned if the worker is killed again during its trial.
+            // An innocent request may be given up too, if the hand is killed again during its
+            // trial.
             Some(FinishReason::Error(RequestError::Poisoned)) if deaths > 1 => {}
             other => panic!("request {id} ended with {other:?}"),
         }

@@ -1,5 +1,5 @@
-//! Images on the engine thread: when patches are asked for, and that their room is freed in every
-//! case.
+//! Images on the engine thread: patches are requested only when needed, and their memory is freed
+//! in every case.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,13 +21,13 @@ const PAD: i32 = 5;
 const TAIL: [i32; 6] = [7; 6];
 const GRID: Grid = Grid { rows: 5, columns: 7 };
 
-/// The room that images have in the arena, and the images that were asked for.
+/// The number of images with patches in the arena, and the images whose patches were requested.
 #[derive(Debug, Default)]
 struct Arena {
     used: AtomicUsize,
     next: AtomicU32,
     asked: Mutex<Vec<ImageId>>,
-    /// Placements that the test has not answered yet.
+    /// Placements that the test has not completed yet.
     waiting: Mutex<Vec<Placement>>,
 }
 
@@ -59,7 +59,7 @@ impl Arena {
     }
 }
 
-/// How the test answers the placement of an image.
+/// How the test completes the placement of an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
     Fine,
@@ -167,7 +167,7 @@ impl Rig {
     }
 }
 
-/// The tokens that the simulated model gives a request that runs alone.
+/// The tokens that the simulated model generates for a request that runs alone.
 fn alone(id: u64, images: usize) -> Vec<i32> {
     let mut tokens = vec![id as i32 + 10; 3];
     for _ in 0..images {
@@ -202,9 +202,9 @@ fn a_second_turn_asks_for_nothing() {
     rig.submit(1, &[(1, Fate::Fine)]);
     rig.follow(1);
     rig.control.hold();
-    // The same prompt: only its last position, after the image, is computed.
+    // The same prompt: only the last position, which comes after the image, is computed.
     rig.submit(1, &[(1, Fate::Fine)]);
-    // A prompt with another beginning: the image is still in image pages.
+    // Another prompt with the same image: the image is still in image pages.
     rig.submit(2, &[(1, Fate::Fine)]);
     rig.follow(2);
     let stats = rig.handle.stats().scheduler.images;

@@ -14,7 +14,7 @@ use serde_json::json;
 const COUNT: u64 = 9;
 const TOKENS: u32 = 60;
 const COMMON: i32 = 40;
-/// Number of tokens after which time stops.
+/// The number of tokens after which virtual time is stopped.
 const BEGUN: usize = 20;
 
 fn start(host_pages: u32) -> Rig {
@@ -44,7 +44,7 @@ fn start(host_pages: u32) -> Rig {
         text: text(),
         ..SimConfig::default()
     };
-    // Time stops when the requests have half of their tokens.
+    // Virtual time stops once the requests have this many tokens in total.
     let (mut tokens, mut is_done) = (0, false);
     let hook = move |control: &SimControl, outputs: &[Output]| {
         let own = |output: &&Output| output.token.is_some() && output.id.0 < COUNT;
@@ -56,7 +56,7 @@ fn start(host_pages: u32) -> Rig {
     Rig::start(config, sim, RigParts { hooks: vec![Box::new(hook)], ..RigParts::default() }).held()
 }
 
-/// Submits requests, runs time until some of them have tokens, and stops it.
+/// Submits requests, and runs virtual time until they have some tokens.
 fn begin(rig: &Rig) -> Vec<Output> {
     for id in 0..COUNT {
         rig.handle.submit(request(id, prompt(id, COMMON), TOKENS)).expect("room");
@@ -94,7 +94,7 @@ fn ask_for(rig: &Rig, id: u64) -> Receiver<Result<(), String>> {
     reloaded
 }
 
-/// Tokens and ends of requests, from `before` and from all later outputs.
+/// Returns the tokens and finish reasons of requests, from `before` and from all later outputs.
 fn rest(rig: &Rig, before: Vec<Output>, count: usize) -> HashMap<u64, (Vec<i32>, FinishReason)> {
     let mut stories = HashMap::new();
     let mut ended = forebay_sim::testing::tell(&mut stories, before).len();
@@ -170,7 +170,7 @@ fn a_pause_that_aborts_lets_later_requests_wait() {
 #[test]
 fn requests_go_on_with_other_weights_and_find_nothing_of_the_old() {
     let rig = start(400);
-    // Put the blocks of the prompt on the host too.
+    // Save the blocks of the prompt to the host too.
     rig.handle.submit(request(100, prompt(0, COMMON), 1)).expect("room");
     let _ = rig.follow(1);
     rig.control.hold();
@@ -185,7 +185,7 @@ fn requests_go_on_with_other_weights_and_find_nothing_of_the_old() {
     let stats = rig.handle.stats();
     assert_eq!(stats.hand.deaths, 0, "the worker did not die");
     rig.handle.flush_cache(Box::new(|_| {}));
-    // Each reload forgets the blocks of the old weights, even if no worker is running.
+    // Each reload drops the blocks of the old weights, even if no request is running.
     rig.handle.submit(request(101, prompt(0, COMMON), 1)).expect("room");
     rest(&rig, Vec::new(), 1);
     assert_eq!(reload(&rig, 2).recv_timeout(PATIENCE), Ok(Ok(())));
@@ -210,7 +210,7 @@ fn weights_that_cannot_be_loaded_leave_the_last_ones() {
     check_all(&rest(&rig, before, COUNT as usize));
     rig.settled(|status| *status == Status::Ready);
     assert_eq!(reload(&rig, 3).recv_timeout(PATIENCE), Ok(Ok(())));
-    // A late member of a step group sends the same reload.
+    // Another member of a step group may send the same reload later.
     assert_eq!(reload(&rig, 3).recv_timeout(PATIENCE), Ok(Ok(())));
 }
 

@@ -1,4 +1,4 @@
-//! Workers that do not start, requests that kill them, and requests that wait, in virtual time.
+//! Hands that do not start, requests that kill them, and requests that wait, in virtual time.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use forebay_sim::{DeviceModel, SimClock, SimConfig, SimControl, SimText, Timing}
 const POISON: i32 = 777;
 const SECOND: u64 = 1_000_000;
 
-/// Other replicas that never take a request. They serve while the flag is set.
+/// Other replicas that never take a request. They are live while the flag is set.
 struct Others(Arc<AtomicBool>);
 
 impl Peers for Others {
@@ -84,7 +84,8 @@ fn broken(
     Rig::start(config, sim, RigParts { peers, breaking, ..RigParts::default() })
 }
 
-/// Runs time until `count` requests have ended, each once; returns tokens and end of each.
+/// Runs virtual time until `count` requests have ended. Returns the number of tokens and the finish
+/// reason of each.
 fn follow(rig: &Rig, count: usize) -> HashMap<u64, (usize, FinishReason)> {
     let wholes = wholes(rig.follow(count)).into_iter();
     wholes.map(|(id, (tokens, end))| (id, (tokens.len(), end))).collect()
@@ -168,7 +169,7 @@ fn a_hand_that_was_given_up_is_tried_again_as_long_as_another_serves() {
             rig.handle.submit(request(0, vec![1, 2], 5)).expect("room");
             rig.control.fail_starts(4);
             rig.control.kill();
-            // The request waits at this replica, because the other live replicas are not up either.
+            // The request waits at this replica, because no other replica is up.
             assert_eq!(follow(&rig, 1)[&0], (5, FinishReason::Length));
         }
         rig.settled(|status| *status == Status::Ready);
@@ -251,8 +252,8 @@ fn what_no_plan_can_carry_is_refused_at_the_door() {
     assert!(words > limit && limit < 1 << 26);
 }
 
-/// Submits this many requests of the largest length. Memory runs out in workers with more than
-/// `enough` pages.
+/// Submits `count` requests of the largest length. Memory runs out in hands with more than `enough`
+/// pages.
 fn starved(rig: &Rig, enough: u32, count: u64) -> HashMap<u64, (usize, FinishReason)> {
     rig.control.starve(enough);
     let room = rig.handle.facts().expect("ready").context_length;

@@ -1,5 +1,5 @@
-//! A replica whose model has recurrent layers, on a simulated worker that refuses rows without the
-//! state before them.
+//! A replica whose model has recurrent layers, with a simulated hand that rejects a row if the
+//! state before it is missing.
 
 use std::time::Duration;
 
@@ -42,7 +42,8 @@ fn rig_with_host(config: EngineConfig, state_pages: u32, host_state_pages: u32) 
     rig
 }
 
-/// Runs a request alone; returns its tokens, and how many of its prompt a kept state covered.
+/// Runs a request alone. Returns its tokens, and the number of prompt tokens that a kept state
+/// covered.
 fn ask(rig: &testing::Rig, id: u64, prompt: &[i32], max_tokens: u32) -> (Vec<i32>, u32) {
     rig.handle.submit(request(id, prompt.to_vec(), max_tokens)).expect("room");
     let story = rig.collect(1).remove(&id).expect("the request has outputs");
@@ -70,7 +71,7 @@ fn a_conversation_goes_on_from_kept_states_and_dies_with_the_hand() {
         let stats = rig.handle.stats().scheduler.states;
         assert_eq!((stats.pages, stats.pages_held, stats.loads), (16, 0, 9));
         assert!(stats.hit_tokens > 0 && stats.query_tokens > stats.hit_tokens, "{stats:?}");
-        // The next worker has no kept states.
+        // The next hand has no kept states.
         rig.control.kill();
         while rig.handle.stats().hand.deaths == 0 {
             std::thread::yield_now();
@@ -98,7 +99,7 @@ fn states_come_back_from_the_host_also_after_a_death() {
         let rig = rig_with_host(config, 3, 40);
         let first = prompt(60);
         ask(&rig, 0, &first, 5);
-        // Other prompts evict all state pages.
+        // Other prompts evict the states from all state pages.
         for (id, length) in (1..).zip([90, 120, 150, 180]) {
             ask(&rig, id, &prompt(length)[length as usize - 59..], 5);
         }
@@ -127,7 +128,8 @@ fn a_host_tier_without_state_pages_has_blocks_alone() {
     let first = prompt(60);
     ask(&rig, 0, &first, 5);
     assert_eq!(ask(&rig, 1, &first, 5).1, 56);
-    // Other prompts evict all state pages. The blocks of the first prompt are still cached.
+    // Other prompts evict the states from all state pages. The blocks of the first prompt are still
+    // cached.
     ask(&rig, 2, &prompt(90)[31..], 5);
     ask(&rig, 3, &prompt(120)[62..], 5);
     assert_eq!(ask(&rig, 4, &first, 5).1, 0);

@@ -1,4 +1,4 @@
-//! A replica with a host tier, on a simulated worker whose copies take time, fail, or never end.
+//! A replica with a host tier, on a simulated hand whose copies take time, fail, or never finish.
 
 use std::collections::HashMap;
 use std::ops::Deref;
@@ -12,7 +12,7 @@ use forebay_sim::testing::{self, Hook, RigParts, Story, VOCAB, alone, request, t
 use forebay_sim::{CopyModel, DeviceModel, PageBytes, SimClock, SimConfig, Timing};
 
 const PAGE: u32 = 4;
-/// Pages of the device: enough for two prompts of these tests, and some more.
+/// The number of pages on the device: enough for two prompts of these tests, and some more.
 const PAGES: u32 = 40;
 
 struct Rig(testing::Rig);
@@ -25,7 +25,7 @@ impl Deref for Rig {
     }
 }
 
-/// Kills the worker once, after this many tokens.
+/// Kills the hand once, after this many tokens.
 fn killing(mut left: Option<usize>) -> Hook {
     Box::new(move |control, outputs| {
         if let Some(tokens) = &mut left {
@@ -44,7 +44,7 @@ fn host(policy: SavePolicy) -> HostConfig {
 }
 
 impl Rig {
-    /// Pages take 100 us to save, and `restore_us` to restore.
+    /// A page takes 100 us to save, and `restore_us` to restore.
     fn start(host: Option<HostConfig>, restore_us: f64, lookahead: u32) -> Self {
         Self::with(host, restore_us, lookahead, SimClock::virtual_time(), None, 0)
     }
@@ -98,7 +98,7 @@ impl Rig {
         rig
     }
 
-    /// Waits for a condition that time brings about. No assertion depends on how long it takes.
+    /// Waits for a condition. No assertion depends on how long this takes.
     fn until(&self, wanted: impl Fn(&Self) -> bool) {
         while !wanted(self) {
             std::thread::yield_now();
@@ -109,7 +109,8 @@ impl Rig {
         self.handle.submit(request(id, prompt, max_tokens)).expect("there is room");
     }
 
-    /// Tokens found in a tier, and generated tokens, of each request, once `count` have ended.
+    /// Waits until `count` requests have ended. Returns, for each request, the number of tokens
+    /// found in a tier and the generated tokens.
     fn follow(&self, count: usize) -> HashMap<u64, (u32, Vec<i32>)> {
         let told = |(id, story): (u64, Story)| {
             assert!(matches!(story.end, Some(FinishReason::Length | FinishReason::Abort)));
@@ -128,7 +129,7 @@ impl Rig {
         all
     }
 
-    /// Requests that arrive at the same moment and give 60 tokens each.
+    /// Runs requests that arrive at the same moment and generate 60 tokens each.
     fn at_once(
         &self,
         count: u64,
@@ -142,14 +143,15 @@ impl Rig {
         self.follow(count as usize)
     }
 
-    /// Waits until no copy is under way.
+    /// Waits until no copy is in flight.
     fn settle(&self) -> Stats {
         self.until(|rig| rig.handle.stats().scheduler.host.copies_outstanding == 0);
         self.handle.stats()
     }
 }
 
-/// One of three prompts of 15 blocks and two tokens. The device holds at most two of them.
+/// Returns one of three prompts, each of 15 blocks and two tokens. The device holds at most two of
+/// them.
 fn prompt(who: u64) -> Vec<i32> {
     (0..62).map(|at| (who as i32 * 131 + at * 7) % VOCAB as i32).collect()
 }
@@ -166,8 +168,8 @@ fn turns_are_restored_and_give_the_same_tokens_under_every_policy() {
         let policies = [
             (None, 0),
             (Some(SavePolicy::WriteThrough), 6),
-            // This policy saves blocks at their second use, and only blocks still on the device are
-            // used again.
+            // This policy saves blocks at their second use, and these turns reuse only blocks that
+            // are still on the device.
             (Some(SavePolicy::WriteThroughSelective), 0),
             (Some(SavePolicy::WriteBack), 6),
         ];
@@ -186,7 +188,7 @@ fn turns_are_restored_and_give_the_same_tokens_under_every_policy() {
 
 #[test]
 fn what_takes_longer_to_restore_than_to_compute_is_computed() {
-    // A block takes 4 * 100 us to compute.
+    // A block takes 4 * 100 us to compute, less than to restore.
     let rig = Rig::start(Some(host(SavePolicy::WriteThrough)), 5000.0, 1);
     let stories = rig.turns(0..12);
     assert_exact(&stories);
@@ -213,8 +215,8 @@ fn copies_that_never_end_end_the_hand_and_nothing_is_lost() {
     assert_exact(&rig.turns(0..3));
     rig.settle();
     rig.control.hang_copies();
-    // The prompt's blocks are on the host, and the restores never end. The watchdog ends the
-    // worker, and the next one restores them.
+    // The prompt's blocks are on the host, but the restores never finish. The watchdog kills the
+    // hand, and the next one restores the blocks.
     assert_exact(&rig.turns(3..6));
     let stats = rig.settle();
     assert!(stats.hand.deaths >= 1);
@@ -239,7 +241,7 @@ fn what_the_host_has_is_not_computed_again_after_a_death() {
 
 #[test]
 fn who_is_aborted_while_its_blocks_come_back_leaves_nothing_behind() {
-    // Time is real, and each page takes a hundredth of a second.
+    // This test uses real time, and each page takes 10 ms to restore.
     let host = Some(host(SavePolicy::WriteThrough));
     let rig = Rig::with(host, 10_000.0, 1, SimClock::real(), None, 0);
     assert_exact(&rig.turns(0..3));
@@ -258,7 +260,7 @@ fn an_overload_computes_less_than_a_page_again_for_each_preemption() {
     let lost = [Preemption::Restore, Preemption::Recompute].map(|preemption| {
         let host = HostConfig { preemption, ..host(SavePolicy::WriteThrough) };
         let rig = Rig::start(Some(host), 1.0, 1);
-        // Six requests that need 31 pages each in the end, on a device of 40.
+        // Six requests that finally need 31 pages each, on a device of 40 pages.
         let stories = rig.at_once(6, prompt);
         for (id, (_, tokens)) in &stories {
             assert_eq!(tokens, &alone(prompt(*id), 60), "request {id}");
@@ -271,13 +273,13 @@ fn an_overload_computes_less_than_a_page_again_for_each_preemption() {
     assert!(lost[1] > lost[0], "{lost:?}");
 }
 
-/// A rig whose requests may be sparse, with two pages for the hot rows of each.
+/// Creates a rig whose requests may be sparse, with two pages for the hot rows of each request.
 fn sparse(lookahead: u32, kv_save: SaveUnit, kill_after: Option<usize>) -> Rig {
     let host = HostConfig { kv_save, ..host(SavePolicy::WriteThrough) };
     Rig::with(Some(host), 10.0, lookahead, SimClock::virtual_time(), kill_after, 2 * PAGE)
 }
 
-/// Six requests at once that grow from 16 to 31 pages, on a device of 40.
+/// Runs six requests at once that grow from 16 to 31 pages each, on a device of 40 pages.
 fn crowd(rig: &Rig) -> HashMap<u64, (u32, Vec<i32>)> {
     rig.at_once(6, own_prompt)
 }

@@ -1,10 +1,10 @@
-//! Constraints that leave an engine before their work is done.
+//! Constraints that move to another engine while a mask job may still own them.
 
 use crossbeam_channel::Receiver;
 
 use crate::constraint::{Allowed, Constraint, ConstraintError};
 
-/// A constraint that a job of another engine may still have, and its tokens since.
+/// A constraint that a job of another engine may still own, and the tokens generated since.
 #[derive(Debug)]
 struct DeferredConstraint {
     constraint: Option<Box<dyn Constraint>>,
@@ -12,8 +12,9 @@ struct DeferredConstraint {
     said: Vec<i32>,
 }
 
-/// The constraint that `from` delivers, which then accepts `said`. Its first mask waits for it, so
-/// a mask thread fills it.
+/// Creates a constraint that receives its inner one from `from`, and then feeds it the tokens
+/// `said`. The first mask has to wait for the inner constraint, so a mask thread computes that
+/// mask.
 pub(crate) fn deferred(from: Receiver<Box<dyn Constraint>>, said: Vec<i32>) -> Box<dyn Constraint> {
     Box::new(DeferredConstraint { constraint: None, from, said })
 }
@@ -37,7 +38,7 @@ impl Constraint for DeferredConstraint {
         let constraint = match &mut self.constraint {
             Some(constraint) => constraint,
             None => {
-                // The job's thread is gone only with its whole engine.
+                // The sender is dropped only if the other engine ends.
                 let lost = |_| ConstraintError("the form of the answer is lost".into());
                 let mut constraint = self.from.recv().map_err(lost)?;
                 self.said.drain(..).try_for_each(|token| constraint.accept(token))?;

@@ -1,11 +1,11 @@
-//! A job: accept tokens, make masks.
+//! A job: feeds tokens to a constraint and computes masks.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::clock::Clock;
 use crate::constraint::{Allowed, Constraint, ConstraintError};
 
-/// Microseconds of CPU time up to which a mask is cheap. Masks of usual grammars take tens of
+/// The largest CPU time of a cheap mask, in microseconds. Masks of common grammars take tens of
 /// microseconds.
 const CHEAP_US: u64 = 500;
 
@@ -18,26 +18,26 @@ pub(crate) fn is_cheap(us: u64) -> bool {
 #[derive(Debug)]
 pub(crate) struct RowMasks {
     pub(crate) drafts: Vec<i32>,
-    /// The content of each mask that was made, at least of the first.
+    /// The content of each computed mask. There is at least the first one.
     pub(crate) allowed: Vec<Allowed>,
-    /// One a mask, of no meaning if everything is allowed or it was not made.
+    /// One entry per mask. Meaningless if everything is allowed or the mask was not computed.
     pub(crate) words: Vec<Vec<u32>>,
 }
 
 impl RowMasks {
-    /// True if they are those of a row with these drafts.
+    /// True if these masks were requested for a row with these drafts.
     pub(crate) fn cover(&self, drafts: &[i32]) -> bool {
         self.drafts.starts_with(drafts)
     }
 
-    /// The number of leading masks that are right for a row with these drafts.
+    /// The number of leading masks that are valid for a row with these drafts.
     pub(crate) fn usable(&self, drafts: &[i32]) -> usize {
         let equal = self.drafts.iter().zip(drafts).take_while(|(one, other)| one == other).count();
         self.allowed.len().min(1 + equal)
     }
 }
 
-/// The work of one request's constraint up to its next masks.
+/// The work on one request's constraint: accept tokens and compute the next masks.
 #[derive(Debug)]
 pub(crate) struct Job {
     pub(crate) request: u64,
@@ -45,11 +45,11 @@ pub(crate) struct Job {
     pub(crate) constraint: Box<dyn Constraint>,
     /// Tokens that the constraint has not accepted yet.
     pub(crate) said: Vec<i32>,
-    /// Tokens that may come after them.
+    /// Draft tokens that may follow `said`.
     pub(crate) drafts: Vec<i32>,
-    /// The memory for the masks, one more than drafts.
+    /// The memory for the masks, one more than there are drafts.
     pub(crate) words: Vec<Vec<u32>>,
-    /// Microseconds that it is expected to take; `None`: nothing is known of it.
+    /// The expected time in microseconds; `None`: not known.
     pub(crate) expected_us: Option<u64>,
 }
 
@@ -59,7 +59,7 @@ pub(crate) struct Made {
     pub(crate) request: u64,
     pub(crate) constraint: Box<dyn Constraint>,
     pub(crate) masks: Result<RowMasks, ConstraintError>,
-    /// Microseconds of CPU time.
+    /// The CPU time of the job, in microseconds.
     pub(crate) us: u64,
 }
 
@@ -78,7 +78,7 @@ impl Job {
     }
 }
 
-/// Runs work on a constraint; a panic becomes an error.
+/// Runs work on a constraint, and turns a panic into an error.
 pub(crate) fn guarded<T>(
     work: impl FnOnce() -> Result<T, ConstraintError>,
 ) -> Result<T, ConstraintError> {
@@ -93,7 +93,7 @@ mod tests {
 
     use super::*;
 
-    /// A thread that loses its core for ten milliseconds each time that it looks at the clock.
+    /// A clock of a thread that is preempted for ten milliseconds at each reading.
     struct Preempted(AtomicU64);
 
     impl Clock for Preempted {

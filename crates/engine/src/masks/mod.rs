@@ -1,8 +1,9 @@
-//! The work of constraints: jobs, the threads that do them, and the way of their results back.
+//! Computes masks: jobs, the threads that run them, and the inboxes for their results.
 //!
-//! A job accepts a request's new tokens and fills its next mask. Jobs lie in one queue, in turns by
-//! client ([`turns`]). The engine's thread takes cheap ones, for as long as a step may wait. Mask
-//! threads take any. A job that has begun always ends, and nobody waits for it beyond that time.
+//! A job accepts a request's new tokens and fills its next mask. All jobs wait in one queue, where
+//! clients take turns ([`turns`]). The engine's thread runs cheap ones, for as long as a step may
+//! wait for masks. Mask threads run all jobs. A job that has begun always finishes, but no step
+//! waits for it beyond that time.
 
 mod deferred;
 mod job;

@@ -1,4 +1,4 @@
-//! The threads of jobs, and where their results arrive.
+//! The threads that run jobs, and the inboxes in which their results arrive.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -14,17 +14,19 @@ use crate::executor::Wake;
 use crate::masks::job::{Job, Made, is_cheap};
 use crate::masks::turns::{Ticket, Turns};
 
-/// Cheap jobs that the engine's thread does alone: to wake others takes as long as some masks.
+/// The number of cheap jobs that the engine's thread runs alone, because waking another thread
+/// takes as long as some masks.
 const ALONE: usize = 8;
-/// Microseconds of CPU time of a job on the engine's thread after which it takes none of that
-/// client's for [`BARRED_US`]: it was expected to be cheap.
+/// The longest CPU time, in microseconds, of a job on the engine's thread, where only cheap jobs
+/// are expected. After a longer job, the engine's thread runs no jobs of the same client for
+/// [`BARRED_US`].
 const OVERRUN_US: u64 = 2_000;
 const BARRED_US: u64 = 10_000_000;
-/// Clients that are remembered for that.
+/// The largest number of barred clients that are remembered.
 const MOST_BARRED: usize = 1 << 10;
 
-/// The threads that fill masks in addition to the engine's, for all members together. They end with
-/// it.
+/// The threads that compute masks in addition to the engine's thread, for all its members. They end
+/// when this is dropped.
 pub(crate) struct MaskThreads {
     shared: Arc<Shared>,
     count: usize,
@@ -39,22 +41,22 @@ struct Shared {
 #[derive(Default)]
 struct State {
     turns: Turns<Work>,
-    /// Clients whose jobs the engine's thread leaves to others until this time.
+    /// Clients whose jobs the engine's thread leaves to the mask threads, each until this time.
     barred: HashMap<u64, u64>,
     over: bool,
 }
 
-/// A job, and where its result goes.
+/// A job, and the inbox for its result.
 struct Work {
     job: Job,
     inbox: Arc<Inbox>,
 }
 
 impl MaskThreads {
-    /// Starts `count` threads. With 0 the engine's thread does all jobs.
+    /// Starts `count` threads. With 0, the engine's thread runs all jobs.
     ///
     /// # Errors
-    /// The system has no room for a thread.
+    /// The system can't create a thread.
     pub(crate) fn start(count: usize, clock: Arc<dyn Clock>) -> std::io::Result<Self> {
         let shared = Shared { state: Mutex::default(), work: Condvar::new(), clock };
         let threads = Self { shared: Arc::new(shared), count };
@@ -65,12 +67,13 @@ impl MaskThreads {
         Ok(threads)
     }
 
-    /// True if the engine's thread does all jobs.
+    /// True if there are no mask threads, so that the engine's thread runs all jobs.
     pub(crate) fn is_empty(&self) -> bool {
         self.count == 0
     }
 
-    /// Queues jobs. If they are `due`, the engine's thread computes a few cheap ones by itself.
+    /// Queues jobs. If a step waits for them (`due`), the engine's thread will run a few cheap ones
+    /// itself, so no thread is woken for these.
     pub(crate) fn push(&self, jobs: Vec<Job>, inbox: &Arc<Inbox>, due: bool) {
         let (mut cheap, mut others) = (0, 0);
         let mut state = self.shared.state.lock();
@@ -93,7 +96,8 @@ impl MaskThreads {
         (0..wanted.min(self.count)).for_each(|_| _ = self.shared.work.notify_one());
     }
 
-    /// Does the next cheap job, or any if there are no threads. False: there is none.
+    /// Runs the next cheap job, or any job if there are no mask threads. Returns false if there is
+    /// none.
     pub(crate) fn help(&self) -> bool {
         let mut state = self.shared.state.lock();
         let Some(ticket) = state.turns.pop(!self.is_empty()) else { return false };
@@ -104,8 +108,8 @@ impl MaskThreads {
         true
     }
 
-    /// Notes the time that a client's work took on the engine's thread, and that was expected to be
-    /// cheap.
+    /// Records the time that a job took on the engine's thread, where only jobs run that were
+    /// expected to be cheap.
     pub(crate) fn took(&self, client: u64, us: u64) {
         if us <= OVERRUN_US {
             return;
@@ -118,21 +122,21 @@ impl MaskThreads {
         state.barred.insert(client, now + BARRED_US);
     }
 
-    /// True if the engine's thread leaves the client's jobs to others.
+    /// True if the engine's thread leaves the client's jobs to the mask threads.
     pub(crate) fn is_barred(&self, client: u64) -> bool {
         let state = self.shared.state.lock();
         let until = state.barred.get(&client);
         until.is_some_and(|&until| until > self.shared.clock.now_us())
     }
 
-    /// Leaves queued jobs to the threads.
+    /// Wakes the mask threads for the jobs that are still queued.
     pub(crate) fn leave(&self) {
         if !self.shared.state.lock().turns.is_empty() {
             self.shared.work.notify_all();
         }
     }
 
-    /// Removes a job that has not begun.
+    /// Removes and returns a job that has not begun.
     pub(crate) fn cancel(&self, request: u64, inbox: &Arc<Inbox>) -> Option<Job> {
         let own = |work: &Work| work.job.request == request && Arc::ptr_eq(&work.inbox, inbox);
         Some(self.shared.state.lock().turns.remove(own)?.job.job)
@@ -164,7 +168,7 @@ impl Shared {
         }
     }
 
-    /// Gives the microseconds that it took.
+    /// Runs a job. Returns the microseconds that it took.
     fn run(&self, ticket: Ticket<Work>) -> u64 {
         let Ticket { client, expected_us, job: Work { job, inbox }, .. } = ticket;
         let made = job.run(&*self.clock);
@@ -175,7 +179,7 @@ impl Shared {
     }
 }
 
-/// The results of a member's jobs, until it takes them.
+/// The results of a member's jobs, until the member takes them.
 pub(crate) struct Inbox {
     arrivals: Mutex<Arrivals>,
     arrived: Condvar,
@@ -185,11 +189,11 @@ pub(crate) struct Inbox {
 #[derive(Default)]
 struct Arrivals {
     made: Vec<Made>,
-    /// Requests whose results wake the engine.
+    /// Requests whose results wake the engine thread.
     awaited: HashSet<u64>,
-    /// Where the constraints of requests go that are not the member's any more.
+    /// For requests that have left this member: where to send their constraints.
     forward: HashMap<u64, Sender<Box<dyn Constraint>>>,
-    /// The engine's thread waits here.
+    /// True while the engine's thread waits for a result.
     watched: bool,
 }
 
@@ -201,7 +205,7 @@ impl Inbox {
     fn put(&self, made: Made) {
         let mut arrivals = self.arrivals.lock();
         if let Some(to) = arrivals.forward.remove(&made.request) {
-            // The owner of the request may have ended it.
+            // The new owner may have ended the request and dropped the receiver.
             let _ = to.send(made.constraint);
             return;
         }
@@ -221,7 +225,7 @@ impl Inbox {
         std::mem::take(&mut self.arrivals.lock().made)
     }
 
-    /// Waits for an arrival; false: there is none at the end of the time.
+    /// Waits for a result until `until`. Returns false if none has arrived by then.
     pub(crate) fn wait(&self, until: Instant) -> bool {
         let mut arrivals = self.arrivals.lock();
         arrivals.watched = true;
@@ -232,8 +236,8 @@ impl Inbox {
         !arrivals.made.is_empty()
     }
 
-    /// Returns the masks that have arrived. Masks of these requests that are still missing will
-    /// wake the engine.
+    /// Returns the masks that have arrived. Masks of `requests` that are still missing will wake
+    /// the engine thread when they arrive.
     pub(crate) fn take_and_await(&self, requests: impl Iterator<Item = u64>) -> Vec<Made> {
         let mut arrivals = self.arrivals.lock();
         let made = std::mem::take(&mut arrivals.made);
@@ -242,8 +246,8 @@ impl Inbox {
         made
     }
 
-    /// Makes the constraint of a request go to `to` when its job is done. Returns it if it has
-    /// arrived.
+    /// If the result of the request's job has arrived, returns it. Otherwise the constraint is sent
+    /// to `to` when the job is done.
     pub(crate) fn forward(&self, request: u64, to: Sender<Box<dyn Constraint>>) -> Option<Made> {
         let mut arrivals = self.arrivals.lock();
         arrivals.awaited.remove(&request);
@@ -257,7 +261,7 @@ impl Inbox {
         }
     }
 
-    /// Forgets an ended request, so that its masks no longer wake the engine.
+    /// Stops the masks of an ended request from waking the engine thread.
     pub(crate) fn forget(&self, request: u64) {
         self.arrivals.lock().awaited.remove(&request);
     }

@@ -1,19 +1,20 @@
-//! Jobs in turns by client.
+//! A queue of jobs in which clients take turns.
 //!
-//! Turns are start-time fair queueing over measured time, as in the scheduler's queue. A job begins
-//! at the end of its client's last one in virtual time, and the earliest begins first. So a client
-//! whose jobs take long has its turn less often, however many jobs it has. A client's cheap jobs go
-//! before its others, but not always. When nothing waits, nobody owes anything.
+//! The queue uses start-time fair queueing over measured time, like the scheduler's queue. In
+//! virtual time, a job starts at the end of its client's previous job, and the job with the
+//! earliest start runs first. So a client whose jobs take long is served less often, however many
+//! jobs it has. A client's cheap jobs run before its other jobs, but not always. When the queue is
+//! empty, all debts are forgotten.
 
 use std::collections::{BTreeMap, VecDeque};
 
-/// Cheap jobs of a client that go before one that is not, while both wait.
+/// The number of cheap jobs of a client that may run before a waiting one that is not cheap.
 const CHEAP_FIRST: u32 = 8;
 
-/// Waiting jobs.
+/// The queue of waiting jobs.
 #[derive(Debug)]
 pub(crate) struct Turns<T> {
-    /// Virtual time, in microseconds.
+    /// The present virtual time, in microseconds.
     now: u64,
     lanes: BTreeMap<u64, Lane<T>>,
     waiting: usize,
@@ -22,15 +23,15 @@ pub(crate) struct Turns<T> {
 /// A client's waiting jobs.
 #[derive(Debug)]
 struct Lane<T> {
-    /// The start of its next job.
+    /// The start of the client's next job in virtual time.
     start: u64,
     cheap: VecDeque<Ticket<T>>,
     others: VecDeque<Ticket<T>>,
-    /// Cheap jobs that were taken since one of the others was.
+    /// The number of cheap jobs taken since the last job that was not cheap.
     passed: u32,
 }
 
-/// A job, and the time that it is expected to take.
+/// A job, and its expected time.
 #[derive(Debug)]
 pub(crate) struct Ticket<T> {
     pub(crate) client: u64,
@@ -66,7 +67,7 @@ impl<T> Turns<T> {
         self.waiting == 0
     }
 
-    /// Removes and returns the next job; with `cheap`, the next cheap one.
+    /// Removes and returns the next job. With `cheap`, considers only cheap jobs.
     pub(crate) fn pop(&mut self, cheap: bool) -> Option<Ticket<T>> {
         let able = self.lanes.values_mut().filter(|lane| {
             let others = !cheap && !lane.others.is_empty();
@@ -87,7 +88,7 @@ impl<T> Turns<T> {
         Some(ticket)
     }
 
-    /// A client's job has taken `us` microseconds.
+    /// Corrects a client's virtual time: its job took `us` microseconds, not `expected_us`.
     pub(crate) fn done(&mut self, client: u64, expected_us: u64, us: u64) {
         if let Some(lane) = self.lanes.get_mut(&client) {
             let (expected, taken) = (expected_us.max(1), us.max(1));
@@ -158,8 +159,8 @@ mod tests {
     }
 
     proptest! {
-        /// Everything comes out once, in its order within a client and kind, and a debt ends with
-        /// the last job that waits.
+        /// Each job is returned once, in order within a client and kind. No debts remain when the
+        /// queue is empty.
         #[test]
         fn everything_comes_out_once(
             ops in prop::collection::vec((0..4_u64, any::<bool>(), 0..3000_u64, 0..5_u8), 1..200),

@@ -1,5 +1,5 @@
-//! The adapters that the hand has been told of. Each is announced when it is loaded, and all are
-//! announced to a new hand.
+//! The adapters that were announced to the hand. Each adapter is announced when it is loaded, and
+//! all of them are announced to a new hand.
 
 use std::collections::BTreeMap;
 
@@ -7,19 +7,19 @@ use forebay_protocol::AdapterOrder;
 
 use crate::executor::Executor;
 
-/// The adapters that requests may have.
+/// The adapters that requests may use.
 #[derive(Default)]
 pub(crate) struct Adapters {
     /// The load orders of the adapters, by adapter number.
     known: BTreeMap<u32, AdapterOrder>,
-    /// Adapters that no new request will use. The hand drops each after its last request.
+    /// Adapters that no new request will use. Each is dropped after its last request has ended.
     leaving: Vec<u32>,
-    /// Orders that the hand has not got yet.
+    /// Orders that have not been sent to the hand yet.
     due: Vec<AdapterOrder>,
 }
 
 impl Adapters {
-    /// Follows an order.
+    /// Applies an adapter order.
     pub(crate) fn follow(&mut self, order: AdapterOrder) {
         match order {
             AdapterOrder::Know { id, .. } => {
@@ -30,19 +30,19 @@ impl Adapters {
         }
     }
 
-    /// True if a request with this adapter can be computed.
+    /// True if this adapter is loaded, or none is requested.
     pub(crate) fn knows(&self, adapter: Option<u32>) -> bool {
         adapter.is_none_or(|id| self.known.contains_key(&id))
     }
 
-    /// Sends a new hand all adapters.
+    /// Queues the load orders of all adapters, for a new hand.
     pub(crate) fn know_again(&mut self) {
         self.due = self.known.values().cloned().collect();
     }
 
-    /// Sends the orders that are due to the hand of a member. Without a hand they are dropped, and
-    /// the next one gets all adapters. `gone` drops an adapter; it returns false while the adapter
-    /// is in use.
+    /// Sends the pending orders to a member's hand. Without a hand they are dropped, because the
+    /// next hand gets all adapters. `gone` makes the scheduler drop an adapter; it returns false
+    /// while the adapter is in use.
     pub(crate) fn send(
         &mut self,
         member: usize,

@@ -1,8 +1,8 @@
 //! Payloads that are being copied to a hand on another machine.
 //!
-//! A request that needs a payload has no turn until it has arrived: the request is held, or its
-//! image stays wanted. Copied payloads may be lost with the hand, so those of all live requests are
-//! copied to the next one.
+//! A request that needs a payload is not scheduled until the payload has arrived: the request is
+//! held, or its image stays wanted. Copies may be lost with the hand. So the payloads of all live
+//! requests are copied again to the next hand.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use crate::handle::Order;
 use crate::member::Member;
 use crate::payload::Payload;
 
-/// The payloads that are on their way.
+/// The payloads that are being copied or are to be copied.
 #[derive(Debug, Default)]
 pub(crate) struct Carrying {
     /// True if the hand reads payloads in the memory in which they were written, so none is copied.
     near: bool,
-    /// The number of deaths of the hand. A payload copied to an earlier hand is useless.
+    /// The number of deaths of the hand so far. A payload copied to an earlier hand is useless.
     life: u64,
-    /// Payloads that each held request still waits for.
+    /// The number of payloads that each held request still waits for.
     left: HashMap<u64, usize>,
-    /// Cargo that waits for [`Member::send_off`].
+    /// Copies that [`Member::send_off`] is to start.
     due: Vec<Cargo>,
 }
 
@@ -50,14 +50,14 @@ impl Carrying {
     }
 }
 
-/// A payload has reached the hand.
+/// A report that a payload has reached the hand.
 #[derive(Debug)]
 pub(crate) struct PayloadDelivery {
     life: u64,
     cargo: Cargo,
 }
 
-/// The request or image that waits for the payload.
+/// What to copy: all payloads of a request, or the patches of an image.
 #[derive(Debug, Clone)]
 enum Cargo {
     Of(u64),
@@ -70,18 +70,18 @@ impl Member {
         !payloads.is_empty() && !self.carrying.near
     }
 
-    /// Asks for everything that a held request needs.
+    /// Queues all payloads of a held request for copying.
     pub(super) fn carry_for(&mut self, request: u64) {
         self.carrying.due.push(Cargo::Of(request));
     }
 
-    /// Requests the payloads of all held requests again, for a new hand.
+    /// Queues the payloads of all held requests again, for a new hand.
     pub(super) fn carry_again(&mut self) {
         let held = self.scheduler.iter().flat_map(|scheduler| scheduler.held());
         self.carrying.due.extend(held.map(Cargo::Of));
     }
 
-    /// Makes the hand read patches: at once, or after they were copied there.
+    /// Makes the hand read patches: at once, or after they have been copied to it.
     pub(super) fn give_patches(&mut self, image: ImageId, patches: Arc<dyn Payload>) {
         if self.carrying.near {
             self.patches_there(image, patches);
@@ -90,7 +90,7 @@ impl Member {
         }
     }
 
-    /// Starts copying every requested payload to the hand; `at` is the member's index in its group.
+    /// Starts copying every queued payload to the hand; `at` is the member's index in its group.
     /// Without a hand nothing is copied: requests wait for the next hand, and images become wanted
     /// again.
     pub(crate) fn send_off(&mut self, at: usize, hand: Option<&mut (dyn Executor + 'static)>) {
@@ -99,7 +99,7 @@ impl Member {
             let payloads = match &cargo {
                 Cargo::Of(request) => {
                     let payloads = self.payloads.of(*request).to_vec();
-                    // A request that has ended meanwhile has no payloads.
+                    // A request that has ended since has no payloads.
                     if !payloads.is_empty() {
                         self.carrying.left.insert(*request, payloads.len());
                     }
@@ -121,7 +121,7 @@ impl Member {
         }
     }
 
-    /// Handles a payload that was copied to the hand, if it is still the same hand.
+    /// Handles a payload that has reached the hand, unless that hand has died since.
     pub(super) fn carried(&mut self, carried: PayloadDelivery) {
         if carried.life != self.carrying.life {
             return;
@@ -142,8 +142,8 @@ impl Member {
         }
     }
 
-    /// Holds requests with payloads after the hand's death, until the payloads are copied to the
-    /// next hand.
+    /// Holds all requests with payloads after the hand's death, until the payloads are copied to
+    /// the next hand.
     pub(super) fn hold_embedded(&mut self) {
         self.carrying.hand_died();
         if self.carrying.near {

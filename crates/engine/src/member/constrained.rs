@@ -1,16 +1,16 @@
-//! Requests with constraints. Their tokens are fed to the constraints, which make masks for the
-//! rows of each plan.
+//! Requests with constraints. A request's tokens are fed to its constraint, which computes the
+//! masks for its rows.
 //!
-//! A plan is sent before the tokens of the previous step are known. Its masks follow when those
-//! tokens have been applied, while the hand computes: a mask is needed only for sampling.
+//! A plan is sent before the tokens of the previous step are known. Its masks follow once those
+//! tokens have been applied, while the hand computes: masks are needed only for sampling.
 //!
-//! A step waits for its masks at most a share of its own time. Then a row whose mask is not ready
-//! sits the step out. The mask is finished meanwhile, and the request gets its next row afterwards.
-//! The request is now *late*: it gets no row before its mask is ready, so that no further row is
-//! computed in vain. A cheap mask ends that state.
+//! A step waits for its masks for at most a share of its own time. After that, a row whose mask is
+//! not ready sits the step out. The mask is finished meanwhile, and the request gets its next row
+//! afterwards. The request is now *late*: it gets no row before its mask is ready, so that no
+//! further row is computed in vain. A cheap mask ends that state.
 //!
 //! With drafts, a request with cheap masks is checked as soon as its tokens are known: which drafts
-//! are allowed, and which tokens are certain. Its row then has a mask for each position.
+//! are allowed, and which tokens the grammar forces. Its row then has one mask per position.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -25,17 +25,18 @@ use crate::masks::{Inbox, Job, Made, MaskThreads, RowMasks, deferred, guarded, i
 use crate::member::Member;
 use crate::types::{FinishReason, RequestError};
 
-/// Bounds on the time that a step waits for masks, in microseconds.
+/// The shortest and the longest time that a step may wait for masks, in microseconds.
 const LEAST_US: u64 = 2_000;
 const MOST_US: u64 = 20_000;
-/// The newest step counts for one in `NEWEST` in the mean of step times. So does the newest mask in
-/// the record of expensive masks.
+/// The newest step has weight `1 / NEWEST` in the mean of step times. The record of expensive masks
+/// decays by the same share with each mask.
 const NEWEST: u64 = 8;
-/// A row gets drafts only if its masks are expected to take at most this many microseconds.
+/// The time, in microseconds, that the masks of a row with drafts may be expected to take. It
+/// limits the number of drafts.
 const WALK_US: u64 = 1_000;
 
-/// The number of first masks of a request whose cost says little: the second one may copy the
-/// matcher of its form, the first one does not.
+/// The number of a request's first masks whose times are ignored, because these say little about
+/// later masks. The second mask may copy the matcher of its grammar, the first one does not.
 const UNKNOWN: u8 = 2;
 
 /// A live request's constraint.
@@ -44,27 +45,28 @@ struct Held {
     client: u64,
     /// `None`: a mask job owns the constraint now.
     constraint: Option<Box<dyn Constraint>>,
-    /// Tokens that the constraint has not accepted yet.
+    /// Generated tokens that the constraint has not accepted yet.
     said: Vec<i32>,
-    /// The masks for the next tokens, until a token was sampled.
+    /// The masks for the next tokens. They are dropped when a token is sampled.
     masks: Option<RowMasks>,
-    /// Microseconds that its next mask may take. Expensive masks are forgotten slowly.
+    /// The expected time of the next mask, in microseconds. It falls slowly after an expensive
+    /// mask.
     expected_us: Option<u64>,
-    /// The number of its masks so far, up to `UNKNOWN`.
+    /// The number of masks computed for the request. The count is exact only up to `UNKNOWN`.
     made: u8,
-    /// Microseconds that the newest mask took. `None`: only the first masks were made, which do not
-    /// count.
+    /// Microseconds that the newest mask took. `None`: only first masks, which do not count, were
+    /// computed.
     newest_us: Option<u64>,
-    /// A row has sat out, and no cheap mask has followed.
+    /// True if a row has sat out, and no cheap mask has followed.
     late: bool,
-    /// True if the scheduler plans no sampling row for the request.
+    /// True if the scheduler plans no sampling row for the request until its mask is ready.
     waits: bool,
     /// True if the request's row in the newest plan lacks its mask.
     due: bool,
 }
 
 impl Held {
-    /// The expected time of a mask, if it is known.
+    /// The expected time of a mask; `None` while it is not known.
     fn known_us(&self) -> Option<u64> {
         self.expected_us.filter(|_| self.made >= UNKNOWN)
     }
@@ -84,20 +86,20 @@ struct Due {
 /// The constraints of live requests.
 pub(crate) struct Constrained {
     live: HashMap<u64, Held>,
-    /// The newest plan, if its masks were not sent: its step, and its masked rows in order.
+    /// The newest plan, if its masks were not sent yet: its step, and its masked rows in order.
     due: Option<(u64, Vec<Due>)>,
-    /// Requests whose masks are due and not ready.
+    /// The number of requests whose masks are due and not ready.
     missing: usize,
     masks: StepMasks,
-    /// Memory for masks.
+    /// Memory of old masks, kept for reuse.
     spare: Vec<Vec<u32>>,
-    /// Tokens of the hand's vocabulary.
+    /// The number of tokens in the hand's vocabulary.
     pub(crate) vocabulary: u32,
     threads: Arc<MaskThreads>,
     inbox: Arc<Inbox>,
-    /// Microseconds that a step takes.
+    /// The mean time of a step, in microseconds.
     step_us: u64,
-    /// The share of a step's time that it waits for masks, in percent.
+    /// The longest wait of a step for masks, in percent of its time.
     share: u32,
 }
 
@@ -145,8 +147,8 @@ impl Constrained {
         }
     }
 
-    /// Removes the constraint of a request that moves to another engine. The constraint will have
-    /// accepted all tokens.
+    /// Removes the constraint of a request that moves to another engine. The returned constraint
+    /// accepts all tokens of the request before it is used.
     pub(crate) fn give(&mut self, id: u64) -> Option<Box<dyn Constraint>> {
         let Held { constraint, said, due, .. } = self.live.remove(&id)?;
         self.missing -= usize::from(due);
@@ -165,14 +167,15 @@ impl Constrained {
         let mut before = Vec::new();
         if let Some((constraint, tokens)) = found {
             before = tokens;
-            // The channel has room for it.
+            // This can't block: nothing else was sent, so the channel has room.
             let _ = to.send(constraint);
         }
         before.extend(said);
         Some(deferred(from, before))
     }
 
-    /// The job for the masks of a request's next row with these drafts, if none is running.
+    /// Creates the job for the masks of a request's next row with these drafts. `None`: the masks
+    /// exist, or a job is already running.
     fn job(&mut self, id: u64, drafts: &[i32]) -> Option<Job> {
         let held = self.live.get_mut(&id).filter(|held| held.needs_masks(drafts))?;
         let constraint = held.constraint.take()?;
@@ -195,13 +198,13 @@ impl Constrained {
         })
     }
 
-    /// How long the next step waits for masks at most, in microseconds.
+    /// The longest time that the next step may wait for masks, in microseconds.
     fn budget(&self, members: u64) -> u64 {
         let share = self.step_us.saturating_mul(self.share.into()) / 100;
         share.clamp(LEAST_US, MOST_US) / members.max(1)
     }
 
-    /// Notes the time of a step.
+    /// Adds a step to the mean time of steps.
     pub(crate) fn stepped(&mut self, us: u32) {
         let us = u64::from(us);
         let first = if self.step_us == 0 { us } else { self.step_us };
@@ -209,7 +212,7 @@ impl Constrained {
     }
 
     /// Feeds a sampled token to the request's constraint. Returns whether its next mask is to be
-    /// computed at once; `None`: it has no constraint.
+    /// computed at once. `None`: it has no constraint.
     pub(super) fn say(&mut self, id: u64, token: i32) -> Option<bool> {
         let held = self.live.get_mut(&id)?;
         held.said.push(token);
@@ -239,8 +242,8 @@ impl Member {
         self.constrained.due = Some((plan.step(), ids.into_iter().zip(drafts).map(due).collect()));
     }
 
-    /// Sets the expected tokens of requests with new tokens, where their grammars force the next
-    /// ones.
+    /// Sets the expected tokens of requests that got new tokens, where their grammars force the
+    /// next ones.
     pub(super) fn expect_masked(&mut self, ids: &[u64]) {
         for &id in ids {
             let Self { constrained, scheduler, shared, .. } = self;
@@ -274,7 +277,7 @@ impl Member {
         }
     }
 
-    /// Starts computing the next masks of requests for which no plan has a row yet.
+    /// Starts computing the next masks of these requests. No plan has rows for these masks yet.
     pub(super) fn begin_masks(&mut self, ids: &[u64]) {
         let own = &mut self.constrained;
         let jobs: Vec<Job> = ids.iter().filter_map(|&id| own.job(id, &[])).collect();
@@ -288,18 +291,18 @@ impl Member {
         self.take_made(made);
     }
 
-    /// Makes a cheap mask that waits for a mask thread; false: there is none.
+    /// Computes one cheap mask that is queued for the mask threads. Returns false if there is none.
     pub(crate) fn help_with_masks(&self) -> bool {
         self.constrained.threads.help()
     }
 
-    /// True if masks are made by other threads too.
+    /// True if other threads compute masks too.
     pub(super) fn has_mask_threads(&self) -> bool {
         !self.constrained.threads.is_empty()
     }
 
     /// Sends the masks that are due, if the tokens that they depend on are known. `at` is the
-    /// member's index in its group of `members`.
+    /// member's index in a group of `members`.
     pub(crate) fn send_masks(&mut self, at: usize, members: u64, executor: &mut dyn Executor) {
         let alone = self.in_flight() == 1;
         let Some((step, rows)) = self.constrained.due.take_if(|_| alone) else { return };
@@ -328,7 +331,7 @@ impl Member {
                     idle.extend(held.constraint.is_some().then_some(*id));
                 }
             }
-            // A request that has ended meanwhile may sample any token.
+            // For a request that has ended since the plan, any token is allowed.
             own.masks.masks.resize(sent + places, RowMask::Everything);
         }
         executor.masks(at, &own.masks);
@@ -348,7 +351,7 @@ impl Member {
         self.stats.mask_wait_us += self.shared.clock.now_us().saturating_sub(began);
     }
 
-    /// Makes the masks of these rows, until `deadline`.
+    /// Computes the masks of these rows, or waits for them, until `deadline`.
     fn make_masks(&mut self, rows: &[Due], deadline: u64) {
         self.collect_masks();
         let own = &mut self.constrained;
@@ -382,7 +385,7 @@ impl Member {
         }
     }
 
-    /// Gives up waiting: masks that are not ready are left to the mask threads.
+    /// Stops waiting: leaves the masks that are not ready to the mask threads.
     fn leave_masks(&mut self, rows: &[Due]) {
         let own = &mut self.constrained;
         own.threads.leave();
@@ -398,7 +401,7 @@ impl Member {
         self.constrained.missing = 0;
     }
 
-    /// Collects the masks that have been computed.
+    /// Takes the masks that have been computed.
     pub(crate) fn collect_masks(&mut self) {
         let made = self.constrained.inbox.take();
         self.take_made(made);
@@ -415,7 +418,7 @@ impl Member {
                 own.spare.extend(masks.into_iter().flat_map(|masks| masks.words));
                 continue;
             };
-            // The time of each mask.
+            // The mean time of one mask.
             let us = us / made;
             held.constraint = Some(constraint);
             let before = held.expected_us.unwrap_or(0);
@@ -436,7 +439,7 @@ impl Member {
                         scheduler.mask_ready(id);
                     }
                 }
-                // A token has come meanwhile.
+                // A token was sampled meanwhile, so these masks are outdated.
                 Ok(masks) => {
                     own.spare.extend(masks.words);
                     again.extend(held.waits.then_some(id));
@@ -448,8 +451,8 @@ impl Member {
         }
     }
 
-    /// Forgets the masks that the dead hand waited for. Its rows gave no token, so finished masks
-    /// are still valid.
+    /// Forgets the masks that the dead hand waited for. Rows of that plan gave no token, so
+    /// finished masks are still valid.
     pub(super) fn forget_masks(&mut self) {
         let own = &mut self.constrained;
         own.due = None;
@@ -463,7 +466,7 @@ impl Member {
         }
     }
 
-    /// Ends a request that cannot continue under its constraint, unless it has ended.
+    /// Ends a request that cannot continue under its constraint, unless it has already ended.
     fn break_off(&mut self, id: u64, why: ConstraintError) {
         if self.scheduler.as_mut().is_some_and(|scheduler| scheduler.abort(id)) {
             self.end(id, FinishReason::Error(RequestError::Constraint(why.0)));

@@ -1,4 +1,4 @@
-//! Events of the scheduler, and the ends of requests.
+//! Handles the events of the scheduler, and ends requests.
 
 use forebay_protocol::{PLACE_FAILED_DIGEST, PLACE_FAILED_FILES, PLACE_FAILED_MEMORY};
 use forebay_scheduler::{Event, Finish};
@@ -11,7 +11,7 @@ use crate::types::{
 };
 
 impl Member {
-    /// Turns the scheduler's events into outputs.
+    /// Handles the scheduler's events, and turns them into outputs.
     pub(crate) fn take_events(&mut self) {
         let now = self.noted_us;
         let mut events = std::mem::take(&mut self.events);
@@ -23,7 +23,7 @@ impl Member {
                     if restoring {
                         self.arriving.insert(id, self.shared.clock.now_us());
                     }
-                    // Its first mask is made while its prompt is being computed.
+                    // The first mask is computed during the prefill.
                     masked.extend(self.has_mask_threads().then_some(id));
                     self.stats.replayed += u64::from(replayed);
                     let admitted = EventKind::Admitted { cached: cached_tokens };
@@ -47,7 +47,7 @@ impl Member {
                     }
                     let token = Some(SampledToken { id: token, logprobs });
                     let (admission, id) = (self.take_admission(id), RequestId(id));
-                    // Together with earlier events of the same step.
+                    // The token is added to an earlier output of the same step, if there is one.
                     let first =
                         self.outputs.last_mut().filter(|last| last.id == id && last.lacks_token());
                     match first {
@@ -107,7 +107,7 @@ impl Member {
         if self.admissions.is_empty() { None } else { self.admissions.remove(&id) }
     }
 
-    /// Delivers the terminal output of a request that the scheduler no longer has.
+    /// Queues the last output of a request that the scheduler has dropped.
     pub(super) fn end(&mut self, id: u64, finish: FinishReason) {
         if let Some(Arrival { place, .. }) = self.forget_arrival(id) {
             self.shared.queued.left(place, self.shared.clock.now_us());
@@ -130,7 +130,7 @@ impl Member {
         }
     }
 
-    /// How requests end while the hand is given up.
+    /// The finish reason of requests if the hand was given up; `None` otherwise.
     pub(super) fn failure(&self) -> Option<FinishReason> {
         match &*self.shared.status.lock() {
             Status::Failed(reason) => {
@@ -140,7 +140,7 @@ impl Member {
         }
     }
 
-    /// Ends every request, because the hand does not come back or the engine stops.
+    /// Ends every request, because the hand will not come back or the engine stops.
     pub(crate) fn end_all(&mut self) {
         let finish = self.failure().unwrap_or(FinishReason::Abort);
         self.end_each(&finish);
@@ -160,7 +160,7 @@ impl Member {
     }
 }
 
-/// Why the hand could not load an adapter.
+/// Returns the reason why the hand could not load an adapter.
 fn why_not_placed(error: i32) -> String {
     match error {
         PLACE_FAILED_FILES => "its files can't be read any more",

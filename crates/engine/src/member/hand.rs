@@ -1,5 +1,5 @@
-//! A member's part in the hand's life: a scheduler when the hand's facts are known, a fresh start
-//! after a death.
+//! A member's response to events of the hand: creates a scheduler once the hand's facts are known,
+//! and resets it after the hand's death.
 
 use std::sync::atomic::Ordering;
 
@@ -17,9 +17,9 @@ use crate::types::{Facts, FinishReason, RequestError};
 /// The cause of a hand's death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cause {
-    /// A request in flight is to blame, as far as is known.
+    /// A request in flight may have caused it.
     Requests,
-    /// Copies that never end.
+    /// The hand was killed because its copies never ended.
     Copies,
     /// Memory ran out.
     Memory,
@@ -27,30 +27,30 @@ pub(crate) enum Cause {
     Weights,
 }
 
-/// The pages of a hand, and the fewest with which every possible live request can still be
-/// computed.
+/// The number of pages of a hand, and the fewest pages with which every allowed request can still
+/// be computed.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pool {
-    /// Pages of the device; 0: the model keeps no keys and values.
+    /// The number of pages on the device; 0: the model keeps no KV cache.
     pub(crate) pages: u32,
-    /// Pages of the host's tier; 0 without one.
+    /// The number of pages in the host tier; 0 without a host tier.
     pub(crate) host_pages: u32,
-    /// The fewest pages of the device.
+    /// The fewest pages that the device may have.
     pub(crate) least: u32,
-    /// The fewest pages of the host's tier.
+    /// The fewest pages that the host tier may have.
     pub(crate) host_least: u32,
     /// The largest number of positions of a request.
     pub(crate) context_length: u32,
 }
 
 impl Member {
-    /// The pages of the hand; `None`: no hand was ready yet.
+    /// Returns the page counts of the hand; `None`: no hand was ready yet.
     pub(crate) fn pool(&self) -> Option<Pool> {
         let facts = self.shared.facts.lock();
         let Facts { context_length, prompt_length, page_size, ref hand } = *facts.as_ref()?;
         let row_pages = hand.hot_row_tokens.div_ceil(page_size);
         let context = context_length.div_ceil(page_size);
-        // A prompt is computed on the device with all its pages, and one for the next token.
+        // A prompt needs all its pages on the device, and one more for the next token.
         let least = match (row_pages, self.config.host_tier) {
             (1.., Some(host)) if hand.host_page_count > 0 => {
                 let sparse = Sparse { row_pages, save_rows: host.kv_save == SaveUnit::Token };
@@ -62,7 +62,7 @@ impl Member {
         Some(Pool { pages, host_pages, least, host_least: context, context_length })
     }
 
-    /// Records that the hand is ready for plans.
+    /// Handles a hand that is ready for plans.
     pub(crate) fn ready(&mut self, facts: &Ready) {
         let drafts = self.drafts(facts);
         let facts = &Ready { verifies_drafts: drafts.is_some(), ..facts.clone() };
@@ -76,11 +76,11 @@ impl Member {
             host_pages: facts.host_state_page_count,
             weight: StateCache::weight_of(facts.state_bytes, facts.page_bytes),
         });
-        // No model chooses positions and has recurrent layers.
+        // No model has both sparse attention and recurrent layers.
         let sparse = host
             .filter(|_| row_pages > 0 && !is_recurrent)
             .map(|host| Sparse { row_pages, save_rows: host.kv_save == SaveUnit::Token });
-        // With sparse decoding an answer may outgrow the device's pages.
+        // With sparse decoding, an answer may need more pages than the device has.
         let positions = if sparse.is_some() { facts.host_page_count } else { pages };
         let pool = positions.saturating_mul(self.config.page_size);
         self.adapters.know_again();
@@ -109,7 +109,7 @@ impl Member {
         self.shared.room.store(context_length, Ordering::Release);
         let page_size = self.config.page_size;
         let hot = if pages == 0 { u32::MAX } else { pages.saturating_mul(page_size) };
-        // A prompt is computed with all its pages on the device, and one more for the first token.
+        // A prompt needs all its pages on the device, and one more for the first token.
         let prompt_length = context_length.min(hot.saturating_sub(u32::from(sparse.is_some())));
         *self.shared.facts.lock() =
             Some(Facts { context_length, prompt_length, page_size, hand: facts.clone() });
@@ -153,7 +153,7 @@ impl Member {
         }));
     }
 
-    /// The drafts that the hand verifies.
+    /// Returns the settings of drafts; `None`: drafts are off, or the hand can't verify them.
     fn drafts(&self, facts: &Ready) -> Option<Drafts> {
         let drafts = self.config.drafts?;
         if !facts.verifies_drafts {
@@ -201,7 +201,7 @@ impl Member {
     }
 }
 
-/// The numbers of pages of a hand.
+/// Returns the page counts of a hand.
 fn counts(facts: &Ready) -> PageCounts {
     PageCounts {
         pages: facts.page_count,

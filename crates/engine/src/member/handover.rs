@@ -1,5 +1,5 @@
-//! Requests that move between replicas: when a hand dies, when another replica has less to do, and
-//! as planned after the first token.
+//! Requests that move between replicas: because a hand has died, because another replica has less
+//! to do, or because they are handed on after the first token.
 
 use std::sync::Arc;
 
@@ -24,13 +24,13 @@ impl Member {
         self.enter(request);
     }
 
-    /// Without a hand, offers all requests to other replicas. The rest wait for the first replica
-    /// that comes back, or end if none will (`over`).
+    /// Without a hand, offers all requests to other replicas. The remaining requests wait for the
+    /// first replica that comes back. If no replica will come back (`over`), the requests end.
     pub(crate) fn give_away(&mut self, over: bool) {
         let others = self.peers.as_ref().is_some_and(|peers| peers.others_up());
         if let Some(scheduler) = self.scheduler.as_mut().filter(|_| others) {
             let taken = scheduler.surrender();
-            // Deliver events from here before those of the other replica.
+            // This replica's outputs have to be delivered before those of the other replica.
             self.deliver();
             let orphans = taken.into_iter().map(|request| self.orphan(request)).collect();
             let left = self.peers.as_ref().map_or_else(Vec::new, |peers| peers.adopt(orphans));
@@ -38,8 +38,8 @@ impl Member {
             for orphan in left {
                 let id = orphan.request.request.id;
                 self.adopt(orphan);
-                // Only other replicas could take requests. This one would wait for a hand that may
-                // never come back.
+                // This engine's hand was given up, so a request that no other replica took would
+                // wait for a hand that may never come back.
                 if let Some(finish) = &failure
                     && self.scheduler.as_mut().is_some_and(|scheduler| scheduler.abort(id))
                 {
@@ -52,8 +52,8 @@ impl Member {
         }
     }
 
-    /// Gives one of the waiting requests to a replica with less to do, if that pays. It tries the
-    /// last in turn first, and moves the first request that gains.
+    /// Gives one of the waiting requests to a replica with less to do, if that pays. Looks at the
+    /// last requests of the queue first, and moves the first one that gains.
     pub(super) fn spare(&mut self, to: usize) {
         let (Some(peers), Some(scheduler)) = (&self.peers, &mut self.scheduler) else { return };
         let pays = |request: &QueuedRequest<'_>| peers.move_pays(to, request);
@@ -64,7 +64,8 @@ impl Member {
         left.into_iter().for_each(|orphan| self.adopt(orphan));
     }
 
-    /// Makes other replicas continue the requests that have left. If none can, they continue here.
+    /// Hands on the requests that have left this scheduler. If no replica takes a request, it
+    /// continues here.
     pub(super) fn hand_on(&mut self) {
         for id in std::mem::take(&mut self.left) {
             let handed = self.scheduler.as_mut().and_then(|scheduler| scheduler.hand_on(id));
@@ -76,7 +77,7 @@ impl Member {
                 None => Some(orphan),
             };
             if let Some(mut orphan) = left {
-                // The loan is not needed: the blocks are in this member's tiers.
+                // No loan is needed, because the blocks are in this member's own tiers.
                 orphan.request.request.loan = None;
                 orphan.request.request.past.returned = true;
                 self.adopt(orphan);
@@ -86,7 +87,7 @@ impl Member {
         }
     }
 
-    /// Wraps a loan so that it is ended by an order, on whichever thread it is dropped last.
+    /// Wraps a loan. When its last reference is dropped, on any thread, an order ends the loan.
     pub(super) fn loan(&self, lent: LentBlocks) -> Loan {
         let handle = EngineHandle { shared: Arc::clone(&self.shared), orders: self.orders.clone() };
         let lender = self.peers.as_ref().map_or(0, |peers| peers.replica());
@@ -106,7 +107,7 @@ impl Member {
                 payloads: self.payloads.give(id),
                 pictures: self.pictures.give(id),
                 constraint: self.constrained.give(id),
-                // The adopting replica has noted the request's preference.
+                // A preference matters only when a replica is chosen for a new request.
                 preference: Preference::default(),
             },
         }

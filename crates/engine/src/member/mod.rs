@@ -1,4 +1,4 @@
-//! One scheduler of an engine thread, with its requests and its observers.
+//! A member: one scheduler of an engine thread, with its requests and observers.
 
 mod adapters;
 mod carrying;
@@ -35,23 +35,23 @@ use crate::types::{
     Peers, Reload, RequestError, Stats,
 };
 
-/// The listeners to outputs, to blocks, and to the hand's death.
+/// The callbacks for outputs, for changes of blocks, and for the hand's death.
 pub(crate) type Listeners =
     (Box<dyn OutputSink>, Option<Box<dyn BlockObserver>>, Option<Box<dyn Peers>>);
 
-/// The kinds of orders that a member's channel held.
+/// The kinds of orders that were taken from a member's channel.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct TakenOrders {
-    /// Some order.
+    /// True if there was any order.
     pub(crate) any: bool,
-    /// True if requests came that another replica may have to take over.
+    /// True if requests arrived that another replica may have to take over.
     pub(crate) entered: bool,
     /// True after [`Order::Stop`]; later orders are still in the channel.
     pub(crate) stopped: bool,
 }
 
-/// A replica without its hand. An ordinary engine thread has one member; the thread of a step group
-/// has one for each rank.
+/// A replica without its hand: the scheduler, the requests and the callbacks. An ordinary engine
+/// thread has one member; the thread of a step group has one for each rank.
 pub(crate) struct Member {
     config: EngineConfig,
     sink: Box<dyn OutputSink>,
@@ -59,22 +59,23 @@ pub(crate) struct Member {
     pub(crate) peers: Option<Box<dyn Peers>>,
     pub(crate) shared: Arc<Shared>,
     lane: Receiver<Order>,
-    /// The orders' sender, for threads that put images where the hand reads them.
+    /// The sender of orders, for callbacks on other threads.
     orders: Sender<Order>,
-    /// Known with the hand's first facts.
+    /// Created when the first hand reports its facts.
     pub(crate) scheduler: Option<Scheduler>,
     events: Vec<Event>,
     outputs: Vec<Output>,
-    /// Requests that were never admitted.
+    /// Requests that wait for their first admission.
     arrivals: HashMap<u64, Arrival>,
-    /// When requests will have waited too long, with their ids; empty if they may wait without a
+    /// The times at which requests will have waited too long, with their ids. Empty if there is no
     /// limit.
     deadlines: BTreeSet<(u64, u64)>,
-    /// Admissions whose first token has not come yet.
+    /// Admissions that no output has reported yet.
     admissions: HashMap<u64, Admission>,
-    /// Since when each request waits for its blocks to be restored.
+    /// The time since which each request waits for its blocks to be restored.
     arriving: HashMap<u64, u64>,
-    /// Since when copies have been in flight without any ending.
+    /// The time since which no copy in flight has finished, for the watchdog; `None`: no copy is in
+    /// flight.
     copying_us: Option<u64>,
     /// Bytes of a page and of a state page, as the hand reports them.
     page_bytes: u64,
@@ -84,21 +85,21 @@ pub(crate) struct Member {
     pictures: Pictures,
     carrying: Carrying,
     pub(crate) adapters: Adapters,
-    /// `None`: plans are made.
+    /// The current pause. `None`: there is none.
     pause: Option<Pause>,
     /// Reload orders that the owner has not taken yet.
     pub(crate) reloads: Vec<Reload>,
-    /// The constraints on their tokens.
+    /// The constraints of live requests.
     constrained: Constrained,
-    /// Requests that go on at another replica.
+    /// Requests that are to be handed on to another replica.
     left: Vec<u64>,
-    /// The last step that was handed over.
+    /// The number of the last step that was submitted.
     last_step: u64,
     stats: HandStats,
     notes: Notes,
-    /// When the last plan was made or the last result applied.
+    /// The time at which the last plan was made or the last result was applied.
     noted_us: u64,
-    /// Microseconds that the last plan took to make.
+    /// The time that making the last plan took, in microseconds.
     plan_us: u32,
 }
 
@@ -209,7 +210,8 @@ impl Member {
         taken
     }
 
-    /// Queues a request. If the hand is gone, the caller decides afterwards where it goes.
+    /// Queues a request. If there is no hand, the caller decides afterwards what to do with the
+    /// request.
     fn enter(&mut self, entering: EngineRequest) {
         let EngineRequest { mut request, payloads, pictures, constraint, .. } = entering;
         request.masked = constraint.is_some();
@@ -222,7 +224,7 @@ impl Member {
         }
         let room = self.shared.room.load(Ordering::Acquire);
         if positions(&request) > u64::from(room) {
-            // When the request was checked, another replica with more memory was up.
+            // The request fitted another replica with more memory when it was checked.
             let reason = format!("of the replicas that are left, none has {room} positions");
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
             return self.end(request.id, finish);
@@ -243,7 +245,7 @@ impl Member {
         }
     }
 
-    /// Plans in flight; the same for all members of a group.
+    /// The number of plans in flight; the same for all members of a group.
     pub(crate) fn in_flight(&self) -> usize {
         self.scheduler.as_ref().map_or(0, Scheduler::in_flight)
     }
@@ -253,12 +255,12 @@ impl Member {
         self.scheduler.as_ref().is_some_and(Scheduler::computes)
     }
 
-    /// True if one of its requests is suspected of the hand's death.
+    /// True if one of the member's requests is suspected of having killed the hand.
     pub(crate) fn is_suspected(&self) -> bool {
         self.scheduler.as_ref().is_some_and(Scheduler::is_suspected)
     }
 
-    /// Plans the next step; false: there is nothing to do.
+    /// Plans the next step. Returns false if there is nothing to do.
     pub(crate) fn plan(&mut self, plan: &mut StepPlan) -> bool {
         let began = self.shared.clock.now_us();
         if self.is_paused() {
@@ -274,14 +276,14 @@ impl Member {
         planned
     }
 
-    /// Takes part in the next step without work of its own.
+    /// Makes a plan without work, with which the member takes part in the next step.
     pub(crate) fn idle(&mut self, plan: &mut StepPlan) {
         if let Some(scheduler) = self.scheduler.as_mut() {
             scheduler.idle_plan(plan);
         }
     }
 
-    /// Records that the plan was handed to the executor.
+    /// Records that the plan was submitted.
     pub(crate) fn note_planned(&mut self, plan: &StepPlan) {
         let Some(scheduler) = &self.scheduler else { return };
         self.last_step = plan.step();
@@ -298,8 +300,8 @@ impl Member {
         self.note_masked(plan);
     }
 
-    /// Applies the result of the oldest step. `rested`: the host did not cause the device's idle
-    /// time before the step.
+    /// Applies the result of the oldest step. `rested`: true if the host did not cause the device's
+    /// idle time before the step.
     pub(crate) fn apply(&mut self, result: &StepResult, rested: bool) -> Result<(), ApplyError> {
         let Some(scheduler) = self.scheduler.as_mut() else {
             return Ok(());
@@ -318,8 +320,8 @@ impl Member {
         Ok(())
     }
 
-    /// Watches copies in flight. Returns the seconds since the last one ended, if they exceed what
-    /// a hand may take.
+    /// Watches the copies in flight; `ended`: true if a copy has just finished. If no copy has
+    /// finished for longer than the watchdog allows, returns the number of seconds.
     pub(crate) fn watch_copies(&mut self, ended: bool) -> Option<u64> {
         let outstanding = self.scheduler.as_ref().map_or(0, Scheduler::copies_outstanding);
         if outstanding == 0 {
@@ -344,7 +346,7 @@ impl Member {
             let next = Vec::with_capacity(self.outputs.len());
             self.sink.deliver(std::mem::replace(&mut self.outputs, next));
         }
-        // Deliver events from here before those of the other replica.
+        // This replica's outputs have to be delivered before those of the other replica.
         self.hand_on();
     }
 

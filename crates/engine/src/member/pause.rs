@@ -1,22 +1,22 @@
-//! Progress of a pause.
+//! The state of a pause.
 
 use std::collections::BTreeSet;
 
 use crate::types::{PauseMode, PauseReply};
 
-/// A pause that was asked for.
+/// A pause that was requested.
 pub(super) struct Pause {
     pub(super) mode: PauseMode,
-    /// No step is in flight, and none will be.
+    /// True if no step is in flight and none will be planned.
     pub(super) has_begun: bool,
     pub(super) replies: Vec<PauseReply>,
-    /// Requests that came while others were being finished.
+    /// Requests that arrived while earlier ones were being finished.
     pub(super) kept_back: BTreeSet<u64>,
 }
 
 impl Pause {
-    /// True if a new request has to wait for the end of the pause, because earlier ones are being
-    /// finished.
+    /// True if a new request has to wait for the end of the pause, because only earlier requests
+    /// are being finished.
     pub(super) fn keeps_back(&mut self, id: u64) -> bool {
         self.mode == PauseMode::Wait && self.kept_back.insert(id)
     }

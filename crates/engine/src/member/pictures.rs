@@ -1,4 +1,4 @@
-//! Connects requests, which have the files of images, with the hand, which reads their patches.
+//! Requests have image files, and the hand reads patches: this module connects the two.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,9 +15,9 @@ use crate::types::{FinishReason, RequestError};
 #[derive(Debug, Default)]
 pub(crate) struct Pictures {
     live: HashMap<u64, Vec<Arc<dyn Picture>>>,
-    /// The payloads by their beginnings.
+    /// The payloads with patches, by their arena offsets.
     placed: HashMap<u32, Arc<dyn Payload>>,
-    /// A buffer, kept to reuse its memory.
+    /// A buffer whose memory is reused.
     unread: Vec<u32>,
 }
 
@@ -33,7 +33,7 @@ impl Pictures {
         self.live.remove(&request).unwrap_or_default()
     }
 
-    /// Frees patches at this offset, which the hand has read or never will.
+    /// Frees the patches at this arena offset. The hand has read them or never will.
     pub(crate) fn read(&mut self, patches: u32) {
         self.placed.remove(&patches);
     }
@@ -54,7 +54,7 @@ impl Member {
         }
     }
 
-    /// Handles the end of a placement: the patches are in the arena, or never will be.
+    /// Handles the outcome of a placement: the patches are in the arena, or could not be prepared.
     pub(super) fn placed(&mut self, image: ImageId, placed: Placed) {
         let Some(scheduler) = &mut self.scheduler else { return };
         match placed {
@@ -68,7 +68,7 @@ impl Member {
         }
     }
 
-    /// Tells the scheduler that the hand can read the patches of an image.
+    /// Informs the scheduler that the hand can read the patches of an image.
     pub(super) fn patches_there(&mut self, image: ImageId, payload: Arc<dyn Payload>) {
         let Some(scheduler) = &mut self.scheduler else { return };
         if scheduler.image_placed(image, payload.offset()) {

@@ -6,23 +6,24 @@ use crate::config::micros;
 use crate::member::Member;
 use crate::types::{Arrival, FinishReason, RequestError};
 
-/// The largest number of requests that are listed at a time.
+/// The largest number of requests in one list ([`crate::EngineHandle::look`]).
 pub const MOST_VIEWS: usize = 1024;
 
 impl Member {
-    /// The requests as they are now.
+    /// Returns a view of each request in its present state.
     pub(super) fn look(&self) -> Vec<RequestView> {
         let views = self.scheduler.as_ref().map(|scheduler| scheduler.views().take(MOST_VIEWS));
         views.into_iter().flatten().collect()
     }
 
-    /// Records that a request begins to wait.
+    /// Records that a request starts waiting for admission.
     pub(super) fn arrived(&mut self, id: u64, arrival: Arrival) {
         self.deadlines.extend(self.deadline(arrival).map(|at| (at, id)));
         self.arrivals.insert(id, arrival);
     }
 
-    /// Removes a request from the records of the queue; the caller gives back its place.
+    /// Removes a request from the records of arrivals. The caller has to release the request's
+    /// entry in the waiting queue.
     pub(super) fn forget_arrival(&mut self, id: u64) -> Option<Arrival> {
         let arrival = self.arrivals.remove(&id)?;
         if let Some(at) = self.deadline(arrival) {
@@ -31,7 +32,7 @@ impl Member {
         Some(arrival)
     }
 
-    /// Ends requests that have waited too long. Reads the clock only if there may be any.
+    /// Ends requests that have waited too long. The clock is read only if a request has a deadline.
     pub(crate) fn expire(&mut self) {
         while let Some(&(at, id)) = self.deadlines.first() {
             let now = self.shared.clock.now_us();
@@ -48,7 +49,8 @@ impl Member {
         }
     }
 
-    /// When the next request will have waited too long.
+    /// The time at which the next request will have waited too long; `None`: no request has a
+    /// deadline.
     pub(crate) fn first_deadline(&self) -> Option<u64> {
         self.deadlines.first().map(|&(at, _)| at)
     }

@@ -1,4 +1,4 @@
-//! The hand's life: start, facts, silence and death.
+//! Events of the hand: start, facts, timeouts and death.
 
 use forebay_protocol::Ready;
 use forebay_scheduler::Scheduler;
@@ -10,11 +10,13 @@ use crate::owner::Owner;
 use crate::recovery::Verdict;
 use crate::types::Status;
 
-/// After this much idle time an engine checks its integrity.
+/// The idle time after which an engine checks its integrity, in microseconds.
 const IDLE_CHECK_US: u64 = 100_000;
-/// The share of its pages that a hand keeps after memory has run out.
+/// The share of its pages that a hand keeps each time that memory runs out, as (numerator,
+/// denominator).
 const KEPT_PAGES: (u32, u32) = (3, 4);
-/// How often a hand may come back with fewer pages; a sixth of its pages is then left.
+/// The number of times that a hand may come back with fewer pages. About a sixth of its pages is
+/// then left.
 const MOST_SHRINKS: u32 = 6;
 
 impl Owner {
@@ -100,7 +102,8 @@ impl Owner {
         self.up = true;
         self.rested = true;
         self.reloaded_now();
-        // Others may rely on the member being in the set of serving replicas once it is ready.
+        // The set of serving replicas is updated before the status, because others may rely on a
+        // ready member being in that set.
         for peers in self.members.iter().filter_map(|member| member.peers.as_ref()) {
             peers.up(true);
         }
@@ -119,7 +122,7 @@ impl Owner {
     }
 
     /// Handles a hand that the operating system killed for lack of memory. No request is to blame.
-    /// The hand comes back with fewer pages, or not at all if it can't work with fewer.
+    /// The hand comes back with fewer pages, or is given up if it can't work with fewer.
     pub(super) fn out_of_memory(&mut self, reason: &str) {
         if self.go_back(reason) {
             return;
@@ -129,7 +132,7 @@ impl Owner {
         let now = self.clock.now_us();
         let pool = self.members.first().and_then(Member::pool);
         let (verdict, what) = match pool.map(|pool| self.smaller(pool)) {
-            // A first start leaves nothing to make smaller.
+            // The first start has failed, so no page count is known that could be lowered.
             None => (self.recovery.died(now, false), String::new()),
             Some(Err(why)) => (self.recovery.give_up(now), format!("; {why}")),
             Some(Ok(what)) => (Verdict::RestartAt(now), format!("; {what}")),
@@ -137,7 +140,8 @@ impl Owner {
         self.obey(&verdict, &format!("{reason}{what}"));
     }
 
-    /// Makes the next hand take fewer pages than `pool`, or returns why it can't.
+    /// Limits the next hand to fewer pages than `pool`. Returns an error text if that is
+    /// impossible.
     fn smaller(&mut self, pool: Pool) -> Result<String, String> {
         let Pool { pages, host_pages, least, host_least, context_length } = pool;
         if pages == 0 {

@@ -1,9 +1,9 @@
-//! The loop that owns a rank group and the schedulers of its members: one, or in a step group one
-//! for each rank.
+//! The event loop that owns a rank group and the schedulers of its members: one scheduler, or one
+//! per rank in a step group.
 //!
-//! A step has one number and a plan for each member. A member without work takes part with an empty
+//! A step has one number, and one plan per member. A member without work takes part with an empty
 //! plan; if no member has work, there is no step. So all members have the same steps in flight, and
-//! what holds for one scheduler's steps holds for the whole group.
+//! statements about the steps of one scheduler hold for the whole group.
 
 mod hand;
 mod reload;
@@ -24,29 +24,29 @@ pub(crate) struct Owner {
     executor: Box<dyn Executor>,
     clock: Arc<dyn Clock>,
     members: Vec<Member>,
-    /// The plans of the last step, one for each member.
+    /// The plans of the last step, one per member.
     plans: Vec<StepPlan>,
-    /// The members that have work in the step that is being planned. Kept to reuse its memory.
+    /// Whether each member has work in the step that is being planned. Kept to reuse its memory.
     planned: Vec<bool>,
-    /// The hand takes plans.
+    /// True if the hand takes plans.
     up: bool,
     recovery: Recovery,
-    /// How often the hand got fewer pages because memory had run out.
+    /// The number of times that the hand was given fewer pages because memory had run out.
     shrunk: u32,
     restart_at: Option<u64>,
-    /// Set while the hand is to start again with other weights, or is starting.
+    /// The reload that is pending or for which the hand is starting; `None`: no reload.
     reloading: Option<PendingReload>,
-    /// The number of the last reload that succeeded.
+    /// The id of the last reload that succeeded.
     reloaded: Option<u64>,
-    /// When the starting hand last reported progress.
+    /// The time at which the starting hand last reported progress; `None`: it is not starting.
     loading_us: Option<u64>,
-    /// Neither this hand nor another one comes back.
+    /// True if no hand, of this replica or another, will be started again.
     over: bool,
-    /// The hand was given up because copies hang.
+    /// True if the hand was killed because its copies hang.
     copies_hang: bool,
-    /// When the hand last reported progress while a step was in flight.
+    /// The time of the last progress while a step was in flight.
     progress_us: u64,
-    /// The next step follows a time without work, so the host did not cause the gap.
+    /// True if the device had no work before the next step, so the host did not cause the gap.
     rested: bool,
     rested_step: Option<u64>,
     /// True if something has changed since the last integrity check.
@@ -92,12 +92,12 @@ impl Owner {
             self.members.iter_mut().for_each(Member::expire);
             self.feed();
             self.deliver();
-            // A pause begins after the outputs that precede it.
+            // A pause begins only after all earlier outputs have been delivered.
             self.members.iter_mut().for_each(Member::settle_pause);
             if self.over {
                 break;
             }
-            // The mask threads may all be busy, and this one has nothing else to do.
+            // The mask threads may all be busy, while the engine thread has nothing else to do.
             if self.in_flight() == 0 && self.members.iter().any(Member::help_with_masks) {
                 continue;
             }
@@ -116,8 +116,8 @@ impl Owner {
         self.deliver();
     }
 
-    /// Takes all pending orders; false after a stop order. Requests of other members still enter,
-    /// so that they end with the rest.
+    /// Takes all pending orders. Returns false after a stop order. The orders of other members are
+    /// still taken then, so that their requests end with the rest.
     fn take_orders(&mut self) -> bool {
         let mut stopped = false;
         for at in 0..self.members.len() {
@@ -125,7 +125,7 @@ impl Owner {
             stopped |= taken.stopped;
             self.unchecked |= taken.any;
             self.take_reloads(at);
-            // The hand will be back soon with other weights, and requests wait for it.
+            // During a reload the hand will be back soon, so requests wait for it.
             if taken.entered && !self.up && !stopped && self.reloading.is_none() {
                 self.members[at].give_away(self.over);
             }
@@ -139,12 +139,12 @@ impl Owner {
         !stopped
     }
 
-    /// Steps in flight.
+    /// The number of steps in flight.
     fn in_flight(&self) -> usize {
         self.members.first().map_or(0, Member::in_flight)
     }
 
-    /// Plans as far ahead as the lookahead allows.
+    /// Plans steps until the lookahead is used up.
     fn feed(&mut self) {
         let most = self.config.lookahead as usize + 1;
         let plans = self.up && self.reloading.is_none();
@@ -170,10 +170,10 @@ impl Owner {
         self.members.iter_mut().for_each(Member::take_events);
     }
 
-    /// Makes the plans of the next step; false: no member has anything to do.
+    /// Makes the plans of the next step. Returns false if no member has work.
     fn plan_step(&mut self) -> bool {
-        // All members share the hand, so only one suspect among all is tried at a time, alone in
-        // flight.
+        // All members share the hand. So only one suspect of all members is tried at a time, with
+        // no other request in flight.
         let tried = self.members.iter().position(Member::is_suspected);
         let others = |tried| {
             let mut others = self.members.iter().enumerate().filter(|&(at, _)| at != tried);
@@ -196,7 +196,8 @@ impl Owner {
         }
         tell_group(&mut self.plans);
         if self.plans.iter().any(|plan| plan.rows().len() > 0) {
-            // A step's tokens are reported only when all ranks have answered.
+            // The tokens of a step are reported only when all ranks have responded, so no rank may
+            // wait.
             self.plans.iter_mut().for_each(StepPlan::wait_for_nothing);
         }
         true

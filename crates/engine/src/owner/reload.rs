@@ -1,7 +1,7 @@
-//! Other weights for a hand: it is stopped between two steps, and starts again with them.
+//! Reloads: the hand is stopped between two steps, and starts again with other weights.
 //!
-//! All ranks start with the same description of the model, so they all have the same weights. A
-//! hand that dies before it is ready with the new ones comes back with the old.
+//! All ranks start with the same description of the model, so they have the same weights. If the
+//! hand dies before it is ready with the new weights, it starts again with the old ones.
 
 use serde_json::Value;
 use tracing::{error, info};
@@ -13,7 +13,7 @@ use crate::types::{Reload, ReloadReply, Status};
 /// The status of a hand that starts with other weights.
 const RELOADING: &str = "other weights are being loaded";
 
-/// A reload that was asked for.
+/// A requested reload.
 pub(super) struct PendingReload {
     id: u64,
     model: Model,
@@ -21,9 +21,9 @@ pub(super) struct PendingReload {
 }
 
 enum Model {
-    /// The steps in flight come first.
+    /// The next model. The hand is stopped once no step is in flight.
     Next(Value),
-    /// The hand is starting with the next model; this is the previous one.
+    /// The previous model, while the hand is starting with the next one.
     Last(Value),
 }
 
@@ -32,7 +32,7 @@ impl Owner {
     pub(super) fn take_reloads(&mut self, at: usize) {
         for Reload { id, model, reply } in std::mem::take(&mut self.members[at].reloads) {
             match &mut self.reloading {
-                // Another member of the step group has passed on the same order.
+                // Another member of the step group has already passed on the same order.
                 _ if self.reloaded == Some(id) => reply(Ok(())),
                 Some(reloading) if reloading.id == id => reloading.replies.push(reply),
                 Some(_) => reply(Err("other weights are being loaded already".into())),
@@ -61,7 +61,7 @@ impl Owner {
         self.start_again();
     }
 
-    /// The hand is ready: if it has other weights now, answer the reload request.
+    /// Called when the hand is ready. If it has new weights now, replies to the reload order.
     pub(super) fn reloaded_now(&mut self) {
         let loads = |reloading: &mut PendingReload| matches!(reloading.model, Model::Last(_));
         let Some(PendingReload { id, replies, .. }) = self.reloading.take_if(loads) else { return };

@@ -1,4 +1,4 @@
-//! The engine thread against a simulated worker in virtual time.
+//! Tests of the engine thread with a simulated hand in virtual time.
 
 mod payloads;
 mod requests;

@@ -1,4 +1,4 @@
-//! A payload stays in the arena as long as a step may read it, and is freed then.
+//! Tests that a payload stays in the arena as long as a step may read it, and is freed afterwards.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -10,7 +10,7 @@ use forebay_sim::testing::{Hook, PATIENCE, alone, once, request};
 
 use crate::rig::{config, hooked, start};
 
-/// A payload in the arena that reports when it is dropped.
+/// A payload in the arena that sends a message when it is dropped.
 #[derive(Debug)]
 struct Lent {
     returned: Sender<()>,
@@ -37,7 +37,8 @@ impl Drop for Lent {
     }
 }
 
-/// A request with embeddings, a channel that reports their drop, and whether they are in the arena.
+/// Creates a request with embeddings. Also returns a channel that reports when the embeddings are
+/// dropped, and a flag that is true while they are in the arena.
 fn embedded(id: u64, max_tokens: u32) -> (EngineRequest, Receiver<()>, Arc<AtomicBool>) {
     let (returned, back) = channel();
     let is_there = Arc::new(AtomicBool::new(true));
@@ -69,7 +70,7 @@ fn a_payload_is_there_for_every_replay_and_given_back_at_the_end() {
     back.recv_timeout(PATIENCE).expect("the payload is dropped");
 }
 
-/// Ends a request while a step that reads its embeddings is in flight. Calls `then`, and waits
+/// Aborts a request while a step that reads its embeddings is in flight. Calls `then`, and waits
 /// until the embeddings are dropped.
 fn ended_in_flight(then: impl FnOnce(&SimControl)) {
     let rig = hooked(config(), 500, once(SimControl::hold));

@@ -1,4 +1,4 @@
-//! Requests whose worker dies, fails or is slow meanwhile.
+//! Requests during which the hand dies, fails or is slow.
 
 use std::collections::HashSet;
 use std::sync::mpsc::channel;
@@ -130,7 +130,7 @@ fn a_poisonous_request_is_given_up_and_its_neighbours_are_not() {
     assert_eq!(rig.handle.stats().hand.deaths, 2);
 }
 
-/// A copy of the prefix cache's block names, made from its events.
+/// The block names in the prefix cache, reconstructed from its events.
 #[derive(Clone, Default)]
 struct Mirror(Arc<Mutex<HashSet<BlockHash>>>);
 
@@ -252,8 +252,8 @@ fn a_stop_id_ends_a_request_but_not_before_min_tokens() {
     assert!(stories[&1].tokens.len() > first + 1);
 }
 
-/// Vectors of the simulated model are right for prompts that are packed into steps, chunked, or
-/// computed again after the worker was killed.
+/// The simulated model's embeddings are right for prompts that share steps, are chunked, or are
+/// computed again after the hand was killed.
 #[test]
 fn vectors_do_not_depend_on_the_batch_the_pages_or_a_death() {
     for (pages, kills) in [(0, false), (500, false), (40, false), (0, true), (500, true)] {

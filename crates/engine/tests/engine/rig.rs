@@ -1,4 +1,4 @@
-//! An engine on a simulated worker, and the expected tokens of its requests.
+//! An engine on a simulated hand, and the expected tokens of its requests.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -65,7 +65,7 @@ pub(crate) fn text() -> SimText {
     testing::text().with_vectors(8)
 }
 
-/// Prompts of different lengths, some with a common beginning.
+/// Returns prompts of different lengths, some with a common prefix.
 pub(crate) fn prompt(id: u64) -> Vec<i32> {
     testing::prompt(id, 20)
 }

@@ -1,4 +1,4 @@
-//! Masks that take longer than a step waits: their rows sit out, and all others go on.
+//! Masks that take longer than a step waits: their rows sit out, and all other requests continue.
 
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
@@ -19,11 +19,11 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::rig::{Few, Rig, allowed, check, config, length};
 
-/// Virtual microseconds of an expensive mask. After one, only mask threads make the request's
-/// masks.
+/// Virtual microseconds of an expensive mask. After the first one, only mask threads compute the
+/// request's masks.
 const DEAR_US: u64 = 5000;
 
-/// A gate that masks wait at until it is opened.
+/// A gate at which mask jobs wait until it is opened.
 #[derive(Debug, Default)]
 struct Gate {
     state: Mutex<State>,
@@ -33,13 +33,13 @@ struct Gate {
 #[derive(Debug, Default)]
 struct State {
     opened: u64,
-    /// Masks that wait at the gate.
+    /// The number of mask jobs that wait at the gate.
     waiting: usize,
-    /// The gate stays open.
+    /// True if the gate stays open.
     over: bool,
 }
 
-/// A test's gate. It stays open after the test, so that a failed test does not hang.
+/// A gate that is opened for good when it is dropped, so that a failed test does not hang.
 #[derive(Debug, Default)]
 struct OwnGate(Arc<Gate>);
 
@@ -66,14 +66,14 @@ impl Gate {
         state.waiting -= 1;
     }
 
-    /// Waits until this many masks wait at the gate.
+    /// Waits until exactly this many mask jobs wait at the gate.
     fn wait_for(&self, waiting: usize) {
         let mut state = self.state.lock();
         self.changed.wait_while(&mut state, |state| state.waiting != waiting);
     }
 }
 
-/// A constraint that calls `before` ahead of each mask.
+/// A constraint that calls `before` ahead of computing each mask.
 struct Slow<F> {
     few: Few,
     before: F,
@@ -104,8 +104,8 @@ fn slow(few: Few, before: impl FnMut(&[i32]) + Send + 'static) -> Option<Box<dyn
     Some(Box::new(Slow { few, before }))
 }
 
-/// A constraint that waits at the gate before the mask after `at` tokens. Earlier masks are
-/// expensive.
+/// Creates a constraint that waits at the gate before the mask after `at` tokens. The masks before
+/// that one are expensive.
 fn gated(rig: &Rig, gate: &Arc<Gate>, at: usize) -> Option<Box<dyn Constraint>> {
     let (gate, time) = (Arc::clone(gate), time_of(rig));
     let mut passed = false;
@@ -163,15 +163,15 @@ fn everybody_else_goes_on_while_a_mask_is_made() {
         let mut stories = HashMap::new();
         rig.until_ended(&mut stories, &others);
         gate.0.wait_for(1);
-        // On a busy machine its first masks may come after the other requests have ended.
+        // On a busy machine the request's first masks may come after the other requests have ended.
         while stories.entry(100).or_default().tokens.len() < at {
             tell(&mut stories, rig.outputs.recv_timeout(PATIENCE).expect("outputs"));
         }
         let late = stories.remove(&100).unwrap_or_default();
         assert_eq!((late.tokens.len(), &late.end), (at, &None), "lookahead {lookahead}");
         check(&stories);
-        // A request whose mask is late has no row until the mask is ready, so no row is computed in
-        // vain. On a busy machine an earlier mask may have been late too.
+        // A request whose mask is late gets no row until the mask is ready. So few rows sit out:
+        // one, or more on a busy machine, where earlier masks may have been late too.
         let stats = rig.handle.stats().hand;
         assert!((1..=at as u64 + 1).contains(&stats.sat_out), "{stats:?}");
         gate.0.open();
@@ -181,7 +181,7 @@ fn everybody_else_goes_on_while_a_mask_is_made() {
     }
 }
 
-/// A clock that stands still on mask threads, so that no mask is expensive there.
+/// A clock that stands still on mask threads, so that masks computed there count as cheap.
 struct OwnTime(SimClock);
 
 impl Clock for OwnTime {
@@ -190,7 +190,8 @@ impl Clock for OwnTime {
     }
 }
 
-/// Masks made by the engine thread: in the present step, and the most in one step.
+/// The number of masks that the engine thread computed: in the current step, and the largest number
+/// in one step.
 #[derive(Debug, Default)]
 struct Counts {
     now: AtomicUsize,
@@ -228,7 +229,7 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
     const COST_US: u64 = 400;
     let counts = Arc::new(Counts::default());
     let counting = Arc::clone(&counts);
-    // Once every request has a few tokens, time stands still until the test goes on.
+    // Once every request has a few tokens, virtual time is stopped until the test releases it.
     let mut said: HashMap<u64, usize> = HashMap::new();
     let (sender, held) = channel();
     let hook: Hook = Box::new(move |control, outputs| {
@@ -245,7 +246,8 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
         executor: Box::new(|executor| Box::new(Counting(executor, counting))),
         ..RigParts::default()
     };
-    // Long answers: on a busy machine they get thousands of tokens before the mask thread wakes up.
+    // Long answers: on a busy machine the requests get thousands of tokens before the mask thread
+    // wakes up.
     let config = EngineConfig { context_length: 1 << 13, ..config(1, 1) };
     let rig = Rig::with(config, 1 << 16, 1, parts);
     let (cost, time) = (Arc::new(AtomicU64::new(0)), time_of(&rig));
@@ -282,14 +284,15 @@ fn the_engine_s_thread_does_no_more_than_fits_into_its_part_of_a_step() {
 }
 
 thread_local! {
-    /// Whether the thread has made a mask since it last read the time.
+    /// True if the thread has computed a mask since it last read the time.
     static MADE: Cell<bool> = const { Cell::new(false) };
-    /// The time that the thread read last.
+    /// The time that the thread last read from the clock.
     static HEARD_US: Cell<u64> = const { Cell::new(0) };
 }
 
-/// A clock that can simulate a busy machine. While `HURRIES` is set, the engine thread finds that a
-/// step's time for masks is over before it makes the first mask. A mask itself takes no time.
+/// A clock that can simulate a busy machine. While `HURRIES` is set, the engine thread finds that
+/// the time for masks is over before it computes the first mask of a step. A mask itself takes no
+/// time.
 struct Hurried(SimClock);
 
 static HURRIES: AtomicBool = AtomicBool::new(false);
@@ -347,7 +350,7 @@ fn cheap_masks_do_not_wait_for_a_busy_mask_thread_when_every_row_sat_out() {
 
 #[test]
 fn clients_take_turns_at_the_mask_threads() {
-    // Admission is in the order of arrival.
+    // Requests are admitted in the order of arrival.
     let config = EngineConfig { fair_queueing: false, ..config(1, 1) };
     let rig = Rig::start(config, 2000, 1, quiet());
     let (gate, order) = (OwnGate::default(), Arc::new(Mutex::new(Vec::new())));
@@ -364,7 +367,7 @@ fn clients_take_turns_at_the_mask_threads() {
         rig.submit_of(1, id, 3, noted(id));
     }
     rig.submit_of(2, 50, 3, noted(50));
-    // The last request has tokens when all others have their first mask in the queue.
+    // When this last request gets tokens, the first masks of all other requests are queued.
     rig.submit_of(4, 60, 2, None);
     let mut stories = HashMap::new();
     rig.until_ended(&mut stories, &[60]);
@@ -373,12 +376,12 @@ fn clients_take_turns_at_the_mask_threads() {
     let all: Vec<u64> = (0..20).chain([50, 100]).collect();
     rig.until_ended(&mut stories, &all);
     let place = order.lock().iter().position(|&id| id == 50);
-    // A mask of the other client may have begun before, and one may have come first.
+    // One mask of the other client may have been in progress, and one more may have come first.
     assert!(place.is_some_and(|place| place <= 2), "{:?}", order.lock());
     all.iter().for_each(|id| check_few(&stories[id], 3));
 }
 
-/// Another engine, which takes the requests that this one loses.
+/// Another engine, which takes over the requests of this one.
 struct Other(EngineHandle);
 
 impl Peers for Other {
@@ -412,7 +415,7 @@ fn a_request_goes_to_another_engine_while_its_mask_is_made() {
     let giver = Rig::with(config(1, 1), 2000, 1, RigParts { peers, ..RigParts::default() });
     let gate = OwnGate::default();
     giver.submit_of(1, 100, 30, gated(&giver, &gate.0, 4));
-    // The next mask of this request waits in the queue behind the other one.
+    // The next mask of this request is queued after that of the other one.
     giver.submit_of(2, 101, 30, gated(&giver, &gate.0, 1000));
     giver.submit_of(3, 0, 40, None);
     let mut stories = HashMap::new();
@@ -467,8 +470,8 @@ fn an_aborted_request_leaves_its_place_while_its_mask_is_made() {
     check_few(&stories[&7], 9);
 }
 
-/// Collects the outputs of requests whose masks are late now and then. Opens the gate at each
-/// delivery, and whenever there are no outputs.
+/// Collects the outputs of requests whose masks are sometimes late. Opens the gate after each
+/// delivery, and whenever no outputs come.
 fn follow_late(rig: &Rig, gate: &Gate, count: usize) -> HashMap<u64, Story> {
     rig.control.release();
     let mut stories: HashMap<u64, Story> = HashMap::new();
@@ -522,7 +525,7 @@ fn the_tokens_are_the_same_whichever_rows_sit_out() {
                 let mix = said
                     .iter()
                     .fold(id, |mix, &token| mix.wrapping_mul(31).wrapping_add(token as u64));
-                // At the gate, the engine thread would wait for itself.
+                // The engine thread must not wait at the gate, because it would wait for itself.
                 if mix % 13 == 0 && !own_thread() {
                     gate.pass();
                 }
@@ -537,7 +540,8 @@ fn the_tokens_are_the_same_whichever_rows_sit_out() {
         assert_eq!(stats.scheduler.preemptions > 0, pages == 70, "{what}: {stats:?}");
         assert_eq!(stats.hand.deaths >= 6, dies, "{what}: {stats:?}");
     }
-    // On a busy machine the engine thread may make all masks of a case.
+    // On a busy machine the engine thread may compute all masks of some cases, so only the total is
+    // checked.
     assert!(sat_out > 0, "no row sat out");
 }
 

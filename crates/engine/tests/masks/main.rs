@@ -1,4 +1,4 @@
-//! Requests with constraints: their masks follow the plans, in whatever order things happen.
+//! Requests with constraints: their masks follow the plans, in any order of events.
 
 mod late;
 mod rig;
@@ -10,7 +10,7 @@ use forebay_sim::testing::{Hook, quiet};
 
 use crate::rig::{Few, Rig, check, config, length};
 
-/// Kills the worker ten times, each time after 150 outputs.
+/// Kills the hand ten times, each time after 150 outputs.
 fn ten_deaths() -> Hook {
     let (mut kills, mut seen) = (0, 0);
     Box::new(move |control, outputs| {

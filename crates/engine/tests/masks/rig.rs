@@ -13,13 +13,14 @@ use forebay_engine::{
 use forebay_sim::testing::{self, Hook, RigParts, Story, VOCAB, text};
 use forebay_sim::{DeviceModel, SimClock, SimConfig, Timing, next_token};
 
-/// A constraint that allows a few tokens, which depend on all tokens before, and sometimes all.
+/// A constraint that usually allows only three tokens, which depend on all tokens before. Sometimes
+/// it allows every token.
 #[derive(Debug)]
 pub(crate) struct Few {
     pub(crate) said: Vec<i32>,
-    /// Fails when it is asked for the mask after this many tokens.
+    /// Fails when the mask after this many tokens is requested; `None`: never.
     pub(crate) breaks_at: Option<usize>,
-    /// Number of masks that were asked for.
+    /// The number of masks that were requested.
     pub(crate) asked: Arc<AtomicU64>,
 }
 
@@ -85,12 +86,12 @@ impl Few {
     }
 }
 
-/// A proposer that drafts the tokens of an answer, or others.
+/// A proposer that drafts the tokens of a known answer, some of them replaced by wrong ones.
 #[derive(Debug, Clone)]
 struct Knows {
     answer: Vec<i32>,
     said: usize,
-    /// Percentage of drafts that are right.
+    /// The percentage of drafts that are right.
     right: usize,
 }
 
@@ -118,7 +119,7 @@ impl Proposer for Knows {
     }
 }
 
-/// An engine, and the number of masks that were asked for.
+/// An engine, and the number of masks that were requested.
 pub(crate) struct Rig {
     rig: testing::Rig,
     pub(crate) asked: Arc<AtomicU64>,
@@ -198,8 +199,8 @@ impl Rig {
         self.handle.submit(request).expect("room");
     }
 
-    /// Like [`Self::submit_all`], with drafts. Each request has a proposer with its own share of
-    /// right drafts.
+    /// Like [`Self::submit_all`], with drafts. Each request has its own proposer, with its own
+    /// share of right drafts.
     pub(crate) fn submit_drafted(&self, answers: &HashMap<u64, Story>) {
         for (&id, story) in answers {
             let constraint = (id % 3 != 0).then(|| Box::new(self.few()) as Box<dyn Constraint>);
@@ -221,7 +222,7 @@ impl Rig {
         Few { said: Vec::new(), breaks_at: None, asked: Arc::clone(&self.asked) }
     }
 
-    /// Submits requests; two of three have a constraint.
+    /// Submits requests, two of three with a constraint.
     pub(crate) fn submit_all(&self, count: u64) {
         for id in 0..count {
             self.submit(id, length(id), (id % 3 != 0).then(|| self.few()));
@@ -237,8 +238,8 @@ pub(crate) fn length(id: u64) -> u32 {
     1 + (id as u32 * 13) % 90
 }
 
-/// Checks that tokens obey their constraints, and that other requests give the tokens of a run
-/// alone.
+/// Checks that the tokens obey their constraints, and that requests without a constraint get the
+/// same tokens as when they run alone.
 pub(crate) fn check(stories: &HashMap<u64, Story>) {
     for (&id, story) in stories {
         assert_eq!(story.end, Some(FinishReason::Length), "request {id}");
