@@ -1,4 +1,4 @@
-//! Shares of a limited resource of all clients: places in a queue, or bytes.
+//! Fair shares of a resource that all clients use: places in a queue, or bytes.
 //!
 //! ```
 //! use forebay_fair::{Holdings, Shares};
@@ -12,21 +12,22 @@ use std::collections::HashMap;
 
 /// The rule by which clients share a limited amount: places, or bytes.
 ///
-/// A client that is alone may have all of it. As soon as others ask, it gets at most half. Beyond
-/// the limit there is a reserve for clients that hold little. So only the clients that fill the
-/// limit are refused.
+/// A client that is alone may have all of it. As soon as other clients need some, it gets at most
+/// half. Beyond the limit there is a reserve for clients that hold little. So only the clients that
+/// fill the limit are refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shares {
     /// The amount for all clients together.
     pub limit: usize,
     /// The amount beyond the limit for clients that hold little.
     pub reserve: usize,
-    /// The largest amount that counts as small.
+    /// The largest amount of a client that may use the reserve.
     pub little: usize,
 }
 
 impl Shares {
-    /// The shares of `limit` places. A quarter more is for clients with a sixteenth of them.
+    /// Creates the rule for `limit` places. The reserve is a quarter of `limit`, and is for clients
+    /// with at most a sixteenth of `limit`.
     #[must_use]
     pub fn of_places(limit: usize) -> Self {
         Self { limit, reserve: (limit / 4).max(1), little: (limit / 16).max(1) }
@@ -38,8 +39,8 @@ impl Shares {
         (self.limit / 2).max(1)
     }
 
-    /// True if a client that holds `own` may have `more`. `all`: what all clients hold together;
-    /// `alone`: no other client asks.
+    /// True if a client that holds `own` may have `more`. `all`: the amount that all clients hold;
+    /// `alone`: whether no other client needs any.
     #[must_use]
     pub fn admits(self, own: usize, all: usize, more: usize, alone: bool) -> bool {
         let own = own.saturating_add(more);
@@ -50,7 +51,7 @@ impl Shares {
     }
 }
 
-/// Why a client gets no more bytes.
+/// The reason why a client gets no more bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
     /// The bytes would not fit even if nothing else were held.
@@ -60,7 +61,7 @@ pub enum Refusal {
         /// The bytes that a client alone may have.
         limit: usize,
     },
-    /// Too much is held now.
+    /// The clients hold too much now.
     Full {
         /// The bytes that all clients hold.
         all: usize,
@@ -87,7 +88,8 @@ impl Holdings {
         self.all
     }
 
-    /// Gives `client` more, if the rule admits it. A client is alone if no other holds anything.
+    /// Adds `more` to the amount of `client`, if the rule admits that, and returns whether it did.
+    /// A client is alone if no other client holds anything.
     #[must_use]
     pub fn take(&mut self, client: u64, more: usize, shares: Shares) -> bool {
         let own = self.clients.get(&client).copied().unwrap_or(0);
