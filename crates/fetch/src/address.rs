@@ -1,5 +1,5 @@
-//! The addresses to which connections are allowed. The refused ones are listed in IANA's registries
-//! of special-purpose addresses (RFC 6890 and its updates).
+//! Decides to which addresses connections are allowed. The refused networks are those in IANA's
+//! registries of special-purpose addresses (RFC 6890 and its updates).
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
@@ -22,8 +22,8 @@ const PRIVATE_V4: [Ipv4Net; 5] = [
     v4(192, 168, 0, 0, 16),
 ];
 
-/// Networks that never have public files: this host, link-local (where clouds keep credentials),
-/// protocols, examples, measurements, 6to4 relays, multicast, reserved.
+/// Networks that never have public files: this host, link-local (where clouds offer credentials),
+/// protocol assignments, documentation, benchmarks, 6to4 relays, multicast, reserved.
 const NEVER_V4: [Ipv4Net; 10] = [
     v4(0, 0, 0, 0, 8),
     v4(169, 254, 0, 0, 16),
@@ -41,15 +41,15 @@ const NEVER_V4: [Ipv4Net; 10] = [
 const PRIVATE_V6: [Ipv6Net; 2] =
     [Ipv6Net::new_assert(Ipv6Addr::LOCALHOST, 128), v6(0xfc00, 0, 0, 7)];
 
-/// Global unicast. Addresses that embed an IPv4 address (mapped, NAT64), link-local ones and
-/// multicast are outside it.
+/// Global unicast addresses. Addresses that embed an IPv4 address (mapped, NAT64), link-local
+/// addresses and multicast addresses are outside this network.
 const GLOBAL_V6: Ipv6Net = v6(0x2000, 0, 0, 3);
 
-/// Refused parts of it: protocols (including Teredo), examples, 6to4.
+/// Refused parts of `GLOBAL_V6`: protocol assignments (including Teredo), documentation, 6to4.
 const NEVER_V6: [Ipv6Net; 4] =
     [v6(0x2001, 0, 0, 23), v6(0x2001, 0xdb8, 0, 32), v6(0x2002, 0, 0, 16), v6(0x3fff, 0, 0, 20)];
 
-/// True if `address` is a public address of one machine.
+/// True if `address` is a public unicast address.
 pub(crate) fn is_public(address: IpAddr) -> bool {
     match address {
         IpAddr::V4(v4) => !PRIVATE_V4.iter().chain(&NEVER_V4).any(|network| network.contains(&v4)),

@@ -6,23 +6,23 @@ use std::time::Duration;
 use serde::Serialize;
 use url::Host;
 
-/// The limits of fetched files. A field of a flag has the flag's name.
+/// The limits on fetching files. Fields that a flag sets have the flag's name.
 #[derive(Debug, Clone, Serialize)]
 pub struct Config {
     /// True if files are fetched over the network.
     pub remote_media: bool,
-    /// The allowed hosts, on all ports; `*.example.com` is each name below `example.com`. Empty:
-    /// all hosts, but only ports 80 and 443.
+    /// The allowed hosts, on all ports. `*.example.com` means every name below `example.com`.
+    /// Empty: all hosts, but only on ports 80 and 443.
     pub allowed_media_domains: Vec<String>,
-    /// True if private networks and this machine are allowed. Link-local and reserved addresses
-    /// never are.
+    /// True if addresses in private networks and on this machine are allowed. Link-local and
+    /// reserved addresses are never allowed.
     pub media_allow_private: bool,
-    /// The folder for `file:` URLs; `None`: they are refused.
+    /// The folder for `file:` URLs; `None`: `file:` URLs are refused.
     pub allowed_local_media_path: Option<PathBuf>,
-    /// The longest time of a fetch, including name resolution, connections, redirects and the body.
+    /// The timeout of a fetch, including name resolution, connections, redirects and the body.
     #[serde(skip)]
     pub timeout: Duration,
-    /// The largest number of bytes of a file.
+    /// The size limit of a file in bytes.
     #[serde(skip)]
     pub max_bytes: usize,
     /// The largest number of redirects.
@@ -44,25 +44,25 @@ impl Default for Config {
     }
 }
 
-/// The reason for which a configuration is invalid.
+/// Why a configuration is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidConfig {
-    /// A domain with a scheme, a port or similar.
+    /// A domain contains a scheme, a port or the like.
     #[error(
         "{0:?} is no domain: one reads example.com or *.example.com, without a scheme and a port"
     )]
     Domain(String),
-    /// The folder for `file:` URLs is not there.
+    /// The folder for `file:` URLs does not exist or can't be used.
     #[error("{}: {reason}", folder.display())]
     Local {
         /// The folder.
         folder: PathBuf,
-        /// The reason why the folder can't be used.
+        /// Why the folder can't be used.
         reason: String,
     },
 }
 
-/// The allowed domains, as URLs spell hosts.
+/// The allowed domains, normalised as hosts in URLs are.
 #[derive(Debug)]
 pub(crate) struct Domains(Vec<Domain>);
 
@@ -88,9 +88,9 @@ impl Domains {
         self.0.is_empty()
     }
 
-    /// True if `host`, as a URL spells it, is listed.
+    /// True if `host`, normalised as in a URL, is in the list.
     pub(crate) fn has(&self, host: &str) -> bool {
-        // A trailing dot marks a complete name of the same host.
+        // A trailing dot marks a fully qualified name, which refers to the same host.
         let host = host.strip_suffix('.').unwrap_or(host);
         self.0.iter().any(|domain| match host.strip_suffix(&domain.name) {
             Some("") => !domain.below,

@@ -1,4 +1,4 @@
-//! One request over one connection, HTTP/1.1.
+//! Sends one HTTP/1.1 request over one connection.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -23,16 +23,17 @@ use tokio_rustls::rustls::pki_types::ServerName;
 use crate::error::FetchError;
 use crate::place::Place;
 
-/// How long one address is tried before the next.
+/// The timeout of connecting to one address, before the next address is tried.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
 /// The smallest number of bytes that is reserved for a file.
 const LEAST: usize = 64 << 10;
 
-/// Called before a file grows to this many bytes in total; false: there is no room.
+/// A function that is called before a file's buffer grows to a total number of bytes. It returns
+/// false if there is no room.
 pub(crate) type Room<'a> = &'a mut (dyn FnMut(usize) -> bool + Send);
 
-/// An answer, with the task that reads it from the connection.
+/// A response, and the task that reads it from the connection.
 #[derive(Debug)]
 pub(crate) struct Answer {
     response: Response<Incoming>,
@@ -40,7 +41,7 @@ pub(crate) struct Answer {
     _driver: Driver,
 }
 
-/// A task that ends with its last user.
+/// A task that is aborted when this handle is dropped.
 #[derive(Debug)]
 struct Driver(JoinHandle<()>);
 
@@ -59,8 +60,8 @@ impl Answer {
         self.response.headers().get(name)?.to_str().ok()
     }
 
-    /// The body, if it has at most `limit` bytes and there is `room` for it. Whatever length is
-    /// declared, at most twice the received bytes are allocated.
+    /// Reads the body if it has at most `limit` bytes and `room` accepts its size. At most twice
+    /// the received bytes are allocated, whatever length the response declares.
     pub(crate) async fn body(mut self, limit: usize, room: Room<'_>) -> Result<Bytes, FetchError> {
         let encoding = self.response.headers().get(CONTENT_ENCODING);
         if encoding.is_some_and(|encoding| !encoding.as_bytes().eq_ignore_ascii_case(b"identity")) {
@@ -93,7 +94,7 @@ impl Answer {
     }
 }
 
-/// Sends the request for `place` to the first of `addresses` that accepts a connection.
+/// Sends the request for `place` to the first address in `addresses` that accepts a connection.
 pub(crate) async fn ask(
     place: Place,
     addresses: &[IpAddr],
@@ -103,7 +104,7 @@ pub(crate) async fn ask(
     if !place.tls {
         return send(place, stream).await;
     }
-    // Brackets are the URL's.
+    // An IPv6 address in a URL has brackets, which are not part of the server's name.
     let name = place.host.trim_matches(['[', ']']).trim_end_matches('.').to_owned();
     let name = ServerName::try_from(name).map_err(|_| FetchError::BadUrl)?;
     let connecting = TlsConnector::from(Arc::clone(tls)).connect(name, stream);
@@ -142,7 +143,7 @@ where
         .map_err(|_| FetchError::BadUrl)?;
     let handshake = http1::handshake(TokioIo::new(stream)).await;
     let (mut sender, connection) = handshake.map_err(|_| broken())?;
-    // An error of the connection is an error of the answer too.
+    // An error of the connection also appears as an error of the response.
     let driver = Driver(tokio::spawn(async move { drop(connection.await) }));
     let response = sender.send_request(request).await.map_err(|_| broken())?;
     Ok(Answer { response, host: place.host, _driver: driver })

@@ -1,4 +1,4 @@
-//! A whole fetch: checks, name resolution, connections, redirects.
+//! A complete fetch: checks, name resolution, connections and redirects.
 
 use std::fmt;
 use std::net::IpAddr;
@@ -19,7 +19,7 @@ use crate::local::Folder;
 use crate::place::{self, Place};
 use crate::resolver::{Resolver, System};
 
-/// Fetches files. Clones share the fetcher.
+/// Fetches files. Clones share their configuration.
 #[derive(Clone)]
 pub struct Fetcher(Arc<Inner>);
 
@@ -42,15 +42,15 @@ impl fmt::Debug for Fetcher {
 }
 
 impl Fetcher {
-    /// A fetcher with the machine's name servers and trusted certificates. Creating it reads files,
-    /// so call it once.
+    /// Creates a fetcher that uses the machine's name servers and trusted certificates. This reads
+    /// files, so call it once.
     ///
     /// # Errors
-    /// A domain is malformed, or the folder is not there.
+    /// A domain is malformed, or the folder can't be used.
     pub fn new(config: &Config) -> Result<Self, InvalidConfig> {
         let mut roots = RootCertStore::empty();
-        // Without certificates every https server is untrusted, which fetches report. That is no
-        // reason not to serve.
+        // Without any certificates, fetches from https servers fail with an error. That is no
+        // reason not to start the server.
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
         let may_be_dialled =
             if config.media_allow_private { is_public_or_private } else { is_public };
@@ -81,12 +81,12 @@ impl Fetcher {
         })))
     }
 
-    /// The file at `url`: `http:`, `https:`, or `file:` with an absolute path. `room` is called
-    /// before the file grows to a total size, and may end the fetch by returning false. Dropping
-    /// the future closes its connection.
+    /// Fetches the file at `url`: `http:`, `https:`, or `file:` with an absolute path. `room` is
+    /// called before the file's buffer grows to a total size, and may abort the fetch by returning
+    /// false. Dropping the future closes the connection.
     ///
     /// # Errors
-    /// A short message for the client. See [`FetchError`].
+    /// The message is short and may be sent to the client. See [`FetchError`].
     pub async fn fetch(
         &self,
         url: &str,
@@ -132,9 +132,9 @@ impl Fetcher {
         Err(FetchError::Redirects(self.0.max_redirects))
     }
 
-    /// Fetches one URL after every check. Redirects go through here too.
+    /// Sends the request for one URL after all checks. Also used for each redirect.
     async fn ask(&self, url: &Url) -> Result<Answer, FetchError> {
-        // An unsupported scheme is reported as such, even if fetching is off.
+        // An unsupported scheme is reported even if fetching is off.
         let place = Place::of(url, &self.0.domains)?;
         if !self.0.remote {
             return Err(FetchError::Off);
@@ -146,8 +146,8 @@ impl Fetcher {
         if addresses.is_empty() {
             return Err(FetchError::NoAddress(place.host));
         }
-        // One private address suffices to refuse: a name with public and private addresses may
-        // connect to a private one.
+        // One private address is reason enough to refuse: a name with public and private addresses
+        // could lead to a connection to a private one.
         if !addresses.iter().all(|address| (self.0.may_be_dialled)(*address)) {
             return Err(FetchError::NotPublic(place.host));
         }

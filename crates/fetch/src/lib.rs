@@ -1,9 +1,8 @@
-//! Files that requests name by URL. They are fetched so that no URL can reach into the server's own
-//! network.
+//! Fetches files from the URLs in requests. No URL gives access to the server's own network.
 //!
-//! A name is resolved once, and all its addresses must be public. The fetcher connects to a checked
-//! address, so a DNS answer that changes meanwhile has no effect. Each redirect goes through the
-//! same checks. `docs/images.md` lists all limits.
+//! A name is resolved once, and all its addresses must be public. The fetcher connects to one of
+//! these checked addresses, so a later change of the DNS response has no effect. Each redirect is
+//! checked in the same way. `docs/images.md` lists all limits.
 //!
 //! ```
 //! use forebay_fetch::{Config, FetchError, Fetcher};

@@ -1,4 +1,4 @@
-//! Files of the server's own machine, below one folder.
+//! Files on the server's own machine, below one folder.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -10,7 +10,7 @@ use url::Url;
 use crate::config::InvalidConfig;
 use crate::error::FetchError;
 
-/// A folder, with all links of its path followed.
+/// A folder, as its canonical path.
 #[derive(Debug, Clone)]
 pub(crate) struct Folder(PathBuf);
 
@@ -24,12 +24,12 @@ impl Folder {
         Ok(Self(real))
     }
 
-    /// The file at `url`, of at most `limit` bytes, if it is inside the folder after resolving
-    /// links.
+    /// Opens the file at `url`. After links are resolved, it has to be inside the folder. It may
+    /// have at most `limit` bytes.
     pub(crate) fn find(&self, url: &Url, limit: usize) -> Result<LocalFile, FetchError> {
         let path = url.to_file_path().map_err(|()| FetchError::NoSuchFile)?;
         let real = fs::canonicalize(path).map_err(|_| FetchError::NoSuchFile)?;
-        // Reading from a pipe or a device might block for ever.
+        // Only regular files: reading from a pipe or a device might block for ever.
         if !real.starts_with(&self.0) || !real.is_file() {
             return Err(FetchError::NoSuchFile);
         }
@@ -50,12 +50,12 @@ pub(crate) struct LocalFile {
 }
 
 impl LocalFile {
-    /// The size in bytes when the file was opened.
+    /// The size in bytes, when the file was opened.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
     }
 
-    /// Reads as many bytes as the file had at opening, even if it has grown.
+    /// Reads as many bytes as the file had when it was opened, even if it has grown.
     pub(crate) fn read(self) -> Result<Bytes, FetchError> {
         let mut bytes = Vec::with_capacity(self.bytes);
         let mut file = self.file.take(self.bytes as u64);

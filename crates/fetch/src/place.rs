@@ -1,4 +1,4 @@
-//! The target of a URL, without the network.
+//! Parses and checks the target of a URL, without network access.
 
 use std::net::IpAddr;
 
@@ -7,25 +7,26 @@ use url::{Host, Url};
 use crate::config::Domains;
 use crate::error::FetchError;
 
-/// The longest URL in characters, more than any server accepts in a request line.
+/// The length limit of a URL in bytes, more than any server accepts in a request line.
 const LONGEST: usize = 8192;
 
-/// The host of a request, and its path.
+/// The host and path of a request.
 #[derive(Debug)]
 pub(crate) struct Place {
-    /// The host as the URL spells it: brackets around IPv6.
+    /// The host as in the URL, with brackets around an IPv6 address.
     pub(crate) host: String,
-    /// The address, if the URL has one instead of a name.
+    /// The address, if the URL contains an address; `None`: it contains a name.
     pub(crate) address: Option<IpAddr>,
     pub(crate) port: u16,
     pub(crate) tls: bool,
-    /// The host in the form of a `Host` header: with the port unless it is the scheme's.
+    /// The value of the `Host` header: the host, with the port unless it is the scheme's default
+    /// port.
     pub(crate) authority: String,
-    /// Path and query.
+    /// The path and the query.
     pub(crate) target: String,
 }
 
-/// A URL that is not too long.
+/// Parses a URL, and refuses one that is too long.
 pub(crate) fn parse(text: &str) -> Result<Url, FetchError> {
     if text.len() > LONGEST {
         return Err(FetchError::BadUrl);
@@ -34,7 +35,7 @@ pub(crate) fn parse(text: &str) -> Result<Url, FetchError> {
 }
 
 impl Place {
-    /// Reads the target of `url`.
+    /// Returns the target of `url`, if the URL is allowed.
     pub(crate) fn of(url: &Url, domains: &Domains) -> Result<Self, FetchError> {
         let tls = match url.scheme() {
             "http" => false,

@@ -1,19 +1,19 @@
-//! The resolver from names to addresses.
+//! Resolves names to addresses.
 
 use std::io;
 use std::net::IpAddr;
 use std::pin::Pin;
 
-/// Addresses that are on their way.
+/// A future that yields a name's addresses.
 pub(crate) type Resolving = Pin<Box<dyn Future<Output = io::Result<Vec<IpAddr>>> + Send>>;
 
-/// Finds the addresses of a name.
+/// Resolves names.
 pub(crate) trait Resolver: Send + Sync {
-    /// All addresses of `name`.
+    /// Returns all addresses of `name`.
     fn resolve(&self, name: &str) -> Resolving;
 }
 
-/// The machine's own: its hosts file, its name servers.
+/// The machine's resolver, which uses its hosts file and name servers.
 #[derive(Debug)]
 pub(crate) struct System;
 

@@ -1,4 +1,4 @@
-//! A hostile server, and a hostile name server.
+//! Tests with a hostile server and a hostile name server.
 
 use std::collections::HashMap;
 use std::io;
@@ -21,17 +21,17 @@ use crate::{Config, FetchError, Fetcher};
 const HERE: IpAddr = IpAddr::V4(Ipv4Addr::LOCALHOST);
 const LIMIT: usize = 100_000;
 
-/// Room for a file of any size.
+/// Accepts a file of any size.
 fn anything(_: usize) -> bool {
     true
 }
 
-/// Replaces the check for public addresses: only the server's own address passes.
+/// Replaces the check for public addresses: only the test server's address is allowed.
 fn only_here(address: IpAddr) -> bool {
     address == HERE
 }
 
-/// A name server that gives a name one answer after another; the last is repeated.
+/// A name server that returns its answers for a name one after another, and repeats the last one.
 #[derive(Default)]
 struct Names {
     answers: HashMap<&'static str, Vec<Vec<IpAddr>>>,
@@ -93,7 +93,7 @@ fn fetcher() -> Fetcher {
     fetcher_of(&config(), names())
 }
 
-/// Listens, and answers the first request of each connection; returns the port.
+/// Starts a server that calls `answer` for the first request of each connection. Returns the port.
 async fn serve<F, R>(answer: F) -> u16
 where
     F: Fn(TcpStream, String) -> R + Send + Sync + 'static,
@@ -126,12 +126,12 @@ async fn say(stream: &mut (impl AsyncWrite + Unpin), text: &str) {
     let _ = stream.write_all(text.as_bytes()).await;
 }
 
-/// A server that answers all requests with the same text.
+/// Starts a server that sends the same text for all requests.
 async fn saying(text: &'static str) -> u16 {
     serve(move |mut stream, _| async move { say(&mut stream, text).await }).await
 }
 
-/// Fetches `http://images.test` from a server that answers `text`.
+/// Fetches `http://images.test` from a server that sends `text`.
 async fn fetched(text: &'static str) -> Result<String, FetchError> {
     let port = saying(text).await;
     let file = fetcher().fetch(&format!("http://images.test:{port}/"), anything).await?;
@@ -189,7 +189,7 @@ async fn without_a_list_the_ports_are_the_webs() {
         async |url: &str| fetcher_of(&open, names()).fetch(url, anything).await.unwrap_err();
     assert_eq!(refused("http://images.test:6379/").await, FetchError::Port(6379));
     assert_eq!(refused("https://images.test:22/").await, FetchError::Port(22));
-    // These URLs are fetched, and only their addresses are refused.
+    // These URLs pass the check of ports. Only their addresses are refused.
     assert_eq!(refused("http://private.test/").await, FetchError::NotPublic("private.test".into()));
     assert_eq!(
         refused("https://private.test:80/").await,
@@ -205,7 +205,7 @@ async fn turned_off_nothing_is_resolved() {
     assert_eq!((error, asked.load(Ordering::Relaxed)), (FetchError::Off, 0));
 }
 
-/// Addresses in any spelling are checked.
+/// Addresses are checked in every notation.
 #[tokio::test]
 async fn special_addresses_in_urls() {
     let fetcher =
@@ -244,7 +244,7 @@ async fn special_addresses_in_urls() {
     assert_eq!(error, FetchError::NotPublic("169.254.169.254".into()));
 }
 
-/// The machine's name of itself comes from its hosts file.
+/// The name `localhost` is resolved by the machine's hosts file.
 #[tokio::test]
 async fn a_private_network_is_asked_where_that_is_allowed() {
     let port = saying("HTTP/1.1 200 OK\r\n\r\nfile").await;
@@ -267,7 +267,7 @@ async fn one_private_address_among_several_is_enough() {
     assert_eq!(error, FetchError::NotPublic("both.test".into()));
 }
 
-/// A name server that gives the checked lookup one answer and the next lookup another.
+/// The name server returns one address for the checked lookup and another for the next.
 #[tokio::test]
 async fn the_address_that_was_checked_is_dialled() {
     let port = saying("HTTP/1.1 200 OK\r\n\r\nfile").await;
@@ -283,7 +283,8 @@ async fn the_address_that_was_checked_is_dialled() {
     );
 }
 
-/// Redirects to `to`, in which `PORT` is the server's own; anything but `/` is a file.
+/// Fetches `/`, which redirects to `to`, with `PORT` replaced by the server's port. Every other
+/// path is a file.
 async fn redirected(to: &'static str) -> Result<String, FetchError> {
     let port = serve(move |mut stream, head| async move {
         let port = stream.local_addr().unwrap().port();
@@ -512,7 +513,7 @@ async fn files_below_a_folder_and_no_others() {
     );
 }
 
-/// A declared size costs nothing, and room is reserved before received bytes are stored.
+/// Nothing is allocated for a declared size, and room is reserved before received bytes are stored.
 #[tokio::test]
 async fn room_is_asked_for_as_a_file_grows() {
     let (sender, mut closed) = tokio::sync::mpsc::unbounded_channel();
@@ -522,7 +523,7 @@ async fn room_is_asked_for_as_a_file_grows() {
             let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {LIMIT}\r\n\r\n");
             say(&mut stream, &head).await;
             say(&mut stream, &"a".repeat(70_000)).await;
-            // The client reads nothing more, so wait for the end of the connection.
+            // The client reads no more data, so wait until it closes the connection.
             while stream.read_u8().await.is_ok() {}
             sender.send(()).unwrap();
         }
