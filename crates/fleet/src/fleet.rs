@@ -1,11 +1,11 @@
-//! The state machine of the fleet: see the crate.
+//! The state machine of the fleet. The crate's documentation describes its rules.
 
 use std::collections::{BTreeMap, HashMap};
 
 use crate::line::Line;
 use crate::model::{FleetModel, Member, ModelState, Phase, SleepLevel};
 
-/// The bounds of a fleet.
+/// The limits of a fleet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FleetBounds {
     /// The largest number of bytes of all models in memory.
@@ -14,10 +14,10 @@ pub struct FleetBounds {
     pub models_max: usize,
     /// The largest number of requests that wait for one model.
     pub queue: usize,
-    /// The minimum stay of a model, in milliseconds. Busy models are not closed for a request that
-    /// has waited less than this.
+    /// The minimum stay of a model in memory, in milliseconds. Also, a request must have waited
+    /// this long before busy models are closed for it.
     pub stay_ms: u64,
-    /// For this many milliseconds after a failure a model is not loaded again.
+    /// The time after a failure during which a model is not loaded again, in milliseconds.
     pub pause_ms: u64,
 }
 
@@ -33,67 +33,67 @@ impl Default for FleetBounds {
     }
 }
 
-/// A place in the queue.
+/// A handle to a waiting request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(u64);
 
-/// The answer to a new request.
+/// The outcome for a new request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FleetEntry {
-    /// The request runs, until [`Fleet::finish`].
+    /// The request runs, until the caller reports its end with [`Fleet::finish`].
     Running,
-    /// The request waits for [`FleetAction::Admit`] or [`FleetAction::Fail`], or until its client
-    /// gives up.
+    /// The request waits until [`FleetAction::Admit`], [`FleetAction::Fail`], or
+    /// [`Fleet::give_up`].
     Waiting(Ticket),
 }
 
-/// The reason why a request cannot even wait.
+/// The reason why a request is refused without waiting.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FleetRefusal {
-    /// The maximum number of requests is waiting for the model already.
+    /// The model's queue is full.
     QueueFull {
         /// The number of waiting requests.
         waiting: usize,
     },
-    /// The model never fits with the pinned ones.
+    /// The model can never fit into memory together with the pinned models.
     TooLarge {
-        /// The planned bytes of the model.
+        /// The number of bytes that the model is expected to take.
         bytes: u64,
-        /// The bytes that the model may take.
+        /// The largest number of bytes that the model may take.
         most: u64,
     },
-    /// Pinned models take all places.
+    /// Pinned models take up the whole allowed number of models.
     NoPlace,
-    /// The last load has failed, or the model has died, a short while ago.
+    /// The last load failed, or the model died, a short while ago.
     Paused {
-        /// Milliseconds until it may be loaded again.
+        /// Milliseconds until the model may be loaded again.
         remaining_ms: u64,
     },
 }
 
-/// The caller's next action.
+/// An action that the caller has to take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FleetAction {
-    /// Load the model. Then [`Fleet::loaded`] or [`Fleet::load_failed`].
+    /// Load the model, then call [`Fleet::loaded`] or [`Fleet::load_failed`].
     Load {
-        /// The model's place in the list of models.
+        /// The index of the model.
         model: usize,
-        /// Bytes that the model may take.
+        /// The number of bytes that the model may take.
         bytes: u64,
     },
-    /// Take the model out of memory. Then [`Fleet::emptied`].
+    /// Remove the model from memory, then call [`Fleet::emptied`].
     Leave {
-        /// The model's place in the list of models.
+        /// The index of the model.
         model: usize,
-        /// The sleep level afterwards.
+        /// The sleep level of the model after that.
         level: SleepLevel,
     },
-    /// Have the waiting request run.
+    /// Run the waiting request.
     Admit {
         /// The request.
         ticket: Ticket,
     },
-    /// End the waiting request with an error.
+    /// Fail the waiting request with an error.
     Fail {
         /// The request.
         ticket: Ticket,
@@ -107,22 +107,22 @@ struct Waiter {
     since_ms: u64,
 }
 
-/// Several models, of which some are in memory.
+/// Several models, some of which are in memory.
 #[derive(Debug)]
 pub struct Fleet {
     config: FleetBounds,
     members: Vec<Member>,
     /// The waiting requests, in the order of arrival.
     queue: BTreeMap<Ticket, Waiter>,
-    /// The clients of these requests, in the order of their turns.
+    /// The clients with waiting requests, in the order of their turns.
     line: Line,
     next_ticket: u64,
-    /// Decisions that the next poll returns.
+    /// The actions that the next poll returns.
     decided: Vec<FleetAction>,
 }
 
 impl Fleet {
-    /// A fleet of models, none of which is loaded.
+    /// Creates a fleet in which no model is loaded.
     #[must_use]
     pub fn new(config: FleetBounds, models: Vec<FleetModel>) -> Self {
         let members = models.into_iter().map(Member::new).collect();
@@ -136,44 +136,44 @@ impl Fleet {
         self.members[model].state()
     }
 
-    /// Running and waiting requests of a model.
+    /// Returns the counts of running and of waiting requests of a model.
     #[must_use]
     pub fn requests(&self, model: usize) -> (usize, usize) {
         (self.members[model].running, self.members[model].waiting)
     }
 
-    /// Bytes that a model has in memory; 0: it is not in memory.
+    /// The number of bytes that a model takes in memory; 0: it is not in memory.
     #[must_use]
     pub fn held(&self, model: usize) -> u64 {
         self.members[model].held
     }
 
-    /// Bytes of all models in memory.
+    /// The number of bytes that all models take in memory.
     #[must_use]
     pub fn used(&self) -> u64 {
         self.members.iter().map(|member| member.held).sum()
     }
 
-    /// When a model leaves if no request comes; `None`: it stays, or is busy.
+    /// The time at which a model leaves if no request arrives; `None`: it stays, or is busy.
     #[must_use]
     pub fn idle_until_ms(&self, model: usize) -> Option<u64> {
         self.members[model].idle_until_ms()
     }
 
-    /// Sets the memory limit. Models leave until the rest fits.
+    /// Sets the memory limit. If necessary, models leave until the rest fits.
     pub fn set_memory(&mut self, bytes: u64) {
         self.config.memory_bytes = bytes;
     }
 
-    /// Sets the bytes that the next load of a model may take.
+    /// Sets the number of bytes that the next load of a model may take.
     pub fn set_plan(&mut self, model: usize, bytes: u64) {
         self.members[model].model.bytes = bytes;
     }
 
-    /// A client, given by any number, requests a model.
+    /// Enters a request of a client for a model. Any number can identify a client.
     ///
     /// # Errors
-    /// It cannot even wait.
+    /// The request is refused without waiting.
     pub fn enter(
         &mut self,
         model: usize,
@@ -205,10 +205,10 @@ impl Fleet {
         Ok(FleetEntry::Waiting(ticket))
     }
 
-    /// Checks that a model fits together with the pinned ones.
+    /// Checks that a model fits into memory together with the pinned models.
     ///
     /// # Errors
-    /// It never does.
+    /// The model never fits.
     pub fn fits(&self, model: usize) -> Result<(), FleetRefusal> {
         let others = self.members.iter().enumerate().filter(|(other, _)| *other != model);
         let pinned = others.filter(|(_, member)| member.model.pinned);
@@ -225,7 +225,7 @@ impl Fleet {
         if bytes > most { Err(FleetRefusal::TooLarge { bytes, most }) } else { Ok(()) }
     }
 
-    /// Gives up a waiting request. False: it was admitted or has failed already.
+    /// Removes a request that gives up waiting. Returns false if it was already admitted or failed.
     pub fn give_up(&mut self, ticket: Ticket) -> bool {
         let waiter = self.queue.remove(&ticket);
         if let Some(waiter) = waiter {
@@ -242,7 +242,7 @@ impl Fleet {
         member.used_ms = now_ms;
     }
 
-    /// Records that a model has been loaded, and takes `bytes` bytes.
+    /// Records that a model has been loaded and takes `bytes` bytes.
     pub fn loaded(&mut self, model: usize, bytes: u64, now_ms: u64) {
         let stay = self.config.stay_ms;
         let member = &mut self.members[model];
@@ -250,11 +250,11 @@ impl Fleet {
         let stay_ms = stay.max(now_ms.saturating_sub(began_ms));
         member.phase = Phase::In { since_ms: now_ms, stay_ms, closed: None };
         (member.held, member.used_ms) = (bytes, now_ms);
-        // The waiting request runs first, before the model can be closed again.
+        // Admit the waiting requests before the model can be closed again.
         self.admit(model, now_ms);
     }
 
-    /// Records that a model could not be loaded. All requests waiting for it fail.
+    /// Records that a model could not be loaded. All requests that wait for it fail.
     pub fn load_failed(&mut self, model: usize, now_ms: u64) {
         let member = &mut self.members[model];
         if !matches!(member.phase, Phase::Loading { .. }) {
@@ -264,7 +264,7 @@ impl Fleet {
         self.fail_waiting(model);
     }
 
-    /// Records that a model in memory has died. Requests waiting for it keep waiting.
+    /// Records that a model in memory has died. Requests that wait for it keep waiting.
     pub fn died(&mut self, model: usize, now_ms: u64) {
         if matches!(self.members[model].phase, Phase::In { .. }) {
             self.lost(model, now_ms);
@@ -298,13 +298,14 @@ impl Fleet {
         }
     }
 
-    /// Sets after how many milliseconds without a request a model leaves, until it has left once;
-    /// inner `None`: never. Outer `None`: its own setting.
+    /// Sets the idle time in milliseconds after which a model leaves. Inner `None`: it never
+    /// leaves. Outer `None`: the model's own setting applies. The new value is forgotten once the
+    /// model has left.
     pub fn keep(&mut self, model: usize, idle_ms: Option<Option<u64>>) {
         self.members[model].keep = idle_ms;
     }
 
-    /// The actions to take now.
+    /// Returns the actions to take now.
     #[must_use]
     pub fn poll(&mut self, now_ms: u64) -> Vec<FleetAction> {
         self.close_and_open(now_ms);
@@ -327,8 +328,8 @@ impl Fleet {
         std::mem::take(&mut self.decided)
     }
 
-    /// Reopens all models that were closed for another one, and decides again. Closes dismissed and
-    /// idle ones.
+    /// Reopens all models that were closed for another one, because this is decided anew at each
+    /// poll. Closes dismissed and idle models.
     fn close_and_open(&mut self, now_ms: u64) {
         for member in &mut self.members {
             let dismissed = member.dismissed;
@@ -388,8 +389,8 @@ impl Fleet {
         }
     }
 
-    /// Models that may leave for another one, in order: idle ones by last use, then busy ones by
-    /// how long they have been loaded.
+    /// Returns the models that may leave for another one, in order: idle ones by last use, then
+    /// busy ones by load time, oldest first. Pinned models come last.
     fn victims(&self, may: impl Fn(&Member) -> bool, busy: bool) -> Vec<usize> {
         let open = self.members.iter().enumerate().filter(|(_, member)| member.is_open());
         let open = open.filter(|(_, member)| may(member) && (busy || member.running == 0));
@@ -403,10 +404,10 @@ impl Fleet {
     }
 
     /// Starts the loads that fit, in the order of the clients' turns. For the first load that does
-    /// not fit, other models are closed, and later loads wait.
+    /// not fit, closes other models; later loads wait.
     fn load(&mut self, now_ms: u64) {
         while let Some(Waiter { model, client, since_ms }) = self.next_load(now_ms) {
-            // The memory may have shrunk since the request came.
+            // The memory limit may have been lowered since the request arrived.
             if self.fits(model).is_err() {
                 self.fail_waiting(model);
                 continue;
@@ -424,8 +425,8 @@ impl Fleet {
         }
     }
 
-    /// The request whose model is loaded next: the oldest one of the first client in the queue that
-    /// has such a request.
+    /// Returns the request whose model is loaded next. It belongs to the first client in the queue
+    /// that waits for a loadable model, and is that client's oldest such request.
     fn next_load(&self, now_ms: u64) -> Option<Waiter> {
         let mut oldest = HashMap::new();
         for &waiter in self.queue.values() {
@@ -437,7 +438,8 @@ impl Fleet {
         self.line.clients().find_map(|client| oldest.get(&client).copied())
     }
 
-    /// True if `bytes` bytes do not fit after `left` models have freed `freed` bytes.
+    /// True if a model of `bytes` bytes does not fit, after `left` models have left and freed
+    /// `freed` bytes.
     fn lacks(&self, bytes: u64, freed: u64, left: usize) -> bool {
         let inside = self.members.iter().filter(|member| !matches!(member.phase, Phase::Out(_)));
         let used = self.used().saturating_sub(freed);
@@ -445,8 +447,8 @@ impl Fleet {
             || inside.count().saturating_sub(left) >= self.config.models_max
     }
 
-    /// Closes models for one of `bytes` bytes whose oldest request has waited since `since_ms`, if
-    /// that frees enough.
+    /// Closes models to make room for a model of `bytes` bytes, if that frees enough. The request
+    /// for that model has waited since `since_ms`.
     fn make_room(&mut self, bytes: u64, since_ms: u64, now_ms: u64) {
         let mut freed = self.bytes_given_back();
         let mut left = self.members.iter().filter(|member| member.gives_back()).count();
@@ -471,7 +473,8 @@ impl Fleet {
         }
     }
 
-    /// When [`Fleet::poll`] may next have an action although nothing happens before.
+    /// Returns the next time at which [`Fleet::poll`] may have an action even if nothing else
+    /// happens.
     #[must_use]
     pub fn next_wake(&self, now_ms: u64) -> Option<u64> {
         let idle = self.members.iter().filter_map(Member::idle_until_ms);

@@ -1,15 +1,15 @@
-//! Decides which models of a server are in memory. Pure: no I/O, no clock, no threads. Times are
+//! Decides which models of a server are in memory. Pure: no I/O, no clock, no threads. Times are in
 //! milliseconds of any clock.
 //!
-//! A [`Fleet`] gets requests and the outcomes of its [`FleetAction`]s, and returns the next
-//! actions. It guarantees:
+//! A [`Fleet`] receives requests and the outcomes of its [`FleetAction`]s, and returns the
+//! next actions. It guarantees:
 //!
 //! - The loaded models stay within limits on memory and on their number.
 //! - A model leaves only when none of its requests is running.
-//! - Clients take turns at loads. The model of the client's oldest waiting request is loaded, so
-//!   none starves. While a client waits, at most one load begins for each other client.
-//! - Idle models make room first, by last use. After a while busy models are closed too: their
-//!   running requests finish, and new ones wait.
+//! - Clients take turns at loads. The model of the client's oldest waiting request is loaded, so no
+//!   request starves. While a client waits, at most one load begins for each other client.
+//! - Idle models make room first, in the order of their last use. After a while busy models are
+//!   closed too: their running requests finish, and new ones wait.
 //! - A model stays for a minimum time, and at least as long as its load took. So alternating
 //!   requests spend at most half of the time with loads.
 //!

@@ -1,17 +1,17 @@
-//! The line of clients whose requests wait.
+//! The queue of clients whose requests wait for a load.
 
 use std::collections::{BTreeMap, HashMap};
 
 /// The clients with waiting requests, in the order in which loads are started for them.
 ///
-/// A client joins the end of the queue when its first request waits, and again when a load was
-/// started for it. So while a client waits, at most one load starts for each other client, however
-/// many models they request.
+/// A client joins the end of the queue when its first request starts to wait, and moves to the end
+/// when a load has been started for it. So while a client waits, at most one load starts for each
+/// other client, however many models the others request.
 #[derive(Debug, Default)]
 pub(crate) struct Line {
-    /// Clients by their place.
+    /// The clients, by their position in the queue.
     places: BTreeMap<u64, u64>,
-    /// The place of a client in the queue, and the number of its waiting requests.
+    /// For each client: its position in the queue, and the number of its waiting requests.
     clients: HashMap<u64, (u64, usize)>,
     next: u64,
 }

@@ -5,9 +5,9 @@ use serde::Serialize;
 /// A model that the fleet may load.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct FleetModel {
-    /// The planned number of bytes of its weights and pages.
+    /// The expected number of bytes of the model's weights and pages.
     pub bytes: u64,
-    /// True if it never leaves, whether for another model or when idle.
+    /// True if the model stays in memory, even when it is idle or another model needs the memory.
     pub pinned: bool,
     /// The model is unloaded after this many milliseconds without a request; `None`: never.
     pub idle_ms: Option<u64>,
@@ -25,16 +25,17 @@ pub enum ModelState {
     Ready,
     /// The model is finishing its last requests, or being unloaded.
     Leaving,
-    /// Its weights and pages are gone, but state is kept for a fast next load.
+    /// The model's weights and pages have been dropped, but state is kept that makes the next load
+    /// faster.
     Asleep,
 }
 
-/// The parts that are kept of a model that is no longer in memory.
+/// What is kept of a model that is not in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SleepLevel {
-    /// [`ModelState::Asleep`].
+    /// State for a fast load is kept: [`ModelState::Asleep`].
     Asleep,
-    /// [`ModelState::Unloaded`].
+    /// Nothing is kept: [`ModelState::Unloaded`].
     Unloaded,
 }
 
@@ -47,14 +48,14 @@ impl SleepLevel {
     }
 }
 
-/// Where a model is between being unloaded and loaded.
+/// The phase of a model: unloaded, loading, in memory or leaving.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
     Out(SleepLevel),
     Loading {
         began_ms: u64,
     },
-    /// The model is in memory, and takes requests unless `closed`.
+    /// The model is in memory since `since_ms`, and takes requests unless `closed`.
     In {
         since_ms: u64,
         stay_ms: u64,
@@ -69,16 +70,17 @@ pub(crate) enum Phase {
 pub(crate) struct Member {
     pub(crate) model: FleetModel,
     pub(crate) phase: Phase,
-    /// The sleep level, if an explicit request makes it leave.
+    /// The sleep level to go to after [`crate::Fleet::dismiss`]; `None`: the model was not
+    /// dismissed.
     pub(crate) dismissed: Option<SleepLevel>,
-    /// Milliseconds that replace `idle_ms` until the model is unloaded.
+    /// An idle time that replaces `idle_ms` until the model is unloaded.
     pub(crate) keep: Option<Option<u64>>,
-    /// Bytes that the model has in memory.
+    /// The number of bytes that the model takes in memory.
     pub(crate) held: u64,
     pub(crate) running: usize,
     pub(crate) waiting: usize,
     pub(crate) used_ms: u64,
-    /// After a failure it is not loaded before this time.
+    /// The time before which the model is not loaded again after a failure.
     pub(crate) paused_until_ms: u64,
 }
 
@@ -122,7 +124,7 @@ impl Member {
         }
     }
 
-    /// When the minimum stay ends, if the model takes requests.
+    /// The time at which the minimum stay ends; `None`: the model takes no requests.
     pub(crate) fn stays_until_ms(&self) -> Option<u64> {
         match self.phase {
             Phase::In { since_ms, stay_ms, closed: None } => Some(since_ms.saturating_add(stay_ms)),
@@ -130,7 +132,7 @@ impl Member {
         }
     }
 
-    /// When the model is unloaded if no request comes.
+    /// The time at which the model is unloaded if no request arrives; `None`: it stays, or is busy.
     pub(crate) fn idle_until_ms(&self) -> Option<u64> {
         let open_and_idle = self.is_open() && self.running == 0 && self.waiting == 0;
         let may_leave = open_and_idle && !self.model.pinned;

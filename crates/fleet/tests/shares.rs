@@ -1,5 +1,5 @@
-//! Fair shares of clients in model loads: random runs in virtual time. Each client has models of
-//! its own, so a load shows which client it is for. `FOREBAY_STORIES` sets the number of runs.
+//! Fair shares of clients in model loads: random runs in virtual time. Each client has its own
+//! models, so a load shows which client it is for. `FOREBAY_STORIES` sets the number of runs.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -13,15 +13,16 @@ const END: u64 = 60_000;
 
 #[derive(Debug, Clone, Copy)]
 enum Timer {
-    /// A client asks for one of its models.
+    /// A client requests one of its models.
     Asks(usize),
     Loaded(usize),
     Left(usize),
-    /// A running request for a model ends.
+    /// A running request for a model finishes.
     Ends(usize),
 }
 
-/// Clients that each keep a fixed number of requests: each answer is followed by a new request.
+/// Clients that each keep a fixed number of requests: each finished request is followed by a new
+/// one.
 struct Story {
     rng: StdRng,
     fleet: Fleet,
@@ -31,15 +32,15 @@ struct Story {
     /// The client of each model.
     clients: Vec<usize>,
     waiting: HashMap<Ticket, usize>,
-    /// For each waiting client: the loads that have begun meanwhile, by client.
+    /// For each waiting client: the number of loads begun meanwhile for each other client.
     begun: Vec<Vec<usize>>,
     /// The number of loads for each client.
     loads: Vec<usize>,
 }
 
 impl Story {
-    /// `models` is the number of models of each client, which has one request for each model at a
-    /// time. `room` is the number of models that fit in memory.
+    /// `models` is the number of models of each client, and also its number of requests at a time.
+    /// `room` is the number of models that fit into memory.
     fn new(seed: u64, models: &[usize], room: usize) -> Self {
         let clients: Vec<usize> =
             models.iter().enumerate().flat_map(|(client, &count)| vec![client; count]).collect();
@@ -68,7 +69,7 @@ impl Story {
         self.timers.insert((at, self.serial), timer);
     }
 
-    /// The clients that wait for a model which could be loaded now.
+    /// Whether each client waits for a model that could be loaded now.
     fn could_load(&self) -> Vec<bool> {
         let mut found = vec![false; self.loads.len()];
         for &model in self.waiting.values() {
@@ -120,7 +121,7 @@ impl Story {
         }
     }
 
-    /// Runs to the end; returns the number of loads for each client.
+    /// Runs to the end, and returns the number of loads for each client.
     fn tell(mut self) -> Vec<usize> {
         while self.now < END {
             let timer = self.timers.first_key_value().map(|((at, _), _)| *at);

@@ -1,4 +1,5 @@
-//! Random runs in virtual time: requests, loads, deaths, shrinking memory, administrators' orders.
+//! Random runs in virtual time: requests, loads, deaths, shrinking memory and administrators'
+//! orders.
 //!
 //! `FOREBAY_STORIES` sets the number of runs.
 
@@ -32,7 +33,7 @@ enum Fate {
     Over,
 }
 
-/// A caller that follows the rules of the fleet, and checks its decisions.
+/// A caller that follows the rules of the fleet's interface, and checks its decisions.
 struct Story {
     rng: StdRng,
     fleet: Fleet,
@@ -44,7 +45,7 @@ struct Story {
     fates: HashMap<Ticket, (usize, Fate)>,
     running: Vec<usize>,
     memory: u64,
-    /// Bytes of each model in memory, as the caller counts them.
+    /// The number of bytes of each model in memory, as the caller counts them.
     held: Vec<u64>,
     ready_since: Vec<Option<u64>>,
     pinned: Vec<bool>,
@@ -61,7 +62,7 @@ impl Story {
         let bytes: Vec<u64> = (0..models).map(|_| rng.random_range(1..=60)).collect();
         let memory = rng.random_range(60..=140);
         let models_max = rng.random_range(1..=4);
-        // A set of pinned models that leaves no room for others is refused at the start.
+        // A set of pinned models that leaves no room for others would be refused at the start.
         let pinned: Vec<bool> = (0..models)
             .map(|model| model == 0 && models_max > 1 && memory >= 120 && rng.random_bool(0.3))
             .collect();
@@ -235,7 +236,7 @@ impl Story {
         self.poll();
     }
 
-    /// Runs virtual time up to `until`, with all events on the way.
+    /// Runs virtual time up to `until`, with all events before it.
     fn advance(&mut self, until: u64) {
         loop {
             let timer = self.timers.first_key_value().map(|((at, _), _)| *at);
@@ -262,20 +263,20 @@ impl Story {
             if self.faulty && self.rng.random_bool(0.1) {
                 self.fault();
             } else {
-                // Some models are asked for much more often than others.
+                // One model is requested much more often than the others.
                 let model = self.rng.random_range(0..self.models);
                 let model = if self.rng.random_bool(0.5) { 0 } else { model };
                 self.request(model);
             }
         }
-        // No requests arrive any more, so all that wait are served in the end.
+        // No more requests arrive, so all waiting requests are served in the end.
         let turn = 2 * STAY + LONGEST_LOAD + LONGEST_RUN + LONGEST_LEAVE + PAUSE;
         self.advance(self.now + 4 * turn * self.models as u64);
         let waits = |(_, fate): &(usize, Fate)| matches!(fate, Fate::Waiting { .. });
         assert!(!self.fates.values().any(waits), "a request waits for ever");
         assert!(self.running.iter().all(|&running| running == 0));
         if !self.faulty {
-            // At worst a request waits for the longest turn of every other model, for each client.
+            // At worst a request waits for the longest turn of every model, once per client.
             let most = turn * (self.models as u64 * self.clients + 1);
             assert!(self.longest_wait <= most, "{} of {most} ms", self.longest_wait);
         }
@@ -298,7 +299,7 @@ fn every_request_ends_once_within_the_bounds() {
     }
 }
 
-/// Two models that do not fit together are asked for in turn, as fast as they answer.
+/// Two models that do not fit together are requested in turn, as fast as they respond.
 #[test]
 fn alternating_requests_do_not_thrash() {
     let config = FleetBounds { memory_bytes: 10, stay_ms: STAY, ..FleetBounds::default() };
@@ -308,7 +309,7 @@ fn alternating_requests_do_not_thrash() {
     const LOAD: u64 = 3000;
     let mut events: Vec<(u64, Timer)> = Vec::new();
     let mut wanted: HashMap<Ticket, usize> = HashMap::new();
-    // Each of two clients asks for its own model again as soon as it has an answer.
+    // Each of two clients requests its own model again as soon as it has an answer.
     let mut asks = vec![0, 1];
     while now < 100_000 {
         for model in asks.drain(..) {
@@ -350,7 +351,8 @@ fn alternating_requests_do_not_thrash() {
             }
         }
     }
-    // A model stays as long as its load took, so half of the time is spent on answers.
+    // A model stays at least as long as its load took, so about half of the time is spent on
+    // answers.
     assert!(loads as u64 * LOAD <= 55_000, "{loads} loads");
     assert!(loads >= 10 && answers > 1000, "{loads} loads, {answers} answers");
 }
@@ -371,7 +373,7 @@ fn the_least_recently_used_leaves_and_what_cannot_fit_is_refused_with_numbers() 
         assert_eq!(fleet.poll(at as u64).len(), 1, "the waiting request is admitted");
         fleet.finish(at, at as u64);
     }
-    // The first model is used again, so the second one has to leave.
+    // Model 1 is used again, so model 2 has to leave.
     assert_eq!(fleet.enter(1, 0, 5), Ok(FleetEntry::Running));
     fleet.finish(1, 6);
     assert!(fleet.enter(3, 0, 7).is_ok());
@@ -394,7 +396,8 @@ fn a_small_model_does_not_pass_the_one_that_waits_longer() {
     assert!(fleet.enter(0, 0, 0).is_ok());
     assert_eq!(fleet.poll(0).len(), 1);
     fleet.loaded(0, 6, 1);
-    // The second model waits for the first, which runs a request; the third would fit beside that.
+    // The second model waits for the first, which runs a request. The third would fit beside the
+    // first.
     assert!(fleet.enter(1, 0, 2).is_ok() && fleet.enter(2, 0, 3).is_ok());
     assert!(!fleet.poll(3).iter().any(|action| matches!(action, FleetAction::Load { .. })));
     fleet.finish(0, 4);
