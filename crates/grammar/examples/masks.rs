@@ -1,8 +1,9 @@
-//! Times masks for `benchmarks/mask_times.py`: `masks TOKENIZER.json VOCABULARY SOURCES.json SEED`.
+//! Measures masks for `benchmarks/mask_times.py`:
+//! `masks TOKENIZER.json VOCABULARY SOURCES.json SEED`.
 //!
-//! `SOURCES.json` is a list of JSON schemas. For each, a line says the microseconds from the
-//! request to its first mask, and then those of the masks of a random walk: each token is drawn
-//! from those that the mask allows. A schema that is refused has no line.
+//! `SOURCES.json` is a list of JSON schemas. For each schema, one line is printed. It has the
+//! microseconds from the request to the first mask, and then those of each mask of a random walk,
+//! in which each token is drawn from the mask. A schema that is rejected has no line.
 
 use std::io::{self, Write};
 use std::path::Path;
@@ -17,7 +18,7 @@ use forebay_text::Tokenizer;
 
 type Failure = Box<dyn std::error::Error>;
 
-/// Tokens of a walk.
+/// The number of tokens of a walk.
 const STEPS: usize = 200;
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
@@ -29,7 +30,7 @@ fn next(state: &mut u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// One of the tokens that a mask allows.
+/// Draws one of the tokens that a mask allows.
 fn drawn(mask: &[u32], state: &mut u64) -> Option<i32> {
     let count: u64 = mask.iter().map(|word| u64::from(word.count_ones())).sum();
     let mut left = next(state) % count.max(1);
@@ -73,12 +74,12 @@ fn main() -> Result<(), Failure> {
         };
         runtime.block_on(grammars.constraints(wanted))
     };
-    // The trie of the vocabulary is built in the background, once.
+    // This request waits until the trie of the vocabulary is built in the background.
     ask(r#"{"type": "null"}"#.into())?;
     let mut out = io::stdout().lock();
     for schema in schemas {
         let begun = Instant::now();
-        // A made-up schema may be one that nothing is valid by.
+        // A generated schema may have no valid value.
         let Ok(mut constraints) = ask(schema.to_string()) else { continue };
         let mut constraint = constraints.choices.pop().ok_or("no constraint")?;
         let mut times = Vec::with_capacity(STEPS);

@@ -1,8 +1,9 @@
-//! Arguments of calls that are not written as JSON: in tags, in Python's notation, or in Gemma's.
+//! Rules for arguments of calls that are not written as JSON: in tags, in Python's notation, or in
+//! Gemma's.
 //!
-//! For each value of a schema a rule in the family's notation is written. A schema that can't be
-//! expressed in it is an error with its path. If a schema allows more than a rule can express, such
-//! as unnamed properties, the rule allows less.
+//! For each schema of a value, a rule in the family's notation is written. A schema that cannot be
+//! expressed in the notation is an error with its path. If a schema allows more than a rule can
+//! express, such as unnamed properties, the rule allows less.
 
 use std::collections::HashMap;
 
@@ -31,20 +32,20 @@ pub(crate) struct Arguments<'a> {
     whitespace: &'a Whitespace,
     lenient: bool,
     work: &'a mut Work,
-    /// The index of the tool, with which the names of its rules begin.
+    /// The index of the tool. The names of the tool's rules start with this index.
     tool: usize,
     lines: Vec<String>,
-    /// Rules of references, by their targets.
+    /// The names of the rules of references, by the references' targets.
     references: HashMap<String, String>,
     any: Option<String>,
     notation: Notation,
 }
 
-/// The notation of values.
+/// The notation in which values are written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Notation {
     Python,
-    /// The quote around strings.
+    /// The text that quotes strings.
     Quoted(&'static str),
 }
 
@@ -57,7 +58,8 @@ struct Field<'v> {
 }
 
 impl<'a> Arguments<'a> {
-    /// Writes the argument rules of tool number `tool`, whose schema is `root`.
+    /// Creates the writer of the argument rules of the tool with index `tool`, whose schema is
+    /// `root`.
     pub(crate) fn new(
         root: &'a Value,
         marks: &'a Marks,
@@ -80,12 +82,12 @@ impl<'a> Arguments<'a> {
         }
     }
 
-    /// The rules that [`Arguments::all`] needs.
+    /// Returns the rules that the result of [`Arguments::all`] refers to.
     pub(crate) fn rules(&self) -> String {
         self.lines.join("\n")
     }
 
-    /// The right side of the rule of all arguments.
+    /// Returns the right side of the rule for all arguments.
     pub(crate) fn all(&mut self, style: &ArgumentStyle) -> Written {
         let root = self.root;
         let Value::Object(schema) = root else {
@@ -109,7 +111,7 @@ impl<'a> Arguments<'a> {
         format!("x{}n{}", self.tool, self.lines.len())
     }
 
-    /// Adds a rule; gives its name.
+    /// Adds a rule and returns its name.
     fn rule(&mut self, body: &str) -> Written {
         let name = self.name();
         self.define(&name, body)?;
@@ -122,7 +124,7 @@ impl<'a> Arguments<'a> {
         Ok(())
     }
 
-    /// Text that `terminal` describes, up to `close`.
+    /// Returns a rule for text that `terminal` describes, up to `close`.
     fn until(&mut self, terminal: &str, close: &str) -> Written {
         let name = format!("X{}N{}", self.tool, self.lines.len());
         self.work.write(terminal.len())?;
@@ -137,7 +139,7 @@ impl<'a> Arguments<'a> {
         self.rule(&format!("%json {with}"))
     }
 
-    /// Refuses keywords that the notation cannot express.
+    /// Rejects keywords that the notation cannot express.
     fn check(&self, schema: &Map<String, Value>, path: &str) -> Result<(), GrammarError> {
         match schema.keys().find(|key| !keywords::known(key)) {
             Some(key) if !self.lenient => {
@@ -148,8 +150,8 @@ impl<'a> Arguments<'a> {
         }
     }
 
-    /// The properties of an object, required ones first. If only unnamed ones are described, their
-    /// schema.
+    /// Returns the properties of an object, required ones first. If the schema describes only
+    /// unnamed properties, returns their schema.
     fn split<'v>(
         &self,
         schema: &'v Map<String, Value>,
@@ -186,14 +188,15 @@ impl<'a> Arguments<'a> {
                 fields.push(Field { name, schema, path, required: true });
             }
         }
-        // Leave out optional fields whose schema no value satisfies.
+        // Optional fields whose schema no value satisfies are left out.
         fields.retain(|field| field.required || field.schema != &Value::Bool(false));
         fields.sort_by_key(|field| !field.required);
         let others = others.filter(|_| fields.is_empty());
         Ok((fields, others))
     }
 
-    /// Properties separated by `comma`; `key` writes the text before a value.
+    /// Writes properties separated by `comma`. `key` returns the text before a value, given the
+    /// property's name.
     fn fields(
         &mut self,
         schema: &Map<String, Value>,
@@ -232,8 +235,8 @@ impl<'a> Arguments<'a> {
         Ok(format!("{required}{}", after(&optional, &comma)))
     }
 
-    /// One or more of `optional`, in their order. Halves are shared: writing out what may follow
-    /// each one would need text of quadratic length.
+    /// Writes one or more of `optional`, in their order. The rules of each half are shared: to
+    /// write out what may follow each field would take text of quadratic length.
     fn some(&mut self, optional: &[String], comma: &str) -> Written {
         let (left, right) = match optional {
             [] => return Ok(String::new()),
@@ -245,7 +248,7 @@ impl<'a> Arguments<'a> {
         self.rule(&format!("{left} {more} | {right}"))
     }
 
-    /// Refuses a name that would be ambiguous without quotes.
+    /// Rejects a name that would be ambiguous without quotes.
     fn nameable(&self, field: &Field<'_>) -> Result<(), GrammarError> {
         let fits = |c: char| match self.notation {
             Notation::Python => c.is_alphanumeric() || c == '_',
@@ -258,7 +261,7 @@ impl<'a> Arguments<'a> {
         Err(GrammarError::at(field.path.clone(), why))
     }
 
-    /// A value, on a rule's right side.
+    /// Writes a value, for the right side of a rule.
     fn value(&mut self, schema: &Value, path: &str, depth: usize) -> Written {
         if depth > DEPTH {
             return Err(GrammarError::at(path, format!("deeper than {DEPTH} levels")));
@@ -354,7 +357,7 @@ impl<'a> Arguments<'a> {
         Ok(name)
     }
 
-    /// The spelling of JSON's `null`, `true` and `false`.
+    /// Returns the spelling of JSON's `null`, `true` and `false` in this notation.
     fn word(&self, kind: Kind) -> &'static str {
         match (self.notation, kind) {
             (Notation::Python, Kind::Null) => "\"None\"",
@@ -410,7 +413,7 @@ impl<'a> Arguments<'a> {
     fn string(&mut self, schema: &Value, path: &str) -> Written {
         match self.notation {
             Notation::Python => {
-                // JSON's strings are Python's.
+                // Strings in JSON notation are valid in Python too.
                 self.work.copy(schema)?;
                 let mut own = schema.clone();
                 if let Value::Object(map) = &mut own {
@@ -484,7 +487,7 @@ impl<'a> Arguments<'a> {
         Ok(format!("\"{{\" {fields} \"}}\""))
     }
 
-    /// A value without a schema.
+    /// Writes a value without a schema.
     fn anything(&mut self) -> Written {
         if let Some(name) = &self.any {
             return Ok(name.clone());
@@ -504,8 +507,8 @@ impl<'a> Arguments<'a> {
         Ok(name)
     }
 
-    /// Arguments in tags, in the order of the schema, so that the grammar need not remember the
-    /// earlier ones.
+    /// Writes arguments in tags, in the order of the schema, so that the grammar does not have to
+    /// track which arguments were written.
     fn tagged(&mut self, schema: &Map<String, Value>, tags: &ArgumentTags) -> Written {
         let (fields, others) = self.split(schema, "")?;
         let mut parts = Vec::new();
@@ -532,7 +535,8 @@ impl<'a> Arguments<'a> {
         Ok(parts.join(" "))
     }
 
-    /// The rule of an argument in tags; `name` is how a rule's right side writes its name.
+    /// Writes the rule of an argument in tags. `name` matches the argument's name, on a rule's
+    /// right side.
     fn argument(&mut self, tags: &ArgumentTags, name: &str, schema: &Value) -> Written {
         let texts = texts(self.root, schema, 0, self.work)?;
         let mut other = without_strings(self.root, schema, 0, self.work)?;
@@ -542,9 +546,10 @@ impl<'a> Arguments<'a> {
             let mut said: Vec<String> = Vec::new();
             let mut looks = Vec::new();
             if let Some(all) = other.take_if(|_| !tags.declares) {
-                // Text that looks like another value is read as one, unless the schema lists it. Of
-                // several terminals the longest match wins. So short values are in the same
-                // terminal, and text that begins like another value matches none of them.
+                // Text that looks like another value is read as that value, unless the schema lists
+                // the text. Among several terminals the longest match wins. So short values are in
+                // the same terminal, and text that begins like another value does not match the
+                // terminal.
                 let (values, rest) = scalars(&all);
                 said.extend(values);
                 looks.extend(Kinds::reached(self.root, &all, self.work)?.written(false));
@@ -581,7 +586,7 @@ impl<'a> Arguments<'a> {
     }
 }
 
-/// Rules for `optional` fields that follow another field.
+/// Writes the rules of `optional` fields that follow another field.
 fn after(optional: &[String], comma: &str) -> String {
     optional.iter().map(|rule| format!(" ({comma} {rule})?")).collect()
 }

@@ -1,6 +1,6 @@
-//! State shared by all matchers: a count of their growth, and a thread that frees matchers and
-//! templates. Freeing a large one takes longer than a step may wait, and its last owner may be the
-//! engine's thread.
+//! State that all matchers share: a count of their growth, and a thread that frees matchers and
+//! templates. The engine thread may own the last reference to a large matcher, and freeing it there
+//! would take too long.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crossbeam_channel::{Receiver, Sender, unbounded};
 
 use crate::growth::Growth;
 
-/// The queue of values to be freed, and the growth of the live ones.
+/// The queue of values to free, and the growth of the live matchers.
 #[derive(Clone)]
 pub(crate) struct Attic {
     values: Sender<Box<dyn Send>>,
@@ -16,8 +16,8 @@ pub(crate) struct Attic {
 }
 
 impl Attic {
-    /// An attic, and the work of its thread, which ends with the attic's last clone. All matchers
-    /// together may grow by `growth` bytes.
+    /// Creates an attic, and the function for its thread to run. The function returns when the
+    /// attic's last clone is dropped. All matchers together may grow by `growth` bytes.
     pub(crate) fn new(growth: usize) -> (Self, impl FnMut() + Send + 'static) {
         let (values, received): (_, Receiver<Box<dyn Send>>) = unbounded();
         let attic = Self { values, growth: Growth::new(growth) };
@@ -25,7 +25,7 @@ impl Attic {
     }
 
     pub(crate) fn free(&self, value: impl Send + 'static) {
-        // Without the thread the value is freed here.
+        // If the thread has ended, the value is freed here.
         let _ = self.values.send(Box::new(value));
     }
 }

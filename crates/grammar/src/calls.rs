@@ -1,4 +1,4 @@
-//! Tool calls in a dialect's form, with arguments by their schemas.
+//! Grammars of tool calls in the form of a dialect, with arguments that follow their schemas.
 
 use forebay_dialect::{ArgumentStyle, CONTENT, text_without};
 use serde_json::{Value, json};
@@ -14,20 +14,20 @@ use crate::source::{CallForm, CallText, Form, Whitespace};
 use crate::tag::{self, below};
 use crate::work::Work;
 
-/// A parsed schema, and the path with which its errors begin.
+/// A parsed schema, and the path that its errors start with.
 pub(crate) type Named = (String, Value);
 
-/// A grammar of calls.
+/// The grammar of a form of calls.
 pub(crate) struct Calls {
-    /// The grammar with everything in it.
+    /// The complete grammar in Lark.
     pub(crate) lark: String,
     /// The schemas of the arguments, for errors.
     pub(crate) schemas: Vec<Named>,
-    /// Paths of keywords that were ignored in tools that are not strict.
+    /// The paths of keywords that were ignored, in tools that are not strict.
     pub(crate) left_out: Vec<String>,
 }
 
-/// Writes the grammar of a form of calls.
+/// Writes the grammar for a form of calls.
 pub(crate) fn to_lark(
     form: &CallForm,
     whitespace: &Whitespace,
@@ -66,7 +66,7 @@ pub(crate) fn to_lark(
                 let rules = writer.rules();
                 match body {
                     Ok(body) => break format!("{}: {body}\n{rules}", tool.rule),
-                    // The notation can't enforce the schema.
+                    // The notation cannot enforce the schema.
                     Err(GrammarError::Invalid { path, .. })
                         if !tool.strict && faults::leave_out(&mut schema, &path) =>
                     {
@@ -89,7 +89,7 @@ pub(crate) fn to_lark(
     Ok(Calls { lark, schemas, left_out })
 }
 
-/// Reads the schema of a tool's arguments, which are an object.
+/// Reads the schema of a tool's arguments, which must be an object.
 fn read(text: &str, work: &mut Work) -> Result<Value, GrammarError> {
     let mut schema = schema::read(text, work)?;
     let Value::Object(fields) = &mut schema else {
@@ -108,7 +108,7 @@ fn read(text: &str, work: &mut Work) -> Result<Value, GrammarError> {
     Ok(schema)
 }
 
-/// The rules of arguments that are one text.
+/// Writes the rules of arguments that are a single text.
 fn text_rules(
     form: &CallForm,
     rule: &str,
@@ -138,7 +138,7 @@ fn text_rules(
     }
 }
 
-/// The right side of a rule for a form, and the form's schema, if it has one.
+/// Returns the right side of a rule for a form, and the form's schema, if it has one.
 fn rule(
     form: &Form,
     whitespace: &Whitespace,
@@ -178,7 +178,7 @@ mod tests {
     use super::*;
     use crate::source::CallArguments;
 
-    /// Families with a notation of their own.
+    /// Families whose arguments are not JSON, and `hermes`, whose arguments are JSON.
     const FAMILIES: [&str; 10] = [
         "qwen3_coder",
         "glm45",
@@ -191,11 +191,12 @@ mod tests {
         "functiongemma",
         "hermes",
     ];
-    /// How often a schema refers to itself. A walk without memory visits the 16th power of this
-    /// number.
+    /// How many times a schema refers to itself, or to the next schema. A walk that did not
+    /// remember visited schemas would make up to `AGAIN` to the power of 16 visits.
     const AGAIN: usize = 12;
 
-    /// Writes the call of a tool with one argument `x`; also returns the units of work.
+    /// Writes the grammar for a call of a tool with one argument `x`. Also returns the units of
+    /// work.
     fn write(family: &str, schema: &Value) -> (Result<String, GrammarError>, usize) {
         let evidence = Evidence { template: "", has_token: &|_| false };
         let family = Choice::Named(family.to_owned());
@@ -230,8 +231,8 @@ mod tests {
         })
     }
 
-    /// Walks are limited by the work budget, and then end in an error. Twenty million units take
-    /// less than a second.
+    /// The work budget bounds every walk, which ends in an error when the budget is used up. Twenty
+    /// million units take less than a second.
     #[test]
     fn schemas_that_refer_to_themselves_are_walked_in_bounded_steps() {
         for family in FAMILIES {
@@ -242,7 +243,7 @@ mod tests {
                     let schema = tool(&json!({"$ref": "#/$defs/a"}), &itself);
                     let (written, spent) = write(family, &schema);
                     assert!(spent <= 20 << 20, "{family} {key} {types}: {spent}");
-                    // The schema may be refused, but then only a little text was written.
+                    // The schema may be rejected, but then only a little text was written.
                     let bytes = written.map_or(0, |lark| lark.len());
                     assert!(bytes < 100_000, "{family} {key} {types}: {bytes} bytes");
                 }
@@ -270,7 +271,7 @@ mod tests {
         }
     }
 
-    /// The written text grows with the schema, not with its square.
+    /// The size of the grammar grows linearly with the schema, not quadratically.
     #[test]
     fn a_large_schema_is_written_out_about_once() {
         let many = 2000;
@@ -293,9 +294,9 @@ mod tests {
             assert!(bytes < 10 * size && spent < 20 * size, "{family}: {bytes}, {spent} of {size}");
         }
         let cases = [
-            // Each alternative excludes none of the others.
+            // The alternatives are all false, so none excludes another.
             json!({"oneOf": vec![json!(false); 30_000]}),
-            // Every pattern has to be checked against every text.
+            // Every text has to be checked against every pattern.
             json!({
                 "enum": (0..4000).map(|at| format!("{at}{}", "x".repeat(20))).collect::<Vec<_>>(),
                 "allOf": vec![json!({"pattern": "y".repeat(9000)}); 40],

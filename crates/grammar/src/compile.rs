@@ -1,4 +1,4 @@
-//! Compiles a source into a template: a matcher at the beginning of an answer, with the first mask.
+//! Compiles a source to a template: a matcher in its initial state, with the first mask.
 
 use std::fmt;
 use std::panic::AssertUnwindSafe;
@@ -20,37 +20,38 @@ use crate::{calls, ebnf, expansion, lark, schema, tag};
 /// The prefix of llguidance's errors that report a panic.
 const PANIC: &str = "panic: ";
 
-/// The largest number of bytes of a template.
+/// The largest size of a template in bytes.
 pub(crate) const TEMPLATE_BYTES: usize = 32 << 20;
 
-/// A matcher, with a parser that shares its lexer and exposes counts that the matcher does not.
+/// A matcher, with a parser that shares its lexer and exposes counts that the matcher does not
+/// expose.
 pub(crate) struct CountedMatcher {
     pub(crate) matcher: Matcher,
     parser: Parser,
 }
 
 impl CountedMatcher {
-    /// Bytes of the lexer, which grows in use.
+    /// The size of the lexer in bytes, which grows with use.
     pub(crate) fn bytes(&self) -> usize {
         self.parser.lexer_stats().num_bytes
     }
 
-    /// The size of the compiler's vocabulary.
+    /// The size of the vocabulary of the compiler.
     pub(crate) fn tokens(&self) -> usize {
         self.matcher.tok_env().map_or(0, |env| env.tok_trie().vocab_size())
     }
 }
 
-/// A compiled source. Requests get copies of its matcher.
+/// A compiled source. Each request gets a copy of its matcher.
 pub(crate) struct Template {
-    /// The parser at the beginning of an answer. Copies are independent of it.
+    /// The parser in its initial state. Copies are independent of it.
     parser: Mutex<TokenParser>,
-    /// The mask of an answer's first token, computed once because it is by far the most expensive.
+    /// The mask for the first token, computed once because it is by far the most expensive.
     first: Arc<[u32]>,
     /// The model's end-of-sequence ids.
     eos: Arc<[i32]>,
     footprint: Footprint,
-    /// Paths of keywords that are not enforced.
+    /// The paths of schema keywords that are not enforced.
     left_out: Arc<[String]>,
 }
 
@@ -61,8 +62,8 @@ impl fmt::Debug for Template {
 }
 
 impl Template {
-    /// Compiles `source`. With `lenient`, a schema of which only a part can be enforced is
-    /// accepted.
+    /// Compiles `source`. With `lenient`, a schema is accepted even if only part of it can be
+    /// enforced.
     pub(crate) fn new(
         vocabulary: &Vocabulary,
         source: &Source,
@@ -121,7 +122,7 @@ impl Template {
             }
         };
         let mut explain = |said: &str| {
-            // It counts symbols and states in small integers, and asserts that they fit.
+            // llguidance counts symbols and states in small integers, and asserts that they fit.
             if said.starts_with(PANIC) {
                 return GrammarError::invalid("it is too large to be compiled");
             }
@@ -133,7 +134,7 @@ impl Template {
                 GrammarError::Invalid { path: found, .. } => found != path,
                 _ => false,
             };
-            // The first error that has a path in its schema.
+            // The first error with a path in its schema is reported.
             let found = errors.zip(&parsed).find(|(error, (path, _))| named(error, path));
             found.map_or_else(|| GrammarError::invalid(brief(said)), |(error, _)| error)
         };
@@ -162,34 +163,35 @@ impl Template {
         Ok(Self { first, eos, parser: Mutex::new(parser), footprint, left_out })
     }
 
-    /// The memory of the compiled source.
+    /// Returns the memory that the compiled source takes.
     pub(crate) fn footprint(&self) -> Footprint {
         self.footprint
     }
 
-    /// A copy of the matcher, for one request.
+    /// Returns a copy of the matcher, for one request.
     pub(crate) fn matcher(&self) -> CountedMatcher {
         let parser = self.parser.lock().deep_clone();
         CountedMatcher { parser: parser.parser.clone(), matcher: Matcher::new(Ok(parser)) }
     }
 
-    /// Paths of schema keywords that are not enforced.
+    /// Returns the paths of schema keywords that are not enforced.
     pub(crate) fn left_out(&self) -> &Arc<[String]> {
         &self.left_out
     }
 
-    /// The model's end-of-sequence ids.
+    /// Returns the model's end-of-sequence ids.
     pub(crate) fn eos(&self) -> &[i32] {
         &self.eos
     }
 
-    /// The mask at the beginning.
+    /// Returns the mask for the first token.
     pub(crate) fn first(&self) -> &[u32] {
         &self.first
     }
 }
 
-/// The part of an error that helps a client: after its first line it repeats the grammar.
+/// Returns the part of an error that is useful to a client: after its first line, the error repeats
+/// the grammar.
 pub(crate) fn brief(said: &str) -> String {
     const MOST: usize = 300;
     let line = said.lines().find(|line| !line.trim().is_empty()).unwrap_or_default().trim();

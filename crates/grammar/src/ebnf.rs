@@ -1,7 +1,7 @@
-//! GBNF, the notation of llama.cpp's grammars, converted to Lark. xgrammar reads it too.
+//! Converts GBNF, the notation of llama.cpp's grammars that xgrammar reads too, to Lark.
 //!
-//! `root ::= "a" [0-9]+ (item | "b"){2,3}`: literals, classes of characters, groups, alternatives
-//! and repetitions.
+//! Example: `root ::= "a" [0-9]+ (item | "b"){2,3}`. It has literals, character classes, groups,
+//! alternatives and repetitions.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::iter::Peekable;
@@ -48,7 +48,7 @@ pub(crate) fn to_lark(text: &str) -> Result<String, GrammarError> {
     Ok(std::iter::once("start: r_root\n".to_owned()).chain(lines).collect())
 }
 
-/// Converts a name into one that Lark allows for a rule; different names stay different.
+/// Converts a name to a valid Lark rule name. Different names stay different.
 fn mangled(name: &str) -> String {
     name.chars().fold("r_".to_owned(), |mut out, c| {
         match c {
@@ -62,7 +62,7 @@ fn mangled(name: &str) -> String {
 struct Reader<'a> {
     text: &'a str,
     chars: Peekable<CharIndices<'a>>,
-    /// Rules that other rules refer to.
+    /// The names of rules that are used by other rules.
     used: BTreeSet<String>,
 }
 
@@ -81,7 +81,7 @@ impl Reader<'_> {
         GrammarError::invalid(format!("line {line}: {reason}"))
     }
 
-    /// Skips blanks and comments, and also line ends if `lines`.
+    /// Skips spaces and comments, and also line ends if `lines`.
     fn skip(&mut self, lines: bool) {
         while let Some(c) = self.peek() {
             match c {
@@ -102,7 +102,7 @@ impl Reader<'_> {
         if name.is_empty() { Err(self.error("expected a rule's name")) } else { Ok(name) }
     }
 
-    /// Reads up to the end of a rule or of a group.
+    /// Reads alternatives, up to the end of a rule or of a group.
     fn alternatives(&mut self, depth: usize) -> Result<String, GrammarError> {
         if depth > DEPTH {
             return Err(self.error("groups are nested too deep"));
@@ -110,7 +110,7 @@ impl Reader<'_> {
         let mut alternatives = Vec::new();
         loop {
             alternatives.push(self.sequence(depth)?);
-            // An alternative may continue on the next line.
+            // The next alternative may be on the next line.
             let before = self.chars.clone();
             self.skip(true);
             if self.peek() == Some('|') {
@@ -160,7 +160,7 @@ impl Reader<'_> {
             let repeated = self.repetition()?;
             items.push(item + &repeated);
         }
-        // Empty text is allowed too.
+        // An empty sequence is allowed too.
         Ok(if items.is_empty() { literal("") } else { items.join(" ") })
     }
 
@@ -233,7 +233,7 @@ impl Reader<'_> {
         code.ok_or_else(|| self.error("an escape names no character"))
     }
 
-    /// A class of characters, as a regular expression.
+    /// Reads a character class and returns it as a regular expression.
     fn class(&mut self) -> Result<String, GrammarError> {
         self.next();
         let mut class = String::from("[");

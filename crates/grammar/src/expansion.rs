@@ -1,8 +1,9 @@
-//! The size of a Lark grammar when its names are expanded.
+//! Bounds the size of a Lark grammar after its names are expanded.
 //!
-//! The compiler turns each terminal into one expression, in which every name is replaced by a copy
-//! of its definition. So twenty lines can expand to a million. It also follows names by recursion,
-//! on a limited stack. Size and depth are therefore computed before anything is compiled.
+//! The compiler converts each terminal to one expression, in which every name is replaced by a copy
+//! of its definition. So twenty lines can expand to a million. The compiler also follows names
+//! recursively, on a limited stack. Size and depth are therefore computed before anything is
+//! compiled.
 
 use std::collections::HashMap;
 
@@ -10,18 +11,18 @@ use serde::de::IgnoredAny;
 
 use crate::error::GrammarError;
 
-/// The largest text of a grammar when everything is expanded.
+/// The largest size of a grammar's text in bytes, after conversion to Lark.
 const TEXT: usize = 8 << 20;
-/// Bytes by which all terminals together may grow. One byte may become an expression of half a
-/// kilobyte.
+/// The largest number of bytes that expansion may add to all terminals together. One byte may
+/// become an expression of half a kilobyte.
 const GROWTH: usize = 512 << 10;
-/// The longest chain of names, each in the previous one's definition. Groups in a definition count
-/// too.
+/// The longest chain of names, each used in the definition of the previous one. Nested groups in a
+/// definition count too.
 const DEPTH: usize = 2048;
-/// The largest number of Unicode classes, such as `\w`: each has hundreds of ranges.
+/// The largest number of Unicode classes, such as `\w`. Each has hundreds of ranges.
 const CLASSES: usize = 2048;
 
-/// Refuses a grammar whose compilation would take too much memory.
+/// Rejects a grammar whose compilation would take too much memory.
 pub(crate) fn check(text: &str) -> Result<(), GrammarError> {
     if text.len() > TEXT {
         let reason = format!("written out it takes {} bytes, more than {TEXT}", text.len());
@@ -32,7 +33,7 @@ pub(crate) fn check(text: &str) -> Result<(), GrammarError> {
     definitions.walk()
 }
 
-/// Refuses a grammar with too many Unicode classes.
+/// Rejects a grammar with too many Unicode classes.
 pub(crate) fn classes(text: &str) -> Result<(), GrammarError> {
     let escapes = text.as_bytes().windows(2);
     let is_class = |pair: &[u8]| pair[0] == b'\\' && matches!(pair[1], b'w' | b'W' | b'p' | b'P');
@@ -43,8 +44,8 @@ pub(crate) fn classes(text: &str) -> Result<(), GrammarError> {
     Ok(())
 }
 
-/// Rules and terminals of a grammar. Nested grammars count as parts of it, so definitions of the
-/// same name are added up.
+/// The rules and terminals of a grammar. Nested grammars are included, so definitions with the same
+/// name are added up.
 #[derive(Default)]
 struct Definitions<'a> {
     all: Vec<Definition<'a>>,
@@ -54,13 +55,13 @@ struct Definitions<'a> {
 #[derive(Default)]
 struct Definition<'a> {
     name: &'a str,
-    /// Bytes of the text.
+    /// The size of the definition's text in bytes.
     bytes: usize,
     /// The depth of nested groups.
     groups: usize,
-    /// Names in it.
+    /// The names that the definition uses.
     names: Vec<&'a str>,
-    /// True if it becomes one expression.
+    /// True if the definition is compiled to one expression.
     terminal: bool,
 }
 
@@ -68,7 +69,7 @@ struct Definition<'a> {
 enum Token<'a> {
     Name(&'a str),
     Mark(u8),
-    /// A literal, an expression, or a JSON value.
+    /// A literal, a regular expression, or a JSON value.
     Literal,
 }
 
@@ -84,7 +85,7 @@ impl<'a> Definitions<'a> {
                 && let Some(body) = body(&tokens[at + 1..])
             {
                 let place = found.place(name);
-                // Attributes such as `suffix` turn a rule into an expression.
+                // Attributes such as `suffix` make a rule an expression.
                 let attributes = body > 1 && tokens[at + 1].0 == Token::Mark(b'[');
                 let is_terminal =
                     name.trim_start_matches(['_', '!', '?']).starts_with(char::is_uppercase);
@@ -104,7 +105,7 @@ impl<'a> Definitions<'a> {
                         definition.groups = definition.groups.max(groups);
                     }
                     Token::Mark(b')' | b']') => groups = groups.saturating_sub(1),
-                    // The complement of an expression is an expression.
+                    // The complement operator applies only to expressions.
                     Token::Mark(b'~') => definition.terminal = true,
                     _ => {}
                 }
@@ -123,9 +124,9 @@ impl<'a> Definitions<'a> {
         place
     }
 
-    /// Follows names from `start` on, as the compiler does.
+    /// Follows names as the compiler does, and checks size and depth.
     fn walk(&self) -> Result<(), GrammarError> {
-        /// A visited definition: its expanded bytes, and its depth.
+        /// The expanded size in bytes and the depth of a visited definition.
         #[derive(Clone, Copy)]
         struct Size {
             bytes: usize,
@@ -153,7 +154,8 @@ impl<'a> Definitions<'a> {
                         next -= 1;
                         break;
                     }
-                    // An unfinished definition refers to itself: an error, or a recursive rule.
+                    // The definition is not done, so it refers to itself. This is an error, or a
+                    // recursive rule.
                     let Some(other) = done[named] else { continue };
                     size.depth = size.depth.max(other.depth);
                     if definition.terminal {
@@ -187,12 +189,13 @@ impl<'a> Definitions<'a> {
     }
 }
 
-/// The number of tokens between a name and its definition; `None`: the name is not defined there.
+/// Returns the number of tokens between a name and its definition; `None` if the name is not
+/// defined here.
 fn body(rest: &[(Token<'_>, usize)]) -> Option<usize> {
     let mark =
         |at: usize, byte: u8| rest.get(at).is_some_and(|(found, _)| *found == Token::Mark(byte));
     let mut at = 0;
-    // A priority such as `.3` is a mark and a name of digits; a parameter is `::_`.
+    // A priority such as `.3` is a mark and a name of digits. A parameter is `::_`.
     if mark(at, b'.') {
         at += 2;
     }
@@ -205,8 +208,8 @@ fn body(rest: &[(Token<'_>, usize)]) -> Option<usize> {
     (mark(at, b':') && !mark(at + 1, b':')).then_some(at + 1)
 }
 
-/// The tokens of a grammar, each with its number of bytes. Unknown text becomes a mark, because the
-/// compiler reports errors.
+/// Splits a grammar into tokens, each with its size in bytes. Unknown text becomes marks, because
+/// the compiler reports syntax errors.
 fn tokens(text: &str) -> Vec<(Token<'_>, usize)> {
     let bytes = text.as_bytes();
     let mut tokens = Vec::new();
@@ -250,7 +253,7 @@ fn tokens(text: &str) -> Vec<(Token<'_>, usize)> {
                 }
                 Token::Name(&text[begin..at])
             }
-            // A multi-byte character becomes a mark for each byte.
+            // A multi-byte character becomes one mark per byte.
             byte => Token::Mark(byte),
         };
         tokens.push((token, at - begin));
@@ -263,7 +266,7 @@ fn end_of_line(bytes: &[u8], from: usize) -> usize {
     end.map_or(bytes.len(), |end| from + end)
 }
 
-/// Where the literal ends whose content begins at `from`.
+/// Returns the end of the literal whose content starts at `from`.
 fn end_of_literal(bytes: &[u8], from: usize, quote: u8) -> usize {
     let mut at = from;
     while let Some(&byte) = bytes.get(at) {
@@ -281,7 +284,7 @@ fn end_of_literal(bytes: &[u8], from: usize, quote: u8) -> usize {
 mod tests {
     use super::*;
 
-    /// `lines` terminals, each the next one `times` times.
+    /// Returns a grammar of `lines` terminals. Each terminal is `times` copies of the next one.
     fn doubled(lines: usize, times: usize) -> String {
         let mut text = String::from("start: T0\n");
         for line in 0..lines {
@@ -298,7 +301,7 @@ mod tests {
             let error = check(&doubled(lines, times)).unwrap_err().to_string();
             assert!(error.contains("when the names in T"), "{error}");
         }
-        // Rules are not expanded, unless attributes turn them into expressions.
+        // Rules are not expanded, unless attributes make them expressions.
         let rules = doubled(60, 2).replace('T', "t");
         check(&rules).unwrap();
         let suffix = format!("{}r[suffix=\"x\"]:{}\n", doubled(9, 2), " T0".repeat(300));
@@ -333,7 +336,7 @@ T0: "x"
         let chain = |names: usize| -> String {
             let line = |at: usize| format!("r{at}: \"a\" r{}\n", at + 1);
             let lines: String = (0..names).map(line).collect();
-            // With the definitions reversed: their order makes no difference.
+            // The definitions are reversed, since their order makes no difference.
             let mut lines: Vec<&str> = lines.lines().collect();
             lines.reverse();
             format!("r{names}: \"b\"\n{}\nstart: r0\n", lines.join("\n"))

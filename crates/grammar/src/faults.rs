@@ -1,6 +1,6 @@
-//! Finds the places in a schema that llguidance does not accept, and removes them.
+//! Finds the keywords of a schema that llguidance does not accept, and removes them.
 //!
-//! llguidance reports what is wrong, but seldom where. So each keyword is tried by itself, in an
+//! llguidance reports what is wrong, but seldom where. So each keyword is tried separately, in an
 //! otherwise empty schema.
 
 use std::collections::HashSet;
@@ -19,11 +19,11 @@ use crate::schema::{
 use crate::source::Whitespace;
 use crate::work::Work;
 
-/// The largest number of keywords that are removed from a schema, one after the other.
+/// The largest number of keywords that are removed from a schema.
 const LEFT_OUT: usize = 64;
-/// Units of work for trying a schema, in addition to its size.
+/// The units of work for trying a schema, in addition to its size.
 const TRIAL: usize = 4096;
-/// Keywords whose values are schemas, or lead to schemas, that are tried by themselves.
+/// Keywords whose values are schemas or lead to schemas, which are tried separately.
 const STRUCTURE: [&str; 13] = [
     "$ref",
     "$defs",
@@ -39,11 +39,12 @@ const STRUCTURE: [&str; 13] = [
     "additionalItems",
     "required",
 ];
-/// Keywords of strings, which have to go together.
+/// Keywords for strings. If llguidance accepts each of them separately, those of a schema are then
+/// tried together.
 const STRINGS: [&str; 4] = ["pattern", "format", "minLength", "maxLength"];
 const SIZES: [&str; 2] = ["minProperties", "maxProperties"];
 
-/// A keyword that can't be enforced.
+/// A keyword that cannot be enforced.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Fault {
     /// The path of the keyword.
@@ -51,7 +52,7 @@ pub(crate) struct Fault {
     pub(crate) reason: String,
 }
 
-/// The error that llguidance reports for a schema; `None`: it accepts the schema.
+/// Returns the error that llguidance reports for a schema; `None` if it accepts the schema.
 fn trial(schema: &Value, work: &mut Work) -> Result<Option<String>, GrammarError> {
     work.copy(schema)?;
     work.write(TRIAL)?;
@@ -64,7 +65,7 @@ fn trial(schema: &Value, work: &mut Work) -> Result<Option<String>, GrammarError
     Ok(compiled.err().map(|error| format!("{error:#}")))
 }
 
-/// The part of llguidance's message about a keyword that helps a client.
+/// Returns the part of llguidance's message about a keyword that is useful to a client.
 fn reason(key: &str, value: &Value, said: &str) -> String {
     if said.contains(UNIMPLEMENTED) {
         return UNSUPPORTED.to_owned();
@@ -75,14 +76,14 @@ fn reason(key: &str, value: &Value, said: &str) -> String {
     if said.starts_with("panic: ") {
         return "the value is not supported".to_owned();
     }
-    // Errors of regular expressions show the expression first.
+    // Errors of regular expressions repeat the expression first.
     match said.rsplit_once("error: ") {
         Some((_, last)) => brief(last),
         None => brief(said),
     }
 }
 
-/// The keywords of a schema that llguidance does not accept.
+/// Finds the keywords of a schema that llguidance does not accept.
 pub(crate) fn find(root: &Value, work: &mut Work) -> Result<Vec<Fault>, GrammarError> {
     let mut schemas = Vec::new();
     each(root, &mut String::new(), &mut |schema, path| {
@@ -98,7 +99,7 @@ pub(crate) fn find(root: &Value, work: &mut Work) -> Result<Vec<Fault>, GrammarE
     Ok(faults)
 }
 
-/// Finds the faults of the schema `map` at `path`, but not those of nested schemas.
+/// Finds the faults of the schema `map` at `path`, without those of nested schemas.
 fn faults_of(
     root: &Value,
     map: &Map<String, Value>,
@@ -131,7 +132,7 @@ fn faults_of(
         if STRUCTURE.contains(&key) || SIZES.contains(&key) {
             continue;
         }
-        // Nested schemas do not matter here: the keyword itself is unknown.
+        // The content of nested schemas does not matter here: the keyword itself is unknown.
         let value = match value {
             Value::Array(_) if LISTS.contains(&key) => json!([]),
             _ if MAPS.contains(&key) || ONE.contains(&key) => json!({}),
@@ -187,15 +188,15 @@ fn faults_of(
     Ok(())
 }
 
-/// Removes the keyword at `path` from a schema; `oneOf` becomes `anyOf`. False: there is no such
-/// keyword, or it can't be removed.
+/// Removes the keyword at `path` from a schema; `oneOf` is replaced by `anyOf`. False if there is
+/// no such keyword, or if it cannot be removed.
 pub(crate) fn leave_out(root: &mut Value, path: &str) -> bool {
     let mut found = false;
     each_mut(root, &mut String::new(), &mut |schema, at| {
         let (Value::Object(map), Some(key)) = (schema, path.strip_prefix(at)) else { return };
         let Some(key) = key.strip_prefix('.').filter(|_| !found) else { return };
         if let Some(name) = key.strip_prefix("properties.") {
-            // A property whose name the notation can't write is left out.
+            // An optional property whose name the notation cannot write is removed.
             let required = map.get("required").and_then(Value::as_array);
             let is_required = required.is_some_and(|all| all.iter().any(|other| other == name));
             if let Some(Value::Object(properties)) = map.get_mut("properties")
@@ -214,10 +215,10 @@ pub(crate) fn leave_out(root: &mut Value, path: &str) -> bool {
     found
 }
 
-/// A schema that llguidance accepts, and the paths of the removed keywords.
+/// Returns a schema that llguidance accepts, and the paths of the removed keywords.
 ///
 /// # Errors
-/// llguidance refuses it for reasons other than single keywords.
+/// llguidance rejects the schema for reasons other than single keywords.
 pub(crate) fn loosened(
     mut root: Value,
     work: &mut Work,

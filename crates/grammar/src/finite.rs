@@ -1,5 +1,5 @@
-//! Finds schemas without a finite value. An object that requires itself can never be completed: the
-//! model would open braces until its tokens are used up.
+//! Finds schemas that have no finite value. An object that requires itself can never be completed:
+//! the model would open braces until the token limit.
 
 use std::collections::HashSet;
 use std::ptr;
@@ -11,17 +11,17 @@ use crate::kinds::{Kind, Kinds, resolve};
 use crate::schema::{each, each_mut};
 use crate::work::Work;
 
-/// The longest chain of schemas that is followed. A longer one counts as finite, so that no schema
-/// is refused by mistake.
+/// The longest chain of schemas that is followed. A longer chain counts as finite, so that no
+/// schema is rejected by mistake.
 const DEPTH: usize = 512;
 
-/// Refuses a schema without a finite value. Alternatives and optional values without one become
-/// `false`, so that none of them is begun.
+/// Rejects a schema without a finite value. Alternatives and optional values without a finite value
+/// are replaced by `false`, so that the model never starts one.
 pub(crate) fn prune(schema: &mut Value, work: &mut Work) -> Result<(), GrammarError> {
     let mut finite = Finite { root: schema, known: HashSet::new(), seen: HashSet::new(), work };
     let mut all = Vec::new();
     each(finite.root, &mut String::new(), &mut |schema, _| all.push(schema));
-    // Each round finds more than the one before, or the loop ends.
+    // The loop ends when a round finds no more finite schemas.
     loop {
         let before = finite.known.len();
         finite.seen.clear();
@@ -59,16 +59,16 @@ pub(crate) fn prune(schema: &mut Value, work: &mut Work) -> Result<(), GrammarEr
     Ok(())
 }
 
-/// The schema's address in memory, which identifies it here.
+/// Returns the schema's address in memory, which identifies it.
 fn address(schema: &Value) -> usize {
     ptr::from_ref(schema) as usize
 }
 
 struct Finite<'a> {
     root: &'a Value,
-    /// Schemas that a finite value fits.
+    /// The schemas that are known to have a finite value.
     known: HashSet<usize>,
-    /// Schemas of this round.
+    /// The schemas visited in this round.
     seen: HashSet<usize>,
     work: &'a mut Work,
 }
@@ -79,7 +79,7 @@ impl<'a> Finite<'a> {
         let map = match schema {
             Value::Bool(any) => return Ok(*any),
             Value::Object(map) => map,
-            // Not a valid schema: the compiler reports it.
+            // This is not a valid schema; the compiler reports it.
             _ => return Ok(true),
         };
         if self.known.contains(&address(schema)) || depth > DEPTH {
@@ -107,7 +107,8 @@ impl<'a> Finite<'a> {
         Ok(true)
     }
 
-    /// The path at which a schema without a finite value leads back to itself, or to `false`.
+    /// Returns the path at which a schema without a finite value leads back to itself, or to
+    /// `false`.
     fn place(
         &self,
         schema: &'a Value,
@@ -132,7 +133,7 @@ impl<'a> Finite<'a> {
                 return (format!("{path}.{key}"), false);
             };
             return match step.strip_prefix('#') {
-                // Report the reference that closes the circle; others are followed.
+                // The reference that closes the cycle is reported; other references are followed.
                 Some(_) if passed.contains(&address(next)) => (path, true),
                 Some(target) => self.place(next, target.replace('/', "."), passed),
                 None => self.place(next, format!("{path}.{step}"), passed),
@@ -142,15 +143,15 @@ impl<'a> Finite<'a> {
     }
 }
 
-/// A requirement of a schema: at least `count` of these must have a finite value.
+/// A requirement of a schema: at least `needed` of `schemas` must have a finite value.
 struct Part<'a> {
     needed: usize,
-    /// Schemas with the path steps to them; a step that begins with `#` is a reference.
+    /// The schemas, each with the path step to it. A step that begins with `#` is a reference.
     schemas: Vec<(String, &'a Value)>,
 }
 
-/// The requirements of a schema, with their keywords. Those of one type do not count if a value of
-/// another type is allowed.
+/// Returns the requirements of a schema, with their keywords. The requirements of one type do not
+/// count if values of another type are allowed.
 fn parts<'a>(root: &'a Value, map: &'a Map<String, Value>) -> Vec<(Part<'a>, &'static str)> {
     let mut parts = Vec::new();
     if let Some(target) = map.get("$ref").and_then(Value::as_str)
@@ -176,14 +177,14 @@ fn parts<'a>(root: &'a Value, map: &'a Map<String, Value>) -> Vec<(Part<'a>, &'s
     let nested = [(Kind::Object, object(map)), (Kind::Array, array(map))];
     let others = kinds.iter().any(|kind| !matches!(kind, Kind::Object | Kind::Array));
     let mut demands = nested.into_iter().filter(|(kind, _)| kinds.has(*kind)).map(|(_, part)| part);
-    // If one of two kinds may be finite, count the schema as finite.
+    // If objects and arrays are both allowed, the schema counts as finite.
     if let (Some(part), None, false) = (demands.next(), demands.next(), others) {
         parts.extend(part);
     }
     parts
 }
 
-/// The values that an object has to have.
+/// Returns the requirements for the properties of an object.
 fn object(map: &Map<String, Value>) -> Vec<(Part<'_>, &'static str)> {
     let properties = map.get("properties").and_then(Value::as_object);
     let others = map.get("additionalProperties");
@@ -203,7 +204,7 @@ fn object(map: &Map<String, Value>) -> Vec<(Part<'_>, &'static str)> {
     let mut parts = vec![(Part { needed: schemas.len(), schemas }, "required")];
     let least = map.get("minProperties").and_then(Value::as_u64).unwrap_or(0);
     let least = usize::try_from(least).unwrap_or(usize::MAX);
-    // Any number of additional properties suffices, if each is finite.
+    // Any number of additional properties can be added, if their schema has a finite value.
     if let (Some(others), false, 1..) = (others, has_patterns, least) {
         let own = properties.into_iter().flatten();
         let own = own.map(|(name, schema)| (format!("properties.{name}"), schema));
@@ -216,7 +217,7 @@ fn object(map: &Map<String, Value>) -> Vec<(Part<'_>, &'static str)> {
     parts
 }
 
-/// The elements that a list has to have.
+/// Returns the requirements for the elements of a list.
 fn array(map: &Map<String, Value>) -> Vec<(Part<'_>, &'static str)> {
     let least = map.get("minItems").and_then(Value::as_u64).unwrap_or(0);
     let least = usize::try_from(least).unwrap_or(usize::MAX);
@@ -348,7 +349,7 @@ mod tests {
         json!({"$ref": "#/$defs/a"})
     }
 
-    /// Definitions that each refer to the next; the last refers to nothing.
+    /// Definitions that each refer to the next; the last refers to nothing or back to the first.
     #[test]
     fn long_chains_take_work_by_their_length() {
         let count = 5000;

@@ -1,7 +1,7 @@
-//! The memory of a compiled grammar.
+//! Estimates the memory of a compiled grammar.
 //!
 //! The parser reports how many states, expressions and table entries its lexer has, but not their
-//! sizes. So each is counted with a measured size, for each copy.
+//! sizes. So each is counted with a measured size, once per copy.
 //! `crates/server/tests/resources/grammars.rs` compares the estimate with real allocations: it is
 //! never lower, and rarely more than double.
 
@@ -9,28 +9,28 @@ use std::collections::HashSet;
 
 use llguidance::earley::{CGrammar, Parser};
 
-/// Bytes of a symbol of the grammar, without its name.
+/// The size of a symbol of the grammar in bytes, without its name.
 const SYMBOL: usize = 600;
-/// Bytes of a place in a rule.
+/// The size in bytes of a position in a rule.
 const PLACE: usize = 48;
 
-/// Bytes of a template, and of a matcher that is copied from it.
+/// The sizes of a template, and of a matcher that is copied from it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Footprint {
-    /// Bytes of the template.
+    /// The size of the template in bytes.
     pub(crate) kept: usize,
-    /// Bytes of each copy of its matcher at the beginning of an answer.
+    /// The size in bytes of each copy of the matcher in its initial state.
     pub(crate) copy: usize,
 }
 
 impl Footprint {
-    /// The memory of a parser whose source has `text` bytes.
+    /// Estimates the memory of a parser whose source has `text` bytes.
     pub(crate) fn new(parser: &Parser, text: usize) -> Self {
         let lexer = parser.lexer_stats();
         let spec = parser.grammar().lexer_spec();
         let expressions = spec.regex_builder.exprset();
         let nodes = lexer.num_ast_nodes + lexer.num_derived;
-        // Each state's sets have a bit for each lexeme.
+        // The sets of each state have one bit per lexeme.
         let states = lexer.num_states * (64 + lexer.num_regexps / 4);
         let tables = lexer.num_bytes + nodes * 10 + states;
         let described = expressions.num_bytes() + expressions.len() * 8 + spec.lexemes.len() * 400;
@@ -39,7 +39,7 @@ impl Footprint {
     }
 }
 
-/// Bytes of the rules, which all copies share.
+/// Returns the size of the rules in bytes. All copies share them.
 fn rules(grammar: &CGrammar) -> usize {
     let mut bytes = 0;
     let mut seen = HashSet::from([grammar.start()]);

@@ -1,18 +1,18 @@
-//! String formats for which llguidance's patterns allow too much: 29 February in every year, and a
-//! 60th second at any time.
+//! Replaces string formats for which llguidance's patterns allow too much: 29 February in every
+//! year, and a 60th second at any time.
 
 use serde_json::{Map, Value, json};
 
-/// A day of the Gregorian calendar, from the year 1 on.
+/// Matches a date of the Gregorian calendar, from the year 1 on.
 const DATE: &str = concat!(
     r"(?:(?:[1-9][0-9]{3}|0[1-9][0-9]{2}|00[1-9][0-9]|000[1-9])-",
     r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])",
     r"|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)",
     r"|02-(?:0[1-9]|1[0-9]|2[0-8]))",
-    // Years divisible by 4, but not by 100 unless by 400.
+    // Leap years: divisible by 4, but by 100 only if by 400.
     r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)",
 );
-/// A time of day with its offset, without leap seconds.
+/// Matches a time of day with its offset, without leap seconds.
 const TIME: &str = concat!(
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?",
     r"(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])",
@@ -37,8 +37,8 @@ pub(crate) fn spell_out(schema: &mut Map<String, Value>) {
     }
 }
 
-/// The regular expression for a whole string of format `name`. Some allow less than the standard,
-/// none more.
+/// Returns the regular expression for a whole string of format `name`. Some expressions allow less
+/// than the standard; none allows more.
 pub(crate) fn plain(name: &str) -> Option<&'static str> {
     Some(match name {
         "uuid" => r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",

@@ -1,11 +1,11 @@
-//! Memory that matchers take beyond their copies: their lexers create states and expressions as
-//! answers grow. A matcher that grows without bound is stopped before it exhausts the memory of
-//! others.
+//! Counts the memory that matchers take beyond their initial copies: their lexers create states and
+//! expressions as answers grow. A matcher that grows without bound is stopped before it takes the
+//! memory of the others.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The bytes by which all matchers have grown, and the limit.
+/// The number of bytes by which all matchers have grown, and its limit.
 #[derive(Debug)]
 pub(crate) struct Growth {
     limit: usize,
@@ -13,7 +13,7 @@ pub(crate) struct Growth {
     matchers: AtomicUsize,
 }
 
-/// The growth of one matcher, until it is dropped.
+/// The growth of one matcher, which is counted until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Grown {
     all: Arc<Growth>,
@@ -25,7 +25,7 @@ impl Growth {
         Arc::new(Self { limit, bytes: AtomicUsize::new(0), matchers: AtomicUsize::new(0) })
     }
 
-    /// A matcher that has not grown yet.
+    /// Starts counting a matcher that has not grown yet.
     pub(crate) fn matcher(self: &Arc<Self>) -> Grown {
         self.matchers.fetch_add(1, Ordering::Relaxed);
         Grown { all: Arc::clone(self), own: 0 }
@@ -33,7 +33,7 @@ impl Growth {
 }
 
 impl Grown {
-    /// Records the bytes by which this matcher has grown so far. False: the limit is reached, and
+    /// Records by how many bytes this matcher has grown so far. False if the limit is reached and
     /// this matcher has grown by more than its share.
     pub(crate) fn note(&mut self, own: usize) -> bool {
         let Growth { limit, bytes, matchers } = &*self.all;

@@ -1,4 +1,4 @@
-//! Schema keywords that are enforced in call notations other than JSON.
+//! The schema keywords that are supported in call notations other than JSON.
 
 use crate::kinds::NUMERIC;
 
@@ -20,7 +20,7 @@ const SILENT: [&str; 15] = [
     "writeOnly",
     "nullable",
 ];
-/// Enforced keywords besides those of strings and numbers.
+/// Keywords that are enforced, besides those of strings and numbers.
 const KEPT: [&str; 12] = [
     "$ref",
     "type",
@@ -37,7 +37,7 @@ const KEPT: [&str; 12] = [
 ];
 const KEPT_TOO: [&str; 5] = ["maxItems", "pattern", "minLength", "maxLength", "format"];
 
-/// True if such a notation enforces the keyword.
+/// True if the keyword is enforced or has no effect in such a notation.
 pub(crate) fn known(key: &str) -> bool {
     let lists = [&SILENT[..], &KEPT[..], &KEPT_TOO[..], &NUMERIC[..]];
     lists.iter().any(|list| list.contains(&key))

@@ -1,4 +1,4 @@
-//! The kinds of values that a schema allows.
+//! The kinds of JSON values that a schema allows.
 
 use std::collections::HashMap;
 use std::ptr;
@@ -9,10 +9,10 @@ use crate::error::GrammarError;
 use crate::lark::literal;
 use crate::work::Work;
 
-/// How many references and alternatives are followed in a chain.
+/// The longest chain of references and alternatives that is followed.
 const DEPTH: usize = 32;
 
-/// Numbers without exponents, with as many digits as a double represents.
+/// Numbers without exponents, with at most as many digits as a double represents exactly.
 pub(crate) const INTEGER: &str = "/-?(0|[1-9][0-9]{0,14})/";
 pub(crate) const NUMBER: &str = "/-?(0|[1-9][0-9]{0,14})(\\.[0-9]{1,15})?/";
 /// Keywords about numbers.
@@ -68,7 +68,7 @@ impl Kind {
     }
 }
 
-/// Some kinds: a bit each.
+/// A set of kinds, one bit per kind.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Kinds(u8);
 
@@ -79,7 +79,7 @@ impl Kinds {
         Self(self.0 | 1 << kind as u8)
     }
 
-    /// True if a value of this kind is allowed; an integer is a number too.
+    /// True if a value of this kind is allowed. An integer is a number too.
     pub(crate) fn has(self, kind: Kind) -> bool {
         let own = |kind: Kind| self.0 >> kind as u8 & 1 == 1;
         own(kind) || kind == Kind::Integer && own(Kind::Number)
@@ -94,7 +94,7 @@ impl Kinds {
         ALL.into_iter().any(|kind| self.has(kind) && other.has(kind))
     }
 
-    /// Each kind once; integer is left out if any number is allowed.
+    /// Iterates over the kinds. Integer is left out if any number is allowed.
     pub(crate) fn iter(self) -> impl Iterator<Item = Kind> {
         let number = self.has(Kind::Number);
         ALL.into_iter().filter(move |&kind| {
@@ -102,7 +102,7 @@ impl Kinds {
         })
     }
 
-    /// The kinds that the keyword `type` names.
+    /// Returns the kinds in the keyword `type`.
     pub(crate) fn declared(schema: &Map<String, Value>) -> Self {
         let some = |names: &mut dyn Iterator<Item = &str>| {
             names.filter_map(Kind::named).fold(Self::default(), Self::with)
@@ -114,8 +114,8 @@ impl Kinds {
         }
     }
 
-    /// The declared kinds. Without a declaration, the kinds that the other keywords are for.
-    /// Formally those allow values of other kinds too, which is rarely intended.
+    /// Returns the declared kinds. Without `type`, returns the kinds that the other keywords apply
+    /// to. Formally such a schema allows values of other kinds too, which is rarely intended.
     pub(crate) fn meant(schema: &Map<String, Value>) -> Self {
         if schema.contains_key("type") {
             return Self::declared(schema);
@@ -132,8 +132,8 @@ impl Kinds {
         if kinds == Self::default() { Self::ALL } else { kinds }
     }
 
-    /// The kinds of values that a schema may have, following all references. In doubt too many
-    /// rather than too few.
+    /// Returns the kinds of values that a schema may have, following all references. In doubt the
+    /// result has too many kinds rather than too few.
     pub(crate) fn reached(
         root: &Value,
         schema: &Value,
@@ -142,8 +142,8 @@ impl Kinds {
         Self::reach(root, schema, &mut HashMap::new(), 0, work)
     }
 
-    /// `seen`: the addresses of visited schemas. A schema that refers to itself may have any kind
-    /// there, as its other keywords permit.
+    /// Implements `reached`. `seen` maps the addresses of visited schemas to kinds. A reference of
+    /// a schema to itself counts as all kinds, so only the schema's other keywords restrict them.
     fn reach(
         root: &Value,
         schema: &Value,
@@ -203,8 +203,8 @@ impl Kinds {
             .fold(Self::default(), Self::with)
     }
 
-    /// A regular expression for texts that are read as a value of one of these kinds, except
-    /// strings. `begin`: for all texts that begin like one.
+    /// Returns a regular expression for text that is read as a value of one of these kinds, except
+    /// strings. With `begin`, it matches all text that starts like such a value.
     pub(crate) fn written(self, begin: bool) -> Option<String> {
         let nested = self.has(Kind::Array) || self.has(Kind::Object);
         let ways = [
@@ -222,15 +222,16 @@ impl Kinds {
     }
 }
 
-/// The schema that `#/...` refers to.
+/// Returns the schema that `#/...` refers to.
 pub(crate) fn resolve<'r>(root: &'r Value, target: &str) -> Option<&'r Value> {
     root.pointer(target.strip_prefix('#')?)
 }
 
-/// The places in a schema of definitions that references may name.
+/// The keywords of a schema whose definitions may be referenced.
 const DEFINITIONS: [&str; 2] = ["$defs", "definitions"];
 
-/// The schema with those definitions of `root` that it refers to, directly or not.
+/// Returns the schema together with those definitions of `root` that it refers to, directly or
+/// indirectly.
 pub(crate) fn defined(
     root: &Value,
     schema: &Value,
@@ -278,8 +279,8 @@ pub(crate) fn defined(
     Ok(defined)
 }
 
-/// The definition of `root` that a reference points to or into: where it is, its name and its
-/// content.
+/// Returns the definition of `root` that a reference points to or into: its keyword, its name and
+/// its content.
 fn definition<'r>(root: &'r Value, target: &str) -> Option<(&'static str, &'r str, &'r Value)> {
     let (key, name) = target.strip_prefix("#/")?.split_once('/')?;
     let key = DEFINITIONS.into_iter().find(|known| *known == key)?;
@@ -288,8 +289,8 @@ fn definition<'r>(root: &'r Value, target: &str) -> Option<(&'static str, &'r st
     Some((key, name, definition))
 }
 
-/// Splits a schema, which allows no strings and has no references, in two: values that a terminal
-/// can describe, as alternatives, and a schema of the rest.
+/// Splits a schema that allows no strings and has no references. Returns the alternatives of a
+/// terminal for the values that a terminal can describe, and a schema of the other values.
 pub(crate) fn scalars(schema: &Value) -> (Vec<String>, Option<Value>) {
     let Some(map) = schema.as_object() else { return (Vec::new(), Some(schema.clone())) };
     let scalar = |value: &Value| !value.is_array() && !value.is_object();
@@ -336,7 +337,7 @@ pub(crate) fn scalars(schema: &Value) -> (Vec<String>, Option<Value>) {
     (ways, others)
 }
 
-/// The part of `schema` without strings; `None`: nothing is left.
+/// Returns `schema` without strings; `None` if no values are left.
 pub(crate) fn without_strings(
     root: &Value,
     schema: &Value,

@@ -1,16 +1,16 @@
-//! Pieces of Lark text, in llguidance's dialect.
+//! Writes pieces of Lark text, in llguidance's dialect of Lark.
 
 use std::fmt::Write as _;
 
 use crate::error::GrammarError;
 
-/// A string literal.
+/// Returns a string literal.
 pub(crate) fn literal(text: &str) -> String {
-    // Lark's strings are JSON's.
+    // Lark's string literals are those of JSON.
     serde_json::Value::from(text).to_string()
 }
 
-/// The regular expression that matches exactly `text`, without enclosing slashes.
+/// Returns the regular expression that matches exactly `text`, without enclosing slashes.
 pub(crate) fn escaped(text: &str) -> String {
     text.chars().fold(String::new(), |mut out, c| {
         match c {
@@ -24,13 +24,13 @@ pub(crate) fn escaped(text: &str) -> String {
     })
 }
 
-/// A grammar of one of `choices`.
+/// Returns a grammar that allows one of `choices`.
 pub(crate) fn choice(choices: &[String]) -> String {
     let literals: Vec<String> = choices.iter().map(|choice| literal(choice)).collect();
     format!("start: {}", literals.join(" | "))
 }
 
-/// Refuses grammar features that are not allowed: options of nested schemas, and temperatures,
+/// Rejects grammar features that are not allowed: options of nested schemas, and temperatures,
 /// which have no effect.
 pub(crate) fn no_options(text: &str) -> Result<(), GrammarError> {
     if text.contains("x-guidance") {

@@ -1,10 +1,10 @@
-//! Forms of answers: JSON schemas, regular expressions and grammars as constraints on requests.
+//! Structured output: JSON schemas, regular expressions and grammars as constraints on answers.
 //!
-//! A [`Source`] is the form that a client requests. [`Grammars`] compiles it on threads of its own,
-//! and keeps the result for the next request with the same source. Each choice gets a
-//! [`forebay_engine::Constraint`], which makes the engine a mask before every token. The parser is
-//! llguidance's (Earley over derivatives of regular expressions). This crate adds what a server
-//! needs: limits, a cache, other notations, and other restrictions on an answer.
+//! A [`Source`] is the form that a client requests. [`Grammars`] compiles it on separate threads,
+//! and caches the result for later requests with the same source. Each choice gets a
+//! [`forebay_engine::Constraint`], which computes a mask for the engine before every token. The
+//! parser is llguidance's (Earley over derivatives of regular expressions). This crate adds what a
+//! server needs: limits, a cache, other notations, and other restrictions on an answer.
 //!
 //! ```
 //! use std::sync::Arc;

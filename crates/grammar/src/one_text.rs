@@ -1,9 +1,9 @@
-//! A grammar as one terminal, for the text that is the only argument of a call.
+//! Converts a grammar to a single terminal, for text that is the only argument of a call.
 //!
 //! Text in a JSON string is escaped. So the literals and regular expressions of the grammar, which
-//! name characters, are rewritten to match escaped text. Rules become terminals, because
-//! llguidance's lexer does not look ahead for the end of a lexeme, and what follows the text may
-//! look like more of it. A recursive grammar can't be written in this way, and is refused.
+//! describe unescaped characters, are rewritten to match escaped text. Rules become terminals:
+//! llguidance's lexer does not look ahead for the end of a lexeme, and the characters that follow
+//! the text may look like more of it. A recursive grammar cannot be converted and is rejected.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -50,17 +50,17 @@ const COMMON: &[(&str, &str)] = &[
     ("SQL_COMMENT", "--[^\n]*"),
 ];
 
-/// The place of a text in the grammar.
+/// Where the text is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Place {
-    /// The text is in a JSON string.
+    /// Inside a JSON string.
     Json,
-    /// The text is between tags, as it is.
+    /// Between tags, without escapes.
     Tags,
 }
 
-/// The right side of a terminal for texts of `form`, and the terminals that it uses, whose names
-/// begin with `prefix`.
+/// Returns the right side of a terminal for texts of `form`, and the terminals that it uses, whose
+/// names start with `prefix`.
 pub(crate) fn terminal(
     form: &Form,
     place: Place,
@@ -92,7 +92,7 @@ pub(crate) fn terminal(
 struct Rewriter<'a> {
     rest: &'a str,
     out: String,
-    /// Rules and terminals by their numbers.
+    /// The indices of rules and terminals, by name.
     names: HashMap<&'a str, usize>,
     /// The prefix of the new names of rules and terminals.
     prefix: &'a str,
@@ -100,7 +100,7 @@ struct Rewriter<'a> {
 }
 
 impl<'a> Rewriter<'a> {
-    /// Removes the bytes up to `end` from the rest and returns them.
+    /// Removes the bytes up to `end` from the unread text and returns them.
     fn take(&mut self, end: usize) -> &'a str {
         let (taken, rest) = self.rest.split_at(end);
         self.rest = rest;
@@ -135,7 +135,7 @@ impl<'a> Rewriter<'a> {
                 self.name();
                 Ok(())
             }
-            // Lark's tree modifiers do not change what text a rule matches.
+            // Lark's tree modifiers do not change the text that a rule matches.
             '!' | '?' if self.begins_line() => {
                 self.take(1);
                 Ok(())
@@ -148,23 +148,23 @@ impl<'a> Rewriter<'a> {
         }
     }
 
-    /// True if this is the first thing on its line.
+    /// True if nothing but spaces precedes on this line.
     fn begins_line(&self) -> bool {
         self.out.trim_end_matches([' ', '\t']).ends_with(['\n']) || self.out.trim().is_empty()
     }
 
-    /// Writes a rule's or terminal's new name.
+    /// Writes the new name of a rule or terminal.
     fn name(&mut self) {
         let defines = self.begins_line();
         let name = self.take_while(in_name);
-        // Of a repetition: `~2..4`.
+        // This is the count of a repetition: `~2..4`.
         if name.starts_with(|c: char| c.is_ascii_digit()) {
             self.out.push_str(name);
             return;
         }
         self.renamed(name);
         if defines && self.rest.starts_with('.') {
-            // A priority, which has no effect on a single lexeme.
+            // A priority has no effect on a single lexeme.
             self.take(1);
             self.take_while(|c| c.is_ascii_digit());
         }
@@ -176,12 +176,12 @@ impl<'a> Rewriter<'a> {
         let _ = write!(self.out, "{}_{number}", self.prefix);
     }
 
-    /// A literal with its quotes.
+    /// Reads a literal in quotes and returns its text.
     fn quoted(&mut self) -> Result<String, GrammarError> {
         let end =
             end_of(self.rest, '"').ok_or_else(|| GrammarError::invalid("a string has no end"))?;
         let literal = self.take(end);
-        // Lark's `\xHH` is not an escape of JSON.
+        // Lark's escape `\xHH` does not exist in JSON.
         let json = literal.replace(r"\x", r"\u00").replace(r"\'", "'");
         let text: String = serde_json::from_str(&json)
             .map_err(|_| GrammarError::invalid(format!("{literal}: not a string of Lark")))?;
@@ -243,7 +243,7 @@ impl<'a> Rewriter<'a> {
         }
     }
 
-    /// `%import common.LF`, `%import common.LF -> END` or `%import common (LF, WS)`.
+    /// Reads `%import common.LF`, `%import common.LF -> END` or `%import common (LF, WS)`.
     fn import(&mut self) -> Result<(), GrammarError> {
         let line = self.take_while(|c| c != '\n').trim();
         let line = line.split("//").next().unwrap_or_default().trim();
@@ -279,7 +279,7 @@ fn only(text: &str) -> Option<char> {
     chars.next().filter(|_| chars.next().is_none())
 }
 
-/// Where the string that begins with `quote` ends, after its closing quote.
+/// Returns the index after the closing quote of the string that starts with `quote`.
 fn end_of(text: &str, quote: char) -> Option<usize> {
     let mut escaped = false;
     for (at, c) in text.char_indices().skip(1) {
@@ -294,20 +294,21 @@ fn end_of(text: &str, quote: char) -> Option<usize> {
     None
 }
 
-/// The text as JSON writes it between quotes.
+/// Escapes the text as JSON does, without the quotes.
 fn escaped(text: &str) -> String {
     let json = Value::from(text).to_string();
     json[1..json.len() - 1].to_owned()
 }
 
-/// Writes texts and expressions for their place.
+/// Writes texts and regular expressions in the form that they have inside a JSON string or between
+/// tags.
 #[derive(Debug, Clone, Copy)]
 struct Writer {
     place: Place,
 }
 
 impl Writer {
-    /// Escapes a text for its place.
+    /// Escapes a text if it is written inside a JSON string.
     fn text(self, text: &str) -> String {
         match self.place {
             Place::Json => escaped(text),
@@ -315,7 +316,7 @@ impl Writer {
         }
     }
 
-    /// Writes a regular expression rewritten for escaped text, without enclosing slashes.
+    /// Returns a regular expression rewritten to match escaped text, without enclosing slashes.
     fn regex(self, pattern: &str, flags: &str) -> Written {
         let mut builder = ParserBuilder::new();
         builder.nest_limit(DEPTH);
@@ -388,7 +389,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Characters unchanged, or as one of their escapes.
+    /// Writes a class of characters, each unchanged or as one of its escapes.
     fn class(self, class: &ClassUnicode, out: &mut String) {
         let special = |c: char| matches!(c, '\0'..='\u{1f}' | '"' | '\\');
         let mut plain = class.clone();
@@ -420,7 +421,7 @@ impl Writer {
 mod tests {
     use super::*;
 
-    /// OpenAI's example of a tool that edits files.
+    /// OpenAI's example grammar of a tool that edits files.
     const PATCH: &str = r#"
 start: begin_patch hunk+ end_patch
 begin_patch: "*** Begin Patch" LF

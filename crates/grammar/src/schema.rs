@@ -1,4 +1,4 @@
-//! JSON schemas: checks before llguidance sees one, and the place that llguidance refuses.
+//! Prepares JSON schemas for llguidance, and finds the keyword that llguidance rejects.
 
 use serde_json::{Map, Value, json};
 
@@ -11,12 +11,13 @@ use crate::size;
 use crate::source::{SCHEMA_DEPTH, Whitespace};
 use crate::work::Work;
 
-/// llguidance's own options in schemas. They could disable checks that the operator relies on.
+/// The keyword for llguidance's own options. Clients could use it to disable checks that the
+/// operator relies on.
 const OPTIONS: &str = "x-guidance";
-/// Bounds on numbers for which llguidance uses signed 64-bit integers.
+/// Bounds on numbers, for which llguidance uses signed 64-bit integers.
 const BOUNDS: [&str; 4] = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"];
-/// The largest double that fits into a signed 64-bit integer. Larger bounds, such as those of a
-/// language's own integers, count as no bound.
+/// The largest double that fits into a signed 64-bit integer. A larger bound, such as a language's
+/// largest integer, counts as no bound.
 const WIDE: i64 = 9_223_372_036_854_774_784;
 /// Keywords whose value is a schema.
 pub(crate) const ONE: [&str; 14] = [
@@ -40,14 +41,14 @@ pub(crate) const LISTS: [&str; 5] = ["allOf", "anyOf", "oneOf", "prefixItems", "
 /// Keywords whose value is an object of schemas.
 pub(crate) const MAPS: [&str; 6] =
     ["$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"];
-/// The beginning of llguidance's error about keywords that it does not know.
+/// The beginning of llguidance's error about unknown keywords.
 pub(crate) const UNIMPLEMENTED: &str = "Unimplemented keys: ";
-/// Why a keyword is refused that llguidance does not support.
+/// Why a keyword that llguidance does not support is rejected.
 pub(crate) const UNSUPPORTED: &str = "the keyword is not supported";
-/// The beginning of llguidance's error about `oneOf` alternatives that it can't distinguish.
+/// The beginning of llguidance's error about `oneOf` alternatives that it cannot distinguish.
 const ONE_OF: &str = "oneOf constraints are not supported";
 
-/// Reads a schema and checks its size.
+/// Parses a schema and checks its size.
 pub(crate) fn read(text: &str, work: &mut Work) -> Result<Value, GrammarError> {
     size::check(text, "a schema")?;
     let schema: Value = serde_json::from_str(text)
@@ -55,7 +56,7 @@ pub(crate) fn read(text: &str, work: &mut Work) -> Result<Value, GrammarError> {
     prepare(schema, work)
 }
 
-/// Refuses a value that is not a schema, is too large, has options for llguidance, or has no finite
+/// Rejects a value that is not a schema, is too large, has options for llguidance, or has no finite
 /// value. Returns a schema with the same finite values that llguidance handles better.
 pub(crate) fn prepare(mut schema: Value, work: &mut Work) -> Result<Value, GrammarError> {
     if !schema.is_object() && !schema.is_boolean() {
@@ -92,8 +93,8 @@ fn measure<'a>(
     }
 }
 
-/// Removes unsupported keywords without an effect, and makes explicit what llguidance reads too
-/// loosely.
+/// Removes unsupported keywords that have no effect, and spells out keywords that llguidance
+/// interprets too loosely.
 fn simplify(schema: &mut Value) {
     each_mut(schema, &mut String::new(), &mut |schema, _| {
         let Value::Object(schema) = schema else { return };
@@ -114,7 +115,7 @@ fn simplify(schema: &mut Value) {
                 *value = json!(if number < 0.0 { -WIDE } else { WIDE });
             }
         }
-        // Conditions that nothing depends on.
+        // Remove incomplete conditionals, which have no effect.
         if !schema.contains_key("if") {
             schema.remove("then");
             schema.remove("else");
@@ -124,13 +125,13 @@ fn simplify(schema: &mut Value) {
     });
 }
 
-/// One step of a path, into a list or an object.
+/// A step of a path, into a list or an object.
 enum Step<'a> {
     Name(&'a str),
     Index(usize),
 }
 
-/// Calls `with` at the end of `path` with a step more.
+/// Calls `with` with `path` extended by one step.
 fn deeper<R>(path: &mut String, step: Step<'_>, with: impl FnOnce(&mut String) -> R) -> R {
     let length = path.len();
     match step {
@@ -145,8 +146,8 @@ fn deeper<R>(path: &mut String, step: Step<'_>, with: impl FnOnce(&mut String) -
     result
 }
 
-/// Calls `with` for `schema` and every nested schema, with its path. Changes by `with` are applied
-/// before nested schemas are visited.
+/// Calls `with` for `schema` and every nested schema, with its path. `with` changes a schema before
+/// its nested schemas are visited.
 pub(crate) fn each_mut(
     schema: &mut Value,
     path: &mut String,
@@ -198,13 +199,13 @@ pub(crate) fn each<'v>(
     }
 }
 
-/// The schema with llguidance's options.
+/// Returns the schema with llguidance's options.
 pub(crate) fn with_options(mut schema: Value, whitespace: &Whitespace, lenient: bool) -> Value {
     if let Value::Object(map) = &mut schema {
         map.insert(OPTIONS.to_owned(), options(whitespace, lenient));
         return schema;
     }
-    // A boolean: the equivalent object.
+    // A boolean schema is replaced by the equivalent object.
     let same = if schema == Value::Bool(true) { json!({}) } else { json!({ "anyOf": [] }) };
     with_options(same, whitespace, lenient)
 }
@@ -218,7 +219,7 @@ fn options(whitespace: &Whitespace, lenient: bool) -> Value {
     })
 }
 
-/// Turns llguidance's message about a schema into an error, with the place in the schema if it can
+/// Converts llguidance's message about a schema to an error, with the path of the keyword if it can
 /// be found.
 pub(crate) fn explain(schema: &Value, said: &str, work: &mut Work) -> GrammarError {
     let find = |key: &dyn Fn(&Map<String, Value>) -> Option<String>| {

@@ -1,4 +1,4 @@
-//! The size of a JSON text's content, before it is parsed.
+//! Checks the number of values in a JSON text before it is parsed.
 
 use std::fmt;
 
@@ -7,7 +7,7 @@ use serde::de::{DeserializeSeed, Deserializer, Error, IgnoredAny, MapAccess, Seq
 use crate::error::GrammarError;
 use crate::source::{SCHEMA_DEPTH, SCHEMA_VALUES};
 
-/// Refuses a text that is not a JSON object or boolean, or has too many values.
+/// Rejects a text that is not a JSON object or boolean, or that has too many values.
 pub(crate) fn check(text: &str, what: &str) -> Result<(), GrammarError> {
     if !text.trim_start().starts_with(['{', 't', 'f']) {
         return Err(GrammarError::invalid(format!("{what} is an object")));
@@ -24,7 +24,7 @@ pub(crate) fn check(text: &str, what: &str) -> Result<(), GrammarError> {
     }
 }
 
-/// Counts the values of a tree.
+/// Counts the values of a JSON tree.
 struct Count<'a> {
     values: &'a mut usize,
     depth: usize,
@@ -44,8 +44,8 @@ impl<'de> DeserializeSeed<'de> for Count<'_> {
         if *self.values > SCHEMA_VALUES {
             return Err(D::Error::custom("too many values"));
         }
-        // The error names the place only after the rest was read, so a bit more than the allowed
-        // depth has to be walked.
+        // Deeper values are reported later, with their path. So this pass accepts more than the
+        // allowed depth, up to a bound.
         if self.depth > 2 * SCHEMA_DEPTH {
             return deserializer.deserialize_ignored_any(IgnoredAny).map(drop);
         }

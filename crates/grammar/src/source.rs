@@ -1,15 +1,15 @@
-//! The requested form of an answer.
+//! The form that a client requests for an answer.
 
 use std::sync::Arc;
 
 use forebay_dialect::{ArgumentStyle, Marks};
 
-/// The largest number of bytes of a schema or a structural tag.
+/// The largest size of a schema or a structural tag in bytes.
 pub const SCHEMA_BYTES: usize = 2 << 20;
-/// The largest number of bytes of a grammar, or of all choices together.
+/// The largest size of a grammar in bytes, or of all choices together.
 pub const GRAMMAR_BYTES: usize = 256 << 10;
-/// The largest size of a regular expression in bytes. Compiled, it takes some hundred times as
-/// much.
+/// The largest size of a regular expression in bytes. The compiled form is hundreds of times
+/// larger.
 pub const REGEX_BYTES: usize = 32 << 10;
 /// The deepest nesting of a schema or a structural tag.
 pub const SCHEMA_DEPTH: usize = 64;
@@ -18,23 +18,23 @@ pub const SCHEMA_VALUES: usize = 1 << 16;
 /// The largest number of choices.
 pub const CHOICES: usize = 16_384;
 
-/// A complete form of an answer. Equal sources are compiled once.
+/// A form with all its options. Requests with equal sources share the compiled form.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Source {
     /// The form.
     pub form: Form,
-    /// White space between the tokens of JSON.
+    /// The white space between the tokens of JSON.
     pub whitespace: Whitespace,
 }
 
-/// A kind of form.
+/// The kinds of forms.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Form {
     /// A JSON object.
     JsonObject,
-    /// JSON that is valid by this schema, which is JSON text.
+    /// JSON that is valid by this schema, which is given as JSON text.
     JsonSchema(Arc<str>),
-    /// Text that this regular expression matches as a whole.
+    /// Text that matches this regular expression as a whole.
     Regex(Arc<str>),
     /// One of these texts.
     Choice(Arc<[String]>),
@@ -42,68 +42,71 @@ pub enum Form {
     Lark(Arc<str>),
     /// A grammar in GBNF: rules of the form `name ::= ...`, beginning with `root`.
     Ebnf(Arc<str>),
-    /// Text with parts of given forms: a structural tag as vLLM and `SGLang` take it, which is JSON
+    /// Text in which parts have given forms: a structural tag of vLLM and `SGLang`, given as JSON
     /// text.
     StructuralTag(Arc<str>),
-    /// Calls of tools, as a model writes them.
+    /// Tool calls, in the format of the model.
     Calls(Arc<CallForm>),
 }
 
-/// Tool calls: a dialect's grammar, and the parts that the request adds.
+/// The form of tool calls: a dialect's grammar, and the parts that the request adds.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct CallForm {
-    /// The grammar, without the rules of arguments and of [`forebay_dialect::CONTENT`].
+    /// The grammar, without the rules of the arguments and of [`forebay_dialect::CONTENT`].
     pub lark: Arc<str>,
-    /// The style in which the dialect writes arguments.
+    /// How the dialect writes arguments.
     pub style: ArgumentStyle,
-    /// Special tokens that are marks of the dialect.
+    /// The special tokens that are marks of the dialect.
     pub marks: Arc<Marks>,
     /// The arguments of each tool.
     pub arguments: Vec<CallArguments>,
-    /// What may be written instead of calls, and the parameter that requires it, for errors.
+    /// The form of output that may replace calls, with the parameter that requires it, for errors.
+    /// `None` if calls are required.
     pub content: Option<(Arc<str>, Form)>,
 }
 
 /// The arguments of a tool.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct CallArguments {
-    /// The name of the rule.
+    /// The name of the rule for the arguments.
     pub rule: String,
     /// The JSON schema of the arguments, as text.
     pub schema: Arc<str>,
-    /// The schema's path in the request, which errors name.
+    /// The path of the schema in the request, for errors.
     pub path: Arc<str>,
-    /// True if a keyword that can't be enforced is an error. Otherwise it is ignored and reported.
+    /// True if a keyword that cannot be enforced is an error. Otherwise it is ignored and reported.
     pub strict: bool,
-    /// The form of the arguments, if they are a text; the schema is then ignored.
+    /// The form of the arguments of a custom tool, which are a single text. The schema is then
+    /// ignored.
     pub text: Option<CallText>,
 }
 
 /// The only argument of a tool that takes a text.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct CallText {
-    /// The argument's name.
+    /// The name of the argument.
     pub name: Arc<str>,
-    /// The text's form: [`Form::Lark`] or [`Form::Regex`].
+    /// The form of the text: [`Form::Lark`] or [`Form::Regex`].
     pub form: Form,
-    /// The form's path in the request, which errors name.
+    /// The path of the form in the request, for errors.
     pub path: Arc<str>,
 }
 
-/// White space between JSON tokens. Without a bound, some models fill the whole answer with it.
+/// The white space between JSON tokens. If it is not bounded, some models fill the whole answer
+/// with it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Hash)]
 pub enum Whitespace {
-    /// At each place, one space or a line end with at most 24 blanks of indentation.
+    /// In each gap, one space, or a line end with at most 24 characters of indentation.
     #[default]
     Bounded,
-    /// There is no white space.
+    /// No white space.
     None,
-    /// At each place, one match of this regular expression.
+    /// In each gap, one match of this regular expression.
     Pattern(Arc<str>),
 }
 
 impl Whitespace {
-    /// The white space as a regular expression; `None`: there is none.
+    /// Returns the white space as a regular expression; `None` if there is none.
     pub(crate) fn pattern(&self) -> Option<&str> {
         match self {
             Self::Bounded => Some(r"( |\n(\t{0,6}| {0,24}))"),
@@ -120,12 +123,12 @@ impl From<Form> for Source {
 }
 
 impl Form {
-    /// True if the form allows no text at all, or has no alternative.
+    /// True if the form is an empty text, or has no alternatives.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         match self {
             Form::JsonObject | Form::Calls(_) => false,
-            // Blanks may be an answer.
+            // Spaces alone may be an answer.
             Form::Regex(text) => text.is_empty(),
             Form::JsonSchema(text)
             | Form::Lark(text)
@@ -157,18 +160,18 @@ impl CallForm {
 }
 
 impl Source {
-    /// The number of bytes of the text.
+    /// Returns the size of the form's text in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.form.bytes()
     }
 
-    /// The number of bytes of all texts in it.
+    /// Returns the size of all texts of the source in bytes.
     pub(crate) fn size(&self) -> usize {
         self.bytes() + self.whitespace.pattern().map_or(0, str::len)
     }
 
-    /// The largest number of bytes of such a source.
+    /// Returns the largest allowed size of such a source in bytes.
     #[must_use]
     pub fn limit(&self) -> usize {
         match &self.form {
@@ -179,7 +182,8 @@ impl Source {
         }
     }
 
-    /// A grammar in the clients' notations: GBNF if it has a rule with `::=`, else Lark.
+    /// Creates the source of a grammar in a client's notation: GBNF if it contains `::=`, else
+    /// Lark.
     #[must_use]
     pub fn grammar(text: &str) -> Self {
         let form = if text.contains("::=") { Form::Ebnf } else { Form::Lark };

@@ -1,4 +1,4 @@
-//! Strings of a JSON schema that are written without quotes, as terminals of Lark.
+//! Converts the strings of a JSON schema to Lark terminals, for notations without quotes.
 
 use serde_json::{Map, Value};
 
@@ -9,26 +9,26 @@ use crate::lark::literal;
 use crate::tag::below;
 use crate::work::Work;
 
-/// One of the ways in which a schema allows a string.
+/// One alternative for the strings that a schema allows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Text {
     /// The right side of a terminal.
     pub(crate) terminal: String,
-    /// True if the text is a value that the schema lists.
+    /// True if the schema lists this text as a value.
     pub(crate) listed: bool,
 }
 
-/// How many references and alternatives are followed in a chain.
+/// The longest chain of references and alternatives that is followed.
 const DEPTH: usize = 32;
-/// The largest number of alternatives for one schema's strings.
+/// The largest number of alternatives for the strings of one schema.
 const MOST: usize = 4096;
 
-/// The regular expression for a schema's string keywords, without listed values.
+/// Returns the regular expression for the string keywords of a schema, without listed values.
 fn bounds(schema: &Map<String, Value>) -> Result<Option<String>, GrammarError> {
     let mut parts = Vec::new();
     let number = |name: &str| match schema.get(name) {
         None => Ok(None),
-        // 3.0 is an integer too.
+        // 3.0 counts as an integer too.
         Some(value) => {
             match value.as_f64().filter(|x| x.fract() == 0.0 && (0.0..1e6).contains(x)) {
                 Some(number) => Ok(Some(number as u64)),
@@ -67,7 +67,7 @@ fn bounds(schema: &Map<String, Value>) -> Result<Option<String>, GrammarError> {
     Ok((!parts.is_empty()).then(|| parts.join(" & ")))
 }
 
-/// Text that contains a match of a schema's pattern.
+/// Returns a regular expression for text that contains a match of `pattern`.
 fn search(pattern: &str) -> String {
     let body = pattern.strip_prefix('^');
     let before = if body.is_some() { "" } else { "(?s:.*)" };
@@ -81,8 +81,8 @@ fn search(pattern: &str) -> String {
     format!("/{before}(?:{body}){after}/")
 }
 
-/// The strings that a schema allows, as alternatives; empty: none. Restrictions on other values are
-/// ignored.
+/// Returns the strings that a schema allows, as alternatives; empty if there are none. Restrictions
+/// on other types of values are ignored.
 pub(crate) fn texts(
     root: &Value,
     schema: &Value,
@@ -159,7 +159,7 @@ fn listed(values: &[Value], work: &mut Work) -> Result<Vec<Text>, GrammarError> 
     Ok(texts)
 }
 
-/// Texts that match both descriptions.
+/// Returns the intersection of two alternatives.
 fn both(left: &Text, right: &Text) -> Text {
     let any = Text::any();
     let terminal = match (left, right) {

@@ -1,7 +1,8 @@
-//! Structural tags, converted to Lark. xgrammar defines them, and vLLM and SGLang accept them.
+//! Converts structural tags to Lark. xgrammar defines them, and vLLM and SGLang accept them.
 //!
-//! Two notations: `{"type": "structural_tag", "format": {...}}`, a tree of formats, and the older
-//! one with `structures` and `triggers`, which is the format `triggered_tags`.
+//! There are two notations: `{"type": "structural_tag", "format": {...}}` with a tree of formats,
+//! and the older one with `structures` and `triggers`, which corresponds to the format
+//! `triggered_tags`.
 
 use serde_json::Value;
 
@@ -14,10 +15,11 @@ use crate::work::Work;
 
 /// The deepest nesting of formats.
 const DEPTH: usize = 32;
-/// Any text.
+/// Matches any text.
 const ANY: &str = "/(?s:.*)/";
 
-/// Converts the structural tag to Lark. Schemas in it keep the text's form, with options.
+/// Converts the structural tag to Lark. Its schemas are embedded as text, with llguidance's
+/// options.
 pub(crate) fn to_lark(
     text: &str,
     whitespace: &Whitespace,
@@ -50,7 +52,7 @@ pub(crate) fn to_lark(
 }
 
 struct Writer<'a> {
-    /// Lines of the grammar but for the first.
+    /// The lines of the grammar, except the first one.
     rules: Vec<String>,
     whitespace: &'a Whitespace,
     lenient: bool,
@@ -58,7 +60,7 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
-    /// Adds a rule and returns its name. `head` is written between name and colon.
+    /// Adds a rule and returns its name. `head` is inserted between the name and the colon.
     fn rule(&mut self, head: &str, body: &str) -> Result<String, GrammarError> {
         self.work.write(head.len() + body.len())?;
         let name = format!("t{}", self.rules.len());
@@ -66,8 +68,8 @@ impl Writer<'_> {
         Ok(name)
     }
 
-    /// Writes the right side of a rule for a format. `last`: nothing follows it, so text may be
-    /// unterminated.
+    /// Writes the right side of a rule for a format. `last` is true if nothing follows the format,
+    /// so its text needs no end marker.
     fn format(
         &mut self,
         format: &Value,
@@ -137,8 +139,8 @@ impl Writer<'_> {
         }
     }
 
-    /// The formats of `elements` in sequence. `last`: nothing follows them. Returns true if nothing
-    /// follows the final element.
+    /// Writes the formats of `elements` in sequence. `last` is true if nothing follows them.
+    /// Returns true if nothing follows the final element.
     fn elements(
         &mut self,
         format: &Value,
@@ -154,8 +156,8 @@ impl Writer<'_> {
         formats.collect()
     }
 
-    /// The rule of `begin`, content and `end`. The first `said` bytes of `begin` are omitted,
-    /// because they are written already.
+    /// Writes the rule for `begin`, content and `end`. The first `said` bytes of `begin` are
+    /// omitted, because the trigger has already matched them.
     fn tag(
         &mut self,
         tag: &Value,
@@ -164,14 +166,14 @@ impl Writer<'_> {
         last: bool,
         depth: usize,
     ) -> Result<String, GrammarError> {
-        // Each trigger has its own copy of the tags that it begins.
+        // Each trigger has its own copies of the tags that begin with it.
         self.work.copy(tag)?;
         let begin = text(tag, path, "begin")?;
         let begin = literal(&begin[said.unwrap_or_default().len()..]);
         let end = text(tag, path, "end")?;
         let content = match (tag.get("content"), tag.get("schema")) {
             (Some(content), _) => Some((content, format!("{path}.content"))),
-            // The older notation.
+            // This is the older notation.
             (None, Some(schema)) => {
                 let schema = self.schema(schema, &format!("{path}.schema"))?;
                 return Ok(format!("({begin} {schema} {})", literal(end)));
@@ -182,7 +184,7 @@ impl Writer<'_> {
             return Err(GrammarError::at(format!("{path}.content"), "required and missing"));
         };
         if text(content, &at, "type")? == "any_text" && !end.is_empty() {
-            // Up to the first end, however it is tokenised.
+            // The text continues up to the first `end`, however `end` is tokenised.
             let until = self.rule(&format!("[suffix={}]", literal(end)), ANY)?;
             return Ok(format!("({begin} {until})"));
         }
@@ -190,7 +192,7 @@ impl Writer<'_> {
         Ok(format!("({begin} {content} {})", literal(end)))
     }
 
-    /// Free text in which each of `triggers` begins one of `tags`.
+    /// Writes free text in which each of `triggers` starts one of `tags`.
     fn triggered(
         &mut self,
         tags: &[(String, &Value)],
@@ -220,7 +222,7 @@ impl Writer<'_> {
         }
         let one = self.rule("", &parts.join(" | "))?;
         let any: Vec<String> = triggers.iter().map(|trigger| escaped(trigger)).collect();
-        // The remaining text contains no trigger, which would begin a tag.
+        // The remaining text contains no trigger, since a trigger would start a tag.
         let name = format!("T{}", self.rules.len());
         self.rules.push(format!("{name}: ~/(?s:.*)({})(?s:.*)/", any.join("|")));
         Ok(match (at_least_one, stop_after_first) {
@@ -239,12 +241,12 @@ impl Writer<'_> {
     }
 }
 
-/// A regular expression on a rule's right side.
+/// Returns a regular expression for the right side of a rule.
 pub(crate) fn regex(pattern: &str) -> Result<String, GrammarError> {
     Ok(format!("/{}/", llguidance::regex_to_lark(unanchored(pattern), "")))
 }
 
-/// A pattern matches as a whole, so anchors at its ends are redundant.
+/// Removes anchors at the ends of a pattern, which are redundant because the whole text must match.
 fn unanchored(pattern: &str) -> &str {
     let pattern = pattern.strip_prefix('^').unwrap_or(pattern);
     let escaped = pattern.strip_suffix('$').is_some_and(|before| {
@@ -253,7 +255,7 @@ fn unanchored(pattern: &str) -> &str {
     if escaped { pattern } else { pattern.strip_suffix('$').unwrap_or(pattern) }
 }
 
-/// The error at a place within `path`.
+/// Prepends `path` to the path of an error.
 pub(crate) fn below(path: &str, error: GrammarError) -> GrammarError {
     match error {
         GrammarError::Invalid { path: inner, reason } => {
@@ -300,7 +302,7 @@ fn strings<'a>(value: &'a Value, path: &str, name: &str) -> Result<Vec<&'a str>,
     elements.map(string).collect()
 }
 
-/// `at_least_one` and `stop_after_first`.
+/// Reads `at_least_one` and `stop_after_first`.
 fn flags(format: &Value, path: &str) -> Result<(bool, bool), GrammarError> {
     let flag = |name: &str| match format.get(name) {
         None | Some(Value::Null) => Ok(false),

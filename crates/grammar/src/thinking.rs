@@ -1,8 +1,8 @@
-//! Reasoning before the answer: where it ends, and how long it may be.
+//! Tracks reasoning before the answer: where it ends, and how long it may be.
 
 use std::sync::Arc;
 
-/// The tokens around a model's reasoning, from its dialect.
+/// The marks around a model's reasoning, as tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Markers {
     /// The opening mark, at least one token.
@@ -11,22 +11,22 @@ pub struct Markers {
     pub close: Arc<[i32]>,
 }
 
-/// Whether the first token belongs to the reasoning or the answer.
+/// Whether the first generated token belongs to the reasoning or the answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Start {
-    /// The model may begin to reason, or answer.
+    /// The model may start reasoning, or start the answer.
     Open,
-    /// The prompt has begun the reasoning.
+    /// The prompt ends within the reasoning.
     Inside,
-    /// The prompt has ended the reasoning, or the model has none.
+    /// The prompt has ended the reasoning, or the model does not reason.
     Answer,
 }
 
-/// The number of tokens (blank lines) that may follow a closing marker at the end of a prompt.
+/// The largest number of tokens (blank lines) between a closing marker and the end of a prompt.
 const AFTER_CLOSE: usize = 4;
 
 impl Markers {
-    /// Whether a prompt leaves the model in the reasoning or the answer.
+    /// Returns whether a prompt ends in the reasoning or the answer.
     #[must_use]
     pub fn start(&self, prompt: &[i32]) -> Start {
         let last =
@@ -45,9 +45,9 @@ impl Markers {
 #[derive(Debug, Clone)]
 pub(crate) struct Thinking {
     markers: Markers,
-    /// The largest number of reasoning tokens, without the markers.
+    /// The largest number of reasoning tokens, without the markers; `None` for no limit.
     budget: Option<u32>,
-    /// Reasoning tokens so far, including those of an incomplete marker.
+    /// The number of reasoning tokens so far, including those of an incomplete marker.
     spent: u32,
     /// True if reasoning may begin at any time, even repeatedly, because the answer has no required
     /// form.
@@ -60,27 +60,28 @@ enum State {
     /// This many tokens of the opening marker were generated, and nothing else.
     Opening(usize),
     Inside {
-        /// The last tokens, if they may begin the closing marker.
+        /// The last tokens, if they may be the beginning of the closing marker.
         tail: Vec<i32>,
     },
     Over,
 }
 
-/// The demand of reasoning on the next token.
+/// The restriction that the state of the reasoning puts on the next token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Phase {
-    /// The answer may begin, or reasoning may open with this token.
+    /// The answer may begin, or this token may open the reasoning.
     Either(i32),
-    /// The model reasons.
+    /// The model reasons, so any token is allowed.
     Free,
-    /// This token is forced: the opening marker has begun, or the budget is used up.
+    /// This token is forced: the opening marker has begun, or the reasoning budget is used up.
     Forced(i32),
-    /// The reasoning is over.
+    /// The token belongs to the answer.
     Answer,
 }
 
 impl Thinking {
-    /// `again`: reasoning may begin at any time, because the answer has no required form.
+    /// Creates the state. `again` is true if reasoning may begin at any time, because the answer
+    /// has no required form.
     pub(crate) fn new(markers: Markers, start: Start, budget: Option<u32>, again: bool) -> Self {
         let state = match start {
             Start::Inside => State::Inside { tail: Vec::new() },
@@ -104,8 +105,9 @@ impl Thinking {
         }
     }
 
-    /// Records a sampled token. True: it belongs to the reasoning. Otherwise the answer has begun
-    /// with it. `answers`: the answer may begin with this token, so it opens no reasoning.
+    /// Records a sampled token. True if it belongs to the reasoning, false if it belongs to the
+    /// answer. `answers` is true if the answer may begin with this token; then the token opens no
+    /// reasoning, unless reasoning may begin at any time.
     pub(crate) fn accept(&mut self, token: i32, answers: bool) -> bool {
         let Markers { open, close } = &self.markers;
         match &mut self.state {
@@ -139,7 +141,7 @@ impl Thinking {
                     tail.remove(0);
                 }
                 if tail.len() == close.len() {
-                    // The marker is not part of it.
+                    // The tokens of the marker are not reasoning tokens.
                     self.spent = self.spent.saturating_sub(close.len() as u32);
                     self.state = if self.again { State::Opening(0) } else { State::Over };
                 }
@@ -207,7 +209,7 @@ mod tests {
             assert_eq!(thinking.phase(), Phase::Free, "{token}");
             thinking.accept(token, false);
         }
-        // The first marker was not part of it.
+        // The tokens of the first closing marker do not count as reasoning.
         assert_eq!(thinking.phase(), Phase::Free);
         thinking.accept(4, false);
         for token in [7, 7, 8] {

@@ -1,4 +1,4 @@
-//! The tokenizer in llguidance's form: the bytes of every token in a trie.
+//! Converts the tokenizer to llguidance's form: a trie of the bytes of every token.
 
 use std::sync::Arc;
 
@@ -12,8 +12,7 @@ use llguidance::toktrie::{
 
 use crate::error::GrammarError;
 
-/// Texts that the tokenizer has to encode losslessly. Only then is its tokenisation used for forced
-/// text.
+/// Texts that the tokenizer must encode losslessly. Only then is it used to tokenise forced text.
 const SAMPLES: [&str; 6] = ["a", " a", "{\"name\": \"", "\n\n  x", "</think>", "naïve 7.5"];
 
 /// The limits on compiling a source and computing a mask. The largest known public schemas, those
@@ -21,25 +20,25 @@ const SAMPLES: [&str; 6] = ["a", " a", "{\"name\": \"", "\n\n  x", "</think>", "
 const LIMITS: ParserLimits = ParserLimits {
     max_items_in_row: 2000,
     initial_lexer_fuel: 600_000,
-    // With these two limits a mask takes at most about 15 ms.
+    // With these two limits, computing a mask takes at most about 15 ms.
     step_lexer_fuel: 200_000,
     step_max_items: 50_000,
     // Each state takes one or two kilobytes.
     max_lexer_states: 50_000,
     max_grammar_size: 300_000,
     precompute_large_lexemes: true,
-    // Errors are shown to clients, who have no use for the parser's state.
+    // Errors are shown to clients, for whom the state of the parser is useless.
     verbose_errors: false,
 };
 
-/// Creates parsers for one tokenizer. Building it takes a second for a large vocabulary, and is
-/// done once.
+/// Creates parsers for one tokenizer. Building the trie takes a second for a large vocabulary, and
+/// is done once.
 pub(crate) struct Vocabulary {
     pub(crate) factory: ParserFactory,
 }
 
 impl Vocabulary {
-    /// Makes the vocabulary of the tokens below `vocab_size`. `eos` are the ids that may end an
+    /// Builds the vocabulary of the tokens below `vocab_size`. `eos` are the ids that may end an
     /// answer.
     pub(crate) fn new(
         tokenizer: &Arc<Tokenizer>,
@@ -72,7 +71,8 @@ impl Vocabulary {
     }
 }
 
-/// The bytes of a token. Those of a special token follow a marker, so that no text contains them.
+/// Returns the bytes of a token. Those of a special token start with a marker, so that no text
+/// matches them.
 fn word(tokenizer: &Tokenizer, id: usize) -> Vec<u8> {
     let Ok(id) = i32::try_from(id) else { return Vec::new() };
     let bytes = tokenizer.token_bytes(id);

@@ -1,18 +1,18 @@
-//! The work that a form may cause before its grammar reaches the compiler.
+//! Limits the work on a form before its grammar reaches the compiler.
 
 use serde_json::Value;
 
 use crate::error::GrammarError;
 
-/// The units of one form. Expanding the largest allowed schema once takes a part of them.
+/// The units for one form. Expanding the largest allowed schema once takes only some of them.
 const MOST: usize = 16 << 20;
 /// The units for visiting a schema or copying a JSON value. Writing a byte takes one unit.
 const STEP: usize = 32;
 
-/// A count of schemas that are visited, values that are copied and bytes that are written.
+/// Counts schemas that are visited, values that are copied and bytes that are written.
 ///
 /// Schemas refer to each other and to themselves, and can expand to many times their text. So every
-/// walk over them takes units from this budget, and ends in an error when none are left.
+/// walk over them takes units from this budget, and fails when none are left.
 #[derive(Debug)]
 pub(crate) struct Work {
     left: usize,
@@ -25,15 +25,15 @@ impl Default for Work {
 }
 
 impl Work {
-    /// Visits a schema.
+    /// Counts the visit of a schema.
     ///
     /// # Errors
-    /// The budget is used up; the same holds for the other methods.
+    /// The budget is used up. The same holds for the other methods.
     pub(crate) fn visit(&mut self) -> Result<(), GrammarError> {
         self.spend(STEP)
     }
 
-    /// Copies a value with everything inside it.
+    /// Counts the copy of a value, nested values included.
     pub(crate) fn copy(&mut self, value: &Value) -> Result<(), GrammarError> {
         self.spend(size(value, self.left))
     }
@@ -45,7 +45,7 @@ impl Work {
 
     fn spend(&mut self, units: usize) -> Result<(), GrammarError> {
         let left = self.left.checked_sub(units);
-        // Work after an error fails at once.
+        // After an error, all further work fails at once.
         self.left = left.unwrap_or(0);
         left.map(drop).ok_or_else(|| {
             GrammarError::invalid(
@@ -54,14 +54,14 @@ impl Work {
         })
     }
 
-    /// Units that were spent.
+    /// Returns the number of units that were used.
     #[cfg(test)]
     pub(crate) fn spent(&self) -> usize {
         MOST - self.left
     }
 }
 
-/// The units for copying `value`; a bit more than `most` if it takes more than that.
+/// Returns the units for copying `value`. Stops counting soon after the count exceeds `most`.
 fn size(value: &Value, most: usize) -> usize {
     let mut size = STEP;
     match value {

@@ -8,29 +8,29 @@ use lru::LruCache;
 use super::Compiled;
 use crate::source::Source;
 
-/// Bytes of an entry, without its source and the compiled form.
+/// The size of an entry in bytes, without its source and the compiled form.
 const ENTRY: usize = 1024;
 
-/// Compiled and refused sources. The least recently used one is evicted first.
+/// The cache of compiled and rejected sources. The least recently used entry is evicted first.
 pub(super) struct Kept {
     limit: usize,
     bytes: usize,
-    /// Bytes of each client that has any.
+    /// The bytes of each client that has entries.
     clients: HashMap<u64, usize>,
     entries: LruCache<Source, Entry>,
 }
 
 struct Entry {
     compiled: Compiled,
-    /// The client in whose turn the source was compiled.
+    /// The client for which the source was compiled.
     client: u64,
     bytes: usize,
-    /// The time until which the entry is valid; `None`: always.
+    /// The time until which the entry is valid; `None` if it does not expire.
     until: Option<Instant>,
 }
 
 impl Kept {
-    /// An empty cache of at most `limit` bytes.
+    /// Creates an empty cache of at most `limit` bytes.
     pub(super) fn new(limit: usize) -> Self {
         let (clients, entries) = (HashMap::new(), LruCache::unbounded());
         Self { limit, bytes: 0, clients, entries }
@@ -51,7 +51,7 @@ impl Kept {
         None
     }
 
-    /// Stores a result; returns those that were evicted for it.
+    /// Stores a result. Returns the results that were evicted for it.
     pub(super) fn put(
         &mut self,
         source: Source,
@@ -78,8 +78,8 @@ impl Kept {
         evicted
     }
 
-    /// Removes the next entry to evict. If several clients have entries, one with more than half of
-    /// the cache loses its own first.
+    /// Removes the next entry to evict. If several clients have entries and one of them has more
+    /// than half of the cache, that client's entries are evicted first.
     fn pop(&mut self) -> Option<Entry> {
         let half = self.limit / 2;
         let greedy = self.clients.iter().find(|(_, bytes)| **bytes > half);
@@ -110,7 +110,7 @@ mod tests {
     use crate::error::GrammarError;
     use crate::source::Form;
 
-    /// A source that takes 10 KiB in the cache when it is refused.
+    /// Returns a source that takes 10 KiB in the cache when it is rejected.
     fn source(number: usize) -> Source {
         let none = Source::from(Form::Regex("".into())).size();
         let width = (10 << 10) - ENTRY - none;
@@ -136,7 +136,7 @@ mod tests {
         (0..25).for_each(|number| put(&mut kept, 1, number));
         assert_eq!(found(&mut kept, 0..25), (15..25).collect::<Vec<_>>());
         assert_eq!((kept.bytes(), kept.clients[&1]), (100 << 10, 100 << 10));
-        // Entries in use are not evicted.
+        // A recently used entry is not evicted.
         assert_eq!(found(&mut kept, 15..16), [15]);
         put(&mut kept, 1, 25);
         assert_eq!(found(&mut kept, 15..17), [15]);
@@ -152,7 +152,7 @@ mod tests {
         (100..400).for_each(|number| put(&mut kept, 2, number));
         assert_eq!(found(&mut kept, 0..3), [0, 1, 2], "the other one's are not touched");
         assert_eq!(found(&mut kept, 100..400).len(), 7);
-        // The client that had the whole cache loses entries until it has half.
+        // The client that filled the whole cache loses entries until it has half of it.
         (3..10).for_each(|number| put(&mut kept, 1, number));
         assert_eq!(found(&mut kept, 0..10).len(), 5);
         assert_eq!(found(&mut kept, 100..400).len(), 5);

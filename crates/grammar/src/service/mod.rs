@@ -1,4 +1,4 @@
-//! The compiler of grammars, and the cache of its results.
+//! Compiles grammars on separate threads, and caches the results.
 //!
 //! | thread | what |
 //! |---|---|
@@ -6,8 +6,8 @@
 //! | `grammar-watch` (1) | abandons compilations that take too long, and replaces their threads |
 //! | `grammar-free` (1) | frees matchers and templates |
 //!
-//! HTTP threads and the engine thread never compile or free a matcher. A choice gets its matcher
-//! when its second mask is filled.
+//! HTTP threads and the engine thread never compile a grammar or free a matcher. The matcher of a
+//! choice is created when its second mask is computed.
 
 mod kept;
 mod shared;
@@ -31,25 +31,27 @@ use crate::error::GrammarError;
 use crate::rules::{Bounds, Reasoning, Rules};
 use crate::source::Source;
 
-/// Stack for recursion over nested schemas and names in grammars.
+/// The stack size for recursion over nested schemas and names in grammars.
 const STACK_BYTES: usize = 32 << 20;
 
-/// The settings by which grammars are compiled.
+/// The settings of the grammar compiler.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct GrammarConfig {
-    /// The number of threads that compile, at least one.
+    /// The number of compiling threads, at least one.
     pub grammar_threads: usize,
-    /// The number of sources that may wait for a thread. One client may have at most half of them.
+    /// The number of sources that may wait for a thread. One client may have at most half of them
+    /// waiting.
     #[serde(skip)]
     pub queue: usize,
     /// The longest time that a request waits for its grammar.
     #[serde(skip)]
     pub patience: Duration,
-    /// The longest time that one compile may take.
+    /// The longest time that compiling one source may take.
     #[serde(serialize_with = "as_seconds")]
     pub grammar_timeout: Duration,
-    /// Bytes of cached compiled grammars. While several clients have some, one may have at most
-    /// half. Active matchers may grow by as much again.
+    /// The size of the cache of compiled grammars in bytes. While several clients have entries, one
+    /// client may use at most half. In addition, all running matchers together may grow by this
+    /// number of bytes.
     pub grammar_cache_bytes: usize,
     /// True if a schema is accepted although only a part of it can be enforced.
     pub grammar_lenient: bool,
@@ -68,43 +70,44 @@ impl Default for GrammarConfig {
     }
 }
 
-/// Counts of compiled, found, kept and waiting grammars.
+/// The statistics of the grammar compiler and its cache.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GrammarStats {
-    /// Sources that were compiled, or refused by the compiler.
+    /// Sources that were compiled, or rejected by the compiler.
     pub compiled: u64,
-    /// Of these, sources that were refused.
+    /// Sources that the compiler rejected.
     pub refused: u64,
-    /// Requests whose source was compiled already, or queued.
+    /// Requests whose source was already compiled or waiting.
     pub hits: u64,
-    /// Sources that wait, or are being compiled.
+    /// Sources that are waiting or being compiled.
     pub waiting: usize,
-    /// Microseconds of compiling, without the trie.
+    /// The time spent compiling in microseconds, without the trie.
     pub compile_us: u64,
-    /// Microseconds that building the trie took; 0: not ready yet.
+    /// The time for building the trie in microseconds; 0 until it is built.
     pub trie_us: u64,
-    /// Bytes of cached sources and their compiled forms.
+    /// The size of cached sources and their compiled forms in bytes.
     pub kept_bytes: usize,
     /// Compilations that were abandoned because they took too long.
     pub abandoned: u64,
-    /// Of these, compiles that still run.
+    /// The number of abandoned compilations that are still running.
     pub running_on: usize,
 }
 
-/// The form and the bounds of a request's answer.
+/// The constraints that a request needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct WantedForm {
-    /// The requested form; `None`: any.
+    /// The requested form; `None` for free text.
     pub source: Option<Source>,
-    /// The bounds of reasoning before the answer.
+    /// The constraints on reasoning before the answer; `None` if there are none.
     pub reasoning: Option<Reasoning>,
-    /// The other restrictions of the answer.
+    /// The other constraints on the answer.
     pub bounds: Bounds,
-    /// The number of choices, each with a constraint of its own.
+    /// The number of choices. Each gets a separate constraint.
     pub choices: usize,
-    /// Tokens that the answer has already. They are only checked when the first mask is filled.
+    /// The tokens that the answer already has. They are checked only when the first mask is
+    /// computed.
     pub said: Vec<i32>,
-    /// The client, whose turn a compile takes.
+    /// The client on whose behalf the source is compiled.
     pub client: u64,
 }
 
@@ -113,21 +116,22 @@ pub struct WantedForm {
 pub struct Constraints {
     /// The constraints, one for each choice.
     pub choices: Vec<Box<dyn Constraint>>,
-    /// Bytes that the constraints take while all choices run, including the shared compiled
-    /// grammar.
+    /// The memory that the constraints take in bytes while all choices run, including the shared
+    /// compiled grammar.
     pub bytes: usize,
     /// Paths of schema keywords that are not enforced.
     pub left_out: Arc<[String]>,
 }
 
-/// Starts a thread, now or later.
+/// A function that starts a thread: at the start, and later to replace threads.
 pub type ThreadStart =
     Arc<dyn Fn(Builder, Box<dyn FnMut() + Send>) -> io::Result<JoinHandle<()>> + Send + Sync>;
 
-/// A hook that a compiling thread calls before each source. Tests block compilations with it.
+/// A hook that a compiling thread calls before each source. Tests use it to block compilations.
 pub type CompileHook = Arc<dyn Fn(&Source) + Send + Sync>;
 
-/// The compiling threads. Cheap to clone. They end when the last clone is dropped.
+/// The compiling threads. The handle is cheap to clone. The threads end when the last clone is
+/// dropped.
 #[derive(Clone)]
 pub struct Grammars(Arc<Inner>);
 
@@ -151,12 +155,12 @@ impl Drop for Inner {
 }
 
 impl Grammars {
-    /// Starts the threads with `start`. The trie of the tokens below `vocab_size` is built at once,
-    /// in the background, and earlier requests wait for it. `eos` are the model's end-of-sequence
-    /// ids.
+    /// Starts the threads with `start`. They build the trie of the tokens below `vocab_size` in the
+    /// background at once; requests that arrive earlier wait for it. `eos` are the model's
+    /// end-of-sequence ids.
     ///
     /// # Errors
-    /// The system has no room for a thread.
+    /// The system cannot start a thread.
     pub fn new(
         config: GrammarConfig,
         tokenizer: Arc<Tokenizer>,
@@ -171,7 +175,7 @@ impl Grammars {
     /// compile it.
     ///
     /// # Errors
-    /// The system has no room for a thread.
+    /// The system cannot start a thread.
     pub fn with_hook(
         config: GrammarConfig,
         tokenizer: Arc<Tokenizer>,
@@ -187,11 +191,12 @@ impl Grammars {
         Ok(Self(Arc::new(Inner { attic, shared })))
     }
 
-    /// The constraints of a request's choices. The caller's thread compiles and copies nothing. If
-    /// all callers stop waiting for a source before its turn, it is not compiled.
+    /// Returns the constraints of a request's choices. Nothing is compiled or copied on the
+    /// caller's thread. If all callers stop waiting for a source before its compilation starts, it
+    /// is not compiled.
     ///
     /// # Errors
-    /// The source is at fault, there is no room for it, or it takes too long.
+    /// The source is invalid, the queue is full, or compiling takes too long.
     pub async fn constraints(&self, wanted: WantedForm) -> Result<Constraints, GrammarError> {
         let WantedForm { source, reasoning, bounds, choices, said, client } = wanted;
         let template = match source {
@@ -212,7 +217,7 @@ impl Grammars {
         Ok(Constraints { choices: (0..choices).map(one).collect(), bytes, left_out })
     }
 
-    /// The compiled form of a source.
+    /// Returns the compiled form of a source.
     async fn template(&self, source: Source, client: u64) -> Compiled {
         let shared = &self.0.shared;
         let (reply, answer) = oneshot::channel();
@@ -224,13 +229,13 @@ impl Grammars {
         }
     }
 
-    /// Why no new source can be compiled; `None`: it can.
+    /// Returns why no new source can be compiled; `None` if sources can be compiled.
     #[must_use]
     pub fn stuck(&self) -> Option<GrammarError> {
         self.0.shared.stuck()
     }
 
-    /// The counts so far.
+    /// Returns the statistics so far.
     #[must_use]
     pub fn stats(&self) -> GrammarStats {
         self.0.shared.stats()

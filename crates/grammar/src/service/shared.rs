@@ -1,9 +1,9 @@
-//! The state of the compiler, which callers and threads share.
+//! The state of the compiler that callers and threads share.
 //!
-//! A compilation can't be stopped from outside. So one that takes too long is abandoned: its
-//! callers get an error, and another thread is started in place of its own, which ends with the
-//! compilation. The number of abandoned compilations that still run is limited. At the limit no new
-//! source is accepted, and the health check fails.
+//! A compilation cannot be stopped from outside. So one that takes too long is abandoned: its
+//! callers get an error, and a new thread replaces its thread, which ends with the compilation. The
+//! number of abandoned compilations that are still running is limited. At the limit no new source
+//! is accepted, and the health check fails.
 
 use std::collections::HashMap;
 use std::io;
@@ -27,23 +27,23 @@ use crate::error::GrammarError;
 use crate::source::Source;
 use crate::vocabulary::Vocabulary;
 
-/// The largest number of abandoned compilations that still run. One client may have at most half of
-/// them.
+/// The largest number of abandoned compilations that are still running. One client may have at most
+/// half of them.
 pub(super) const GIVEN_UP: usize = 4;
-/// How long a source is refused after its compilation was abandoned.
+/// How long a source is rejected after its compilation was abandoned.
 pub(super) const REFUSED_FOR: Duration = Duration::from_secs(60);
-/// The pause before another attempt to start a thread.
+/// The delay before another attempt to start a thread.
 const RETRY: Duration = Duration::from_secs(1);
-/// The largest `Retry-After` in seconds.
+/// The largest value of `Retry-After`, in seconds.
 const MOST_RETRY_SECONDS: u64 = 60;
 
-/// The state that the threads share with callers.
+/// The state that the threads and the callers share.
 pub(super) struct Shared {
     pub(super) config: GrammarConfig,
     state: Mutex<State>,
-    /// Wakes compiling threads: there is a source, or the service ends.
+    /// Wakes compiling threads: there is a source, or the service has ended.
     sources: Condvar,
-    /// Wakes the watching thread: a compilation has begun, or a thread is missing.
+    /// Wakes the watching thread: a compilation has started, or a thread is missing.
     watched: Condvar,
     trie: Trie,
     vocabulary: OnceLock<Result<Vocabulary, GrammarError>>,
@@ -57,7 +57,7 @@ pub(super) struct Shared {
     trie_us: AtomicU64,
 }
 
-/// The vocabulary of the trie to be built.
+/// The parameters of the trie to build.
 pub(super) struct Trie {
     pub(super) tokenizer: Arc<Tokenizer>,
     pub(super) eos: Vec<i32>,
@@ -68,28 +68,28 @@ struct State {
     kept: Kept,
     waiting: HashMap<Source, WaitingSource>,
     turns: Turns,
-    /// Compiles that run, by their numbers.
+    /// The compilations that are running, by number.
     running: HashMap<u64, Compile>,
-    /// The clients of abandoned compilations that still run.
+    /// The client of each abandoned compilation that is still running, by number.
     given_up: HashMap<u64, u64>,
-    /// The number of compiling threads, without abandoned ones.
+    /// The number of compiling threads, without those of abandoned compilations.
     threads: usize,
-    /// The number of the next compile.
+    /// The number of the next compilation.
     next: u64,
     ended: bool,
 }
 
-/// A source that is not compiled yet.
+/// A source that was not compiled yet.
 #[derive(Default)]
 struct WaitingSource {
-    /// The callers.
+    /// The channels to the callers.
     replies: Vec<oneshot::Sender<Compiled>>,
-    /// The clients in whose turns it may be compiled.
+    /// The clients on whose behalf the source may be compiled.
     clients: Vec<u64>,
     begun: bool,
 }
 
-/// A compile that runs.
+/// A compilation that is running.
 #[derive(Clone)]
 struct Compile {
     number: u64,
@@ -146,18 +146,19 @@ impl Shared {
         (self.start)(thread, Box::new(move || shared.compile_all())).map(drop)
     }
 
-    /// Lets the threads end.
+    /// Signals the end of the service to the threads.
     pub(super) fn end(&self) {
         self.state.lock().ended = true;
         self.sources.notify_all();
         self.watched.notify_all();
     }
 
-    /// Compiles `source` in a turn of `client`, or finds it in the cache. The reply may be
-    /// immediate.
+    /// Looks `source` up in the cache, or queues it for compilation on behalf of `client`. The
+    /// reply may be sent at once.
     ///
     /// # Errors
-    /// It is refused, or there is no room for it.
+    /// The source was rejected, the queue is full, or too many compilations were abandoned: in
+    /// total, or for this client.
     pub(super) fn order(
         &self,
         source: Source,
@@ -170,7 +171,7 @@ impl Shared {
         if let Some(compiled) = state.kept.get(&source, now) {
             self.hits.fetch_add(1, Ordering::Relaxed);
             let template = compiled?;
-            // The caller has just asked, so the receiver is there.
+            // The caller has just sent the request and waits for the reply.
             let _ = reply.send(Ok(template));
             return Ok(());
         }
@@ -183,7 +184,7 @@ impl Shared {
         if known {
             self.hits.fetch_add(1, Ordering::Relaxed);
         }
-        // The source waits for a turn of any of its clients.
+        // The source is compiled when the first of its clients gets a turn.
         if !waiting.begun && !waiting.clients.contains(&client) {
             waiting.clients.push(client);
             state.turns.push(client, source);
@@ -192,7 +193,7 @@ impl Shared {
         Ok(())
     }
 
-    /// The error of a caller that has waited for too long.
+    /// Returns the error for a caller that has waited too long.
     pub(super) fn late(&self) -> GrammarError {
         let stats = self.stats();
         let each = stats.compile_us / stats.compiled.max(1);
@@ -235,9 +236,11 @@ impl Shared {
         });
     }
 
-    /// Compiles until the service ends, or until a compilation of this thread was abandoned.
+    /// Compiles sources until the service ends, or until a compilation of this thread was
+    /// abandoned.
     fn compile_all(&self) {
-        // A compilation may take seconds, while other threads have to write chunks of streams.
+        // A compilation may take seconds, while other threads have to write chunks of streams. So
+        // this thread gets a lower priority.
         stand_back();
         self.build_trie();
         while let Some(compile) = self.next() {
@@ -256,7 +259,7 @@ impl Shared {
         }
     }
 
-    /// Waits for the next source; `None`: the service ends.
+    /// Waits for the next source; `None` when the service ends.
     fn next(&self) -> Option<Compile> {
         let mut state = self.state.lock();
         loop {
@@ -271,7 +274,8 @@ impl Shared {
         }
     }
 
-    /// Answers the callers of a compilation. True: its thread continues with the next one.
+    /// Sends the result to the callers of a compilation. True if the thread continues with the next
+    /// source.
     fn finish(&self, compile: &Compile, compiled: &Compiled) -> bool {
         let mut state = self.state.lock();
         if state.running.remove(&compile.number).is_none() {
@@ -286,7 +290,7 @@ impl Shared {
         let waiting = state.waiting.remove(&compile.source).unwrap_or_default();
         let source = compile.source.clone();
         let evicted = state.kept.put(source, compile.client, compiled.clone(), None);
-        // Release the lock before large templates are freed.
+        // The lock is released before large templates are freed.
         drop(state);
         drop(evicted);
         waiting.answer(compiled);
@@ -316,7 +320,7 @@ impl Shared {
         }
     }
 
-    /// Abandons compilations that take too long; returns when the next one would.
+    /// Abandons compilations that take too long. Returns when the next one would be abandoned.
     fn give_up(&self, state: &mut State, now: Instant) -> Option<Instant> {
         let limit = self.config.grammar_timeout;
         let deadline = |compile: &Compile| compile.began.checked_add(limit);
@@ -341,7 +345,7 @@ impl Shared {
         state.running.values().filter_map(deadline).min()
     }
 
-    /// Abandons compilations whose time is over at `now`.
+    /// Abandons the compilations whose time limit has passed at `now`.
     #[cfg(test)]
     pub(super) fn give_up_at(&self, now: Instant) {
         self.give_up(&mut self.state.lock(), now);
@@ -350,7 +354,9 @@ impl Shared {
 }
 
 impl State {
-    /// Refuses a client's new source if there is no room for it.
+    /// Rejects a client's new source if the queue, or the client's half of it, is full. Also
+    /// rejects it if too many abandoned compilations are still running, in total or for this
+    /// client.
     fn room(&self, client: u64, queue: usize) -> Result<(), GrammarError> {
         if let Some(stuck) = self.stuck() {
             return Err(stuck);
@@ -370,12 +376,12 @@ impl State {
         (compiles >= GIVEN_UP).then_some(GrammarError::Stuck { compiles })
     }
 
-    /// The number of threads to be started in place of others.
+    /// Returns the number of threads to start as replacements.
     fn missing(&self, threads: usize) -> usize {
         if self.given_up.len() < GIVEN_UP { threads.saturating_sub(self.threads) } else { 0 }
     }
 
-    /// Starts the next source with a waiting caller.
+    /// Starts the next source that a caller still waits for.
     fn begin(&mut self, now: Instant) -> Option<Compile> {
         loop {
             let (client, source) = self.turns.pop()?;
@@ -400,13 +406,13 @@ impl State {
 impl WaitingSource {
     fn answer(self, compiled: &Compiled) {
         for reply in self.replies {
-            // Its caller may have gone meanwhile.
+            // The caller may have stopped waiting.
             let _ = reply.send(compiled.clone());
         }
     }
 }
 
-/// No source brings a thread down.
+/// Catches panics, so that no source ends a thread.
 fn contained<T>(work: impl FnOnce() -> Result<T, GrammarError>) -> Result<T, GrammarError> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|panic| {
         let text = panic.downcast_ref::<String>().map(String::as_str);

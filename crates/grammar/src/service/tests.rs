@@ -1,4 +1,5 @@
-//! Compiles that take too long, with a hook that blocks them and with controlled times.
+//! Tests of compilations that take too long, with a hook that blocks them and with a simulated
+//! clock.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -16,12 +17,12 @@ use crate::source::{Form, Source};
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// Blocks compiles of sources that begin with `held`.
+/// Blocks compilations of sources that begin with `held`.
 #[derive(Default)]
 struct Gate {
     open: Mutex<bool>,
     changed: Condvar,
-    /// The sources whose compile has begun.
+    /// The sources whose compilation has started.
     begun: Mutex<Vec<String>>,
 }
 
@@ -65,7 +66,7 @@ impl Service {
             count.fetch_add(1, Ordering::Relaxed);
             thread.spawn(work)
         });
-        // Time limits that the real clock never reaches.
+        // Time limits that are not reached in real time.
         let config =
             GrammarConfig { grammar_timeout: HOUR, patience: HOUR, ..GrammarConfig::default() };
         let hook = Arc::new(move |source: &Source| hook.pass(source));
@@ -90,7 +91,7 @@ impl Service {
         self.ask(client, pattern).await.unwrap()
     }
 
-    /// Requests a source whose compilation is blocked, and abandons it.
+    /// Requests a source whose compilation is blocked, and abandons the compilation.
     async fn given_up(&self, client: u64, pattern: &str) -> GrammarError {
         let answer = self.ask(client, pattern);
         self.gate.until_begun(pattern).await;
@@ -111,7 +112,7 @@ async fn a_compile_that_takes_too_long_is_given_up_and_others_go_on() {
     let error = service.given_up(1, "held").await;
     assert!(matches!(&error, GrammarError::Invalid { .. }), "{error}");
     assert!(error.to_string().contains("3600 s"), "{error}");
-    // Another thread has replaced the blocked one, for this client and the other one.
+    // A new thread has replaced the blocked thread, for this client and the other one.
     assert_eq!(service.asked(2, "[a-z]+").await, Ok(()));
     assert_eq!(service.asked(1, "[0-9]+").await, Ok(()));
     // The abandoned source is not compiled again.
@@ -150,7 +151,7 @@ async fn compiles_that_were_given_up_are_few_and_one_client_has_half_of_them() {
     assert_eq!(service.asked(3, "known").await, Ok(()), "compiled grammars are still served");
     let most = 2 + GIVEN_UP;
     assert_eq!(service.started.load(Ordering::Relaxed), most, "no further thread is started");
-    // One compile that ends is enough.
+    // It is enough that one compilation ends.
     service.gate.release();
     service.until(|service| service.grammars.stuck().is_none()).await;
     for (client, pattern) in [(1, "more"), (2, "again"), (3, "new")] {
@@ -168,7 +169,7 @@ async fn clients_take_turns() {
     let mut all: Vec<_> = (0..5).map(|n| service.ask(1, &format!("first{n}"))).collect();
     service.until(|service| service.grammars.stats().waiting == 6).await;
     all.push(service.ask(2, "a longer one of the second"));
-    // The same source of two clients is compiled once, in the first turn.
+    // A source that two clients request is compiled once, in the first client's turn.
     all.push(service.ask(2, "first4"));
     service.until(|service| service.grammars.stats().hits == 1).await;
     service.until(|service| service.grammars.stats().waiting == 7).await;

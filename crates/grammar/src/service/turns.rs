@@ -1,16 +1,16 @@
-//! The order in which sources are compiled: clients take turns, and the small sources of each go
-//! first.
+//! The order in which sources are compiled: clients take turns, and the smallest source of a client
+//! goes first.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 
 use crate::source::Source;
 
-/// Sources that wait.
+/// The waiting sources.
 #[derive(Default)]
 pub(super) struct Turns {
-    /// Clients with sources, in the order of their turns.
+    /// The clients with waiting sources, in the order of their turns.
     order: VecDeque<u64>,
-    /// The sources of each client by their sizes, then by their arrival.
+    /// The sources of each client, ordered by size, then by arrival.
     waiting: HashMap<u64, BTreeMap<(usize, u64), Source>>,
     arrivals: u64,
 }
@@ -25,7 +25,7 @@ impl Turns {
         self.arrivals += 1;
     }
 
-    /// The next source, and the client whose turn it is.
+    /// Removes and returns the next source, and its client.
     pub(super) fn pop(&mut self) -> Option<(u64, Source)> {
         let client = self.order.pop_front()?;
         let own = self.waiting.get_mut(&client)?;
@@ -38,7 +38,7 @@ impl Turns {
         Some((client, source))
     }
 
-    /// The number of a client's sources.
+    /// Returns the number of waiting sources of a client.
     pub(super) fn of(&self, client: u64) -> usize {
         self.waiting.get(&client).map_or(0, BTreeMap::len)
     }

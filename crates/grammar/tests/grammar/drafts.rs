@@ -1,4 +1,5 @@
-//! Masks of drafted tokens: they equal those of accepted tokens, and drafts leave no trace.
+//! Tests the masks of drafted tokens: they equal the masks of accepted tokens, and drafts leave the
+//! state unchanged.
 
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use crate::support::{Bench, EOS, allowed, wanted};
 
 const MOST: usize = 8;
 
-/// The masks that a constraint makes for a row with drafts, as lists of ids.
+/// Returns the masks that a constraint computes for a row with drafts, as lists of ids.
 fn walked(constraint: &mut dyn Constraint, drafts: &[i32]) -> Vec<Vec<i32>> {
     let mut words = vec![vec![7_u32; 64]; 1 + drafts.len()];
     let mut masks: Vec<&mut [u32]> = words.iter_mut().map(|words| &mut words[..]).collect();
@@ -22,7 +23,7 @@ fn walked(constraint: &mut dyn Constraint, drafts: &[i32]) -> Vec<Vec<i32>> {
     made.iter().zip(&words).map(ids).collect()
 }
 
-/// A random answer, and the ids that were allowed at each of its positions.
+/// Draws a random answer. Returns it with the ids that were allowed at each position.
 fn drawn(constraint: &mut dyn Constraint, mut seed: u64, most: usize) -> (Vec<i32>, Vec<Vec<i32>>) {
     let (mut said, mut masks) = (Vec::new(), Vec::new());
     while said.len() < most {
@@ -124,7 +125,7 @@ fn what_is_certain_is_drafted_and_what_cannot_come_is_not() {
         assert_eq!(count, drafts.len());
         let equal = drafts.iter().zip(&ids[at..]).take_while(|(one, other)| one == other).count();
         (forced, most) = (forced + usize::from(equal > 0), most.max(equal));
-        // Behind the first tokens `{` is not allowed, so the second draft is wrong.
+        // After the first tokens, `{` is not allowed, so the second draft is wrong.
         let mut wrong = vec![id, bench.tokenizer.encode_as_text("{").expect("tokens")[0]];
         let count = rules.restrict(MOST, &mut wrong).expect("the constraint goes on");
         assert!(at < 2 || count > 0 || wrong == [id], "{wrong:?}");

@@ -1,4 +1,4 @@
-//! Which texts each form accepts, and the errors of bad forms.
+//! Tests which texts each form accepts, and the errors of invalid forms.
 
 use crate::support::{Bench, EOS, allowed, may, wanted};
 use forebay_grammar::{Form, GrammarConfig, GrammarError, SCHEMA_BYTES, Source, Whitespace};
@@ -267,8 +267,8 @@ fn sources_have_limits() {
         }
         other => panic!("{other:?}"),
     }
-    // Small forms that are refused all the same: they explode when compiled, or when masks are
-    // made.
+    // Small forms that are rejected nevertheless: their size explodes when they are compiled, or
+    // when masks are computed.
     for form in [
         Form::Regex("(a{0,1000}){0,1000}(b{0,1000}){0,1000}c|(.*x.{2000}){50}".into()),
         schema(

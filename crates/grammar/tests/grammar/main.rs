@@ -1,4 +1,4 @@
-//! Grammars, from a client's parameters to masks.
+//! Tests of grammars, from a client's parameters to masks.
 
 mod calls;
 mod drafts;

@@ -1,4 +1,4 @@
-//! Restrictions beside the form of an answer, and their combinations.
+//! Tests of constraints other than the form of an answer, and of their combinations.
 
 use std::sync::Arc;
 
@@ -9,7 +9,8 @@ use serde_json::json;
 
 use crate::support::{Bench, EOS, allowed, may, reasons, wanted};
 
-/// The ids of `<|im_start|>` and `<|im_end|>` in the tests' tokenizer open and close the reasoning.
+/// The ids of `<|im_start|>` and `<|im_end|>` in the tests' tokenizer, which open and close the
+/// reasoning here.
 const OPEN: i32 = 1;
 const CLOSE: i32 = 2;
 
@@ -107,7 +108,7 @@ fn the_clients_own_ends_may_come_where_the_form_is_complete() {
     assert!(!may(&mut *rules, 5));
     say(&mut *rules, &bench.tokenizer.encode_as_text("7").unwrap());
     assert!(may(&mut *rules, 5) && may(&mut *rules, EOS));
-    // With `ignore_eos` the answer goes on after the end token.
+    // With `ignore_eos` the answer continues after the end token.
     rules.accept(EOS).unwrap();
     assert_eq!(allowed(&mut *rules).len(), 2048);
     rules.accept(900).unwrap();
@@ -140,7 +141,7 @@ fn the_form_begins_behind_the_reasoning() {
     let seven = bench.tokenizer.encode_as_text("7").unwrap()[0];
     let source = Some(digits().into());
     let mut inside = bench.rules(reasons(source.clone(), thinking(Start::Inside, None)));
-    // An answer is required, so the reasoning cannot end the text.
+    // An answer is required, so the text cannot end within the reasoning.
     assert_eq!(allowed(&mut *inside).len(), 2047);
     say(&mut *inside, &[900, 901, CLOSE]);
     assert!(!may(&mut *inside, 900) && may(&mut *inside, seven));
@@ -179,7 +180,7 @@ fn choices_go_their_own_ways_and_go_on_where_others_were() {
     let mut resumed = bench.rules(resumed);
     say(&mut *resumed, &left[1..]);
     assert_eq!(allowed(&mut *resumed), [EOS]);
-    // Tokens are checked when the next mask is made.
+    // The tokens are checked when the next mask is computed.
     for said in [vec![900], vec![left[0], 900], vec![left[0], right[0]]] {
         let mut wrong = bench.rules(WantedForm { said, ..wanted(source.clone()) });
         let broken = wrong.mask(&mut [0; 64]).unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! The compile threads, the cache, and their limits.
+//! Tests of the compiling threads, the cache, and their limits.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, mpsc};
@@ -16,7 +16,7 @@ fn source(pattern: &str) -> Source {
     Form::Regex(pattern.into()).into()
 }
 
-/// A schema of about a megabyte.
+/// Returns a schema of about a megabyte.
 fn large() -> Source {
     let properties: serde_json::Map<String, serde_json::Value> = (0..2500)
         .map(|at| {
@@ -56,7 +56,7 @@ async fn those_who_ask_at_the_same_time_share_the_work() {
     assert_eq!((stats.compiled, stats.hits), (1, 2));
 }
 
-/// Compile threads that do not start before `hold` tells them to.
+/// Returns a start function for compiling threads that wait for a message on `hold` first.
 fn held(hold: &Arc<Mutex<mpsc::Receiver<()>>>) -> ThreadStart {
     let hold = Arc::clone(hold);
     Arc::new(move |thread, mut work| {
@@ -97,7 +97,7 @@ async fn requests_that_come_before_the_trie_wait_and_the_queue_is_bounded() {
     for other in others {
         assert_eq!(other.await.unwrap(), Ok(()));
     }
-    // A request that was dropped is not compiled.
+    // The request that was dropped was not compiled.
     assert_eq!(ask("d").await.unwrap(), Ok(()));
     assert_eq!(grammars.stats().compiled, 4);
 }
@@ -108,7 +108,7 @@ async fn a_known_source_does_not_wait_behind_a_new_one() {
     grammars.constraints(wanted(Some(source("[a-z]+")))).await.unwrap();
     let slow = grammars.constraints(wanted(Some(large())));
     let mut slow = std::pin::pin!(slow);
-    // The only compile thread has begun with the large schema.
+    // The only compiling thread has started with the large schema.
     assert!(futures_poll(slow.as_mut()).await.is_none());
     grammars.constraints(wanted(Some(source("[a-z]+")))).await.unwrap();
     let stats = grammars.stats();

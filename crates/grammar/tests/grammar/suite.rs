@@ -1,4 +1,4 @@
-//! The JSON Schema Test Suite: nothing crashes, and every accepted instance is valid.
+//! Runs the JSON Schema Test Suite: nothing crashes, and every accepted instance is valid.
 
 use crate::support::{Bench, wanted};
 use forebay_grammar::{Form, GrammarConfig, GrammarError};
@@ -15,8 +15,8 @@ const DRAFTS: [(&str, &str); 2] = [
     ),
 ];
 
-/// Cases in which validators disagree too: whether an encoding is only an annotation, and whether a
-/// byte order mark is white space.
+/// True for cases on which validators disagree too: whether an encoding is only an annotation, and
+/// whether a byte order mark is white space.
 fn excused(group: &Value, instance: &Value) -> bool {
     group["file"] == "optional/content" || instance == "\u{feff}"
 }

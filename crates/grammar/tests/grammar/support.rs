@@ -21,10 +21,10 @@ pub(crate) fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(Tokenizer::from_file(&file).expect("a tokenizer"))
 }
 
-/// A generous time limit, so that a slow machine abandons no compile.
+/// A generous time limit, so that no compilation is abandoned on a slow machine.
 pub(crate) const HOUR: Duration = Duration::from_secs(3600);
 
-/// The default settings, with time limits that slow machines keep.
+/// The default settings, with a time limit that slow machines do not reach.
 pub(crate) fn config() -> GrammarConfig {
     GrammarConfig { grammar_timeout: HOUR, ..GrammarConfig::default() }
 }
@@ -63,7 +63,7 @@ impl Bench {
         self.constraints(wanted).expect("a good source").choices.pop().expect("one choice")
     }
 
-    /// The constraint of a form.
+    /// Returns the constraint of a form.
     pub(crate) fn form(&self, form: Form) -> Box<dyn Constraint> {
         self.rules(wanted(Some(form.into())))
     }
@@ -72,13 +72,14 @@ impl Bench {
         self.constraints(wanted(Some(form.into()))).expect_err("a bad source")
     }
 
-    /// Whether the constraint accepts the text, as the tokenizer encodes it.
+    /// True if the constraint accepts the text, as the tokenizer encodes it.
     pub(crate) fn fits(&self, mut constraint: Box<dyn Constraint>, text: &str) -> bool {
         let ids = self.tokenizer.encode_as_text(text).expect("tokens");
         ids.into_iter().all(|id| constraint.accept(id).is_ok()) && may(&mut *constraint, EOS)
     }
 
-    /// A random answer that ends as soon as it can; `None` if it did not end within `most` tokens.
+    /// Draws a random answer that ends as soon as it can; `None` if it did not end within `most`
+    /// tokens.
     pub(crate) fn draw(
         &self,
         constraint: &mut dyn Constraint,
@@ -113,7 +114,7 @@ pub(crate) fn reasons(source: Option<Source>, reasoning: Reasoning) -> WantedFor
     WantedForm { reasoning: Some(reasoning), ..wanted(source) }
 }
 
-/// The ids that the constraint allows next.
+/// Returns the ids that the constraint allows next.
 pub(crate) fn allowed(constraint: &mut dyn Constraint) -> Vec<i32> {
     let mut words = vec![0; VOCABULARY.div_ceil(32) as usize];
     let all = 0..VOCABULARY.cast_signed();

@@ -1,4 +1,4 @@
-//! Forced calls of tools that are not strict, and errors about strict tools.
+//! Tests of forced calls of tools that are not strict, and of errors about strict tools.
 
 use forebay_dialect::{Instead, Marks};
 use forebay_grammar::{CallForm, GrammarConfig, GrammarError};
@@ -8,12 +8,12 @@ use super::turns::{FAMILIES, Family};
 use super::{calls, form};
 use crate::support::{Bench, wanted};
 
-/// The arguments of a tool with one argument `x`.
+/// Returns the schema of a tool with one argument `x`.
 fn tool(argument: &Value) -> Value {
     json!({"type": "object", "properties": {"x": argument}, "required": ["x"]})
 }
 
-/// The call form that allows only the second of two tools.
+/// Returns the call form that allows only the second of two tools.
 fn call(family: &Family, argument: &Value, strict: bool) -> CallForm {
     let tools = [("a".to_owned(), json!({"type": "object"})), ("b".to_owned(), tool(argument))];
     let mut form = form(family, &tools, Instead::Nothing, true, &Marks::default());
@@ -23,12 +23,13 @@ fn call(family: &Family, argument: &Value, strict: bool) -> CallForm {
     form
 }
 
-/// Nested objects.
+/// Returns a schema of nested objects.
 fn nested(depth: usize) -> Value {
     (0..depth).fold(json!({"type": "string"}), |inner, _| tool(&inner))
 }
 
-/// Arguments that cannot be enforced, with the keyword at fault and a part of the error.
+/// Returns arguments that cannot be enforced, each with the keyword at fault and a part of the
+/// error.
 fn unkept() -> Vec<(Value, &'static str, &'static str)> {
     let text = |key: &str, value: &str| json!({"type": "string", key: value});
     vec![

@@ -1,4 +1,5 @@
-//! Tool calls: a grammar forces what the family's template writes and the family's parser reads.
+//! Tests of tool calls: a grammar allows exactly what the family's template writes and its parser
+//! reads.
 
 mod loose;
 mod schemas;
@@ -26,7 +27,7 @@ fn dialect(family: &Family) -> Dialect {
     Dialect::new(&Choice::Auto, &Choice::Auto, evidence).expect("a dialect")
 }
 
-/// The form of answers that call these tools.
+/// Returns the form of answers that call these tools.
 fn form(
     family: &Family,
     tools: &[(String, Value)],
@@ -62,7 +63,7 @@ fn calls(form: CallForm) -> Form {
 fn read(family: &Family, tools: &[(String, Value)], text: &str) -> (Answer, u32) {
     let dialect = dialect(family);
     let tools = Arc::new(Tools::new(tools.to_vec()));
-    // The reasoning has ended, or there is none.
+    // The prompt has ended the reasoning, or there is none.
     let prompt = if family.prompt.contains("<think>") { "</think>" } else { family.prompt };
     let start = Start::of(dialect, prompt, false);
     let mut parser =
@@ -88,11 +89,11 @@ fn two_tools() -> Vec<(String, Value)> {
     vec![("get_weather".to_owned(), schema), ("ping".to_owned(), nothing)]
 }
 
-/// The calls as the family's template writes them, without the text before them.
+/// Returns the calls as the family's template writes them, without the text before them.
 fn written(family: &Family, calls: Vec<(String, Value)>) -> String {
     let text = Answer { calls, ..Answer::default() }.written(family);
     let text = text.trim_start().trim_start_matches("</think>").trim_start();
-    // The model does not generate ids of calls.
+    // The model does not generate call ids.
     text.replace(", \"id\": \"abcdefghi\"", "")
 }
 
@@ -165,7 +166,7 @@ fn text_that_would_be_read_as_another_value_is_none() {
     for (schema, value, fitting) in [
         (&either, "77", false),
         (&either, " 77\n", false),
-        // A value that begins like a number with bounds has to be one.
+        // Text that begins like a number has to be a number within the bounds.
         (&either, "7 apples", false),
         (&either, "5", true),
         (&either, "apples", true),
@@ -334,7 +335,7 @@ fn reasoning_whose_marks_are_no_tokens_is_a_part_of_the_grammar() {
     }
 }
 
-/// A tool whose argument is a text of this form.
+/// Returns the call form of a tool whose argument is a text of this form.
 fn taking_text(family: &Family, text: Form, marks: &Marks) -> CallForm {
     let schema = json!({"type": "object", "properties": {"input": {"type": "string"}}});
     let tools = [("edit".to_owned(), schema)];

@@ -1,11 +1,11 @@
-//! Random schemas of arguments, and which values they accept.
+//! Generates random schemas of arguments, and checks which values they accept.
 
 use std::collections::BTreeMap;
 
 use proptest::prelude::*;
 use serde_json::{Map, Value, json};
 
-/// Whether a value is valid, by the keywords of [`schema`].
+/// True if a value is valid by the keywords that [`schema`] generates.
 pub(super) fn is_valid(root: &Value, schema: &Value, value: &Value) -> bool {
     let Value::Object(map) = schema else { return schema == &Value::Bool(true) };
     let kind = |name: &str| match (name, value) {
@@ -37,7 +37,7 @@ pub(super) fn is_valid(root: &Value, schema: &Value, value: &Value) -> bool {
         ("maxLength", Value::String(text)) => {
             text.chars().count() as u64 <= says.as_u64().expect("a number")
         }
-        // The tests use only one pattern.
+        // The tests use only this pattern.
         ("pattern", Value::String(text)) => {
             assert_eq!(says, "^[a-c]+$");
             !text.is_empty() && text.chars().all(|c| ('a'..='c').contains(&c))
@@ -59,7 +59,7 @@ pub(super) fn is_valid(root: &Value, schema: &Value, value: &Value) -> bool {
     })
 }
 
-/// Schemas whose strings are all short: a random walk hardly ends a long one.
+/// Generates schemas whose strings are all short, because a random walk rarely ends a long one.
 fn schema() -> impl Strategy<Value = Value> {
     let text = json!({"type": "string", "maxLength": 5});
     let leaf = prop::sample::select(vec![
@@ -100,7 +100,7 @@ fn object(fields: BTreeMap<String, (Value, bool)>) -> Value {
     json!({"type": "object", "properties": properties, "required": required, "additionalProperties": false})
 }
 
-/// Schemas of arguments.
+/// Generates schemas of arguments.
 pub(super) fn arguments() -> impl Strategy<Value = Value> {
     let fields = prop::collection::btree_map("[a-z][a-z_]{0,6}", (schema(), any::<bool>()), 0..4);
     fields.prop_map(|fields| {

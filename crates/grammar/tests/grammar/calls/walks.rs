@@ -1,4 +1,4 @@
-//! Random answers that the masks allow: each is parsed as valid calls.
+//! Tests random answers that the masks allow: each is parsed as valid calls.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use super::turns::{Answer, FAMILIES, Family};
 use super::{calls, form, read, weather, written};
 use crate::support::{Bench, EOS, allowed, may};
 
-/// The tests' tokenizer, with the family's marks as special tokens.
+/// Returns the tests' tokenizer with the family's marks as special tokens.
 fn marked(family: &Family) -> (Arc<Tokenizer>, Marks) {
     const PLACES: [&str; 8] = [
         "<repo_name>",
@@ -40,7 +40,7 @@ fn marked(family: &Family) -> (Arc<Tokenizer>, Marks) {
     (Arc::new(tokenizer), marks)
 }
 
-/// A random walk through the masks, which continues `said`; `None` if it did not end.
+/// Continues `said` by a random walk through the masks; `None` if the walk did not end.
 fn walk(
     tokenizer: &Tokenizer,
     constraint: &mut dyn Constraint,
@@ -54,7 +54,7 @@ fn walk(
         assert!(!ids.is_empty());
         state =
             state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        // Where the answer may end or go on, the walk chooses at random.
+        // Where the answer may end or continue, the walk chooses at random.
         if ids.contains(&EOS) && (ends || ids.len() == 1 || state >> 62 != 0) {
             return Some(tokenizer.decode(&said, false).expect("text"));
         }
@@ -66,13 +66,13 @@ fn walk(
     None
 }
 
-/// Whether the text may have a number that JSON allows and no double holds, such as `2E937`.
+/// True if the text may have a number that JSON allows but no double represents, such as `2E937`.
 fn is_out_of_range(text: &str) -> bool {
     let mut rest = text.split(['e', 'E']).skip(1).map(|rest| rest.trim_start_matches(['+', '-']));
     rest.any(|rest| rest.bytes().take_while(u8::is_ascii_digit).count() > 2)
 }
 
-/// A bench for each family, with its marks as special tokens or without.
+/// A bench for each family, with and without its marks as special tokens.
 struct Walks {
     benches: Vec<(Bench, Marks)>,
 }
@@ -103,7 +103,7 @@ impl Walks {
             if instead == Instead::Text && name == "openai" {
                 continue;
             }
-            // Harmony's messages are made of special tokens.
+            // Harmony's messages consist of special tokens.
             if marks == &Marks::default() && name == "openai" && parallel {
                 continue;
             }
@@ -114,7 +114,7 @@ impl Walks {
             let mut constraint = bench.rules(crate::support::wanted(Some(source)));
             let mut said = Vec::new();
             if instead == Instead::Text {
-                // A random walk hardly finds the mark of a call, so the text begins with it.
+                // A random walk rarely finds the mark of a call, so the text begins with the mark.
                 let open = written(family, vec![("\u{0}".to_owned(), json!({}))]);
                 let open = open.split('\u{0}').next().unwrap_or_default();
                 let family_can = family.can(Answer {
