@@ -1,9 +1,9 @@
-//! Times how a step goes to the ranks of a group and comes back, for `benchmarks/fan_out.py`:
-//! `fan_out PYTHON FAKE_HAND ROWS STEPS RANKS...`.
+//! Measures the CPU time for sending a step to the ranks of a group and taking their results, for
+//! `benchmarks/fan_out.py`: `fan_out PYTHON FAKE_HAND ROWS STEPS RANKS...`.
 //!
-//! The hands compute nothing. For each number of ranks a line says the median microseconds of
-//! processor time that the engine's thread spends in a step: on submitting the plan, and on taking
-//! the results of all ranks, which it compares.
+//! The hands compute nothing. For each number of ranks, prints a line with the median CPU time, in
+//! microseconds per step, of the engine's thread: for submitting the plan, and for taking and
+//! comparing the results of all ranks.
 
 use std::path::PathBuf;
 
@@ -14,10 +14,10 @@ use rustix::time::{ClockId, clock_gettime};
 
 type Failure = Box<dyn std::error::Error>;
 
-/// Steps before the first that counts.
+/// The number of steps before the measured ones.
 const WARM_UP: usize = 50;
 
-/// Microseconds of this thread's processor time.
+/// The CPU time of this thread in microseconds.
 fn now_us() -> f64 {
     let time = clock_gettime(ClockId::ThreadCPUTime);
     time.tv_sec as f64 * 1e6 + time.tv_nsec as f64 / 1e3
@@ -28,7 +28,7 @@ fn median(values: &mut [f64]) -> f64 {
     values.get(values.len() / 2).copied().unwrap_or_default()
 }
 
-/// A step in which so many requests decode.
+/// A step in which `rows` requests decode.
 fn plan(step: u64, rows: u32) -> StepPlan {
     let mut plan = StepPlan::default();
     plan.begin(step);
@@ -38,7 +38,7 @@ fn plan(step: u64, rows: u32) -> StepPlan {
     plan
 }
 
-/// The next signal that is no progress.
+/// Returns the next signal that reports a result or that the group is ready.
 fn next(executor: &mut HandExecutor) -> Result<Signal, Failure> {
     loop {
         match executor.wait(None) {

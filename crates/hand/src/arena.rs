@@ -1,5 +1,5 @@
-//! The shared-memory arena for data that is too big for the socket. Plans name the data by its
-//! offset.
+//! The arena: shared memory for data that is too large for the socket. Plans refer to the data by
+//! its offset.
 
 use std::fmt;
 use std::io;
@@ -12,12 +12,12 @@ use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create
 
 use crate::space::{Range, Space};
 
-/// The largest arena: plans name offsets as signed 32-bit words.
+/// The largest arena: plans contain offsets as signed 32-bit integers.
 pub const MAX_ARENA_BYTES: u32 = i32::MAX as u32;
 
-/// An anonymous file that a hand maps and the brain writes to, from any thread. The kernel copies
-/// data once. The file has no name, so nothing is left when the processes end. Cheap to clone. It
-/// lives as long as any clone or region of it.
+/// An anonymous file that a hand maps, and to which the brain writes from any thread. The kernel
+/// copies the data once. The file has no name, so nothing remains when the processes exit. Cheap to
+/// clone. The file exists as long as any clone of the arena or any of its regions.
 #[derive(Clone)]
 pub struct Arena(Arc<Inner>);
 
@@ -29,11 +29,11 @@ struct Inner {
 }
 
 impl Arena {
-    /// An arena of `bytes` bytes, at most [`MAX_ARENA_BYTES`]. Only written parts take memory,
-    /// which is kept.
+    /// Creates an arena of `bytes` bytes, at most [`MAX_ARENA_BYTES`]. Only parts that were written
+    /// take memory, which is not freed again.
     ///
     /// # Errors
-    /// The system refuses it, or it is too large.
+    /// The size is too large, or the operating system refuses the memory.
     pub fn new(bytes: u32) -> io::Result<Self> {
         if bytes > MAX_ARENA_BYTES {
             return Err(io::Error::other("an arena is smaller than 2 GiB"));
@@ -55,18 +55,18 @@ impl Arena {
         self.0.bytes
     }
 
-    /// Reserves `bytes` bytes, whose old content stays; `None`: not enough room now.
+    /// Reserves `bytes` bytes, without clearing them; `None`: there is not enough room now.
     #[must_use]
     pub fn take(&self, bytes: usize) -> Option<Region> {
         let range = self.0.space.lock().take(bytes)?;
         Some(Region { range, bytes, arena: self.clone() })
     }
 
-    /// Copies bytes from another arena of the same size to the same offset. Only that arena's
+    /// Copies bytes from another arena of the same size to the same offset. Only the other arena's
     /// allocator chooses offsets.
     ///
     /// # Errors
-    /// The range is not inside the arena, or the system has no memory for it.
+    /// The range is not inside the arena, or the operating system has no memory for it.
     pub fn mirror(&self, offset: u32, bytes: &[u8]) -> io::Result<()> {
         let end = u64::from(offset) + bytes.len() as u64;
         if end > u64::from(self.0.bytes) {
@@ -75,10 +75,10 @@ impl Arena {
         self.write(u64::from(offset), bytes)
     }
 
-    /// The current content of `bytes` bytes from `offset` on.
+    /// Reads `bytes` bytes, starting at `offset`.
     ///
     /// # Errors
-    /// The bytes are not inside the arena.
+    /// The range is not inside the arena.
     pub fn look(&self, offset: u32, bytes: usize) -> io::Result<Vec<u8>> {
         let mut seen = vec![0; bytes];
         self.read(u64::from(offset), &mut seen)?;
@@ -113,7 +113,7 @@ impl Arena {
         Ok(())
     }
 
-    /// Copies `bytes` into the arena; `None`: no room now.
+    /// Copies `bytes` into the arena; `None`: there is not enough room now.
     pub(crate) fn place(&self, bytes: &[u8]) -> Option<Region> {
         let region = self.take(bytes.len())?;
         region.write(0, bytes).ok()?;
@@ -134,25 +134,25 @@ impl Payloads for Arena {
         Some(Box::new(self.take(bytes)?))
     }
 
-    /// Only the first waiter has to be notified, because an arena has one queue.
+    /// Only the first callback is registered, because an arena has one queue of waiters.
     fn on_freed(&self, notify: Box<dyn Fn() + Send + Sync>) {
         let is_first = self.0.freed.set(notify).is_ok();
         debug_assert!(is_first, "an arena has one waiting line");
     }
 }
 
-/// A reserved part of the arena. Dropping it frees the part.
+/// A reserved range of the arena. Dropping it frees the range.
 #[must_use]
 pub struct Region {
     range: Range,
-    /// The requested bytes. The range may be longer.
+    /// The requested size in bytes. The range may be larger.
     bytes: usize,
     arena: Arena,
 }
 
 impl Payload for Region {
     fn offset(&self) -> u32 {
-        // An arena is smaller than this.
+        // An arena is smaller than 2 GiB, so the offset fits.
         self.range.offset as u32
     }
 
@@ -266,7 +266,7 @@ mod tests {
         let arena = Arena::new(4096).expect("arena");
         let (sender, freed) = mpsc::channel();
         arena.on_freed(Box::new(move || {
-            // Once enough room is free, the receiver is gone.
+            // The receiver was dropped if the thread already has enough room.
             let _ = sender.send(());
         }));
         let held: Vec<Region> = (0..4).map(|_| arena.take(1024).expect("room")).collect();

@@ -1,9 +1,9 @@
-//! Page counts for the configuration of the next hand.
+//! Sets the page counts in the configuration of the next hand.
 
 use forebay_protocol::{HandConfig, Ready};
 
-/// Makes the next hand have exactly the pages of this one, with which the scheduler was set up,
-/// however much memory is free by then. Its host pages are in the same places.
+/// Gives the next hand exactly the page counts of this hand, however much memory is free by then.
+/// The scheduler was set up with these counts, and host pages keep their indices.
 pub(crate) fn keep(config: &mut HandConfig, facts: &Ready) {
     config.max_total_tokens = Some(u64::from(facts.page_count) * u64::from(config.page_size));
     config.host_pages = (facts.host_page_count > 0).then_some(facts.host_page_count);
@@ -14,7 +14,7 @@ pub(crate) fn keep(config: &mut HandConfig, facts: &Ready) {
 }
 
 /// Limits the next hand to `pages` pages and `host_pages` host pages, and its state pages in
-/// proportion. On a GPU only host memory has run out, so the device's pages stay.
+/// proportion. On a GPU only host memory has run out, so the device's page count does not change.
 pub(crate) fn lower(config: &mut HandConfig, pages: u32, host_pages: u32) {
     if config.device != "cuda" {
         let tokens = u64::from(pages) * u64::from(config.page_size);
@@ -30,7 +30,7 @@ pub(crate) fn lower(config: &mut HandConfig, pages: u32, host_pages: u32) {
 fn in_proportion(states: Option<u32>, now: u64, before: Option<u64>) -> Option<u32> {
     let states = states?;
     let Some(before) = before.filter(|&before| before > now) else { return Some(states) };
-    // Keep at least one state page if there was any.
+    // Keep at least one state page if there were any.
     let part = (u64::from(states) * now / before).max(states.min(1).into());
     u32::try_from(part).ok()
 }

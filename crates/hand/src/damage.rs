@@ -1,26 +1,27 @@
-//! Damages messages, for tests of their readers in this crate and in `outpost`.
+//! Damages messages, for tests of the code that reads them, in this crate and in `outpost`.
 //!
-//! A message is either words in little-endian order, the first of which may be a length, or JSON
+//! A message is either a list of little-endian words, of which the first may be a length, or JSON
 //! after such a word.
 
 use proptest::prelude::Rng as _;
 use proptest::test_runner::{RngAlgorithm, TestRng};
 
-/// How much memory reading may take at most. A message that announces 256 MiB must not allocate
-/// them before they come.
+/// The largest amount of memory that reading may allocate. For a message that announces 256 MiB,
+/// the memory must not be allocated before the data arrives.
 const MOST_GROWTH_KIB: u64 = 64 << 10;
-/// Values for damaged words, besides the message's own length.
+/// Values for damaged words, in addition to the message's length.
 const EXTREMES: [u32; 9] = [0, 1, 2, 1 << 16, 1 << 20, 1 << 26, (1 << 26) + 1, 1 << 31, u32::MAX];
-/// Bytes that have a meaning in JSON, or are not text.
+/// Bytes that have a meaning in JSON, or are not valid text.
 const TELLING: &[u8] = b"{}[]\",:0-e\\u\xff";
 
-/// The number of messages in a test: the usual one, or the one that `make test-fuzz-outposts` sets.
+/// The number of messages in a test: `ordinary`, unless `make test-fuzz-outposts` sets another
+/// number.
 pub(crate) fn messages(ordinary: u64) -> u64 {
     let told = std::env::var("FOREBAY_FUZZED_MESSAGES").ok();
     told.map_or(ordinary, |text| text.parse().expect("a number of messages"))
 }
 
-/// The peak memory of this process.
+/// The peak memory of this process, in KiB.
 pub(crate) struct Peak(u64);
 
 impl Peak {
@@ -31,14 +32,14 @@ impl Peak {
         Self(word.parse().expect("a number"))
     }
 
-    /// Fails if it has grown by more than readers may allocate.
+    /// Fails if the peak has grown by more than readers may allocate.
     pub(crate) fn check(self) {
         let grown = Self::now().0.saturating_sub(self.0);
         assert!(grown < MOST_GROWTH_KIB, "{grown} KiB more than before");
     }
 }
 
-/// The same damage in every run.
+/// A random generator of damage, with the same sequence in every run.
 pub(crate) struct Damage(TestRng);
 
 impl Damage {
@@ -50,12 +51,12 @@ impl Damage {
         self.0.next_u64()
     }
 
-    /// A number below `end`, or 0.
+    /// Returns a number below `end`; 0 if `end` is 0.
     pub(crate) fn below(&mut self, end: usize) -> usize {
         (self.next() % end.max(1) as u64) as usize
     }
 
-    /// Damages up to four places.
+    /// Damages a message at up to four positions.
     pub(crate) fn apply(&mut self, bytes: &mut Vec<u8>) {
         for _ in 0..=self.below(4) {
             let (at, other) = (self.below(bytes.len()), self.below(bytes.len()));
@@ -69,7 +70,7 @@ impl Damage {
                     bytes.splice(at..at, part);
                 }
                 5 if bytes.len() >= 8 => {
-                    // By whole words, so that later words keep their meaning.
+                    // Copies whole words, so that later words stay aligned.
                     let (one, end) = (at.min(other) & !3, at.max(other) & !3);
                     let part = bytes[one..end].to_vec();
                     bytes.splice(one..one, part);

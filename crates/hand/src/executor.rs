@@ -1,4 +1,4 @@
-//! A rank group as an [`Executor`].
+//! An [`Executor`] that runs a group of ranks.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
@@ -29,49 +29,50 @@ use crate::site::{Process, RankOrder, Site, last_of};
 use crate::store::Store;
 use crate::waker::EventWaker;
 
-/// Prompts of at least this many tokens are sent through the arena.
+/// Prompts with at least this many tokens are sent through the arena.
 const SPILL_TOKENS: usize = 2048;
-/// With several ranks, frames of at least this many bytes are sent through the arena, where they
-/// are written once and read by all.
+/// If there are several ranks, frames of at least this many bytes are sent through the arena. There
+/// they are written once and read by all ranks.
 const SHARED_BYTES: usize = 8192;
 
-/// The description of a rank group and of its processes. With `step_group` in the configuration
-/// each rank is a member of the engine, with plans of its own.
+/// The description of a rank group and of its processes. If `step_group` is set in the
+/// configuration, each rank is a member of a step group, with separate plans.
 #[derive(Clone)]
 pub struct HandSpec {
-    /// The interpreter.
+    /// The program to run, such as the Python interpreter.
     pub program: PathBuf,
     /// The program's arguments, including the module to run.
     pub args: Vec<OsString>,
-    /// Variables set on top of the brain's own environment.
+    /// Environment variables, in addition to the brain's.
     pub env: Vec<(OsString, OsString)>,
-    /// The configuration of each rank; `rank`, `world_size` and `arena_bytes` are set here.
-    /// `host_bytes` is for a whole replica, whose ranks get equal parts.
+    /// The configuration of each rank. The executor sets `rank`, `world_size` and `arena_bytes`.
+    /// `host_bytes` is for the whole replica, and is divided equally among the ranks.
     pub config: HandConfig,
-    /// The shared memory for payloads that are too big for the socket.
+    /// The shared memory for payloads that are too large for the socket.
     pub arena: Arena,
     /// The memory of host tiers that is shared with other groups.
     pub memories: HostMemories,
-    /// The ranks, at least one.
+    /// The ranks. There has to be at least one.
     pub ranks: Vec<RankSpec>,
-    /// Where the ranks run, if not as children of this process. Then plans, tokens and masks go
-    /// through the socket, and payloads are copied there before a plan names them.
+    /// Where the ranks run; `None`: as child processes of this process. At a site, plans, tokens
+    /// and masks are sent through the socket, and payloads are copied there before a plan refers to
+    /// them.
     pub site: Option<Arc<dyn Site>>,
 }
 
 impl HandSpec {
-    /// The number of ranks with a host tier of their own.
+    /// The number of ranks with a separate host tier.
     fn tiers(&self) -> usize {
         self.config.host_tiers(self.ranks.len())
     }
 }
 
-/// The settings of one rank alone.
+/// The settings of a single rank.
 #[derive(Debug, Clone, Default)]
 pub struct RankSpec {
-    /// Variables set on top of those of the group.
+    /// Environment variables, in addition to the group's.
     pub env: Vec<(OsString, OsString)>,
-    /// The processors that it may run on, by number; empty: any.
+    /// The numbers of the CPUs on which the rank may run; empty: all CPUs.
     pub cpus: Vec<usize>,
 }
 
@@ -80,9 +81,9 @@ struct Rank {
     socket: UnixStream,
     reader: FrameReader,
     writer: FrameWriter,
-    /// Facts, once it is ready.
+    /// The rank's facts; `None`: the rank is not ready yet.
     facts: Option<Ready>,
-    /// Results that wait for the other ranks'.
+    /// Results for which the results of other ranks are missing.
     results: VecDeque<StepResult>,
     last_words: Option<String>,
 }
@@ -101,32 +102,32 @@ impl Rank {
     }
 }
 
-/// Spawns, feeds and supervises the processes of a rank group.
+/// Spawns, supervises and communicates with the processes of a rank group.
 pub struct HandExecutor {
     spec: HandSpec,
     waker: Arc<EventWaker>,
     ranks: Vec<Rank>,
     signals: VecDeque<Signal>,
-    /// The key-value store with which ranks find each other; `None`: they have, or there is only
-    /// one rank.
+    /// The key-value store with which ranks connect to each other; `None`: they are connected, or
+    /// there is only one rank.
     store: Option<Store>,
-    /// The memory of each rank's host tier, or of the common one; empty: no tier. They are
-    /// anonymous files, in which the next hand of a rank finds what the last one left.
+    /// The memory of each rank's host tier, or of the common tier; empty: there is no tier. These
+    /// are anonymous files, so the next hand of a rank finds the content that the last hand left.
     host: Vec<OwnedFd>,
-    /// Copies and adapter loads that some ranks have finished and others have not.
+    /// Copies and adapter loads that some ranks have finished but others have not.
     merger: ResultMerger,
-    /// Arena regions of the plans in flight, oldest first.
+    /// The arena regions of the plans in flight, oldest plan first.
     regions: VecDeque<Vec<Region>>,
     buffer: Vec<u8>,
-    /// A frame with the place in the arena of the frame in `buffer`.
+    /// A frame with the arena offset of the frame in `buffer`.
     place: Vec<u8>,
 }
 
 impl HandExecutor {
-    /// Prepares a rank group; nothing runs before [`Executor::start`].
+    /// Prepares a rank group. No process runs before [`Executor::start`].
     ///
     /// # Errors
-    /// The system refuses the waker, or memory for the host's tier.
+    /// The operating system refuses the waker, or memory for the host tier.
     pub fn new(mut spec: HandSpec) -> std::io::Result<Self> {
         let world = spec.ranks.len();
         spec.config.world_size = u32::try_from(world).unwrap_or(u32::MAX);
@@ -138,7 +139,7 @@ impl HandExecutor {
         };
         spec.config.host_lenders = spec.memories.descriptors();
         if !spec.config.step_group {
-            // Each rank has its part of every page.
+            // Each rank stores a part of every page.
             let tiers = spec.tiers().max(1) as u64;
             spec.config.host_bytes = spec.config.host_bytes.map(|all| all / tiers);
         }
@@ -156,7 +157,7 @@ impl HandExecutor {
         })
     }
 
-    /// Starts all ranks, here or where the site runs them.
+    /// Starts all ranks, on this machine or at the site.
     fn spawn(&self) -> std::io::Result<Vec<Rank>> {
         let env = |rank: &RankSpec| [&self.spec.env[..], &rank.env[..]].concat();
         let Some(site) = &self.spec.site else {
@@ -187,18 +188,18 @@ impl HandExecutor {
         HandConfig { rank: rank as u32, arena_bytes, ..self.spec.config.clone() }.encode()
     }
 
-    /// Ends the whole group. `why` names the rank whose end caused it.
+    /// Ends the whole group, because the connection to `rank` failed with `error`.
     fn group_died(&mut self, rank: usize, error: &StreamError) {
         let mut ranks: Vec<Rank> = self.ranks.drain(..).collect();
-        // A rank that the kernel killed brings down others, whose errors may come first.
+        // If the kernel killed a rank, other ranks fail too, and their errors may arrive first.
         let starved = ranks.iter().position(|rank| rank.process.starved());
         let rank = starved.unwrap_or(rank);
         let Rank { process, last_words, socket: _socket, .. } = ranks.swap_remove(rank);
-        // Signal all processes before waiting for the first.
+        // Send the signal to all processes before waiting for the first one.
         ranks.iter().for_each(|other| other.process.doom());
         let mut out_of_memory = false;
         let reason = if let StreamError::Disagreement { .. } | StreamError::Pools(_) = error {
-            // Either rank may be wrong.
+            // Any of the ranks may be wrong.
             process.doom();
             error.to_string()
         } else {
@@ -213,7 +214,7 @@ impl HandExecutor {
         };
         drop(ranks);
         self.regions.clear();
-        // A GPU's pages are not in host memory, so fewer of them would not help.
+        // A GPU's pages are not in host memory, so a lower page count would not help.
         let pages_on_host = self.spec.config.device != "cuda" || !self.host.is_empty();
         self.signals.push_back(match out_of_memory && pages_on_host {
             true => Signal::OutOfMemory(reason),
@@ -221,7 +222,7 @@ impl HandExecutor {
         });
     }
 
-    /// Reads from and writes to rank `index`, as far as it is ready.
+    /// Reads from and writes to the socket of rank `index` without blocking.
     fn serve_rank(&mut self, index: usize, writable: bool) -> Result<(), StreamError> {
         let flushed = if writable {
             let rank = &mut self.ranks[index];
@@ -229,7 +230,7 @@ impl HandExecutor {
         } else {
             Ok(())
         };
-        // Read even if the hand accepts no more data: it may have left last words.
+        // Read even if the hand accepts no more data: it may have sent last words.
         loop {
             let rank = &mut self.ranks[index];
             let Some(frame) = rank.reader.read(&mut rank.socket)? else { return flushed };
@@ -245,7 +246,7 @@ impl HandExecutor {
                 let config = self.config_frame(index)?;
                 let rank = &mut self.ranks[index];
                 rank.writer.send(&mut rank.socket, &config)?;
-                // The hand is alive, so its watchdog starts again.
+                // The hand is alive, so its time limit starts again.
                 self.signals.push_back(Signal::Progress("handshake".into()));
             }
             Kind::Progress => {
@@ -266,7 +267,7 @@ impl HandExecutor {
                 }
             }
             Kind::Result => {
-                // One result for each plan in flight, whose regions are still held.
+                // Each plan in flight has an entry in `regions`, and gets one result.
                 if self.ranks[index].results.len() >= self.regions.len() {
                     return Err(FrameError::Malformed("a result of no plan").into());
                 }
@@ -292,9 +293,9 @@ impl HandExecutor {
         Ok(())
     }
 
-    /// Reports the facts once every rank has sent them: those of the first rank, but with the
-    /// smallest tokens per row and the total bytes. Except in a step group, a page has a part on
-    /// each rank.
+    /// Reports the group's facts once every rank has sent its own. They are the first rank's, but
+    /// with the smallest number of tokens per row, and bytes summed over the ranks. Except in a
+    /// step group, the size of a page is summed over the ranks that store different parts of it.
     fn group_ready(&mut self) -> Result<(), StreamError> {
         let all: Option<Vec<&Ready>> = self.ranks.iter().map(|rank| rank.facts.as_ref()).collect();
         let Some(all) = all else { return Ok(()) };
@@ -323,7 +324,7 @@ impl HandExecutor {
         Ok(())
     }
 
-    /// Reports a step that all ranks have answered.
+    /// Reports a step for which all ranks have sent their results.
     fn step_done(&mut self) -> Result<(), StreamError> {
         self.regions.pop_front();
         let results = self.ranks.iter_mut().filter_map(|rank| rank.results.pop_front());
@@ -337,8 +338,8 @@ impl HandExecutor {
         Ok(())
     }
 
-    /// Writes the frame in the buffer to the arena if that pays off, with the step's other data.
-    /// Returns the frame that names its offset.
+    /// Writes the frame in the buffer to the arena if that saves work, in a region of the current
+    /// step. Returns a frame with its offset; `None`: the frame is to be sent through the sockets.
     fn share(&mut self, readers: usize) -> Option<&[u8]> {
         let apart = self.spec.site.is_some();
         if apart || readers < 2 || self.buffer.len() < SHARED_BYTES {
@@ -355,12 +356,12 @@ impl HandExecutor {
         Some(&self.place)
     }
 
-    /// The ranks to which a member's messages go.
+    /// Returns the ranks to which a member's messages are sent.
     fn ranks_of(&self, member: usize) -> Range<usize> {
         if self.spec.config.step_group { member..member + 1 } else { 0..self.ranks.len() }
     }
 
-    /// Encodes a member's plan into the buffer, and its payload into the arena.
+    /// Encodes a member's plan into the buffer. Long token lists go into the arena.
     fn encode(&mut self, plan: &StepPlan) -> Result<(), FrameError> {
         let near = self.spec.site.is_none();
         let (arena, regions) = (&self.spec.arena, self.regions.back_mut());
@@ -374,11 +375,11 @@ impl HandExecutor {
         })
     }
 
-    /// Sends the frame in the buffer to these ranks.
+    /// Sends the frame in the buffer to these ranks, or reports the error of encoding it.
     fn send(&mut self, to: Range<usize>, encoded: Result<(), FrameError>) {
         if let Err(error) = encoded {
-            // The scheduler bounds the words of a step, so this is a bug of the brain, and no frame
-            // may be lost.
+            // The scheduler bounds the words of a step, so this is a bug in the brain. No frame may
+            // be lost, so the group has to end.
             self.stop();
             self.signals.push_back(Signal::Died(format!("the plan cannot be sent: {error}")));
             return;
@@ -387,13 +388,13 @@ impl HandExecutor {
         self.write(to, shared);
     }
 
-    /// Writes the frame in the buffer to these ranks' sockets, or its arena offset if it is
-    /// `shared`.
+    /// Writes the frame in the buffer to the sockets of these ranks. If `shared`, writes the frame
+    /// with its arena offset instead.
     fn write(&mut self, to: Range<usize>, shared: bool) {
         let frame = if shared { &self.place } else { &self.buffer };
         for (index, rank) in self.ranks.iter_mut().enumerate().take(to.end).skip(to.start) {
-            // This fails only if the socket is closed or broken: the next wait reads last words,
-            // and reports it.
+            // This fails only if the socket is closed or broken. The next wait then reads last
+            // words and reports the error.
             if rank.writer.send(&mut rank.socket, frame).is_err() {
                 debug!(rank = index, "the plan could not be sent");
             }
@@ -413,7 +414,7 @@ impl HandExecutor {
             fds.push(PollFd::new(&rank.socket, PollFlags::IN | writing));
         }
         if poll(&mut fds, timeout.as_ref()).is_err() {
-            // Interrupted: the caller checks its clock and polls again.
+            // The call was interrupted: the caller checks its deadline and polls again.
             return;
         }
         let woken = !fds[0].revents().is_empty();
@@ -455,8 +456,9 @@ impl Executor for HandExecutor {
         counts::lower(config, pages, host_pages);
         let lends = self.spec.memories.lends();
         if host_pages > 0 && (lends || before != Some(host_pages)) {
-            // Frees the last hand's memory. If new memory can't be had, the hand keeps a part of
-            // the old, unless others read it: then new memory is required.
+            // Replace the last hand's memory, so that it is freed. If there is no new memory, the
+            // next hand uses a part of the old memory. If others read the old memory, new memory is
+            // required.
             match memory::of_ranks(self.spec.tiers()) {
                 Ok(memories) => self.host = memories,
                 Err(_) if lends => self.host.clear(),
@@ -478,7 +480,7 @@ impl Executor for HandExecutor {
     }
 
     fn masks(&mut self, member: usize, masks: &StepMasks) {
-        // Without regions no plan is in flight, because the group is gone.
+        // If there are no regions, the group has ended, and no plan is in flight.
         let Some(regions) = self.regions.back_mut() else { return };
         let near = self.spec.site.is_none();
         let encoded = masks.encode_spilling(&mut self.buffer, |mask| {
@@ -500,8 +502,8 @@ impl Executor for HandExecutor {
         let ranks = self.ranks_of(member);
         match order.encode() {
             Ok(frame) => {
-                // The frame belongs to no step, so no result would show when its arena region is
-                // free.
+                // The frame belongs to no step, so no result would tell when a region in the arena
+                // may be freed.
                 self.buffer = frame;
                 self.write(ranks, false);
             }
@@ -514,7 +516,7 @@ impl Executor for HandExecutor {
     }
 
     fn carry(&mut self, member: usize, payload: &Arc<dyn Payload>, there: There) {
-        // After the end of the group there are no ranks to report to.
+        // If the group has ended, there are no ranks that need the payload.
         let ranks = self.ranks.get(self.ranks_of(member)).unwrap_or_default();
         for (rank, there) in ranks.iter().zip(last_of(ranks.len(), there)) {
             match &rank.process {
@@ -546,11 +548,12 @@ impl Executor for HandExecutor {
     fn stop(&mut self) {
         if let Ok(order) = encode_json(Kind::Shutdown, "") {
             for rank in &mut self.ranks {
-                // A rank with a broken socket is ended anyway.
+                // A rank with a broken socket is killed below in any case.
                 let _ = rank.writer.send(&mut rank.socket, &order);
             }
         }
-        // A socket stays open until its rank has ended, because it may still hold the order.
+        // Keep the sockets open until the ranks have exited: the order may still be in a socket's
+        // buffer.
         let (processes, _sockets): (Vec<_>, Vec<_>) =
             self.ranks.drain(..).map(|rank| (rank.process, rank.socket)).unzip();
         Process::end(processes);
@@ -559,7 +562,7 @@ impl Executor for HandExecutor {
     }
 
     fn kill(&mut self) {
-        // A stopped process would not take an order, and would delay the others.
+        // A process stopped by a signal would not read the order, and would delay the others.
         self.ranks.iter().for_each(|rank| rank.process.doom());
         self.stop();
     }

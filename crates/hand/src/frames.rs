@@ -1,4 +1,4 @@
-//! Frames over a socket that never blocks.
+//! Reads and writes frames on a non-blocking socket.
 
 use std::io::{ErrorKind, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -17,28 +17,28 @@ pub(crate) enum StreamError {
     /// The socket failed.
     #[error("socket: {0}")]
     Io(#[from] std::io::Error),
-    /// Ranks that compute the same gave different results.
+    /// Ranks that compute the same plan gave different results.
     #[error("ranks 0 and {rank} disagree in step {step}: {how}")]
     Disagreement {
         /// The first rank that differs from rank 0.
         rank: u32,
-        /// The step.
+        /// The number of the step.
         step: u64,
-        /// The difference, with the values of both.
+        /// The difference, with the values of both ranks.
         how: String,
     },
-    /// Ranks have pools of different sizes, so they can't follow the same plans.
+    /// Ranks have page pools of different sizes, so they can't execute the same plans.
     #[error("ranks have different models, or pools: {0:?} pages")]
     Pools(Vec<u32>),
-    /// A rank made an invalid request to the store.
+    /// A rank sent an invalid request to the store.
     #[error(transparent)]
     Store(#[from] StoreError),
-    /// The peer sent a wrong frame.
+    /// The peer sent an invalid frame.
     #[error(transparent)]
     Frame(#[from] FrameError),
 }
 
-/// Puts frames together from the socket's pieces.
+/// Assembles frames from the bytes that the socket delivers.
 #[derive(Default)]
 pub(crate) struct FrameReader {
     header: [u8; HEADER_BYTES],
@@ -53,7 +53,7 @@ struct Body {
 }
 
 impl FrameReader {
-    /// The next frame, or `None` if the socket holds no whole one yet.
+    /// Returns the next frame; `None`: no complete frame has arrived yet.
     pub(crate) fn read(&mut self, socket: &mut UnixStream) -> Result<Option<Frame>, StreamError> {
         loop {
             let target = match &mut self.body {
@@ -94,10 +94,10 @@ impl FrameReader {
     }
 }
 
-/// The capacity that a writer keeps while nothing waits, in bytes.
+/// The capacity in bytes that an empty writer keeps.
 const KEPT_BYTES: usize = 1 << 20;
 
-/// Bytes that the socket has not taken yet.
+/// Buffers the bytes that the socket has not accepted yet.
 #[derive(Default)]
 pub(crate) struct FrameWriter {
     waiting: Vec<u8>,
@@ -105,7 +105,7 @@ pub(crate) struct FrameWriter {
 }
 
 impl FrameWriter {
-    /// Writes as much as the socket takes now and keeps the rest.
+    /// Writes as many bytes as the socket accepts now, and buffers the rest.
     pub(crate) fn send(
         &mut self,
         socket: &mut UnixStream,
@@ -120,7 +120,7 @@ impl FrameWriter {
         Ok(())
     }
 
-    /// Writes more of the waiting bytes.
+    /// Writes as many of the buffered bytes as the socket accepts now.
     pub(crate) fn flush(&mut self, socket: &mut UnixStream) -> Result<(), StreamError> {
         self.written += write_some(socket, &self.waiting[self.written..])?;
         if self.written == self.waiting.len() {
@@ -131,7 +131,7 @@ impl FrameWriter {
         Ok(())
     }
 
-    /// True if no frame waits.
+    /// True if no bytes are buffered.
     pub(crate) fn is_empty(&self) -> bool {
         self.waiting.is_empty()
     }

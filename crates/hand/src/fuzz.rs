@@ -1,5 +1,5 @@
-//! Damaged frames for the brain's reader. A hand on another machine is trusted less than a child
-//! process. Each of its frames is either accepted or refused, without a panic and with bounded
+//! Tests the brain's reader with damaged frames, because a hand on another machine is trusted less
+//! than a child process. Each frame is either accepted or refused, without a panic and with bounded
 //! memory.
 
 use std::io::Write;
@@ -13,10 +13,10 @@ use forebay_protocol::{
 use crate::damage::{Damage, Peak, messages};
 use crate::frames::FrameReader;
 
-/// Frames in the ordinary test.
+/// The number of frames in the ordinary test.
 const FRAMES: u64 = 20_000;
 
-/// The executor's checks of a frame, in full.
+/// Decodes a frame completely, as the executor does. Returns true if the frame is accepted.
 fn decode(frame: &Frame) -> bool {
     match frame.header().kind {
         Kind::Hello => Hello::decode(frame).is_ok(),
@@ -71,7 +71,8 @@ fn damaged_frames_are_refused() {
         near.write_all(&bytes).expect("it fits into the socket");
         drop(near);
         let mut reader = FrameReader::default();
-        // The last call returns an error, because the other end has closed.
+        // After the last frame, reading returns an error, because the peer has closed the
+        // connection.
         while let Ok(Some(frame)) = reader.read(&mut far) {
             if decode(&frame) {
                 taken += 1;

@@ -1,14 +1,14 @@
-//! The executor that runs plans on real hands, one process a rank. It spawns, feeds, supervises and
-//! kills them, or lets a [`Site`] run them elsewhere.
+//! The executor that runs plans on real hands, with one process per rank. It spawns, supervises and
+//! kills the processes, or lets a [`Site`] run them elsewhere.
 //!
 //! The engine thread that owns the [`HandExecutor`] does everything except writes to the [`Arena`],
-//! which any thread may do. There is no reader thread, and no lock except on the list of the
-//! arena's free parts. Sockets never block: [`Executor::wait`](forebay_engine::Executor::wait)
-//! writes the bytes that they did not accept at once.
+//! which any thread may do. There is no reader thread, and no lock except on the arena's list of
+//! free ranges. Sockets never block: [`Executor::wait`](forebay_engine::Executor::wait) sends the
+//! bytes that they did not accept at once.
 //!
-//! A rank group lives and dies together: the first rank that ends takes the others with it. Each
-//! rank is the leader of a process group of its own. The operating system kills the rank when the
-//! engine thread ends, for any reason.
+//! The ranks of a group end together: when the first rank exits or fails, the others are killed.
+//! Each rank is the leader of a separate process group. The operating system kills the rank when
+//! the engine thread ends, for any reason.
 
 mod arena;
 mod counts;

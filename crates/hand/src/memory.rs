@@ -1,4 +1,4 @@
-//! Memory for host tiers: anonymous files of this process, which hands map.
+//! The memory of host tiers: anonymous files of this process, which hands map.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -8,30 +8,32 @@ use forebay_engine::TierMemory;
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::io::{Errno, pread, pwrite};
 
-/// The descriptor of a hand for the memory of its own host tier.
+/// The file descriptor, in a hand, of the memory of its host tier.
 pub(crate) const HOST_FD: i32 = 5;
-/// The descriptor of a hand for the memory of the first lender; others follow.
+/// The file descriptor, in a hand, of the first lender's memory. The other lenders' descriptors
+/// follow.
 const LENDERS_FD: i32 = 6;
 
-/// The memory of host tiers that several rank groups map. By default each group has only its own.
+/// The memory of host tiers that several rank groups map. By default no memory is shared.
 #[derive(Debug, Clone, Default)]
 pub struct HostMemories {
-    /// The memory of each of the group's own tiers; empty: the group allocates it if needed.
+    /// The memory of each of the group's tiers; empty: the group allocates memory that is not
+    /// shared.
     own: Vec<Arc<OwnedFd>>,
-    /// The memories of each replica that lends pages to this group, by the replica's number. Each
-    /// of the group's tiers has one of them. The memory of pages from other servers is last.
+    /// The memories of each replica that lends pages to this group, indexed by replica, with one
+    /// memory per tier of the group. The memory of pages from other servers is last.
     lenders: Vec<Option<Vec<Arc<OwnedFd>>>>,
 }
 
-/// The memory of a host tier in this process. A clone is the same memory.
+/// The memory of a host tier in this process. Clones refer to the same memory.
 #[derive(Debug, Clone)]
 pub struct HostMemory(Arc<OwnedFd>);
 
 impl HostMemory {
-    /// Memory without a page.
+    /// Creates memory without any page.
     ///
     /// # Errors
-    /// The system gives no such memory.
+    /// The operating system refuses the memory.
     pub fn new() -> io::Result<Self> {
         new().map(|file| Self(Arc::new(file)))
     }
@@ -81,11 +83,11 @@ impl TierMemory for HostMemory {
 }
 
 impl HostMemories {
-    /// The memories of `replicas` groups with this many tiers each. Each group lends to all others,
-    /// tier by tier.
+    /// Creates the memories of `replicas` groups with `tiers` tiers each. Each group lends its
+    /// pages to all others, tier by tier.
     ///
     /// # Errors
-    /// The system gives no such memory.
+    /// The operating system refuses the memory.
     pub fn lent(replicas: usize, tiers: usize) -> io::Result<Vec<Self>> {
         let memories: Vec<Vec<Arc<OwnedFd>>> =
             (0..replicas).map(|_| shared(tiers)).collect::<io::Result<_>>()?;
@@ -98,14 +100,16 @@ impl HostMemories {
             .collect())
     }
 
-    /// Adds a lender, as if it were one replica more. Its pages are for groups with one tier.
+    /// Adds memory of pages from other servers as a further lender. Only groups with one tier can
+    /// use it.
     #[must_use]
     pub fn with_received(mut self, received: &HostMemory) -> Self {
         self.lenders.push(Some(vec![Arc::clone(&received.0)]));
         self
     }
 
-    /// The memory of the group's own tier; `None`: nobody else reads it, or the group has several.
+    /// Returns the memory of the group's tier; `None`: it is not shared, or the group has several
+    /// tiers.
     #[must_use]
     pub fn tier(&self) -> Option<HostMemory> {
         match &self.own[..] {
@@ -114,17 +118,19 @@ impl HostMemories {
         }
     }
 
-    /// The memory of the group's own tiers, which others map too; empty: nobody does.
+    /// Returns the memory of each of the group's tiers, which others map too; empty: it is not
+    /// shared.
     pub(crate) fn own(&self) -> io::Result<Vec<OwnedFd>> {
         self.own.iter().map(|own| own.try_clone()).collect()
     }
 
-    /// True if others read the group's own memory.
+    /// True if others read the memory of this group.
     pub(crate) fn lends(&self) -> bool {
         !self.own.is_empty()
     }
 
-    /// The memory of each lender for this tier of the group, with its descriptor in the hand.
+    /// Returns the memory of each lender for this tier of the group, with its file descriptor in
+    /// the hand.
     pub(crate) fn borrowed(&self, tier: usize) -> impl Iterator<Item = (i32, BorrowedFd<'_>)> {
         let numbered = (LENDERS_FD..).zip(&self.lenders);
         numbered.filter_map(move |(number, memories)| {
@@ -132,28 +138,29 @@ impl HostMemories {
         })
     }
 
-    /// The descriptor of each lender in a hand of the group, by the number of its replica.
+    /// Returns the file descriptor of each lender's memory in the group's hands, indexed by
+    /// replica.
     pub(crate) fn descriptors(&self) -> Vec<Option<u32>> {
         let numbered = (LENDERS_FD.cast_unsigned()..).zip(&self.lenders);
         numbered.map(|(number, memories)| memories.as_ref().map(|_| number)).collect()
     }
 }
 
-/// Memory for the host tiers of `world` ranks.
+/// Creates the memory of `world` host tiers.
 ///
 /// # Errors
-/// The system refuses the memory.
+/// The operating system refuses the memory.
 pub(crate) fn of_ranks(world: usize) -> io::Result<Vec<OwnedFd>> {
     (0..world).map(|_| new()).collect()
 }
 
-/// Memory for as many host tiers, for several owners.
+/// Creates the memory of `tiers` host tiers, for shared ownership.
 fn shared(tiers: usize) -> io::Result<Vec<Arc<OwnedFd>>> {
     (0..tiers).map(|_| new().map(Arc::new)).collect()
 }
 
-/// Memory for a host tier. The first hand sets its length, and pages are allocated as they are
-/// written.
+/// Creates the memory of a host tier. The first hand sets its size, and the kernel allocates pages
+/// when they are written.
 fn new() -> io::Result<OwnedFd> {
     Ok(memfd_create("forebay-host-kv", MemfdFlags::CLOEXEC)?)
 }

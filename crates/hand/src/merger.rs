@@ -1,7 +1,8 @@
-//! Merges the results of ranks that compute the same plan.
+//! Merges the results of ranks that execute the same plan.
 //!
-//! Ranks answer a step together, so their tokens can be compared. Copies and adapter writes end
-//! between steps, on each rank at its own time. One has ended when all ranks have reported it.
+//! All ranks send a result for each step, so their tokens can be compared. Copies and adapter loads
+//! finish between steps, at different times on each rank. Such an operation has finished when all
+//! ranks have reported its end.
 
 use std::collections::HashMap;
 
@@ -9,21 +10,22 @@ use forebay_protocol::{CopyEnd, CopyTiming, FrameError, PlaceEnd, StepResult};
 
 use crate::frames::StreamError;
 
-/// The ranks' reports about an operation that not all ranks have finished.
+/// The reports on an operation that not all ranks have finished.
 #[derive(Debug, Default)]
 struct Reports {
-    /// The ranks that have ended it.
+    /// The ranks that have finished the operation.
     ranks: Vec<usize>,
-    /// The first of their errors; 0: all have succeeded so far.
+    /// The first error that a rank reported; 0: there is no error so far.
     error: i32,
 }
 
-/// Ends of numbered operations that each rank finishes at its own time.
+/// The unfinished operations, by ticket. Each rank finishes them at a different time.
 #[derive(Debug, Default)]
 struct Ends(HashMap<u32, Reports>);
 
 impl Ends {
-    /// Adds a report of one of `world` ranks. Returns the error of all once all have reported.
+    /// Adds the report of one of `world` ranks. Once all have reported, returns the operation's
+    /// error; `None`: some ranks have not reported.
     fn take(
         &mut self,
         rank: usize,
@@ -46,26 +48,26 @@ impl Ends {
     }
 }
 
-/// Microseconds for which copies kept each rank busy.
+/// The time in microseconds that a rank has spent on copies.
 #[derive(Debug, Clone, Copy, Default)]
 struct CopyTimes {
     save_us: u64,
     restore_us: u64,
 }
 
-/// Merges the results of the ranks of a group, over its life.
+/// Merges the results of the ranks of a group, for the lifetime of the group.
 #[derive(Debug)]
 pub(crate) struct ResultMerger {
     copies: Ends,
     places: Ends,
-    /// The time of all copies of each rank.
+    /// The total time of copies, per rank.
     busy: Vec<CopyTimes>,
-    /// The part of the longest time that was reported already.
+    /// The part of the longest time that has been reported already.
     told: CopyTimes,
 }
 
 impl ResultMerger {
-    /// No rank of `world` has reported anything.
+    /// Creates a merger for `world` ranks without any reports.
     pub(crate) fn new(world: usize) -> Self {
         Self {
             copies: Ends::default(),
@@ -75,12 +77,12 @@ impl ResultMerger {
         }
     }
 
-    /// Merges the results of all ranks, in the order of ranks. Different tokens mean that the
-    /// ranks' states differ. A step takes as long as its slowest rank, and its gap is the shortest
+    /// Merges the results of all ranks, in the order of ranks. Different tokens mean that the ranks
+    /// have diverged. The time of a step is that of the slowest rank, and its gap is the shortest
     /// of all ranks. A copy that fails on one rank has failed.
     ///
     /// # Errors
-    /// The ranks disagree, or one has broken the protocol.
+    /// The ranks disagree, or a rank has violated the protocol.
     pub(crate) fn merge(
         &mut self,
         mut results: Vec<StepResult>,
@@ -107,13 +109,15 @@ impl ResultMerger {
             busy.restore_us += u64::from(timing.restore_us);
         }
         let mut joined = agreed(results)?;
-        // Times without an end belong to copies that another rank has not finished.
+        // If no copy has ended, the times belong to copies that another rank has not finished. They
+        // are reported later.
         joined.copy_timing = (!copied.is_empty()).then(|| self.tell_busy());
         (joined.copied, joined.placed) = (copied, placed);
         Ok(vec![joined])
     }
 
-    /// The time of copies since the last report, by the rank that was busy longest.
+    /// Returns by how much the largest total of all ranks has grown since the last report, for
+    /// saves and for restores.
     fn tell_busy(&mut self) -> CopyTiming {
         let longest =
             |of: fn(&CopyTimes) -> u64| self.busy.iter().map(of).max().unwrap_or_default();
@@ -129,7 +133,7 @@ impl ResultMerger {
     }
 }
 
-/// The result that all ranks agree on, with the times of all.
+/// Returns the result on which all ranks agree, with the merged times.
 fn agreed(results: Vec<StepResult>) -> Result<StepResult, StreamError> {
     let mut results = results.into_iter();
     let mut first = results.next().unwrap_or_default();
@@ -145,11 +149,11 @@ fn agreed(results: Vec<StepResult>) -> Result<StepResult, StreamError> {
     Ok(first)
 }
 
-/// Checks that the results of a step group belong to the same step. The owner checks each result
+/// Checks that the results of a step group belong to the same step. The engine checks each result
 /// against its rank's plan.
 ///
 /// # Errors
-/// A rank is in another step.
+/// A rank sent the result of another step.
 pub(crate) fn same_step(results: &[StepResult]) -> Result<(), StreamError> {
     let Some(step) = results.first().map(|first| first.step) else { return Ok(()) };
     let other = (0..).zip(results).find(|(_, result)| result.step != step);
@@ -159,7 +163,7 @@ pub(crate) fn same_step(results: &[StepResult]) -> Result<(), StreamError> {
     })
 }
 
-/// The first difference between the results of two ranks for the same step.
+/// Returns the first difference between the results of two ranks for a step.
 fn difference(one: &StepResult, other: &StepResult) -> Option<String> {
     if one.step != other.step {
         return Some(format!("the other rank is in step {}", other.step));
@@ -188,7 +192,8 @@ mod tests {
 
     use super::*;
 
-    /// The part of a rank's result that reports copies and places, with these tickets and errors.
+    /// Returns the part of a rank's result that reports ended copies and adapter loads, with these
+    /// tickets and errors.
     fn ended(
         copied: &[(u32, i32)],
         placed: &[(u32, i32)],

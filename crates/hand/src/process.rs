@@ -1,4 +1,4 @@
-//! One rank's process: its start with a socket and an arena, and its end.
+//! The process of one rank: its start, with a socket and an arena, and its end.
 
 use std::ffi::OsString;
 use std::io;
@@ -19,17 +19,17 @@ use rustix::thread::{CpuSet, sched_setaffinity};
 
 use crate::arena::Arena;
 
-/// The descriptor of the hand's socket.
+/// The file descriptor of the hand's socket.
 const SOCKET_FD: i32 = 3;
-/// The descriptor of the arena.
+/// The file descriptor of the arena.
 const ARENA_FD: i32 = 4;
-/// How long to wait after SIGKILL. A process that is blocked in the kernel, in a driver or a hung
-/// file system, does not even end then.
+/// How long to wait for the exit after SIGKILL. A process that is blocked in the kernel, in a
+/// driver or a hung file system, does not exit even then.
 const LAST_PATIENCE: Duration = Duration::from_secs(5);
-/// How long a rank that closed its socket may take to exit, for its exit status.
+/// How long to wait for the exit status of a rank that closed its socket.
 const LAST_BREATH: Duration = Duration::from_millis(500);
 
-/// Removes keys from a command's environment. Variables such as `FOREBAY_API_KEY` and `HF_TOKEN`
+/// Removes secrets from a command's environment. Variables such as `FOREBAY_API_KEY` and `HF_TOKEN`
 /// are only for this process.
 pub fn without_keys(command: &mut Command) {
     let given = command.get_envs().map(|(name, _)| name.to_owned());
@@ -48,12 +48,12 @@ fn is_key(name: &str) -> bool {
     hub || own && ["KEY", "SECRET", "TOKEN", "PASSWORD"].into_iter().any(has)
 }
 
-/// The end of a rank.
+/// How a rank ended.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Exit {
-    /// A description.
+    /// A description for the user.
     pub text: String,
-    /// True if the kernel killed it because memory ran out.
+    /// True if the kernel killed the rank because memory ran out.
     pub out_of_memory: bool,
 }
 
@@ -69,10 +69,11 @@ impl From<&str> for Exit {
     }
 }
 
-/// The number of the kernel's out-of-memory kills that were attributed to ends of hands.
+/// The number of the kernel's out-of-memory kills that have been attributed to hands.
 static EXPLAINED: AtomicU64 = AtomicU64::new(0);
 
-/// Attributes one of the kills between `before` and `now` to the end of a hand, if one is left.
+/// Attributes one of the kills between `before` and `now` to a hand. Returns false if all are
+/// attributed already.
 fn explains(explained: &AtomicU64, before: u64, now: u64) -> bool {
     let take = |earlier: u64| {
         let earlier = earlier.max(before);
@@ -81,13 +82,13 @@ fn explains(explained: &AtomicU64, before: u64, now: u64) -> bool {
     explained.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
 }
 
-/// The variable with the bytes that a hand may allocate. The brain finds them from control groups,
-/// and the Python hand has no other source.
+/// The variable with the number of bytes that a hand may allocate. The brain reads it from control
+/// groups, and the Python hand has no other source.
 const AVAILABLE: &str = "FOREBAY_AVAILABLE_BYTES";
-/// The variable with the number of threads of OpenMP.
+/// The variable with the number of OpenMP threads.
 const THREADS: &str = "OMP_NUM_THREADS";
 
-/// Passes a hand its limits on this machine. A number of threads set by the user stays.
+/// Sets a hand's limits on this machine. If the user has set a number of threads, it is kept.
 fn limit(command: &mut Command, machine: &Machine, cpus: &[usize]) {
     if let Some(bytes) = machine.memory().available {
         command.env(AVAILABLE, bytes.to_string());
@@ -98,26 +99,27 @@ fn limit(command: &mut Command, machine: &Machine, cpus: &[usize]) {
     }
 }
 
-/// A spawned rank and its process group. Dropping it kills the group.
+/// The process of a rank, and its process group. Dropping it kills the group.
 #[derive(Debug)]
 pub struct RankProcess {
     child: Child,
     pid: Pid,
     pidfd: OwnedFd,
-    /// True if the process did not even end when it was killed.
+    /// True if the process did not exit even after SIGKILL.
     stuck: bool,
     machine: Machine,
-    /// The number of out-of-memory kills before this process started.
+    /// The number of out-of-memory kills before this process started; `None`: unknown.
     kills: Option<u64>,
 }
 
 impl RankProcess {
-    /// Spawns `command` with a new socket as descriptor 3, the arena as 4, and memory of host tiers
-    /// by the given descriptors. The process runs on the given processors, if any. Returns the
-    /// process and the near end of its socket, which never blocks.
+    /// Spawns `command` with a new socket as file descriptor 3, the arena as 4, and the memory of
+    /// host tiers as the given descriptors. The process runs only on the CPUs in `cpus`; empty: it
+    /// is not restricted. Returns the process, and the brain's end of the socket, which never
+    /// blocks.
     ///
     /// # Errors
-    /// The program can't be run, or the system refuses a socket.
+    /// The program can't be run, or the operating system refuses a socket.
     pub fn spawn(
         mut command: Command,
         arena: &Arena,
@@ -145,7 +147,7 @@ impl RankProcess {
         let pinned = !cpus.is_empty();
         #[expect(unsafe_code, reason = "pre_exec runs between fork and exec")]
         // SAFETY: prctl and sched_setaffinity are async-signal-safe system calls, and the closure
-        // owns what it reads.
+        // owns the data that it reads.
         unsafe {
             command.pre_exec(move || {
                 if pinned {
@@ -171,7 +173,7 @@ impl RankProcess {
         }
     }
 
-    /// Waits until the process has ended, at most `limit`.
+    /// Waits until the process has exited, for at most `limit`. Returns true if it has exited.
     pub(crate) fn ended_within(&self, limit: Duration) -> bool {
         let limit =
             Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
@@ -179,7 +181,7 @@ impl RankProcess {
         matches!(poll(&mut fds, Some(&limit)), Ok(1))
     }
 
-    /// Ends a rank whose connection broke. Returns a description of its end.
+    /// Ends a rank whose connection failed. Returns how it ended.
     #[must_use]
     pub fn bury(mut self) -> Exit {
         let by_itself = self.ended_within(LAST_BREATH);
@@ -198,34 +200,36 @@ impl RankProcess {
         }
     }
 
-    /// The number of out-of-memory kills in the same control group, at the start and now.
+    /// Returns the number of out-of-memory kills in the process's control group, at its start and
+    /// now.
     fn kills(&self) -> Option<(u64, u64)> {
         self.kills.zip(self.machine.memory_kills())
     }
 
-    /// True if an out-of-memory kill explains its end. Each kill explains one end.
+    /// True if an out-of-memory kill explains the end of the process. Each kill explains one end.
     fn is_explained(&self) -> bool {
         self.kills().is_some_and(|(before, now)| explains(&EXPLAINED, before, now))
     }
 
-    /// True if it has ended while memory ran out. Others of its group then fail because it is gone.
+    /// True if the process has exited and memory ran out. Other ranks of its group then fail
+    /// because of its end.
     pub(crate) fn starved(&self) -> bool {
         let ran_out = self.kills().is_some_and(|(before, now)| now > before);
         ran_out && self.ended_within(LAST_BREATH)
     }
 
-    /// Sends SIGKILL to the whole group, without waiting.
+    /// Sends SIGKILL to the whole process group, without waiting.
     pub(crate) fn doom(&self) {
         self.signal(Signal::KILL);
     }
 
-    /// Sends a signal to the whole group.
+    /// Sends a signal to the whole process group.
     pub(crate) fn signal(&self, signal: Signal) {
         let _ = kill_process_group(self.pid, signal);
     }
 
-    /// Sends SIGKILL to the whole group, even if its leader has ended, because the leader's
-    /// children may still run. It does not wait for ever for a process that does not end.
+    /// Sends SIGKILL to the whole process group, even if its leader has exited, because the
+    /// leader's children may still run. Waits for the exit, but not for ever.
     fn kill(&mut self) -> io::Result<ExitStatus> {
         let _ = kill_process_group(self.pid, Signal::KILL);
         if self.stuck || !self.ended_within(LAST_PATIENCE) {
@@ -268,7 +272,7 @@ mod tests {
         assert_eq!(process.bury(), "exit status 0".into());
     }
 
-    /// A machine on which `kills` processes of the group were killed.
+    /// Writes the files of a machine on which `kills` processes of the control group were killed.
     fn write(root: &std::path::Path, kills: u32) {
         let files = [
             ("proc/meminfo", "MemTotal: 2048000 kB\nMemAvailable: 1024000 kB\n".to_owned()),

@@ -1,4 +1,4 @@
-//! Where a rank runs: as a child of this process, or at a [`Site`].
+//! Where a rank runs: as a child process, or at a [`Site`].
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -12,30 +12,30 @@ use rustix::process::Signal;
 
 use crate::process::{Exit, RankProcess};
 
-/// How long to wait between the exit order and SIGTERM, and between that and SIGKILL.
+/// How long to wait after the exit order before SIGTERM, and then before SIGKILL.
 const PATIENCE: [Duration; 2] = [Duration::from_millis(500), Duration::from_secs(2)];
 
-/// A site's instructions for a rank.
+/// The description of a rank that a site has to start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RankOrder {
-    /// Variables of the hand.
+    /// The hand's environment variables.
     pub env: Vec<(String, String)>,
-    /// Bytes of the shared memory that the hand maps. [Carried](Distant::carry) payloads have the
-    /// same offsets in it.
+    /// The size in bytes of the shared memory that the hand maps. [Carried](Distant::carry)
+    /// payloads have the same offsets in it.
     pub arena_bytes: u32,
 }
 
-/// The executor's ends of a rank that runs elsewhere: its socket and its handle. The socket never
-/// blocks, and ends when the rank ends.
+/// A rank that runs elsewhere, as the executor uses it: a socket and a handle. The socket never
+/// blocks, and is closed when the rank ends.
 pub type Remote = (UnixStream, Box<dyn Distant>);
 
-/// Runs rank groups elsewhere, and connects them to sockets here.
+/// Runs rank groups elsewhere, and connects them to sockets of this process.
 pub trait Site: Send + Sync {
-    /// Starts all ranks of a group and returns at once, with rank 0 first. Until the ranks run, the
-    /// site itself writes `progress` frames to the sockets.
+    /// Starts all ranks of a group. Returns their sockets and handles immediately, with rank 0
+    /// first. Until the ranks run, the site writes `progress` frames to the sockets.
     ///
     /// # Errors
-    /// The system refuses a socket.
+    /// The operating system refuses a socket.
     fn spawn(&self, group: Vec<RankOrder>) -> io::Result<Vec<Remote>>;
 }
 
@@ -43,16 +43,16 @@ pub trait Site: Send + Sync {
 pub trait Distant: Send {
     /// Kills the rank, without waiting for its end.
     fn doom(&self);
-    /// Waits for the rank's end, at most `limit`.
+    /// Waits until the rank has ended, for at most `limit`. Returns true if it has ended.
     fn ended_within(&self, limit: Duration) -> bool;
-    /// Starts bringing a payload to the shared memory that the rank maps, at the same offset.
-    /// `there` is called afterwards, or dropped if the rank ends first. Returns at once.
+    /// Starts copying a payload to the same offset of the shared memory that the rank maps, and
+    /// returns at once. `there` is called after the copy, or dropped if the rank ends before.
     fn carry(&self, payload: &Arc<dyn Payload>, there: There);
-    /// Ends the rank. Returns a description of its end, if it is known soon.
+    /// Ends the rank. Returns how it ended, if that is known soon.
     fn bury(self: Box<Self>) -> Exit;
 }
 
-/// Splits one callback into `count` parts: the last part that is called runs it.
+/// Splits a callback into `count` callbacks: the one that is called last runs it.
 pub(crate) fn last_of(count: usize, there: There) -> impl Iterator<Item = There> {
     let (left, there) = (AtomicUsize::new(count), Mutex::new(Some(there)));
     let shared = Arc::new((left, there));
@@ -69,11 +69,11 @@ pub(crate) fn last_of(count: usize, there: There) -> impl Iterator<Item = There>
     })
 }
 
-/// A rank that was started.
+/// A rank that has been started.
 pub(crate) enum Process {
-    /// A child of this process.
+    /// A child process of this process.
     Here(RankProcess),
-    /// Somewhere else.
+    /// A rank at a site.
     There(Box<dyn Distant>),
 }
 
@@ -92,7 +92,7 @@ impl Process {
         }
     }
 
-    /// True if it has ended on this machine while memory ran out.
+    /// True if the rank ran on this machine, and has exited while memory ran out.
     pub(crate) fn starved(&self) -> bool {
         matches!(self, Self::Here(process) if process.starved())
     }
@@ -104,8 +104,8 @@ impl Process {
         }
     }
 
-    /// Ends ranks that have been ordered to exit, all together: waits a little, then sends SIGTERM,
-    /// then SIGKILL.
+    /// Ends ranks that have been ordered to exit, all at the same time: waits a little, sends
+    /// SIGTERM, waits again, and sends SIGKILL.
     pub(crate) fn end(processes: Vec<Self>) {
         for (patience, signal) in PATIENCE.into_iter().zip([Signal::TERM, Signal::KILL]) {
             let deadline = Instant::now() + patience;
@@ -116,13 +116,14 @@ impl Process {
             for process in left {
                 match process {
                     Self::Here(process) => process.signal(signal),
-                    // It is killed where it runs once its connection is gone. A rank that still
-                    // waits for a place can't receive an order.
+                    // The site kills the rank when its connection closes. A rank that is not
+                    // started yet can't receive an order.
                     Self::There(distant) => distant.doom(),
                 }
             }
         }
-        // Processes that a leader started may outlive it, and are killed when it is dropped.
+        // Processes that a leader started may outlive it. They are killed when the leader's handle
+        // is dropped.
         processes.iter().for_each(Self::doom);
     }
 }

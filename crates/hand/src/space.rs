@@ -1,21 +1,21 @@
-//! The free bytes of the arena.
+//! The allocator of the arena's bytes.
 
 use std::collections::BTreeMap;
 
-/// Ranges start at multiples of this many bytes: a cache line.
+/// Ranges start at multiples of this many bytes, the size of a cache line.
 const ALIGN: usize = 64;
 
-/// Reserved bytes of the arena.
+/// A reserved range of the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Range {
     pub(crate) offset: usize,
     pub(crate) bytes: usize,
 }
 
-/// First-fit allocator over free ranges that merge with their neighbours.
+/// A first-fit allocator. Free ranges are merged with their neighbours.
 #[derive(Debug)]
 pub(crate) struct Space {
-    /// Offset to length of each free range.
+    /// The length of each free range, by offset.
     free: BTreeMap<usize, usize>,
 }
 
@@ -29,12 +29,12 @@ impl Space {
         self.free.values().sum()
     }
 
-    /// `bytes` bytes or a few more.
+    /// Reserves at least `bytes` bytes; `None`: no free range is large enough.
     pub(crate) fn take(&mut self, bytes: usize) -> Option<Range> {
         let rounded = bytes.max(1).checked_next_multiple_of(ALIGN)?;
         let (offset, length) = self.find(rounded).or_else(|| self.find(bytes.max(1)))?;
-        // The arena's end need not be aligned, so the last part may be shorter than the rounded
-        // size.
+        // The arena's size need not be a multiple of the alignment, so its last range may be
+        // shorter than the rounded size.
         let bytes = rounded.min(length);
         self.free.remove(&offset);
         if length > bytes {

@@ -1,6 +1,6 @@
-//! The key-value store with which the ranks of a group find each other. They use it through their
-//! sockets before they are ready, so no rank has to listen on a port. It behaves like PyTorch's
-//! stores (`torch.distributed.Store`).
+//! The key-value store with which the ranks of a group exchange addresses when they start. Ranks
+//! use the store through their sockets before they are ready, so no rank has to listen on a port.
+//! The store behaves like PyTorch's stores (`torch.distributed.Store`).
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -9,41 +9,41 @@ use base64_simd::STANDARD;
 use forebay_protocol::{StoreOp, StoreReply, StoreRequest};
 use thiserror::Error;
 
-/// The largest number of bytes of a value.
+/// The largest size of a value in bytes.
 const VALUE_BYTES: usize = 1 << 20;
-/// The largest number of bytes of a key.
+/// The largest size of a key in bytes.
 const KEY_BYTES: usize = 1024;
 /// The largest number of keys.
 const KEYS: usize = 1 << 16;
 
-/// A request that can't be answered, which ends the group.
+/// An invalid request, which ends the group.
 #[derive(Debug, Error, PartialEq, Eq)]
 pub(crate) enum StoreError {
-    /// A key or value is larger than ranks need.
+    /// A key or value is too large, or there are too many keys.
     #[error("the store has at most {KEYS} keys of {KEY_BYTES} bytes, with values of {VALUE_BYTES}")]
     TooLarge,
     /// A value is not base64.
     #[error("a value of the store is not base64")]
     Base64,
-    /// An `Add` to a value that is no number.
+    /// An `Add` to a value that is not a number.
     #[error("the store has no number as {0:?}")]
     NoNumber(String),
-    /// A rank makes a request while its last one is still open.
+    /// A rank sent a request before the response to its last one.
     #[error("two questions to the store at a time")]
     Impatient,
 }
 
-/// A question that waits for keys.
+/// A rank's request to the store, which waits until all of its keys exist.
 #[derive(Debug)]
 struct WaitingQuestion {
     rank: usize,
     id: u64,
     keys: Vec<String>,
-    /// True if the request asks for the first key's value.
+    /// True if the response contains the first key's value.
     wants_value: bool,
 }
 
-/// Keys and values of a group that begins.
+/// The keys and values of a group that is starting.
 #[derive(Debug, Default)]
 pub(crate) struct Store {
     values: HashMap<String, Vec<u8>>,
@@ -51,10 +51,10 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Handles a request of `rank`; returns the answers that are ready now, each with its rank.
+    /// Handles a request of `rank`. Returns the responses that are ready now, each with its rank.
     ///
     /// # Errors
-    /// The question can't be answered.
+    /// The request is invalid.
     pub(crate) fn ask(
         &mut self,
         rank: usize,
@@ -124,7 +124,7 @@ impl Store {
         Ok(self.come())
     }
 
-    /// The answers to ranks whose keys exist by now.
+    /// Returns the responses to waiting requests whose keys all exist by now.
     fn come(&mut self) -> Vec<(usize, StoreReply)> {
         let values = &self.values;
         let answered = self
@@ -168,7 +168,7 @@ fn decoded(value: &str) -> Result<Vec<u8>, StoreError> {
     STANDARD.decode_to_vec(value).map_err(|_| StoreError::Base64)
 }
 
-/// A number as PyTorch's stores keep it: in decimal digits.
+/// Parses a number as PyTorch's stores keep it: as decimal digits.
 fn number(value: &[u8]) -> Option<i64> {
     std::str::from_utf8(value).ok()?.parse().ok()
 }

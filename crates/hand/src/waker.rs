@@ -1,4 +1,4 @@
-//! Ends the engine thread's wait from other threads.
+//! Wakes up the engine thread from other threads.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use forebay_engine::Wake;
 use rustix::event::{EventfdFlags, eventfd};
 
-/// An eventfd behind a flag, so that a burst of wakes costs one system call.
+/// An eventfd with a flag, so that a burst of wakes costs one system call.
 pub(crate) struct EventWaker {
     fd: OwnedFd,
     pending: AtomicBool,
@@ -22,13 +22,13 @@ impl EventWaker {
         self.fd.as_fd()
     }
 
-    /// True if `wake` was called since the last `take`. Call it before reading the wakers' data, so
-    /// that a later wake sets the flag again.
+    /// Returns true if `wake` was called since the last `take`. Call it before reading the data of
+    /// the threads that wake, so that a later wake sets the flag again.
     pub(crate) fn take(&self) -> bool {
         self.pending.swap(false, Ordering::AcqRel)
     }
 
-    /// Resets the descriptor after a poll has found it readable.
+    /// Resets the file descriptor after a poll has found it readable.
     pub(crate) fn clear(&self) {
         let mut count = [0; 8];
         // This thread is the only reader, so the counter is not 0.
@@ -39,7 +39,7 @@ impl EventWaker {
 impl Wake for EventWaker {
     fn wake(&self) {
         if !self.pending.swap(true, Ordering::AcqRel) {
-            // Fails only if the counter is full, and then the wait ends anyway.
+            // This fails only if the counter is at its maximum, and then the wait ends anyway.
             let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());
         }
     }

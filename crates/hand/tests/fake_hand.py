@@ -1,4 +1,4 @@
-"""A hand without a model, in the standard library alone: what it does is chosen by FAKE_BEHAVIOUR."""
+"""A hand without a model that needs only the standard library. FAKE_BEHAVIOUR selects its behaviour."""
 
 import io
 import json
@@ -26,7 +26,7 @@ HOST = 5
 
 
 def read_exactly(count):
-    """Bytes from the brain; exits at the end of the stream."""
+    """Reads bytes from the brain. Exits when the connection closes."""
     data = b""
     while len(data) < count:
         piece = SOCKET.recv(count - len(data))
@@ -37,7 +37,7 @@ def read_exactly(count):
 
 
 def read_frame(read=read_exactly):
-    """Kind, step and columns by id of the next frame, wherever it lies."""
+    """Reads the next frame, from the socket or the arena. Returns its kind, its step and its columns by id."""
     _, _, kind, step, columns, words = struct.unpack("<4sHHQII", read(24))
     body = struct.unpack(f"<{words}i", read(4 * words))
     table, rest, split = body[: 2 * columns], body[2 * columns :], {}
@@ -56,7 +56,7 @@ def read_frame(read=read_exactly):
 
 
 def ask(op, **arguments):
-    """Asks the store; gives its answer."""
+    """Sends a request to the store. Returns the response."""
     send_json(STORE, {"id": 9, "op": op, **arguments})
     _, _, columns = read_frame()
     reply = json.loads(struct.pack(f"<{len(columns[1])}i", *columns[1]))
@@ -65,7 +65,7 @@ def ask(op, **arguments):
 
 
 def send(kind, step, columns):
-    """Writes a frame of integer columns by id."""
+    """Sends a frame of integer columns, given by id."""
     words = [w for id_, c in columns.items() for w in (id_, len(c))] + [w for c in columns.values() for w in c]
     head = struct.pack(
         "<4sHHQII", b"FBAY", int(os.environ.get("FAKE_VERSION", VERSION)), kind, step, len(columns), len(words)
@@ -74,7 +74,7 @@ def send(kind, step, columns):
 
 
 def send_json(kind, value):
-    """Writes a frame of one JSON column."""
+    """Sends a frame with one JSON column."""
     text = json.dumps(value).encode()
     text += b" " * (-len(text) % 4)
     send(kind, 0, {1: struct.unpack(f"<{len(text) // 4}i", text)})
@@ -93,7 +93,7 @@ if behaviour == "child":
         file.write(f"{grandchild.pid}")
 rank = config["rank"]
 if behaviour == "meet":
-    # Rank 0 is late: the others wait for what it says.
+    # Rank 0 is late: the other ranks wait for the value that it sets.
     if rank == 0:
         time.sleep(0.2)
         ask("set", key="word", value="aGk=")
@@ -117,7 +117,7 @@ facts |= {"device": "fake", "load_seconds": 0.5}
 if behaviour == "no page count":
     del facts["page_count"]
 if behaviour == "copies":
-    # Each rank marks its memory, and finds no other's mark there.
+    # Each rank writes a mark to its memory, and must not find another rank's mark there.
     mark = os.pread(HOST, 1, 0)
     assert mark in (b"", b"%d" % rank), mark
     os.pwrite(HOST, b"%d" % rank, 0)
@@ -164,7 +164,8 @@ while True:
         first = struct.unpack("<i", os.pread(4, 4, columns[EMBEDS][1]))[0]
     answer = {TOKENS: [first] * sampled, ROW_ERRORS: [0] * (len(rows) // 4), TIMING: [11, 22]}
     if behaviour == "copies":
-        # Rank 0 reports a copy in the result of its plan, the next one in the result behind it. Rank 1 fails at some.
+        # Rank 0 reports a copy in the result of its plan, and rank 1 in the result after it. Rank 1
+        # fails at some copies.
         COPYING.append([(ticket, int(rank == 1 and ticket % 10 == 7)) for ticket in columns.get(COPIES, ())[::4]])
         ended = COPYING[-1 - rank] if len(COPYING) > rank else []
         if ended:

@@ -1,4 +1,4 @@
-//! The executor against a process that speaks the protocol and misbehaves on demand.
+//! Tests of the executor with a process that implements the protocol and misbehaves on demand.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -26,7 +26,7 @@ fn spec(behaviour: &str) -> HandSpec {
     }
 }
 
-/// The specification of a group of ranks.
+/// Describes a group of `count` ranks.
 fn ranks(behaviour: &str, count: usize) -> HandSpec {
     HandSpec { ranks: vec![RankSpec::default(); count], ..spec(behaviour) }
 }
@@ -107,7 +107,7 @@ fn plans_go_out_two_deep_and_results_come_back_in_order() {
 fn long_prompts_travel_through_the_arena() {
     let mut executor = executor(spec("good"));
     ready(&mut executor);
-    // Many times the arena's size in all, so its regions have to be freed.
+    // In total many times the size of the arena, so regions have to be freed.
     for step in 1..=40 {
         executor.submit(&[plan(step, &[step as i32; 100_000])]);
         assert_eq!(result(&mut executor).tokens, [step as i32]);
@@ -231,7 +231,8 @@ fn ranks_meet_through_the_brain() {
 
 #[test]
 fn large_plans_are_written_once_for_all_ranks() {
-    // With `tells`, each rank's token is the number of its plans that were in the arena.
+    // With the behaviour `tells`, each rank's token is the number of its plans that came through
+    // the arena.
     for (count, expected) in [(1, [0, 0, 0]), (3, [0, 1, 2])] {
         let spec = ranks("tells", count);
         let arena = spec.arena.clone();
@@ -259,7 +260,7 @@ fn large_orders_about_adapters_come_whole_to_all_ranks() {
     let mut group = executor(ranks("is told", 2));
     ready(&mut group);
     group.submit(&[plan(1, &[5; 3])]);
-    // The order belongs to no step, and the arena holds bytes only while a step is in flight.
+    // The order belongs to no step, and arena regions are only held while a step is in flight.
     let manifest = serde_json::json!({ "files": ["x".repeat(100_000)] });
     group.adapter(0, &AdapterOrder::Know { id: 1, manifest });
     assert_eq!(result(&mut group).tokens, [0]);
@@ -267,7 +268,7 @@ fn large_orders_about_adapters_come_whole_to_all_ranks() {
     assert_eq!(result(&mut group).tokens, [10], "one order came, and not through the arena");
 }
 
-/// A plan without rows that saves pages with these tickets.
+/// Creates a plan without rows that saves pages with these tickets.
 fn saves(step: u64, tickets: &[u32]) -> StepPlan {
     let mut plan = StepPlan::default();
     plan.begin(step);
@@ -303,7 +304,7 @@ fn a_copy_of_ranks_has_ended_when_all_have_ended_it() {
     group.submit(&[saves(3, &[])]);
     assert_eq!(result(&mut group).copied, [CopyEnd { ticket: 6, error: COPY_OK }]);
 
-    // The next workers have the same host memory, but no ended copies.
+    // The next hands have the same host memory, but no ended copies.
     group.submit(&[saves(4, &[5])]);
     assert!(result(&mut group).copied.is_empty());
     group.kill();
@@ -314,7 +315,7 @@ fn a_copy_of_ranks_has_ended_when_all_have_ended_it() {
     group.submit(&[saves(6, &[])]);
     assert_eq!(result(&mut group).copied.len(), 1);
 
-    // With fewer pages, each worker gets new host memory.
+    // With fewer pages, each hand gets new host memory.
     group.kill();
     group.limit_pages(80, 40);
     let facts = ready(&mut group);
@@ -355,12 +356,12 @@ fn a_rank_s_end_is_that_of_all() {
             before.elapsed() < Duration::from_secs(5),
             "the executor must notice it, not a rank's own time limit"
         );
-        // The group starts again without a trace of the death.
+        // The group starts again without any effects of the failure.
         ready(&mut group);
         group.submit(&[plan(3, &[5; 3])]);
         assert_eq!(result(&mut group).step, 3);
     }
-    // A rank that hangs is noticed by the time limit of the wait.
+    // A rank that hangs is detected by the timeout of the wait.
     let mut group = executor(ranks("is stopped", 2));
     ready(&mut group);
     group.submit(&[plan(2, &[5; 3])]);
@@ -368,7 +369,8 @@ fn a_rank_s_end_is_that_of_all() {
     group.stop();
 }
 
-/// A step of three ranks: the second has nothing to do, the third has a long prompt.
+/// Creates a step of three ranks: the second rank has nothing to do, and the third has a long
+/// prompt.
 fn group_step(step: u64) -> Vec<StepPlan> {
     let mut idle = StepPlan::default();
     idle.begin(step);
@@ -443,7 +445,7 @@ fn the_whole_process_group_goes() {
     };
     assert!(alive());
     executor.stop();
-    // The kernel needs a moment to carry out the SIGKILL.
+    // The kernel needs a moment to execute the SIGKILL.
     while alive() {
         std::thread::sleep(Duration::from_millis(1));
     }
