@@ -1,11 +1,11 @@
-//! A budget of bytes for all requests in flight.
+//! A memory budget in bytes for all requests in flight.
 //!
 //! Each queue has a bound, but requests differ in size: a thousand texts may be gigabytes. So each
-//! request is charged for its memory before it is allocated. A request that does not fit is refused
-//! at once.
+//! request is charged for its memory before the memory is allocated. A request that does not fit is
+//! rejected at once.
 //!
 //! Clients share the budget as they share the queue ([`Shares`]). While less than half of it is
-//! used, a charge is two atomic additions. Only beyond that is a lock needed.
+//! used, a charge is two atomic additions. Beyond that, a charge needs a lock.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,21 +20,21 @@ use tokio::time::Instant;
 
 use crate::client::ClientId;
 
-/// The step by which the charge of an unexpectedly long answer grows, in bytes.
+/// The step by which the charge of an unexpectedly long response grows, in bytes.
 const GROWTH: usize = 256 << 10;
 
-/// One part in `RESERVE` of the budget is the reserve.
+/// The reserve is the budget divided by `RESERVE`.
 const RESERVE: usize = 8;
-/// A client holds little if it has at most one part in `LITTLE` of the budget, or the size of a few
+/// A client holds little if it has at most the budget divided by `LITTLE`, or the size of a few
 /// chats.
 const LITTLE: usize = 1024;
 const LEAST_LITTLE: usize = 256 << 10;
 /// How long a client counts as active after a request.
 const ASKING: Duration = Duration::from_secs(10);
-/// The number of maps, each with its own lock, over which clients are spread.
+/// The number of maps over which clients are spread, each with its own lock.
 const SHARDS: usize = 16;
 
-/// The budget. Cheap to clone.
+/// The budget. Clones share it and are cheap.
 #[derive(Debug, Clone)]
 pub struct ByteBudget(Arc<Inner>);
 
@@ -47,12 +47,12 @@ struct Inner {
     askers: Mutex<Askers>,
 }
 
-/// The last two clients that asked while more than half was taken.
+/// The last two clients that requested bytes while more than half of the budget was used.
 #[derive(Debug, Default)]
 struct Askers([Option<(ClientId, Instant)>; 2]);
 
 impl Askers {
-    /// Records that a client asks. True if another client has asked lately.
+    /// Records a request of a client. Returns true if another client has requested bytes recently.
     fn ask(&mut self, client: ClientId, now: Instant) -> bool {
         let [last, before] = &mut self.0;
         if last.is_some_and(|(asker, _)| asker != client) {
@@ -63,7 +63,7 @@ impl Askers {
     }
 }
 
-/// The bytes of a client.
+/// The bytes that a client holds.
 #[derive(Debug)]
 struct Account {
     client: ClientId,
@@ -74,7 +74,7 @@ struct Account {
 impl Drop for Account {
     fn drop(&mut self) {
         let mut shard = self.budget.shard(self.client).lock();
-        // Another account may have replaced this one meanwhile.
+        // Another account may have replaced this one in the meantime.
         if shard.get(&self.client).is_some_and(|account| account.strong_count() == 0) {
             shard.remove(&self.client);
         }
@@ -83,13 +83,13 @@ impl Drop for Account {
 
 impl Inner {
     fn shard(&self, client: ClientId) -> &Mutex<HashMap<ClientId, Weak<Account>, FxBuildHasher>> {
-        // Client ids are hashes.
+        // Client ids are hashes, so they spread evenly.
         &self.accounts[(client.0 % SHARDS as u64) as usize]
     }
 }
 
 impl ByteBudget {
-    /// A budget of `limit` bytes, of which a part is the reserve.
+    /// Creates a budget of `limit` bytes, of which a part is the reserve.
     #[must_use]
     pub fn new(limit: usize) -> Self {
         let reserve = limit / RESERVE;
@@ -103,13 +103,13 @@ impl ByteBudget {
         Self(Arc::new(Inner { shares, used, accounts, askers }))
     }
 
-    /// Bytes that are charged now.
+    /// Returns the number of bytes that are charged at present.
     #[must_use]
     pub fn used(&self) -> usize {
         self.0.used.load(Ordering::Relaxed)
     }
 
-    /// A charge of nothing yet, to `client`.
+    /// Creates an empty charge to `client`.
     #[must_use]
     pub fn open(&self, client: ClientId) -> Charge {
         let mut shard = self.0.shard(client).lock();
@@ -122,7 +122,7 @@ impl ByteBudget {
         Charge { account, bytes: AtomicUsize::new(0) }
     }
 
-    /// A charge of `bytes` to `client`.
+    /// Creates a charge of `bytes` bytes to `client`.
     ///
     /// # Errors
     /// As [`Charge::set`].
@@ -146,29 +146,29 @@ impl fmt::Debug for Charge {
 }
 
 impl Charge {
-    /// The client that is charged.
+    /// Returns the client that is charged.
     #[must_use]
     pub fn client(&self) -> ClientId {
         self.account.client
     }
 
-    /// Another, still empty charge to the same client.
+    /// Creates another, empty charge to the same client.
     #[must_use]
     pub fn beside(&self) -> Self {
         Self { account: Arc::clone(&self.account), bytes: AtomicUsize::new(0) }
     }
 
-    /// The bytes of the charge.
+    /// Returns the bytes of the charge.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Charges `bytes` in all.
+    /// Sets the charge to `bytes`.
     ///
     /// # Errors
-    /// The budget or the client's share of it is used up, or the charge would never fit. The charge
-    /// is unchanged then.
+    /// The budget or the client's share of it is used up, or the charge could never fit. Then the
+    /// charge stays unchanged.
     pub fn set(&self, bytes: usize) -> Result<(), Refusal> {
         let before = self.bytes();
         if bytes <= before {
@@ -181,7 +181,7 @@ impl Charge {
         Ok(())
     }
 
-    /// Charges `bytes` more than before.
+    /// Increases the charge by `bytes`.
     ///
     /// # Errors
     /// As [`Charge::set`].
@@ -189,7 +189,7 @@ impl Charge {
         self.set(self.bytes.load(Ordering::Relaxed).saturating_add(bytes))
     }
 
-    /// Charges `bytes` in all, if it is less so far.
+    /// Raises the charge to `bytes`, if it is lower.
     ///
     /// # Errors
     /// As [`Charge::set`].
@@ -197,7 +197,7 @@ impl Charge {
         if bytes > self.bytes() { self.set(bytes) } else { Ok(()) }
     }
 
-    /// Charges an answer with `bytes` unsent bytes, in steps.
+    /// Raises the charge for a response with `bytes` unsent bytes, in steps.
     ///
     /// # Errors
     /// As [`Charge::set`].
@@ -208,17 +208,17 @@ impl Charge {
         self.set(bytes.next_multiple_of(GROWTH)).or_else(|_| self.set(bytes))
     }
 
-    /// Charges no more than `bytes` from now on.
+    /// Lowers the charge to at most `bytes`.
     pub fn shrink(&self, bytes: usize) {
         let more = self.bytes().saturating_sub(bytes);
         self.give_back(more);
         self.bytes.fetch_sub(more, Ordering::Relaxed);
     }
 
-    /// Refuses a request that would not fit even if nothing else were in flight.
+    /// Rejects a size that would not fit even if no other request were in flight.
     ///
     /// # Errors
-    /// It never fits.
+    /// The size can never fit.
     pub fn check(&self, bytes: usize) -> Result<(), Refusal> {
         let limit = self.account.budget.shares.limit;
         if bytes > limit { Err(Refusal::TooLarge { bytes, limit }) } else { Ok(()) }
@@ -288,7 +288,7 @@ mod tests {
         assert_eq!(refused, Refusal::TooLarge { bytes: 701, limit: 700 });
     }
 
-    /// Charges of one MiB each, until one is refused.
+    /// Makes charges of one MiB each, until one is rejected.
     fn fill(budget: &ByteBudget, client: ClientId) -> Vec<Charge> {
         std::iter::from_fn(|| budget.charge(client, MIB).ok()).collect()
     }

@@ -1,8 +1,8 @@
-//! Identifies the client of a request, to whose share it counts.
+//! Identifies the client whose share a request uses.
 //!
-//! A client is an API key if keys are required, and an address otherwise. An IPv6 client can choose
-//! addresses from a whole /64, so a /64 is one client. Behind a trusted proxy, the address comes
-//! from the proxy's header.
+//! A client is identified by its API key if keys are required, and by its address otherwise. An
+//! IPv6 host can choose addresses from a whole /64, so a /64 is one client. If the peer is a
+//! trusted proxy, the address comes from the proxy's header.
 
 use std::convert::Infallible;
 use std::hash::{BuildHasher, RandomState};
@@ -18,10 +18,10 @@ use ipnet::IpNet;
 use crate::keys::Keys;
 
 const FORWARDED_FOR: &str = "x-forwarded-for";
-/// The bits of an IPv6 address that its owner cannot choose.
+/// The number of leading bits of an IPv6 address that its host cannot choose.
 const PREFIX_BITS: u32 = 64;
 
-/// A client, as a number that is meaningless outside this process and never 0.
+/// A client id: a number without meaning outside this process, and never 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ClientId(pub u64);
 
@@ -29,16 +29,16 @@ pub struct ClientId(pub u64);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct KeyId(pub Option<usize>);
 
-/// The other end of a connection, in the extensions of each of its requests.
+/// The peer of a connection, in the extensions of each of its requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Remote {
     /// The address of a client or a proxy.
     Ip(IpAddr),
-    /// A process of this machine, over a Unix socket.
+    /// A process of the local machine, over a Unix socket.
     Local,
 }
 
-/// Proxies that are trusted to name their clients.
+/// Proxies whose headers about their clients are trusted.
 #[derive(Debug, Clone, Default)]
 pub struct TrustedProxies {
     networks: Vec<IpNet>,
@@ -48,8 +48,8 @@ pub struct TrustedProxies {
 impl FromStr for TrustedProxies {
     type Err = String;
 
-    /// Networks (`10.0.0.0/8`), addresses, and `unix` for clients of a Unix socket, separated by
-    /// commas.
+    /// Parses a comma-separated list of networks (`10.0.0.0/8`), addresses, and `unix` for clients
+    /// of a Unix socket.
     fn from_str(list: &str) -> Result<Self, String> {
         let mut proxies = Self::default();
         for item in list.split(',').map(str::trim).filter(|item| !item.is_empty()) {
@@ -73,8 +73,8 @@ impl TrustedProxies {
         }
     }
 
-    /// The last address on a request's path that is not a trusted proxy. An unreadable entry ends
-    /// the path, since earlier addresses are not trusted.
+    /// Returns the last address on a request's path that is not a trusted proxy. The search stops
+    /// at an unreadable entry, since earlier addresses are not trusted.
     fn origin(&self, remote: Remote, headers: &HeaderMap) -> Remote {
         let mut origin = remote;
         let lines = headers.get_all(FORWARDED_FOR).iter().rev();
@@ -87,7 +87,7 @@ impl TrustedProxies {
     }
 }
 
-/// An address as proxies write them: plain, or with a port.
+/// Parses an address as proxies write it: plain, or with a port.
 fn address(text: &str) -> Option<IpAddr> {
     let text = text.trim();
     let plain = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
@@ -103,13 +103,15 @@ pub struct Clients {
 }
 
 impl Clients {
-    /// Creates the ids. A request from one of `proxies` may name its client's address in a header.
+    /// Creates the deriver of ids. A request from one of `proxies` may state its client's address
+    /// in a header.
     #[must_use]
     pub fn new(proxies: TrustedProxies) -> Self {
         Self { hasher: RandomState::new(), proxies }
     }
 
-    /// The client with this key, or at the start of the path that the headers give.
+    /// Returns the client with this key. Without a key, identifies the client by the address that
+    /// `remote` and the headers determine.
     #[must_use]
     pub fn id(&self, key: KeyId, remote: Remote, headers: &HeaderMap) -> ClientId {
         let hash = if let KeyId(Some(key)) = key {
@@ -127,7 +129,7 @@ impl Clients {
         ClientId(hash.max(1))
     }
 
-    /// The client of a request with this head, and the index of its key in `keys`.
+    /// Returns the client of a request with this head, and the index of its key in `keys`.
     fn identify(&self, keys: &Keys, parts: &Parts) -> (ClientId, KeyId) {
         let key = KeyId(keys.shown(&parts.headers));
         let remote = parts.extensions.get().copied().unwrap_or(Remote::Local);
@@ -135,13 +137,14 @@ impl Clients {
     }
 }
 
-/// A server state that identifies clients. Handlers get the client of their request through it.
+/// A server state that identifies clients. With it, handlers can extract the [`ClientId`] and the
+/// [`KeyId`] of a request.
 pub trait HasClients: Send + Sync + 'static {
-    /// The clients and the accepted keys.
+    /// Returns the client ids and the accepted keys.
     fn clients(&self) -> (&Clients, &Keys);
 }
 
-/// Identifies a request once. Later calls get the same answer.
+/// Identifies the client of a request once. Later calls return the same result.
 fn identified<S: HasClients>(parts: &mut Parts, state: &S) -> (ClientId, KeyId) {
     if let Some(known) = parts.extensions.get() {
         return *known;
@@ -213,10 +216,10 @@ mod tests {
         assert_eq!(of(Some(0), ip("198.51.100.1")), of(Some(0), ip("198.51.100.2")));
         assert_ne!(of(Some(0), ip("198.51.100.1")), of(Some(1), ip("198.51.100.1")));
         assert_ne!(of(None, ip("198.51.100.1")), of(None, ip("198.51.100.2")));
-        // All addresses of a /64 belong to one household.
+        // All addresses of a /64 are one client.
         assert_eq!(of(None, ip("2001:db8:0:1::1")), of(None, ip("2001:db8:0:1:ffff::2")));
         assert_ne!(of(None, ip("2001:db8:0:1::1")), of(None, ip("2001:db8:0:2::1")));
-        // The ids carry no meaning: another process has other ids.
+        // The ids have no meaning outside: another process has other ids.
         let others = Clients::new(TrustedProxies::default());
         let same = ip("198.51.100.1");
         assert_ne!(of(None, same), others.id(KeyId(None), same, &HeaderMap::new()));

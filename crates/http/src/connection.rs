@@ -1,4 +1,4 @@
-//! One connection: its requests, answered one at a time, and its end.
+//! One connection: serves its requests, one at a time, and closes it.
 
 use std::convert::Infallible;
 use std::future::poll_fn;
@@ -34,7 +34,7 @@ pub struct ConnectionSetup {
     /// The routes. Each request has the [`Remote`] in its extensions, and the [`Line`] if the
     /// connection is not encrypted.
     pub router: Router,
-    /// How long a head and a TLS handshake may take to arrive.
+    /// The time limit for a request's head, and for a TLS handshake.
     pub header_timeout: Duration,
     /// How long a client may leave pending output unread before its connection is closed.
     pub send_timeout: Duration,
@@ -44,7 +44,7 @@ pub struct ConnectionSetup {
     pub tls: Option<Tls>,
 }
 
-/// Answers the requests of a connection until it ends, its place is needed, or the client has
+/// Serves the requests of a connection until it closes, its seat is needed, or the client has
 /// disconnected during a request.
 pub(crate) async fn run(
     setup: ConnectionSetup,
@@ -59,7 +59,7 @@ pub(crate) async fn run(
         match setup.tls.clone() {
             None => answer(&setup, io, Some(&line), remote, &seat, watcher).await,
             Some(tls) => match timeout(setup.header_timeout, tls.accept(io)).await {
-                // The line is not encrypted, so here only the connection itself may write.
+                // An encrypted connection has no line: no other thread may write to it.
                 Ok(Ok(io)) => answer(&setup, io, None, remote, &seat, watcher).await,
                 Ok(Err(error)) => tracing::debug!(%error, "a TLS handshake failed"),
                 Err(_) => tracing::debug!("a TLS handshake took too long"),
@@ -67,8 +67,8 @@ pub(crate) async fn run(
         }
     };
     tokio::select! {
-        // A request that can be answered at once is answered before checking whether its client is
-        // still there.
+        // A request that can be answered at once is answered before checking whether its client has
+        // disconnected.
         biased;
         () = answering => {}
         () = left_alone(&line, &seat) => tracing::debug!("a client has left"),
@@ -114,13 +114,13 @@ async fn answer(
     }
 }
 
-/// Ready once the client has closed its end while a request is being answered. hyper notices that
-/// only if no bytes are unread, and a single extra byte would keep the request running.
+/// Completes once the client has closed its side while a request is being answered. hyper notices
+/// that only if no bytes are unread, and a single extra byte would keep the request running.
 async fn left_alone(line: &Line, seat: &Seat) {
     let mut closed = pin!(line.closed());
     let mut is_closed = false;
-    // Polled with the connection, so it also sees a request that begins after the client has closed
-    // its end.
+    // Polled with the connection, so this also covers a request that begins after the client has
+    // closed its side.
     poll_fn(move |context| {
         is_closed = is_closed || closed.as_mut().poll(context).is_ready();
         if is_closed && seat.is_busy() { Poll::Ready(()) } else { Poll::Pending }
@@ -128,7 +128,7 @@ async fn left_alone(line: &Line, seat: &Seat) {
     .await;
 }
 
-/// An answer's body that notifies when it is complete.
+/// A response body that notifies the seat when it is complete.
 struct Answer {
     body: Body,
     seat: Arc<Seat>,
@@ -160,7 +160,7 @@ impl Drop for Answer {
     }
 }
 
-/// A connection's I/O that notifies when everything is written.
+/// A connection's I/O that notifies the seat when everything is written.
 struct WatchedIo<I> {
     io: I,
     seat: Arc<Seat>,

@@ -18,17 +18,17 @@ use crate::connection::{self, ConnectionSetup};
 use crate::places::Places;
 use crate::socket::{Listener, Socket};
 
-/// The pause after a failed accept that the client did not cause.
+/// The pause after an accept failed for a reason that the client did not cause.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// A file that is opened only to reserve a descriptor.
+/// The file that is opened only to reserve a descriptor.
 const NOTHING: &str = "/dev/null";
 
-/// All open connections of a listener. Dropping it closes them.
+/// All open connections of a listener. Dropping this closes them.
 pub struct Connections {
     /// The name of the listener's connections in logs.
     name: &'static str,
-    /// The places and the setup of each kind of connection. A new connection gets the first free
-    /// place.
+    /// The limit and the setup of each kind of connection. A new connection gets the first kind
+    /// that has room.
     kinds: Vec<(Arc<Places>, ConnectionSetup)>,
     spare: Option<Spare>,
     graceful: GracefulShutdown,
@@ -36,11 +36,12 @@ pub struct Connections {
 }
 
 /// A file that is closed for a moment when there are no descriptors left, so that a waiting
-/// connection can be refused.
+/// connection can be accepted and closed.
 struct Spare(Option<File>);
 
 impl Connections {
-    /// No connections, with this many places of each kind. Logs call a connection `name`.
+    /// Creates a set without connections, with the limit and the setup of each kind of connection.
+    /// Logs call a connection `name`.
     pub fn new(
         name: &'static str,
         kinds: impl IntoIterator<Item = (usize, ConnectionSetup)>,
@@ -55,8 +56,8 @@ impl Connections {
         }
     }
 
-    /// Enables refusing connections when there are no descriptors left. Without this, they wait
-    /// until there is one.
+    /// Enables closing new connections when there are no descriptors left. Otherwise new
+    /// connections wait for a descriptor.
     ///
     /// # Errors
     /// The spare descriptor cannot be opened.
@@ -64,7 +65,7 @@ impl Connections {
         Ok(Self { spare: Some(Spare(Some(File::open(NOTHING)?))), ..self })
     }
 
-    /// Accepts and answers connections until `end` is ready.
+    /// Accepts and serves connections until `end` completes.
     pub async fn accept_until<T>(&mut self, listener: &Listener, end: impl Future<Output = T>) {
         let mut end = pin!(end);
         loop {
@@ -94,19 +95,19 @@ impl Connections {
         self.tasks.spawn(connection);
     }
 
-    /// Continues after the system returned an error instead of a connection.
+    /// Continues after the system returned an error for an accept.
     async fn recover(&mut self, listener: &Listener, error: &io::Error) {
         let code = error.raw_os_error().map(Errno::from_raw_os_error);
         if let Some(Spare(spare)) = &mut self.spare
             && matches!(code, Some(Errno::MFILE | Errno::NFILE))
         {
-            // The listener stays readable while a connection waits, so without this the loop would
-            // spin.
+            // The listener stays readable while a connection waits, so the loop would spin if no
+            // connection were closed.
             if let Some((places, _)) = self.kinds.first() {
                 places.shed();
             }
             if spare.take().is_some() {
-                // Dropped at once.
+                // The accepted connection is dropped at once.
                 let _ = poll_fn(|context| Poll::Ready(listener.poll_accept(context))).await;
                 tracing::debug!("no descriptor left: a connection was turned away");
             }
@@ -119,10 +120,11 @@ impl Connections {
         sleep(ACCEPT_PAUSE).await;
     }
 
-    /// Waits for all connections to end, and closes the rest when `patience` is ready.
+    /// Waits for all connections to close, and closes the remaining ones when `patience` completes.
     pub async fn close(self, patience: impl Future<Output = ()>) {
         let Self { graceful, mut tasks, kinds, .. } = self;
-        // hyper waits for the rest of a head that has begun, but handshakes have no such timeout.
+        // hyper's shutdown waits for the rest of a head that has begun, but has no time limit for
+        // handshakes.
         kinds.iter().for_each(|(places, _)| places.shed_all());
         tokio::select! {
             () = graceful.shutdown() => {}

@@ -1,12 +1,12 @@
-//! Watches over all threads, and over tasks that live as long as the server.
+//! Detects panics in all threads, and in tasks that run as long as the server.
 //!
 //! A panic ends one thread, but the others continue as if nothing had happened. So threads are
-//! started through a [`Guard`]. After a panic /health reports it, and new requests are refused. The
-//! caller of [`Guard::failed`] shuts the process down in order: requests that can finish do so, the
-//! others get an error, and a supervisor restarts the process.
+//! started through a [`Guard`]. After a panic /health reports it, and new requests are rejected.
+//! The caller of [`Guard::failed`] shuts the process down cleanly: requests that can finish do so,
+//! the other requests get an error, and a supervisor restarts the process.
 //!
-//! Work for one request at a time (tokenising, parsing, answering) catches its panics and fails
-//! that request alone. So no client can bring the server down with an unexpected input.
+//! Work for a single request (tokenising, parsing, handling) catches its panics and fails only that
+//! request. So no client can bring the server down with an unexpected input.
 
 use std::any::Any;
 use std::io;
@@ -18,7 +18,7 @@ use std::thread::{Builder, JoinHandle};
 
 use tokio::sync::watch;
 
-/// A guard; see the module. A clone is the same guard.
+/// Records the first panic; see the module. Clones share the record.
 #[derive(Debug, Clone)]
 pub struct Guard(Arc<watch::Sender<Option<String>>>);
 
@@ -33,7 +33,7 @@ impl Guard {
     /// reported. So a thread that notices the drop finds the server failed already.
     ///
     /// # Errors
-    /// The system has no room for a thread.
+    /// The system can't create a thread.
     pub fn spawn(
         &self,
         name: impl Into<String>,
@@ -42,10 +42,10 @@ impl Guard {
         self.start(Builder::new().name(name.into()), work)
     }
 
-    /// Starts a thread like [`Guard::spawn`], with a given name and stack.
+    /// Starts a thread like [`Guard::spawn`], from a builder with its name and stack size.
     ///
     /// # Errors
-    /// The system has no room for a thread.
+    /// The system can't create a thread.
     pub fn start(
         &self,
         thread: Builder,
@@ -60,7 +60,7 @@ impl Guard {
         })
     }
 
-    /// Watches over a task; `None`: it has panicked.
+    /// Runs a task and reports its panic. Returns `None` if it has panicked.
     pub async fn task<T>(self, name: &str, work: impl Future<Output = T>) -> Option<T> {
         match contained(work).await {
             Ok(result) => Some(result),
@@ -71,13 +71,13 @@ impl Guard {
         }
     }
 
-    /// Why the server cannot continue; `None`: it can.
+    /// Returns the reason why the server cannot continue; `None`: it can.
     #[must_use]
     pub fn cause(&self) -> Option<String> {
         self.0.borrow().clone()
     }
 
-    /// Waits until the server cannot go on.
+    /// Waits until the server cannot continue.
     pub async fn failed(&self) {
         // The sender lives in self, so waiting cannot fail.
         let _ = self.0.subscribe().wait_for(Option::is_some).await;
@@ -86,7 +86,7 @@ impl Guard {
     fn report(&self, who: &str, panic: &(dyn Any + Send)) {
         let cause = format!("{who} panicked: {}", panic_message(panic));
         tracing::error!("{cause}");
-        // The first failure is the cause of the others.
+        // Later failures are consequences of the first one.
         self.0.send_if_modified(|first| {
             let is_first = first.is_none();
             first.get_or_insert(cause);
@@ -95,10 +95,10 @@ impl Guard {
     }
 }
 
-/// Runs `work` until it ends or panics.
+/// Runs `work` until it completes or panics.
 ///
 /// # Errors
-/// The panic.
+/// The payload of the panic.
 pub async fn contained<T>(work: impl Future<Output = T>) -> Result<T, Box<dyn Any + Send>> {
     let mut work = pin!(work);
     std::future::poll_fn(|context| {
@@ -110,7 +110,7 @@ pub async fn contained<T>(work: impl Future<Output = T>) -> Result<T, Box<dyn An
     .await
 }
 
-/// The message of a panic.
+/// Returns the message of a panic.
 #[must_use]
 pub fn panic_message(panic: &(dyn Any + Send)) -> &str {
     let text = panic.downcast_ref::<String>().map(String::as_str);

@@ -1,4 +1,4 @@
-//! API keys: the accepted ones, and how a request sends one.
+//! API keys: the accepted keys, and the key that a request sends.
 
 use std::fmt;
 
@@ -6,28 +6,29 @@ use axum::http::HeaderMap;
 use axum::http::header::AUTHORIZATION;
 use subtle::ConstantTimeEq;
 
-/// The headers in which some clients send their key instead of `Authorization`: Anthropic's and
+/// The headers in which some clients send their key in place of `Authorization`: Anthropic's and
 /// Azure's.
 const KEY_HEADERS: [&str; 2] = ["x-api-key", "api-key"];
 
-/// The accepted keys, each with an index. They are never shown: the debug output only has their
+/// The accepted keys, each with an index. They are never printed: the debug output has only their
 /// number.
 #[derive(Clone, Default)]
 pub struct Keys(Vec<Box<str>>);
 
 impl Keys {
-    /// These keys. Empty ones are left out, since they would admit every client.
+    /// Creates the list of accepted keys. Empty keys are left out, since they would admit every
+    /// client.
     pub fn new<K: Into<String>>(keys: impl IntoIterator<Item = K>) -> Self {
         let keys = keys.into_iter().map(|key| key.into().into_boxed_str());
         Self(keys.filter(|key| !key.is_empty()).collect())
     }
 
-    /// The number of keys.
+    /// Returns the number of keys.
     pub fn len(&self) -> usize {
         self.0.len()
     }
 
-    /// The key at a place.
+    /// Returns the key with the index `at`.
     #[must_use]
     pub fn text(&self, at: usize) -> Option<&str> {
         self.0.get(at).map(|key| &**key)
@@ -38,8 +39,8 @@ impl Keys {
         self.0.is_empty()
     }
 
-    /// The index of the key in these headers. The time does not depend on where a wrong key
-    /// differs, or which key is right.
+    /// Returns the index of the accepted key in these headers. The comparison takes constant time:
+    /// it does not depend on where a wrong key differs, or which key matches.
     #[must_use]
     pub fn shown(&self, headers: &HeaderMap) -> Option<usize> {
         let given = given(headers)?;
@@ -59,7 +60,7 @@ impl fmt::Debug for Keys {
     }
 }
 
-/// The key in a request's head, accepted or not.
+/// Returns the key in a request's head, accepted or not.
 fn given(headers: &HeaderMap) -> Option<&str> {
     let bearer = || {
         let (scheme, token) = headers.get(AUTHORIZATION)?.to_str().ok()?.split_once(' ')?;

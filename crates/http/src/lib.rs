@@ -1,11 +1,11 @@
-//! The HTTP layer of a server: its connections, and what is checked about a client before its
-//! request is read. It does not depend on models or APIs.
+//! The HTTP layer of a server: its connections, and the checks on clients before their requests are
+//! read. It does not depend on models or APIs.
 //!
-//! [`Connections`] accepts connections within a listener's limit, and answers requests with the
-//! routes of a [`ConnectionSetup`]. A connection is encrypted by [`Tls`], and closed if its client
-//! accepts no bytes for too long. A [`Line`] lets another thread write the chunks of an answer past
-//! hyper. [`Keys`] and [`Clients`] identify the client, and a [`ByteBudget`] limits its memory. A
-//! [`Guard`] watches over threads.
+//! [`Connections`] accepts connections within a listener's limit, and serves requests with the
+//! routes of a [`ConnectionSetup`]. [`Tls`] encrypts a connection. A connection is closed if its
+//! client reads nothing for too long. A [`Line`] lets another thread write the chunks of a response
+//! without hyper. [`Keys`] and [`Clients`] identify the client, and a [`ByteBudget`] limits its
+//! memory. A [`Guard`] detects panics of threads.
 //!
 //! ```
 //! use forebay_http::{ByteBudget, ClientId, Refusal};

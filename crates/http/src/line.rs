@@ -1,12 +1,12 @@
-//! A connection's socket, to which the egress thread may write too.
+//! A connection's socket to which both hyper and the egress thread write.
 //!
-//! hyper owns the connection. It reads requests, writes heads and ends, and notices when the client
-//! disconnects. Between the head and the end of a streamed answer it has nothing to decide. So the
-//! egress thread writes those chunks itself: no task is woken, and nothing is copied between
-//! threads. The two never write at the same time. A response without anything to send *asks* for
-//! the line. The line *opens* once hyper has written all its bytes. It is *shut* before hyper gets
-//! more to write, or when the socket is full. Bytes that the socket did not accept are kept here,
-//! ahead of what hyper writes next.
+//! hyper owns the connection. It reads requests, writes the heads and ends of responses, and
+//! notices when the client disconnects. Between the head and the end of a streamed response it has
+//! nothing to decide. So the egress thread writes those chunks itself: no task is woken, and
+//! nothing is copied between threads. The two never write at the same time. A response that waits
+//! for output *asks* for the line. The line *opens* once hyper has written all its bytes. It is
+//! *shut* before hyper gets more to write, or when the socket is full. The line keeps the bytes
+//! that the socket did not accept. They are written before hyper's next bytes.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -25,7 +25,7 @@ const SHUT: u8 = 0;
 const ASKED: u8 = 1;
 const OPEN: u8 = 2;
 
-/// A socket that another thread can write to past hyper, behind a gate.
+/// A socket to which another thread can write directly while its gate is open.
 #[derive(Debug)]
 pub struct Line {
     socket: Socket,
@@ -34,24 +34,25 @@ pub struct Line {
     rest: Mutex<Vec<u8>>,
 }
 
-/// The fate of a chunk.
+/// The outcome of writing a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WriteOutcome {
-    /// The socket has taken the chunk.
+    /// The socket has accepted the whole chunk.
     Whole,
-    /// The line is shut and holds bytes, so the connection's task must be woken to write them.
+    /// The line is shut and has unwritten bytes, so the connection's task must be woken to write
+    /// them.
     Waiting,
 }
 
 impl Line {
-    /// The line of a new connection, which is shut.
+    /// Creates the line of a new connection, which is shut.
     #[must_use]
     pub fn new(socket: Socket) -> Arc<Self> {
         Arc::new(Self { socket, gate: AtomicU8::new(SHUT), rest: Mutex::default() })
     }
 
     /// Waits until the client has closed its side, even if earlier bytes are unread. hyper notices
-    /// this only when nothing is left to read.
+    /// a closed side only when nothing is left to read.
     pub(crate) async fn closed(&self) {
         // A socket that cannot be watched is broken.
         let _ = self.socket.closed().await;
@@ -62,7 +63,7 @@ impl Line {
         let _ = self.gate.compare_exchange(SHUT, ASKED, Ordering::AcqRel, Ordering::Acquire);
     }
 
-    /// Shuts the line: from here on, hyper writes.
+    /// Shuts the line: from now on, hyper writes.
     pub fn shut(&self) {
         self.gate.store(SHUT, Ordering::Release);
     }
@@ -73,14 +74,13 @@ impl Line {
         self.gate.load(Ordering::Acquire) == OPEN
     }
 
-    /// Writes without blocking. The line must be open, and no other thread may ask or shut
-    /// meanwhile.
+    /// Writes without blocking. The line must be open, and no other thread may call [`Line::ask`]
+    /// or [`Line::shut`] at the same time.
     pub fn write(&self, chunk: &[u8]) -> WriteOutcome {
         let taken = match self.socket.try_write(chunk) {
             Ok(taken) if taken == chunk.len() => return WriteOutcome::Whole,
             Ok(taken) => taken,
-            // hyper finds out that the connection is broken, when it gets the same error for the
-            // rest.
+            // hyper gets the same error when it writes the rest, and then closes the connection.
             Err(_) => 0,
         };
         self.rest.lock().extend_from_slice(&chunk[taken..]);
@@ -118,7 +118,7 @@ impl Line {
     }
 }
 
-/// hyper's end of a line.
+/// The I/O through which hyper uses a line.
 #[derive(Debug)]
 pub struct LineIo(pub Arc<Line>);
 
@@ -160,7 +160,7 @@ impl AsyncWrite for LineIo {
         true
     }
 
-    /// hyper flushes its io only when it holds nothing more.
+    /// hyper flushes its I/O only when it has no more bytes to write.
     fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         ready!(self.0.poll_rest(context))?;
         let gate = &self.0.gate;
@@ -197,12 +197,12 @@ mod tests {
 
     use super::*;
 
-    /// A line and its client.
+    /// Returns a line and its client.
     async fn pair() -> (Arc<Line>, TcpStream) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let client = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let socket = listener.accept().await.unwrap().0;
-        // The runtime has to register first that the socket is writable.
+        // The runtime has to register the socket as writable first.
         socket.writable().await.unwrap();
         (Line::new(Socket::Tcp(socket)), client)
     }
@@ -267,7 +267,7 @@ mod tests {
         drop(client);
         io.0.closed().await;
         line.ask();
-        // Either of them may notice the reset first.
+        // Either the flush or the write may notice the reset first.
         let flushed = io.flush().await;
         if flushed.is_ok() && line.is_open() {
             assert_eq!(line.write(b"chunk"), WriteOutcome::Waiting);

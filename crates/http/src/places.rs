@@ -1,8 +1,8 @@
-//! Places for connections: how many there are, and which connection is closed for a new one.
+//! Limits the number of connections: which connection is closed to make room for a new one.
 //!
-//! A connection is idle while none of its requests is being answered. It may have sent nothing or
-//! part of a head, or wait for the next request. Closing it loses nothing. So at the limit the
-//! longest idle connection is closed.
+//! A connection is idle while none of its requests is being served. It may have sent nothing or a
+//! part of a head, or wait for the next request. Closing it loses nothing. So at the limit, the
+//! connection that was idle longest is closed.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,12 +12,12 @@ use parking_lot::Mutex;
 use tokio::sync::Notify;
 
 const IDLE: u8 = 0;
-/// A request is being answered.
+/// A request is being served.
 const BUSY: u8 = 1;
-/// The answer is complete, but not all of it was passed to the system.
+/// The response is complete, but not all of it was passed to the system.
 const WRITING: u8 = 2;
 
-/// The places of one listener.
+/// The seats of one kind of a listener's connections.
 #[derive(Debug)]
 pub(crate) struct Places {
     limit: usize,
@@ -27,7 +27,7 @@ pub(crate) struct Places {
 #[derive(Debug, Default)]
 struct Inner {
     taken: usize,
-    /// The idle connections, the longest idle first.
+    /// The idle connections in the order in which they became idle, the longest idle first.
     idle: BTreeMap<u64, Arc<Place>>,
     next: u64,
 }
@@ -50,12 +50,12 @@ impl Inner {
 #[derive(Debug)]
 pub(crate) struct Place {
     state: AtomicU8,
-    /// The place's key among the idle ones.
+    /// The connection's key in the map of idle connections.
     since: AtomicU64,
     go: Notify,
 }
 
-/// A connection's right to a place, until it is dropped.
+/// One unit of the connection limit, held by a connection. It is freed when the seat is dropped.
 #[derive(Debug)]
 pub(crate) struct Seat {
     places: Arc<Places>,
@@ -67,14 +67,14 @@ impl Places {
         Arc::new(Self { limit: limit.max(1), inner: Mutex::default() })
     }
 
-    /// A permit for a new connection. At the limit, the longest idle connection is closed for it.
-    /// `None`: all are busy.
+    /// Returns a seat for a new connection. At the limit, the connection that was idle longest is
+    /// closed for it. `None`: all connections are busy.
     pub(crate) fn take(self: &Arc<Self>) -> Option<Seat> {
         let mut inner = self.inner.lock();
         if inner.taken >= self.limit && !inner.shed() {
             return None;
         }
-        // A connection that is being closed will return its permit soon.
+        // A connection that is being closed will free its seat soon.
         inner.taken += 1;
         let state = AtomicU8::new(IDLE);
         let place = Arc::new(Place { state, since: AtomicU64::new(0), go: Notify::new() });
@@ -82,12 +82,12 @@ impl Places {
         Some(Seat { places: Arc::clone(self), place })
     }
 
-    /// Tells the longest idle connection to close.
+    /// Signals the connection that was idle longest to close. Returns false if none is idle.
     pub(crate) fn shed(&self) -> bool {
         self.inner.lock().shed()
     }
 
-    /// Tells all idle connections to go.
+    /// Signals all idle connections to close.
     pub(crate) fn shed_all(&self) {
         let mut inner = self.inner.lock();
         while inner.shed() {}
@@ -95,7 +95,7 @@ impl Places {
 }
 
 impl Seat {
-    /// Waits until another connection needs the place. If a request has come meanwhile the
+    /// Waits until another connection needs the seat. If a request has arrived in the meantime, the
     /// connection stays, and the limit is exceeded for a moment.
     pub(crate) async fn told_to_go(&self) {
         loop {
@@ -106,18 +106,18 @@ impl Seat {
         }
     }
 
-    /// A request's head is complete.
+    /// Records that a request's head is complete.
     pub(crate) fn begin(&self) {
         self.place.state.store(BUSY, Ordering::Release);
         self.places.inner.lock().idle.remove(&self.place.since.load(Ordering::Relaxed));
     }
 
-    /// True if a request is being answered.
+    /// True if a request is being served.
     pub(crate) fn is_busy(&self) -> bool {
         self.place.state.load(Ordering::Acquire) == BUSY
     }
 
-    /// Records that the answer is complete, but not written to its end.
+    /// Records that the response is complete, but not fully written.
     pub(crate) fn end(&self) {
         self.place.state.store(WRITING, Ordering::Release);
     }
@@ -160,7 +160,7 @@ mod tests {
         // The first connection is busy, so the second has been idle longest.
         let fourth = places.take().unwrap();
         assert!(!goes(&seats[0]) && goes(&seats[1]) && !goes(&seats[2]));
-        // An answer that is not fully written is not cut off.
+        // A connection is not closed while its response is not fully written.
         seats[0].end();
         let fifth = places.take().unwrap();
         assert!(!goes(&seats[0]) && goes(&seats[2]) && !goes(&fourth));

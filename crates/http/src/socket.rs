@@ -1,4 +1,4 @@
-//! Stream sockets of either family, and their addresses.
+//! TCP and Unix stream sockets, and their listeners.
 
 use std::future::poll_fn;
 use std::io::{self, IoSlice};
@@ -15,13 +15,13 @@ use crate::client::Remote;
 /// A connection's socket.
 #[derive(Debug)]
 pub enum Socket {
-    /// A connection to an address.
+    /// A TCP connection.
     Tcp(TcpStream),
-    /// A connection to a path of the file system.
+    /// A connection over a Unix socket.
     Unix(UnixStream),
 }
 
-/// Does the same with either kind.
+/// Evaluates the same expression for either kind of socket.
 macro_rules! either {
     ($socket:expr, $inner:ident => $what:expr) => {
         match $socket {
@@ -52,9 +52,9 @@ impl Socket {
         either!(self, socket => socket.try_write_vectored(buffers))
     }
 
-    /// Waits until the other end has closed its side, even if earlier bytes are unread. It makes no
-    /// system calls: it waits for EPOLLRDHUP, which shares a waiter only with urgent data, which
-    /// nothing here requests.
+    /// Waits until the peer has closed its side, even if earlier bytes are unread. It makes no
+    /// system calls: it waits for EPOLLRDHUP. tokio reports that together with urgent data, which
+    /// nothing here uses.
     pub(crate) async fn closed(&self) -> io::Result<()> {
         either!(self, socket => socket.ready(Interest::PRIORITY).await.map(drop))
     }
@@ -66,17 +66,17 @@ impl AsFd for Socket {
     }
 }
 
-/// The source of connections.
+/// A listener for connections.
 #[derive(Debug)]
 pub enum Listener {
-    /// An address and port.
+    /// A TCP listener.
     Tcp(TcpListener),
-    /// A path of the file system.
+    /// A listener on a Unix socket.
     Unix(UnixListener),
 }
 
 impl Listener {
-    /// The next connection. Dropping the future loses none.
+    /// Waits for the next connection. Dropping the future loses no connection.
     pub(crate) async fn accept(&self) -> io::Result<(Socket, Remote)> {
         poll_fn(|context| self.poll_accept(context)).await
     }
@@ -88,7 +88,8 @@ impl Listener {
         Poll::Ready(match self {
             Self::Tcp(listener) => {
                 ready!(listener.poll_accept(context)).map(|(socket, address)| {
-                    // Events are small and urgent. If this fails, only latency suffers.
+                    // Events are small and urgent, so Nagle's algorithm is disabled. If this fails,
+                    // only latency suffers.
                     let _ = socket.set_nodelay(true);
                     (Socket::Tcp(socket), Remote::Ip(IpAddr::to_canonical(&address.ip())))
                 })

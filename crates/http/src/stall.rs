@@ -1,9 +1,9 @@
-//! A time limit for clients that accept no bytes.
+//! A time limit for clients that stop reading.
 //!
 //! A client that stops reading would hold a descriptor, a task and its unsent text for an unlimited
 //! time. So a blocked write has a time limit, which every sent byte renews: slow readers are
-//! served, stopped ones are not. The error ends the connection, and so the response, which aborts
-//! its request.
+//! served, stopped ones are not. At the limit, the write fails. The error closes the connection and
+//! drops its response, which aborts the request.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -13,10 +13,10 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::{Sleep, sleep};
 
-/// The socket of a connection, or TLS over it.
+/// The socket of a connection, or a wrapper of it.
 pub(crate) trait Transport: AsyncRead + AsyncWrite + Unpin {
-    /// The number of buffered bytes that are sent first, whose progress a blocked write does not
-    /// show.
+    /// Returns the number of buffered bytes that are sent before a new write. A blocked write may
+    /// send some of them, which only this number shows.
     fn backlog(&self) -> usize;
     /// Makes the system drop unsent bytes when the connection is closed.
     fn give_up(&self);
@@ -26,7 +26,7 @@ pub(crate) trait Transport: AsyncRead + AsyncWrite + Unpin {
 pub(crate) struct StallLimit<T> {
     io: T,
     limit: Duration,
-    /// Set while a write waits.
+    /// The time limit of the blocked write; `None`: no write is blocked.
     alarm: Option<Pin<Box<Sleep>>>,
 }
 

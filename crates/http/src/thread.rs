@@ -1,4 +1,4 @@
-//! A listener with a thread of its own, so that its answers wait for no other thread.
+//! A listener with a separate thread, so that its responses wait for no other thread.
 
 use std::io;
 use std::net::TcpListener;
@@ -11,7 +11,7 @@ use crate::connections::Connections;
 use crate::guard::Guard;
 use crate::socket::Listener;
 
-/// A thread that answers the connections of one listener. Dropping it ends the thread.
+/// A thread that serves the connections of one listener. Dropping this stops the thread.
 #[derive(Debug)]
 pub struct ListenerThread {
     stop: Option<oneshot::Sender<()>>,
@@ -19,10 +19,10 @@ pub struct ListenerThread {
 }
 
 impl ListenerThread {
-    /// Starts the thread `name`, under `guard`.
+    /// Starts the thread `name`, watched by `guard`.
     ///
     /// # Errors
-    /// The system has no room for a thread, or the listener can't be polled.
+    /// The system can't create a thread, or the listener can't be polled.
     pub fn start(
         name: &str,
         listener: TcpListener,
@@ -35,7 +35,7 @@ impl ListenerThread {
             let _entered = runtime.enter();
             Listener::from(tokio::net::TcpListener::from_std(listener)?)
         };
-        // Nothing is ever sent: dropping the other end is the signal.
+        // Nothing is ever sent: dropping the sender is the signal.
         let (stop, stopped) = oneshot::channel();
         let mut work = Some(async move { connections.accept_until(&listener, stopped).await });
         let run = move || {
@@ -52,7 +52,7 @@ impl Drop for ListenerThread {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // A panic was reported by its guard.
+            // A panic was reported by the guard.
             let _ = thread.join();
         }
     }

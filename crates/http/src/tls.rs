@@ -14,10 +14,10 @@ use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::server::TlsStream;
 
-/// The name of the only supported protocol.
+/// The ALPN name of the only supported protocol.
 const HTTP_1_1: &[u8] = b"http/1.1";
 
-/// A certificate and its key, ready for connections.
+/// A certificate and its key, loaded and checked.
 #[derive(Clone)]
 pub struct Tls(TlsAcceptor);
 
@@ -28,11 +28,11 @@ impl fmt::Debug for Tls {
 }
 
 impl Tls {
-    /// Reads a certificate, with those of its chain after it, and its key, both as PEM.
+    /// Reads a certificate, followed by its chain, and its key, both as PEM.
     ///
     /// # Errors
-    /// A file cannot be read, has no certificate or key, is encrypted, or the two do not match. The
-    /// message is one line and names the file.
+    /// A file cannot be read, has no certificate or key, or the key is encrypted or does not match.
+    /// The message is one line and names the file.
     pub fn from_files(certificate: &Path, key: &Path) -> Result<Self, String> {
         let pem = read(certificate)?;
         let chain: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&pem).collect();
@@ -41,7 +41,7 @@ impl Tls {
             return Err(wrong(certificate, "it has no certificate in PEM"));
         }
         let pem = read(key)?;
-        // Both forms of an encrypted key: PKCS #8, and OpenSSL's old one.
+        // An encrypted key is either in PKCS #8 or in OpenSSL's old format.
         let text = String::from_utf8_lossy(&pem);
         if text.contains("ENCRYPTED PRIVATE KEY") || text.contains("Proc-Type: 4,ENCRYPTED") {
             let how = "the key is encrypted; `openssl pkey` writes it without its password";

@@ -1,9 +1,9 @@
-//! Handles the rest of a request's body that was not read before the answer, such as after a
-//! refusal.
+//! Handles the part of a request's body that was not read before the response, such as after an
+//! error.
 //!
-//! hyper closes such a connection after the answer without announcing it. A client that sends its
-//! next request there loses it. So the rest of a short body is read first. With a longer one the
-//! answer has `Connection: close` (RFC 9112, 9.6).
+//! hyper closes such a connection after the response without announcing it. A client that sends its
+//! next request on that connection would lose the request. So the rest of a short body is read
+//! first. If the body is longer, the response has `Connection: close` (RFC 9112, 9.6).
 
 use std::future::poll_fn;
 use std::pin::Pin;
@@ -18,13 +18,13 @@ use hyper::body::{Frame, Incoming, SizeHint};
 use parking_lot::Mutex;
 use tokio::time::timeout;
 
-/// The longest body that an answer waits for, in bytes.
+/// The maximum size in bytes of a body that is read before the response is sent.
 const MOST_READ: u64 = 64 << 10;
-/// How long a longer body is read and dropped, so that a client that is still sending can read the
-/// answer.
+/// How long a longer body is read and discarded, so that a client that is still sending can read
+/// the response.
 const LINGER: Duration = Duration::from_secs(5);
 
-/// The body of a request. When it is dropped, the unread rest goes to the connection.
+/// The body of a request. Dropping it hands an unread rest back to the connection.
 #[derive(Debug)]
 pub struct RequestBody<B: HttpBody = Incoming> {
     body: Option<B>,
@@ -69,8 +69,8 @@ impl<B: HttpBody + Unpin> HttpBody for RequestBody<B> {
     }
 }
 
-/// Answers a request with `respond`. If `respond` did not read a short body, waits up to `patience`
-/// for it.
+/// Serves a request with `respond`. If `respond` did not read a short body, reads it for up to
+/// `patience`.
 pub async fn answer<B, A, F>(
     respond: impl FnOnce(Request<RequestBody<B>>) -> F,
     request: Request<B>,
@@ -81,7 +81,7 @@ where
     F: Future<Output = Response<A>>,
 {
     let left = Left::default();
-    // A client that waits for permission to send its body has not sent any of it.
+    // A client that waits for `100 Continue` has not sent any of its body.
     let asks = request.headers().contains_key(EXPECT);
     let request = request.map(|body| RequestBody {
         body: Some(body).filter(|body| !body.is_end_stream()),
@@ -96,14 +96,14 @@ where
         return response;
     }
     response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-    // A client that was too slow has used up its time.
+    // A client that was too slow gets no more time.
     if !asks && response.status() != StatusCode::REQUEST_TIMEOUT {
         tokio::spawn(async move { timeout(LINGER, is_read(&mut body)).await });
     }
     response
 }
 
-/// Reads a body to its end; false: it is broken.
+/// Reads a body to its end. Returns false if it is broken.
 async fn is_read(body: &mut (impl HttpBody + Unpin)) -> bool {
     while !body.is_end_stream() {
         match poll_fn(|context| Pin::new(&mut *body).poll_frame(context)).await {
@@ -123,14 +123,14 @@ mod tests {
 
     use super::*;
 
-    /// The value of `Connection` in the answer of a service that reads no bodies.
+    /// Returns the header `Connection` in the response of a service that reads no bodies.
     async fn refused(request: Request<Body>) -> Option<HeaderValue> {
         let refuse = async |_| Response::new(());
         let response = answer(refuse, request, Duration::from_secs(5)).await;
         response.headers().get(CONNECTION).cloned()
     }
 
-    /// A body of ten bytes that never come.
+    /// A body of ten bytes that never arrive.
     struct Endless;
 
     impl HttpBody for Endless {
