@@ -1,7 +1,8 @@
-//! The hub's cache in the layout of `huggingface_hub`, so that both find each other's downloads.
+//! The hub's cache, in the layout of `huggingface_hub`, so that both programs can use each other's
+//! downloads.
 //!
-//! `models--org--name/` has `blobs/`, one file for each content, named by its ETag;
-//! `snapshots/COMMIT/`, with links to them under the files' own paths; `refs/`, with the commit of
+//! `models--org--name/` contains `blobs/`, with one file per content, named by its ETag;
+//! `snapshots/COMMIT/`, with links to blobs under the files' paths; and `refs/`, with the commit of
 //! each branch.
 
 use std::fs::{self, File, TryLockError};
@@ -19,7 +20,7 @@ pub(crate) struct RepositoryFolder {
 }
 
 impl RepositoryFolder {
-    /// `repository` is `org/name`.
+    /// `repository` has the form `org/name`.
     pub(crate) fn new(hub_cache: &Path, repository: &str) -> Self {
         let name = format!("models--{}", repository.replace('/', "--"));
         Self { path: hub_cache.join(&name), locks: hub_cache.join(".locks").join(name) }
@@ -34,7 +35,8 @@ impl RepositoryFolder {
         self.path.join("snapshots").join(commit)
     }
 
-    /// The commit that `revision` named when the hub was last asked, if any of its files is here.
+    /// Returns the commit that `revision` referred to at the last request to the hub; `None`: no
+    /// file of this commit is cached.
     pub(crate) fn commit_of(&self, revision: &str) -> Option<String> {
         if !is_inside(revision) {
             return None;
@@ -45,7 +47,7 @@ impl RepositoryFolder {
         candidates.into_iter().find(|commit| is_name(commit) && self.snapshot(commit).is_dir())
     }
 
-    /// Notes that `revision` is `commit`.
+    /// Records that `revision` refers to `commit`.
     pub(crate) fn keep_commit(&self, revision: &str, commit: &str) -> Result<(), HubError> {
         let path = self.path.join("refs").join(revision);
         if revision == commit || fs::read_to_string(&path).is_ok_and(|kept| kept == commit) {
@@ -55,7 +57,7 @@ impl RepositoryFolder {
             .map_err(|error| HubError::disk(&path, "written", &error))
     }
 
-    /// The files of branches that point to `commit`.
+    /// Returns the files in `refs/` of branches that refer to `commit`.
     pub(crate) fn refs_to(&self, commit: &str) -> Vec<PathBuf> {
         let mut folders = vec![self.path.join("refs")];
         let mut found = Vec::new();
@@ -72,12 +74,13 @@ impl RepositoryFolder {
         found
     }
 
-    /// The folder of the locks of its downloads.
+    /// The folder with the lock files of downloads.
     pub(crate) fn locks(&self) -> &Path {
         &self.locks
     }
 
-    /// Links `name` of `commit` to a blob. If links are impossible, the file moves there.
+    /// Links `name` in the snapshot of `commit` to a blob. If links are impossible, moves the blob
+    /// there.
     pub(crate) fn link(&self, commit: &str, name: &str, blob: &str) -> Result<(), HubError> {
         let place = self.snapshot(commit).join(name);
         let target = up(name).join("blobs").join(blob);
@@ -86,8 +89,8 @@ impl RepositoryFolder {
         }
         let parent = place.parent().unwrap_or(&self.path);
         let made = fs::create_dir_all(parent).and_then(|()| {
-            // A link can't be overwritten, and a broken one may exist, so it is replaced by
-            // renaming.
+            // A link can't be overwritten, and a broken link may exist. So a new link is created
+            // and renamed.
             let link = tempfile::Builder::new()
                 .prefix(".")
                 .suffix(".link")
@@ -103,7 +106,7 @@ impl RepositoryFolder {
         made.map_err(|error| HubError::disk(&place, "written", &error))
     }
 
-    /// The lock file that keeps other processes from downloading `blob` meanwhile.
+    /// Opens the lock file that keeps other processes from downloading `blob` at the same time.
     pub(crate) fn lock(&self, blob: &str) -> Result<Lock, HubError> {
         let path = self.locks.join(format!("{blob}.lock"));
         let opened = fs::create_dir_all(&self.locks)
@@ -113,16 +116,16 @@ impl RepositoryFolder {
     }
 }
 
-/// A lock between processes. Dropping it, or the end of the process, releases it.
+/// A lock between processes. It is released when it is dropped or the process exits.
 #[derive(Debug)]
 pub(crate) struct Lock {
     file: File,
 }
 
 impl Lock {
-    /// Tries to take the lock; true if it was taken. On a file system without locks it always
-    /// succeeds; then two downloads may write the same bytes to the same places, which only wastes
-    /// time.
+    /// Tries to take the lock. Returns true if it was taken. On a file system without locks this
+    /// always succeeds. Then two downloads may write the same bytes to the same file, which only
+    /// wastes time.
     pub(crate) fn try_take(&self) -> bool {
         !matches!(self.file.try_lock(), Err(TryLockError::WouldBlock))
     }
@@ -137,7 +140,7 @@ impl Lock {
     }
 }
 
-/// True if `path` stays within the folder that it is joined to.
+/// True if `path` stays inside the folder that it is joined to.
 pub(crate) fn is_inside(path: &str) -> bool {
     let fits = |part: &str| {
         !matches!(part, "" | "." | "..") && part.len() <= 255 && !part.contains(['\\', '\0'])
@@ -146,7 +149,7 @@ pub(crate) fn is_inside(path: &str) -> bool {
         && Path::new(path).components().all(|part| matches!(part, Component::Normal(_)))
 }
 
-/// True if `text` from a server may be used as a file name: a commit or an ETag.
+/// True if a commit or an ETag from a server is safe to use as a file name.
 pub(crate) fn is_name(text: &str) -> bool {
     let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     !text.is_empty() && text.len() <= 128 && !text.starts_with('.') && text.chars().all(fits)
@@ -159,7 +162,7 @@ pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     let file = tempfile::Builder::new()
         .prefix(".")
         .suffix(".tmp")
-        // The file gets the usual permissions of the user's files.
+        // Created this way, the file gets the usual permissions of the user's files.
         .make_in(folder, |path| File::create_new(path))?;
     fs::write(file.path(), content)?;
     file.as_file().sync_all()?;
@@ -167,7 +170,7 @@ pub(crate) fn write_atomically(path: &Path, content: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// The relative path from the folder of `name` in a snapshot to the repository's folder.
+/// Returns the relative path from the folder of `name` in a snapshot to the repository's folder.
 fn up(name: &str) -> PathBuf {
     let depth = name.split('/').count() + 1;
     std::iter::repeat_n("..", depth).collect()

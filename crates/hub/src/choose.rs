@@ -7,7 +7,7 @@ use serde::Deserialize;
 use crate::error::HubError;
 use crate::name::HubName;
 
-/// Says which shards hold which weights.
+/// The index file, which maps weights to shards.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
 
 const SMALL_FILES: [&str; 12] = [
@@ -24,35 +24,36 @@ const SMALL_FILES: [&str; 12] = [
     "modules.json",
     "sentence_bert_config.json",
 ];
-/// The configuration file of an adapter, and the error for one.
+/// The configuration file of an adapter, and the error for a model that is an adapter.
 pub(crate) const ADAPTER: &str = "adapter_config.json";
 pub(crate) const IS_ADAPTER: &str =
     "is an adapter, which has no weights of its own: merge it into its base model, or serve that";
-/// Words in the names of GGUF files that accompany a model.
+/// Words in the names of GGUF files that accompany a model but are not models.
 const COMPANIONS: [&str; 2] = ["mmproj", "imatrix"];
 const TOKENIZER: &str = "tokenizer.json";
-/// Tokenizers in other formats, from which Python makes a `tokenizer.json`.
+/// Tokenizers in other formats, from which Python code creates a `tokenizer.json`.
 const OTHER_TOKENIZERS: [&str; 5] =
     ["tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json", "merges.txt"];
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 
-/// The files of a model's weights.
+/// The files that are chosen.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Choice {
-    /// The parts of a GGUF file, in order; nothing else is needed.
+    /// The parts of a GGUF file, in order. No other file is needed.
     Gguf(Vec<String>),
-    /// The small files of a repository with safetensors.
+    /// The small files of a repository with safetensors. Its weights are chosen later, by
+    /// [`weights`].
     Directory(Vec<String>),
 }
 
-/// Files that a repository must have.
+/// Which kinds of files a repository must have.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Needs {
     pub(crate) weights: bool,
     pub(crate) tokenizer: bool,
 }
 
-/// Chooses among the files of a repository.
+/// Chooses a model's files among the files of a repository.
 pub(crate) fn choose(name: &HubName, names: &[String], needs: Needs) -> Result<Choice, HubError> {
     let ggufs = ggufs(name, names)?;
     if !ggufs.is_empty() {
@@ -86,7 +87,7 @@ pub(crate) fn choose(name: &HubName, names: &[String], needs: Needs) -> Result<C
     Ok(Choice::Directory(small.chain(index).chain(pooling).chain(other_tokenizers).collect()))
 }
 
-/// The files at the top of a repository that are tokenizers in other formats.
+/// Returns the files in a repository's top folder that are tokenizers in other formats.
 fn other_tokenizers(names: &[String]) -> Vec<String> {
     let is_one = |name: &&String| {
         OTHER_TOKENIZERS.contains(&name.as_str())
@@ -95,8 +96,8 @@ fn other_tokenizers(names: &[String]) -> Vec<String> {
     names.iter().filter(is_one).cloned().collect()
 }
 
-/// The weight files, including those of modules after the model. `index` is the content of
-/// [`INDEX`] if it exists.
+/// Returns the weight files, including those of modules after the model. `index` is the content of
+/// [`INDEX`]; `None`: the repository has no index.
 pub(crate) fn weights(
     repository: &str,
     names: &[String],
@@ -126,7 +127,7 @@ fn of_model(
         HubError::Repository(format!("{INDEX} of {repository} is no index of shards: {error}"))
     })?;
     let shards: BTreeSet<String> = index.weight_map.into_values().collect();
-    // Only paths of the listing, which were checked.
+    // Only paths in the list of files are accepted: these have been checked.
     let missing: Vec<&str> =
         shards.iter().map(String::as_str).filter(|shard| !has(names, shard)).collect();
     if shards.is_empty() || !missing.is_empty() {
@@ -141,11 +142,11 @@ fn of_model(
     Ok(shards.into_iter().collect())
 }
 
-/// The safetensors at the top of a repository, in order.
+/// Returns the safetensors files in a repository's top folder, in order.
 fn safetensors(names: &[String]) -> Result<Vec<String>, HubError> {
     let top = || names.iter().filter(|name| !name.contains('/'));
-    // Some repositories have the weights again under the names of the model's own tools, or an
-    // adapter.
+    // Some repositories also contain an adapter, or a second copy of the weights in the format of
+    // the vendor's own tools.
     let mut found: Vec<String> = top()
         .filter(|name| name.ends_with(".safetensors"))
         .filter(|name| !name.starts_with("consolidated") && !name.starts_with("adapter"))
@@ -166,7 +167,8 @@ fn safetensors(names: &[String]) -> Result<Vec<String>, HubError> {
     }))
 }
 
-/// The parts of the requested GGUF file; empty if the repository's safetensors are requested.
+/// Returns the parts of the requested GGUF file. Empty if the repository's safetensors are
+/// requested.
 fn ggufs(name: &HubName, names: &[String]) -> Result<Vec<String>, HubError> {
     let mut ggufs: Vec<&str> =
         names.iter().map(String::as_str).filter(|name| name.ends_with(".gguf")).collect();
@@ -225,14 +227,15 @@ fn all_parts(repository: &str, parts: Vec<String>) -> Result<Vec<String>, HubErr
     Err(HubError::Repository(format!("{repository} lacks {}", missing.join(", "))))
 }
 
-/// True for a GGUF file that accompanies a model: an image projector, or a quantisation's
-/// importance matrix.
+/// True for a GGUF file that accompanies a model: an image projector, or the importance matrix of a
+/// quantisation.
 pub(crate) fn is_companion(name: &str) -> bool {
     let file = name.rsplit('/').next().unwrap_or(name);
     COMPANIONS.iter().any(|word| has_word(&file.replace('_', "-"), word))
 }
 
-/// The stem and the numbers of `stem-00002-of-00003.gguf`.
+/// Returns the stem and both numbers of `stem-00002-of-00003.gguf`; `None`: the name has another
+/// form.
 pub(crate) fn part(name: &str) -> Option<(&str, u32, u32)> {
     let number = |text: &str| {
         let digits = text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -247,7 +250,7 @@ fn stem(name: &str) -> &str {
     part(name).map_or(name, |(stem, ..)| stem)
 }
 
-/// True if `word` is in `text`, in any case, with no letter, digit or underscore next to it.
+/// True if `text` contains `word`, in any case, with no letter, digit or underscore next to it.
 pub(crate) fn has_word(text: &str, word: &str) -> bool {
     let (text, word) = (text.to_ascii_lowercase(), word.to_ascii_lowercase());
     let ends = |c: Option<char>| !c.is_some_and(|c| c.is_ascii_alphanumeric() || c == '_');

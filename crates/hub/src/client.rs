@@ -1,4 +1,5 @@
-//! Requests to the hub: redirects, who receives the token, timeouts.
+//! Requests to the hub: follows redirects, sends the token only to the hub, and limits waiting
+//! times.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,17 +22,17 @@ use crate::proxies::Proxies;
 use crate::settings::Settings;
 
 const MAX_REDIRECTS: usize = 10;
-/// The header with the content's name, in answers that redirect to the content.
+/// The response header with the content's ETag, in redirects to the content.
 pub(crate) const LINKED_ETAG: HeaderName = HeaderName::from_static("x-linked-etag");
 
-/// Why a request has no usable answer.
+/// Why a request has no usable response.
 #[derive(Debug)]
 pub(crate) enum Trouble {
-    /// The answer was empty, or shorter than announced: worth another attempt.
+    /// There was no response, or the body was shorter than announced. The request can be repeated.
     Broken(String),
-    /// The server refuses.
+    /// The server returned an error status.
     Status(Refusal),
-    /// The server makes an impossible statement.
+    /// The server sent an invalid or contradictory response.
     Lie(String),
 }
 
@@ -44,11 +45,11 @@ impl fmt::Display for Trouble {
     }
 }
 
-/// An answer with another status than 200 or 206.
+/// A response with a status other than 200 or 206.
 #[derive(Debug)]
 pub(crate) struct Refusal {
     pub(crate) status: u16,
-    /// The hub's name for the reason.
+    /// The hub's error code.
     pub(crate) code: Option<String>,
     /// The hub's error message.
     pub(crate) message: Option<String>,
@@ -66,7 +67,7 @@ impl Trouble {
     }
 }
 
-/// Sends requests to the hub and to servers that it redirects to.
+/// Sends requests to the hub, and to servers that it redirects to.
 #[derive(Debug, Clone)]
 pub(crate) struct Client {
     http: legacy::Client<Connector, Empty<Bytes>>,
@@ -78,7 +79,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Must be called in a runtime's context.
+    /// Has to be called in the context of a tokio runtime.
     pub(crate) fn new(settings: &Settings) -> Self {
         let proxies = Arc::new(Proxies::from_env());
         let connector = Connector::new(Arc::clone(&proxies), settings.patience);
@@ -101,8 +102,8 @@ impl Client {
         }
     }
 
-    /// The answer to HEAD. A redirect to another host is not followed if the hub's answer already
-    /// describes the file.
+    /// Returns the response to HEAD. A redirect to another host is not followed if the hub's
+    /// response already describes the file.
     pub(crate) async fn head(&self, path: &str) -> Result<Response<Incoming>, Trouble> {
         let mut url = self.url(path)?;
         for _ in 0..=MAX_REDIRECTS {
@@ -116,8 +117,8 @@ impl Client {
         Err(endless(&url))
     }
 
-    /// The answer to GET, from byte `start` on, after all redirects; and true if it comes from the
-    /// hub itself.
+    /// Sends GET for the content from byte `start` on, and follows all redirects. Returns the
+    /// response, and true if it comes from the hub rather than another server.
     pub(crate) async fn get(
         &self,
         path: &str,
@@ -135,7 +136,7 @@ impl Client {
         Err(endless(&url))
     }
 
-    /// All of a body, if it has at most `limit` bytes.
+    /// Reads a whole body of at most `limit` bytes.
     pub(crate) async fn body(
         &self,
         mut response: Response<Incoming>,
@@ -151,7 +152,7 @@ impl Client {
         Ok(body)
     }
 
-    /// The next bytes of a body; `None` at its end.
+    /// Reads the next bytes of a body; `None`: the body is complete.
     pub(crate) async fn next(
         &self,
         response: &mut Response<Incoming>,
@@ -189,12 +190,12 @@ impl Client {
         let mut request = Request::builder()
             .method(method)
             .header(USER_AGENT, concat!("forebay/", env!("CARGO_PKG_VERSION")))
-            // Size and ETag should be those of the uncompressed file.
+            // Size and ETag have to be those of the uncompressed file.
             .header(ACCEPT_ENCODING, "identity");
         if let Some(start) = start {
             request = request.header(RANGE, format!("bytes={start}-"));
         }
-        // The token is only for the hub. Links to other servers carry their own permission.
+        // The token is only for the hub. Links to other servers contain separate credentials.
         if let Some(token) = &self.token
             && self.origin.as_ref() == Some(&url.origin())
         {
@@ -225,7 +226,7 @@ impl Client {
     }
 }
 
-/// The address to which `response` redirects; `None`: it is no redirect.
+/// Returns the URL to which `response` redirects; `None`: it is not a redirect.
 fn redirect(response: &Response<Incoming>, from: &Url) -> Result<Option<Url>, Trouble> {
     if !matches!(response.status().as_u16(), 301 | 302 | 303 | 307 | 308) {
         return Ok(None);
@@ -268,7 +269,7 @@ fn accepted(response: Response<Incoming>) -> Result<Response<Incoming>, Trouble>
     }))
 }
 
-/// A header as text.
+/// Returns a header as text; `None`: it is missing or not text.
 pub(crate) fn header(response: &Response<Incoming>, name: HeaderName) -> Option<&str> {
     response.headers().get(name)?.to_str().ok()
 }

@@ -1,4 +1,4 @@
-//! Connections: direct, or through the environment's proxy; with TLS or without.
+//! Connections: direct or through a proxy of the environment, with or without TLS.
 
 use std::error::Error;
 use std::io;
@@ -23,7 +23,7 @@ use crate::proxies::Proxies;
 
 type Cause = Box<dyn Error + Send + Sync>;
 
-/// Makes connections for `hyper_util`'s client.
+/// Opens connections for `hyper_util`'s client.
 #[derive(Debug, Clone)]
 pub(crate) struct Connector {
     tcp: HttpConnector,
@@ -34,12 +34,12 @@ pub(crate) struct Connector {
 }
 
 impl Connector {
-    /// `patience` bounds the time to connect.
+    /// Creates a connector. `patience` is the timeout for connecting.
     pub(crate) fn new(proxies: Arc<Proxies>, patience: Duration) -> Self {
         let mut tcp = HttpConnector::new();
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
-        // One limit for all addresses of a name together.
+        // One timeout for all addresses of a name together.
         tcp.set_connect_timeout(Some(patience));
         Self { tcp, tls: tls().map(Arc::new), proxies, patience }
     }
@@ -84,7 +84,7 @@ impl Connector {
                     .into(),
             );
         };
-        // Brackets are the address's.
+        // An IPv6 address in a URL has brackets, which are not part of the server's name.
         let name = host(to).trim_matches(['[', ']']).trim_end_matches('.').to_owned();
         let stream = TlsConnector::from(Arc::clone(tls))
             .connect(ServerName::try_from(name)?, stream)
@@ -114,7 +114,7 @@ impl Service<Uri> for Connector {
 /// A connection.
 pub(crate) struct Stream {
     io: TokioIo<Box<dyn Both>>,
-    /// True if the other end is a proxy.
+    /// True if the connection's peer is a proxy.
     proxied: bool,
 }
 
@@ -162,10 +162,11 @@ impl Write for Stream {
     }
 }
 
-/// Trusts the system's certificate authorities, or those of `SSL_CERT_FILE`.
+/// Returns a TLS configuration that trusts the system's certificate authorities, or those of
+/// `SSL_CERT_FILE`; `None`: there are none.
 fn tls() -> Option<ClientConfig> {
     let mut roots = RootCertStore::empty();
-    // A certificate that can't be read is not trusted.
+    // A certificate that can't be parsed is not trusted.
     roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
     if roots.is_empty() {
         return None;
@@ -180,7 +181,8 @@ fn host(uri: &Uri) -> &str {
     uri.host().unwrap_or_default()
 }
 
-/// The message of an error's innermost cause, because the outer ones only name the library's steps.
+/// Returns the message of an error's innermost cause, because the outer errors only name the
+/// library's steps.
 pub(crate) fn deepest(error: &dyn Error) -> String {
     let mut error = error;
     while let Some(source) = error.source() {

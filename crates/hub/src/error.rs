@@ -1,4 +1,4 @@
-//! Errors in finding a model by name. Each is one line, with advice for the user.
+//! Errors of finding a model by its name. Each is one line with advice for the user.
 
 use std::io;
 use std::path::Path;
@@ -6,18 +6,18 @@ use std::path::Path;
 /// Why a model can't be found, downloaded or removed.
 #[derive(Debug, thiserror::Error)]
 pub enum HubError {
-    /// No model has this name.
+    /// The name does not fit any form of a model's name.
     #[error(
         "'{0}' is neither a file or directory here, nor a model of the hub (org/name), nor 'smollm2'"
     )]
     Name(String),
-    /// A path that does not exist, or is not a model.
+    /// The path does not exist, or is not a model.
     #[error("{0}")]
     Path(String),
-    /// The repository lacks needed files, or has too many candidates.
+    /// The repository lacks needed files, or several files are candidates.
     #[error("{0}")]
     Repository(String),
-    /// Terms have to be accepted first.
+    /// The user first has to accept terms.
     #[error(
         "access to {repository} must be asked for: accept its terms at {endpoint}/{repository}, then set HF_TOKEN to a token of that account"
     )]
@@ -27,7 +27,7 @@ pub enum HubError {
         /// The hub's address.
         endpoint: String,
     },
-    /// There is no such branch, tag or commit.
+    /// The repository has no such branch, tag or commit.
     #[error("{repository} has no revision '{revision}'")]
     Revision {
         /// `org/name`.
@@ -45,7 +45,7 @@ pub enum HubError {
         /// The hub's address.
         endpoint: String,
     },
-    /// A refusal without a reason.
+    /// The server refused access without a reason.
     #[error(
         "{endpoint} refuses access to {what} ({status}): set HF_TOKEN to a token that may read it"
     )]
@@ -57,13 +57,13 @@ pub enum HubError {
         /// The HTTP status.
         status: u16,
     },
-    /// The model is not here, and downloads are off.
+    /// The model is not in the cache, and downloads are off.
     #[error("{0} is not in the cache, and offline nothing is downloaded")]
     NotCached(String),
-    /// The model is not here, so there is nothing to remove.
+    /// The model is not in the cache, so there is nothing to remove.
     #[error("{0} is not in the cache; `forebay ls` shows what is")]
     NotStored(String),
-    /// Only a part of the model is here, and downloads are off.
+    /// Only a part of the model is in the cache, and downloads are off.
     #[error(
         "{repository} is not complete in the cache, and offline nothing is downloaded: {lacks}"
     )]
@@ -73,7 +73,7 @@ pub enum HubError {
         /// The missing files.
         lacks: String,
     },
-    /// The hub, or a machine in between, does not answer as expected.
+    /// The hub, or a server in between, does not respond as expected.
     #[error(
         "{what} can't be downloaded from {endpoint} ({cause}); check the network, HF_ENDPOINT and the proxy's settings"
     )]
@@ -85,15 +85,15 @@ pub enum HubError {
         /// The cause.
         cause: String,
     },
-    /// The hub's address does not answer.
+    /// The hub's address does not respond.
     #[error("{endpoint} does not answer ({cause})")]
     Silent {
         /// The hub's address.
         endpoint: String,
-        /// The cause, as it was observed.
+        /// The cause of the failure.
         cause: String,
     },
-    /// The server sent other bytes than announced.
+    /// The server sent other bytes than it had announced.
     #[error("{file} of {what} is not what {endpoint} announced: {cause}; nothing of it is kept")]
     Lie {
         /// The repository, with its revision if one was named.
@@ -102,10 +102,10 @@ pub enum HubError {
         file: String,
         /// The hub's address.
         endpoint: String,
-        /// The difference.
+        /// How the bytes differ.
         cause: String,
     },
-    /// The disk is full, or would be.
+    /// The disk is full, or the download would fill it.
     #[error(
         "{folder} has {free} free, and {file} needs {needed}: make room (`forebay ls` shows the models there, `forebay rm` removes one), or set HF_HOME to another disk"
     )]
@@ -114,9 +114,9 @@ pub enum HubError {
         folder: String,
         /// The file's path in the repository.
         file: String,
-        /// The free space with its unit.
+        /// The free space, with a unit.
         free: String,
-        /// The needed space with its unit.
+        /// The needed space, with a unit.
         needed: String,
     },
     /// A file can't be read or written.
@@ -124,12 +124,12 @@ pub enum HubError {
     Disk {
         /// The path of the file or folder.
         path: String,
-        /// `read`, `written` or the like.
+        /// The failed operation, such as `read` or `written`.
         done: &'static str,
-        /// The system's message.
+        /// The operating system's message.
         cause: String,
     },
-    /// A variable of the environment has an invalid value.
+    /// An environment variable has an invalid value.
     #[error("{0}")]
     Setting(String),
     /// The default model is not available.
@@ -142,19 +142,19 @@ impl HubError {
         Self::Disk { path: path.display().to_string(), done, cause: words(error) }
     }
 
-    /// True if a model that was downloaded before may be used despite the error.
+    /// True if, despite the error, a model that was downloaded earlier may be used.
     pub(crate) fn is_of_the_network(&self) -> bool {
         matches!(self, Self::Unreachable { .. })
     }
 }
 
-/// The system's error message without the error number.
+/// Returns the operating system's message without the error number.
 fn words(error: &io::Error) -> String {
     let text = error.to_string();
     text.split(" (os error").next().unwrap_or_default().to_owned()
 }
 
-/// A number of bytes for display, in powers of ten like disk sizes.
+/// Formats a number of bytes for display, in powers of ten like disk sizes.
 #[must_use]
 pub fn size(bytes: u64) -> String {
     const UNITS: [&str; 4] = ["kB", "MB", "GB", "TB"];

@@ -1,4 +1,4 @@
-//! A local folder as a model: checks for frequent mistakes.
+//! A local folder as a model. Detects frequent mistakes.
 
 use std::fs::{self, File};
 use std::io::Read;
@@ -7,15 +7,16 @@ use std::path::{Path, PathBuf};
 use crate::choose::{ADAPTER, IS_ADAPTER, is_companion, part};
 use crate::error::HubError;
 
-/// The start of a pointer file that Git LFS has put in place of another file.
+/// The beginning of a pointer file, which Git LFS puts in place of a large file.
 const POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
-/// The endings of files that Git LFS keeps.
+/// The extensions of files that Git LFS may replace.
 const KEPT: [&str; 3] = [".safetensors", ".gguf", ".json"];
 
-/// The model at `path`: the path itself, or the one model among the GGUF files of a folder.
+/// Returns the path of the model at `path`: the path itself, or the single model among the GGUF
+/// files in a folder.
 ///
 /// # Errors
-/// The files are no model: pointers of Git LFS, or an adapter.
+/// The files are not a model: they are pointers of Git LFS, or an adapter.
 pub(crate) fn model_at(path: PathBuf) -> Result<PathBuf, HubError> {
     if !path.is_dir() {
         check_pointer(&path)?;
@@ -44,10 +45,11 @@ pub(crate) fn model_at(path: PathBuf) -> Result<PathBuf, HubError> {
     Ok(if one { path.join(first) } else { path })
 }
 
-/// A Git LFS pointer in place of the file is an error that names the command to fetch the file.
+/// Returns an error if the file is a Git LFS pointer. The error names the command that fetches the
+/// file.
 fn check_pointer(path: &Path) -> Result<(), HubError> {
     let mut begins = [0; POINTER.len()];
-    // An unreadable file is reported by the code that needs it.
+    // If the file is unreadable, the code that needs it reports the error.
     let read = File::open(path).and_then(|mut file| file.read_exact(&mut begins));
     if read.is_err() || begins != POINTER {
         return Ok(());
@@ -83,7 +85,8 @@ mod tests {
         assert_eq!(found(&["t.gguf", "t.imatrix.gguf", "imatrix.dat"]), "t.gguf");
         let parts = ["t-00001-of-00002.gguf", "t-00002-of-00002.gguf", "mmproj.gguf"];
         assert_eq!(found(&parts), "t-00001-of-00002.gguf");
-        // The reader of the folder reports faults in these files, or accepts them.
+        // For these files the folder itself is returned. The code that reads the folder accepts the
+        // files or reports an error.
         for files in [
             &["a.gguf", "b.gguf", "mmproj.gguf"][..],
             &["t.gguf"],

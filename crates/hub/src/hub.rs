@@ -1,4 +1,4 @@
-//! From a name to files on this machine.
+//! Finds a model by its name and provides its files on this machine.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,8 @@ use crate::progress::Progress;
 use crate::repository::Repository;
 use crate::settings::Settings;
 
-/// Finds models and downloads them. It blocks its thread, so it is not for async tasks.
+/// Finds models and downloads them. Its methods block their thread, so don't call them in async
+/// tasks.
 #[derive(Debug)]
 pub struct Hub {
     settings: Settings,
@@ -23,26 +24,26 @@ pub struct Hub {
     runtime: Runtime,
 }
 
-/// A model on this machine, perhaps still without its weights.
+/// A model on this machine. Its weights may still be missing.
 #[derive(Debug)]
 pub struct Found {
-    /// The model's name, `org/name`; `None` for its file's or directory's own name.
+    /// The model's name, `org/name`; `None`: the model has the name of its file or directory.
     pub name: Option<String>,
-    /// A directory in Hugging Face's layout, or a GGUF file. Of a split file, the first part.
+    /// A directory in Hugging Face's layout, or a GGUF file. For a split file, the first part.
     pub path: PathBuf,
-    /// The commit of the hub; `None`: the model is not from the hub.
+    /// The commit on the hub; `None`: the model is not from the hub.
     pub commit: Option<String>,
     lacks: Option<Lacks>,
 }
 
-/// Weights that are not here yet.
+/// The weights that are not on this machine yet.
 #[derive(Debug)]
 struct Lacks {
     repository: Repository,
     names: Vec<String>,
 }
 
-/// The hub's verdict on `HF_TOKEN`.
+/// The result of checking `HF_TOKEN` at the hub.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Token {
     /// There is no token.
@@ -51,12 +52,12 @@ pub enum Token {
     Taken,
     /// The token belongs to no user.
     Refused,
-    /// The server does not report the format; mirrors need not.
+    /// The server does not report whether the token is valid. Mirrors may not support this.
     Unknown,
 }
 
 impl Found {
-    /// True if [`Hub::complete`] has no file to download.
+    /// True if [`Hub::complete`] has nothing to download.
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.lacks.is_none()
@@ -64,8 +65,8 @@ impl Found {
 }
 
 impl Hub {
-    /// A hub with these settings. `interpreter`: Python's installer downloads the default model, if
-    /// it exists.
+    /// Creates a hub with these settings. `interpreter` provides the installer for the default
+    /// model, if it exists.
     ///
     /// # Errors
     /// [`HubError::Setting`] if the system can't start threads.
@@ -90,19 +91,19 @@ impl Hub {
     }
 
     /// Finds a model, and downloads its missing files except safetensors, which [`Hub::complete`]
-    /// downloads. In between, the caller may refuse a model that it can't run. Without `weights` no
-    /// safetensors are needed.
+    /// downloads. Before that, the caller can refuse a model that it can't run. If `weights` is
+    /// false, safetensors are not needed.
     ///
     /// # Errors
-    /// One line for the user.
+    /// The message is one line for the user.
     pub fn find(&self, name: &ModelName, weights: bool) -> Result<Found, HubError> {
         self.find_needed(name, Needs { weights, tokenizer: true })
     }
 
-    /// The same for files that belong to a model and share its tokenizer.
+    /// Like [`Hub::find`], for files that belong to another model and share its tokenizer.
     ///
     /// # Errors
-    /// One line for the user.
+    /// The message is one line for the user.
     pub fn find_part(&self, name: &ModelName, weights: bool) -> Result<Found, HubError> {
         self.find_needed(name, Needs { weights, tokenizer: false })
     }
@@ -128,10 +129,10 @@ impl Hub {
         }
     }
 
-    /// Downloads the files that [`Hub::find`] has left out.
+    /// Downloads the files that [`Hub::find`] left out.
     ///
     /// # Errors
-    /// One line for the user.
+    /// The message is one line for the user.
     pub fn complete(&self, found: &mut Found) -> Result<(), HubError> {
         if let Some(Lacks { repository, names }) = &found.lacks {
             self.runtime.block_on(repository.get(names, &self.progress))?;
@@ -140,10 +141,10 @@ impl Hub {
         Ok(())
     }
 
-    /// Asks the hub if the token is valid.
+    /// Checks the token at the hub.
     ///
     /// # Errors
-    /// [`HubError::Silent`] if it does not answer.
+    /// [`HubError::Silent`] if the hub does not respond.
     pub fn token(&self) -> Result<Token, HubError> {
         let asked = self.runtime.block_on(async {
             let client = Client::new(&self.settings);
@@ -163,7 +164,7 @@ impl Hub {
         }
     }
 
-    /// The default model from the hub, if no package can be had.
+    /// Finds the default model on the hub, for machines that can't download the package.
     fn default_on_hub(&self, needs: Needs) -> Result<Found, HubError> {
         let repository = embedded::REPOSITORY.to_owned();
         let name = HubName { repository, ..HubName::default() };
@@ -199,7 +200,7 @@ impl Hub {
         Ok(Found { name: Some(title), path, commit: Some(commit), lacks })
     }
 
-    /// Downloads everything except safetensors, whose names it returns.
+    /// Downloads all needed files except safetensors, and returns the names of these.
     async fn get_first(
         &self,
         name: &HubName,

@@ -1,8 +1,8 @@
-//! Models: found by name, downloaded from the Hugging Face hub, listed and removed.
+//! Finds models by name, downloads them from the Hugging Face hub, lists and removes them.
 //!
-//! The cache has the layout of `huggingface_hub`, and the same variables are read: `HF_TOKEN`,
-//! `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, and the proxy's. ADR 44 explains why
-//! this is not an existing library.
+//! The cache has the layout of `huggingface_hub`, and the same environment variables are read:
+//! `HF_TOKEN`, `HF_ENDPOINT`, `HF_HOME`, `HF_HUB_CACHE`, `HF_HUB_OFFLINE`, and those for proxies.
+//! ADR 44 states why no existing library is used.
 //!
 //! ```no_run
 //! use forebay_hub::{Hub, HubError, Interpreter, ModelName, Progress, Settings};

@@ -1,4 +1,4 @@
-//! The forms of a model's name.
+//! The forms of a model name.
 
 use std::path::PathBuf;
 
@@ -6,36 +6,36 @@ use crate::embedded;
 use crate::error::HubError;
 use crate::settings::expand_home;
 
-/// A model's name on the command line.
+/// A model name on the command line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum ModelName {
     /// The default model.
     Embedded,
-    /// A file or a directory of this machine.
+    /// A file or directory on this machine.
     Path(PathBuf),
-    /// A model of the hub.
+    /// A model on the hub.
     Hub(HubName),
 }
 
-/// A model of the hub: `org/name`, `org/name@revision`, `org/name:QUANT` or `org/name/file.gguf`.
-/// The URL of a model's page, or of one of its files, works too.
+/// A model on the hub: `org/name`, `org/name@revision`, `org/name:QUANT` or `org/name/file.gguf`.
+/// The URL of a model's page or of one of its files is also accepted.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct HubName {
     /// `org/name`.
     pub repository: String,
-    /// A branch, a tag or a commit; `None`: `main`.
+    /// A branch, tag or commit; `None`: `main`.
     pub revision: Option<String>,
-    /// A GGUF file of the repository.
+    /// The path of a GGUF file in the repository; `None`: no file was named.
     pub file: Option<String>,
-    /// A part of a GGUF file's name, such as `Q4_K_M`.
+    /// A word in a GGUF file's name, such as `Q4_K_M`; `None`: no word was given.
     pub quant: Option<String>,
 }
 
 impl ModelName {
-    /// Reads `text`. `revision` overrides the one in it.
+    /// Parses `text`. `revision` overrides a revision in the text.
     ///
     /// # Errors
-    /// [`HubError::Name`] if the text is neither a path nor a name.
+    /// [`HubError::Name`] if the text is neither a path nor a name of the hub's form.
     pub fn parse(text: &str, revision: Option<&str>) -> Result<Self, HubError> {
         if text == embedded::NAME {
             return Ok(Self::Embedded);
@@ -52,8 +52,8 @@ impl ModelName {
 }
 
 impl HubName {
-    /// Reads `text`. `revision` overrides the one in it. `None`: it is not a name of the hub's
-    /// form.
+    /// Parses `text`. `revision` overrides a revision in the text. `None`: the text does not have
+    /// the form of a hub name.
     #[must_use]
     pub fn parse(text: &str, revision: Option<&str>) -> Option<Self> {
         match page(text) {
@@ -71,7 +71,8 @@ impl HubName {
         }
         let mut found = Self { repository: repository.to_owned(), ..Self::default() };
         if let Some(after) = rest.strip_prefix('@') {
-            // A revision may contain slashes, so only a part that ends in .gguf is a file.
+            // A revision may contain slashes, so the text after it is a file only if it ends in
+            // `.gguf`.
             let colon = after.find(':').unwrap_or(after.len());
             let (mut revision, tail) = after.split_at(colon);
             rest = tail;
@@ -103,13 +104,13 @@ impl HubName {
         Some(found)
     }
 
-    /// The revision, or the hub's default one.
+    /// Returns the revision, or the hub's default revision.
     #[must_use]
     pub fn revision(&self) -> &str {
         self.revision.as_deref().unwrap_or("main")
     }
 
-    /// The repository, and the revision if one was named: for messages.
+    /// Returns the repository, with the revision if one was named, for messages.
     pub(crate) fn what(&self) -> String {
         match &self.revision {
             None => self.repository.clone(),
@@ -118,7 +119,7 @@ impl HubName {
     }
 }
 
-/// The path of a hub page, if `text` is its URL.
+/// Returns the path of a hub page if `text` is its URL.
 fn page(text: &str) -> Option<&str> {
     if let Some(path) = text.strip_prefix("hf://") {
         return Some(path);
@@ -128,11 +129,12 @@ fn page(text: &str) -> Option<&str> {
     let address = address.strip_prefix("www.").unwrap_or(address);
     let (host, path) = address.split_once('/')?;
     let hub = host.eq_ignore_ascii_case("huggingface.co") || host.eq_ignore_ascii_case("hf.co");
-    // Any other URL is a mirror's, which belongs into HF_ENDPOINT and is no model.
+    // A URL with another host is a page of a mirror: only its path is used, because the mirror is
+    // set in HF_ENDPOINT.
     (hub || address.len() < text.len()).then_some(path)
 }
 
-/// The name of the model whose page has the path `path`.
+/// Returns the model name for the hub page at `path`.
 fn of_page(path: &str) -> Option<String> {
     const KINDS: [&str; 5] = ["tree", "blob", "resolve", "raw", "commit"];
     let path = path.split(['?', '#']).next().unwrap_or_default();
@@ -142,10 +144,10 @@ fn of_page(path: &str) -> Option<String> {
     let (kind, rest) = (parts.next(), parts.next().unwrap_or_default());
     let Some(kind) = kind else { return Some(format!("{owner}/{name}")) };
     if !KINDS.contains(&kind) {
-        // The name itself may continue with a file, as in `org/name/file.gguf`.
+        // The name may continue with a file, as in `org/name/file.gguf`.
         return Some(path);
     }
-    // A pull request's revision contains slashes.
+    // The revision of a pull request contains slashes.
     let pulled = rest.strip_prefix("refs/pr/").map(|rest| rest.find('/').unwrap_or(rest.len()));
     let end = pulled.map_or_else(|| rest.find('/'), |end| Some("refs/pr/".len() + end));
     let (revision, file) = rest.split_at(end.unwrap_or(rest.len()));
@@ -154,12 +156,12 @@ fn of_page(path: &str) -> Option<String> {
         "main" => String::new(),
         revision => format!("@{revision}"),
     };
-    // The page of any other file means its model.
+    // The page of a file that is not GGUF refers to the whole model.
     let file = if file.ends_with(".gguf") { file } else { "" };
     Some(format!("{owner}/{name}{revision}{file}"))
 }
 
-/// True if `text` may be an owner's or repository's name.
+/// True if `text` may be the name of an owner or a repository.
 fn is_part(text: &str) -> bool {
     let fits = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
     text.starts_with(|c: char| c.is_ascii_alphanumeric())

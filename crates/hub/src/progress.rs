@@ -1,4 +1,4 @@
-//! The progress of downloads: bars on a terminal, and otherwise a line at intervals.
+//! Displays the progress of downloads: bars on a terminal, otherwise lines at intervals.
 
 use std::io::IsTerminal;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -8,7 +8,7 @@ use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
 
 use crate::error::size;
 
-/// The time between lines if there is no terminal.
+/// The time between two lines if standard error is not a terminal.
 const EVERY: Duration = Duration::from_secs(5);
 
 /// The progress of downloads on standard error.
@@ -17,19 +17,19 @@ pub struct Progress {
     bars: Option<MultiProgress>,
     silent: bool,
     started: Instant,
-    /// Milliseconds from `started` to the first file.
+    /// Milliseconds from `started` to the start of the first file.
     began: AtomicU64,
-    /// Milliseconds from `started` to the last line.
+    /// Milliseconds from `started` to the last line that was written.
     said: AtomicU64,
     total: AtomicU64,
-    /// The bytes of the total that are on the disk.
+    /// The number of bytes of the total that are on the disk.
     here: AtomicU64,
-    /// The bytes that came over the network.
+    /// The number of bytes that were downloaded.
     came: AtomicU64,
 }
 
 impl Progress {
-    /// Bars if standard error is a terminal.
+    /// Creates a progress display, with bars if standard error is a terminal.
     #[must_use]
     pub fn new() -> Self {
         let terminal = std::io::stderr().is_terminal();
@@ -37,7 +37,7 @@ impl Progress {
         Self { bars: terminal.then(bars), ..Self::silent_if(false) }
     }
 
-    /// A progress that writes nothing.
+    /// Creates a progress display that writes nothing.
     #[must_use]
     pub fn silent() -> Self {
         Self::silent_if(true)
@@ -56,17 +56,17 @@ impl Progress {
         }
     }
 
-    /// Writes a line above the bars.
+    /// Writes a line, above the bars if there are any.
     pub fn say(&self, line: &str) {
         match &self.bars {
             _ if self.silent => {}
-            // A terminal that is gone has no reader.
+            // An error means that the terminal was closed, so nobody reads the line.
             Some(bars) => drop(bars.println(line)),
             None => eprintln!("{line}"),
         }
     }
 
-    /// Shows a file of `length` bytes, whose first `start` bytes are here.
+    /// Adds a file of `length` bytes, of which the first `start` bytes are on the disk already.
     pub(crate) fn file(&self, name: &str, length: u64, start: u64) -> FileProgress<'_> {
         if self.total.fetch_add(length, Ordering::Relaxed) == 0 {
             let now = self.started.elapsed().as_millis() as u64;
@@ -80,7 +80,7 @@ impl Progress {
             bar.set_message(short(name));
             bar.set_position(start);
             bar.reset_eta();
-            // Redraw at intervals, so that a silent server is visible.
+            // Redraw at intervals, so that a stalled server is visible.
             bar.enable_steady_tick(Duration::from_millis(250));
             bar
         });
@@ -94,13 +94,13 @@ impl Progress {
         self.say(&format!("downloading: {percent}% of {}, {speed}", size(total)));
     }
 
-    /// The speed of `bytes` since the first file.
+    /// Returns the average speed for `bytes` bytes since the first file started.
     fn speed(&self, bytes: u64) -> String {
         let took = self.took().max(0.001);
         format!("{}/s", size((bytes as f64 / took) as u64))
     }
 
-    /// Seconds since the first file.
+    /// Returns the seconds since the first file started.
     fn took(&self) -> f64 {
         let began = Duration::from_millis(self.began.load(Ordering::Relaxed));
         self.started.elapsed().saturating_sub(began).as_secs_f64()
@@ -114,13 +114,13 @@ impl Progress {
         if self.bars.is_some() || millis < last + EVERY.as_millis() as u64 {
             return;
         }
-        // Only one of the tasks logs it.
+        // Only one of the concurrent tasks writes the line.
         if self.said.compare_exchange(last, millis, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
             self.line();
         }
     }
 
-    /// Reports the end, if anything was downloaded.
+    /// Reports the total, if anything was downloaded.
     pub(crate) fn finish(&self) {
         let total = self.total.swap(0, Ordering::Relaxed);
         self.here.store(0, Ordering::Relaxed);
@@ -139,7 +139,7 @@ impl Default for Progress {
     }
 }
 
-/// The progress of one file. Dropping it removes the bar.
+/// The progress of one file. Dropping it removes the file's bar.
 #[derive(Debug)]
 pub(crate) struct FileProgress<'a> {
     all: &'a Progress,
@@ -149,7 +149,7 @@ pub(crate) struct FileProgress<'a> {
 }
 
 impl FileProgress<'_> {
-    /// Notes `bytes` more bytes.
+    /// Records that `bytes` more bytes were downloaded.
     pub(crate) fn add(&mut self, bytes: u64) {
         self.position += bytes;
         self.all.moved(bytes);
@@ -158,12 +158,12 @@ impl FileProgress<'_> {
         }
     }
 
-    /// Bytes that are still to come.
+    /// The number of bytes that are still missing.
     pub(crate) fn left(&self) -> u64 {
         self.length.saturating_sub(self.position)
     }
 
-    /// Starts the file again, because its bytes were not the announced ones.
+    /// Resets the file's progress, because its bytes were not the announced ones.
     pub(crate) fn restart(&mut self) {
         self.all.here.fetch_sub(self.position, Ordering::Relaxed);
         self.position = 0;
@@ -178,7 +178,7 @@ impl Drop for FileProgress<'_> {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
-        // An interrupted download does not show 100 %.
+        // An interrupted download must not be displayed as complete.
         if self.position < self.length {
             self.all.total.fetch_sub(self.length, Ordering::Relaxed);
             self.all.here.fetch_sub(self.position, Ordering::Relaxed);
@@ -191,7 +191,7 @@ fn style() -> ProgressStyle {
     ProgressStyle::with_template(LINE).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
-/// The end of a path that fits beside a bar.
+/// Returns the end of a path, short enough to fit beside a bar.
 fn short(name: &str) -> String {
     const ROOM: usize = 32;
     let skip = name.chars().count().saturating_sub(ROOM);

@@ -1,22 +1,22 @@
-//! The environment's proxies, and the servers that are reached without one.
+//! The proxies that the environment configures, and the servers that are reached without a proxy.
 
 use std::env;
 
 use hyper::Uri;
 use hyper_util::client::proxy::matcher::{Intercept, Matcher};
 
-/// The proxies of `HTTP_PROXY`, `HTTPS_PROXY` and `ALL_PROXY`, and the exceptions of `NO_PROXY`;
-/// lower case works too.
+/// The proxies in `HTTP_PROXY`, `HTTPS_PROXY` and `ALL_PROXY`, and the exceptions in `NO_PROXY`.
+/// The lower-case names are read too.
 #[derive(Debug)]
 pub(crate) struct Proxies {
     matcher: Matcher,
     exceptions: Vec<Exception>,
 }
 
-/// Servers without a proxy.
+/// An entry of `NO_PROXY`: servers that are reached without a proxy.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Exception {
-    /// A name with all names below it, or an address; `*`: any.
+    /// A name, which includes all its subdomains, or an address; `*`: any host.
     host: String,
     /// `None`: any port.
     port: Option<u16>,
@@ -29,16 +29,16 @@ impl Proxies {
         Self { matcher: Matcher::from_env(), exceptions: exceptions(&list.unwrap_or_default()) }
     }
 
-    /// The proxy for requests to `to`, if there is one.
+    /// Returns the proxy for requests to `to`; `None`: the server is reached directly.
     pub(crate) fn intercept(&self, to: &Uri) -> Option<Intercept> {
-        // Networks, such as `10.0.0.0/8`, are the matcher's.
+        // Entries that are networks, such as `10.0.0.0/8`, are handled by the matcher.
         let excepted = self.exceptions.iter().any(|exception| exception.takes(to));
         if excepted { None } else { self.matcher.intercept(to) }
     }
 }
 
-/// Parses the forms that curl, Python and Go accept, separated by commas or blanks. A name may have
-/// a leading dot or `*.`, and a port. An address may be in brackets.
+/// Parses all forms of entries that curl, Python and Go accept, separated by commas or white space.
+/// A name may have a leading dot or `*.`, and a port. An address may be in brackets.
 fn exceptions(list: &str) -> Vec<Exception> {
     let entries = list.split([',', ' ', '\t', '\n']).filter(|entry| !entry.is_empty());
     entries.map(Exception::new).collect()
@@ -47,7 +47,7 @@ fn exceptions(list: &str) -> Vec<Exception> {
 impl Exception {
     fn new(entry: &str) -> Self {
         let (host, port) = match entry.rsplit_once(':') {
-            // The last group of an address without brackets is not a port.
+            // Without brackets, the last group of an IPv6 address is not a port.
             Some((host, port)) if !host.contains(':') || host.ends_with(']') => {
                 (host, port.parse().ok())
             }

@@ -1,4 +1,4 @@
-//! One revision of a repository: its list of files, and downloads of some.
+//! One revision of a repository: lists its files, and downloads some of them.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -17,11 +17,12 @@ use crate::name::HubName;
 use crate::progress::Progress;
 use crate::settings::Settings;
 
-/// Bytes of a list of files.
+/// The size limit of a list of files, in bytes.
 const LONGEST_LIST: usize = 64 << 20;
-/// Files asked about at a time.
+/// The number of concurrent requests for file descriptions.
 const QUESTIONS: usize = 8;
-/// The characters that are escaped in a URL, because they have a meaning or are not allowed there.
+/// The characters that are escaped in a URL, because they have a special meaning or are not
+/// allowed.
 const UNSAFE: &AsciiSet = &CONTROLS
     .add(b' ')
     .add(b'"')
@@ -46,15 +47,15 @@ pub(crate) struct Repository {
     name: HubName,
     folder: RepositoryFolder,
     commit: String,
-    /// Paths of its files; offline, of those in the cache.
+    /// The paths of the repository's files. Offline, only those of files in the cache.
     pub(crate) names: Vec<String>,
-    /// `None`: nothing is downloaded.
+    /// The client for requests to the hub; `None`: offline.
     client: Option<Client>,
     at_a_time: usize,
 }
 
 impl Repository {
-    /// Asks the hub, or only the cache if offline.
+    /// Requests the list of files from the hub. If offline, reads only the cache.
     pub(crate) async fn open(
         name: &HubName,
         settings: &Settings,
@@ -118,18 +119,18 @@ impl Repository {
         &self.commit
     }
 
-    /// The folder of its files.
+    /// The local folder with this commit's files.
     pub(crate) fn directory(&self) -> PathBuf {
         self.folder.snapshot(&self.commit)
     }
 
-    /// True if all of these files are here.
+    /// True if all of these files are in the cache.
     pub(crate) fn has(&self, names: &[String]) -> bool {
         let directory = self.directory();
         names.iter().all(|name| directory.join(name).is_file())
     }
 
-    /// Downloads the missing ones of these files.
+    /// Downloads those of these files that are missing.
     pub(crate) async fn get(&self, names: &[String], progress: &Progress) -> Result<(), HubError> {
         let directory = self.directory();
         let wanted: Vec<&String> =
@@ -145,7 +146,7 @@ impl Repository {
         Ok(())
     }
 
-    /// The error for a model of which only a part is here.
+    /// Returns the error for a model of which only a part is in the cache.
     pub(crate) fn incomplete(&self, lacks: String) -> HubError {
         HubError::Incomplete { repository: self.name.repository.clone(), lacks }
     }
@@ -167,7 +168,7 @@ impl Repository {
             .buffered(QUESTIONS)
             .try_collect()
             .await?;
-        // Files may share their content.
+        // Several files may have the same content.
         let mut contents: BTreeMap<String, (RemoteFile, Vec<&String>)> = BTreeMap::new();
         for (name, file) in announced {
             let content = contents.entry(file.etag.clone());
@@ -196,7 +197,7 @@ impl Repository {
         done
     }
 
-    /// The path of a file behind the hub's address.
+    /// Returns the path of a file in the hub's URL.
     fn path(&self, name: &str) -> String {
         format!(
             "/{}/resolve/{}/{}",
@@ -207,7 +208,7 @@ impl Repository {
     }
 }
 
-/// The commit of the revision, and the paths of its files.
+/// Requests the commit of the revision, and the paths of its files.
 async fn list(name: &HubName, client: &Client) -> Result<(String, Vec<String>), Trouble> {
     #[derive(Deserialize)]
     struct Info {
@@ -223,7 +224,7 @@ async fn list(name: &HubName, client: &Client) -> Result<(String, Vec<String>), 
     if let Some(revision) = &name.revision {
         path += &format!("/revision/{}", utf8_percent_encode(revision, UNSAFE_OR_SLASH));
     }
-    // Sent only once, because without a network the cache should answer at once.
+    // There is only one attempt: without a network, the cache should be used immediately.
     let (response, _) = client.get(&path, 0).await?;
     let body = client.body(response, LONGEST_LIST).await?;
     let info: Info = serde_json::from_slice(&body)
@@ -239,7 +240,7 @@ async fn list(name: &HubName, client: &Client) -> Result<(String, Vec<String>), 
     Ok((info.sha, names))
 }
 
-/// Explains a trouble with `name` or its `file` to the user.
+/// Converts a failed request for `name` or its `file` to an error for the user.
 fn explain(name: &HubName, endpoint: &str, file: Option<&str>, trouble: Trouble) -> HubError {
     let (repository, endpoint, what) = (name.repository.clone(), endpoint.to_owned(), name.what());
     let refusal = match trouble {
@@ -268,12 +269,12 @@ fn explain(name: &HubName, endpoint: &str, file: Option<&str>, trouble: Trouble)
     }
 }
 
-/// A server's text as one line.
+/// Returns a server's text as one line.
 fn one_line(text: &str) -> String {
     text.chars().filter(|c| !c.is_control()).take(200).collect()
 }
 
-/// Collects the paths of all files below `directory`.
+/// Collects the paths of all files in `directory` and its subfolders.
 fn files_below(directory: &Path, prefix: &str, into: &mut Vec<String>) -> std::io::Result<()> {
     for entry in fs::read_dir(directory)? {
         let entry = entry?;
@@ -288,13 +289,13 @@ fn files_below(directory: &Path, prefix: &str, into: &mut Vec<String>) -> std::i
     Ok(())
 }
 
-/// Records when the files were last used, even if the file system does not.
+/// Sets the files' access times, even if the file system does not update them.
 fn touch(directory: &Path, names: &[String]) {
     let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
     let as_it_is = Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT };
     let times = Timestamps { last_access: now, last_modification: as_it_is };
     for name in names {
-        // Best effort: the cache may belong to another user.
+        // Errors are ignored: the cache may belong to another user.
         let _ = rustix::fs::utimensat(CWD, directory.join(name), &times, AtFlags::empty());
     }
 }

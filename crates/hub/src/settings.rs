@@ -13,27 +13,27 @@ const ENDPOINT: &str = "https://huggingface.co";
 /// Where models come from, and where downloads are stored.
 #[derive(Debug, Clone)]
 pub struct Settings {
-    /// The hub's address, without a slash at its end.
+    /// The hub's URL, without a trailing slash.
     pub endpoint: String,
-    /// The token that opens private and gated repositories.
+    /// The token for private and gated repositories.
     pub token: Option<String>,
-    /// The folder of the hub's cache, with a folder for each repository.
+    /// The folder of the hub's cache. It contains one folder per repository.
     pub hub_cache: PathBuf,
-    /// Forebay's own cache.
+    /// The folder of Forebay's cache.
     pub cache: PathBuf,
-    /// True if no request goes over the network.
+    /// True if no request may be sent over the network.
     pub offline: bool,
-    /// How long a server may be silent.
+    /// How long to wait for a server that sends nothing.
     pub patience: Duration,
-    /// The number of files that are downloaded at a time.
+    /// The number of files that are downloaded concurrently.
     pub at_a_time: usize,
 }
 
 impl Settings {
-    /// Reads the environment. With `directory` all files are kept below it.
+    /// Reads the environment. If `directory` is set, all files are stored below it.
     ///
     /// # Errors
-    /// [`HubError::Setting`] if `HF_ENDPOINT` is not an address.
+    /// [`HubError::Setting`] if `HF_ENDPOINT` is not a URL.
     pub fn from_env(directory: Option<&Path>, offline: bool) -> Result<Self, HubError> {
         let cache = forebay_cache(directory);
         let hub_cache = match directory {
@@ -55,7 +55,7 @@ impl Settings {
     }
 }
 
-/// `directory`, or `$FOREBAY_CACHE`, or `forebay` in the user's cache folder.
+/// Returns `directory`, or `$FOREBAY_CACHE`, or the folder `forebay` in the user's cache folder.
 fn forebay_cache(directory: Option<&Path>) -> PathBuf {
     let chosen = directory.map(Path::to_owned).or_else(|| set("FOREBAY_CACHE").map(PathBuf::from));
     match chosen {
@@ -69,7 +69,7 @@ fn hub_cache() -> PathBuf {
     named.map_or_else(|| home().join("hub"), |path| absolute(&expand_home(&path)))
 }
 
-/// The folder of everything that Hugging Face's libraries keep.
+/// The folder in which Hugging Face's libraries store all their files.
 fn home() -> PathBuf {
     set("HF_HOME")
         .map_or_else(|| user_cache().join("huggingface"), |path| absolute(&expand_home(&path)))
@@ -80,7 +80,7 @@ fn user_cache() -> PathBuf {
     set("XDG_CACHE_HOME").map_or_else(home, |path| absolute(&expand_home(&path)))
 }
 
-/// `~` at the beginning is the user's directory, as shells read it.
+/// Replaces `~` at the beginning with the user's home directory, as shells do.
 pub(crate) fn expand_home(text: &str) -> PathBuf {
     let rest = text.strip_prefix('~').filter(|rest| rest.is_empty() || rest.starts_with('/'));
     match (rest, env::home_dir()) {
@@ -93,7 +93,7 @@ fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }
 
-/// The token of the environment, or the one that `hf auth login` left.
+/// Returns the token in the environment, or the token that `hf auth login` stored.
 fn token() -> Option<String> {
     if flag("HF_HUB_DISABLE_IMPLICIT_TOKEN") && set("HF_TOKEN").is_none() {
         return None;

@@ -1,4 +1,4 @@
-//! The models in the cache: their list, and their removal.
+//! Lists and removes the models in the cache.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::{self, File, Metadata};
@@ -17,15 +17,15 @@ use crate::settings::Settings;
 /// A model in the cache.
 #[derive(Debug, Clone, Serialize)]
 pub struct StoredModel {
-    /// The model's name, for [`remove`] and the command line.
+    /// The model's name, as [`remove`] and the command line accept it.
     pub name: String,
-    /// The format of its weights.
+    /// The format of the model's weights.
     pub format: Format,
-    /// Bytes on the disk, including unfinished downloads. Models of one repository may share some.
+    /// Bytes on disk, including unfinished downloads. Models of one repository may share bytes.
     pub bytes: u64,
-    /// The time of the last read, in seconds since 1970.
+    /// When its files were last read or written, in seconds since 1970; `None`: unknown.
     pub last_used: Option<u64>,
-    /// The folder or the file.
+    /// The model's folder or file.
     pub path: PathBuf,
 }
 
@@ -33,16 +33,16 @@ pub struct StoredModel {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Format {
-    /// One file of the hub's form.
+    /// Safetensors files, in Hugging Face's layout.
     Safetensors,
-    /// One file, or its parts.
+    /// A GGUF file, or its parts.
     Gguf,
-    /// None complete: only a tokenizer, a part of a model, or weights in other formats.
+    /// No weights in these formats: only a tokenizer, other files of a model, or other formats.
     Other,
 }
 
 impl Format {
-    /// The name in a table.
+    /// The name in the list of models.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -56,18 +56,18 @@ impl Format {
 /// The files that [`remove`] would delete.
 #[derive(Debug)]
 pub struct Removal {
-    /// Bytes on the disk.
+    /// Bytes on disk that are freed.
     pub bytes: u64,
     files: Vec<PathBuf>,
-    /// Deleted after the files, with everything below.
+    /// Folders that are deleted after the files, with everything below them.
     folders: Vec<PathBuf>,
-    /// Deleted if nothing is in them.
+    /// Folders that are deleted if they are empty.
     emptied: Vec<PathBuf>,
-    /// The repository, which must have no download in progress.
+    /// The repository whose downloads must not be in progress.
     repository: Option<RepositoryFolder>,
 }
 
-/// All models in the cache, by name.
+/// Lists all models in the cache, by name.
 ///
 /// # Errors
 /// [`HubError::Disk`] if a folder can't be read.
@@ -86,17 +86,17 @@ pub fn list(settings: &Settings) -> Result<Vec<StoredModel>, HubError> {
     for folder in folders(&settings.hub_cache)? {
         let name = folder.file_name().and_then(|name| name.to_str());
         let Some(name) = name.and_then(|name| name.strip_prefix("models--")) else { continue };
-        // Repositories are named `org--name`; the hub's oldest models have no owner.
+        // Repositories are named `org--name`. The oldest models on the hub have no owner.
         found.extend(Content::of(&folder)?.models(&name.replacen("--", "/", 1), &folder));
     }
     found.sort_by(|a, b| a.name.cmp(&b.name));
     Ok(found)
 }
 
-/// Finds the files to delete for a model. Other snapshots keep the files that they use.
+/// Finds the files to delete for a model. Files that other snapshots use are kept.
 ///
 /// # Errors
-/// [`HubError::NotStored`]: nothing of the model is here.
+/// [`HubError::NotStored`] if no file of the model is in the cache.
 pub fn removal(settings: &Settings, name: &ModelName) -> Result<Removal, HubError> {
     let name = match name {
         ModelName::Hub(name) => name,
@@ -143,11 +143,11 @@ pub fn removal(settings: &Settings, name: &ModelName) -> Result<Removal, HubErro
     Ok(removal)
 }
 
-/// Deletes these files. Returns the number of freed bytes.
+/// Deletes these files. Returns the number of bytes that were freed.
 ///
 /// # Errors
-/// [`HubError::Repository`] while another process downloads the model, [`HubError::Disk`] if
-/// something can't be deleted.
+/// [`HubError::Repository`] if another process is downloading the model, [`HubError::Disk`] if a
+/// file can't be deleted.
 pub fn remove(removal: &Removal) -> Result<u64, HubError> {
     let gone = |path: &Path, done: std::io::Result<()>| match done {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -163,14 +163,15 @@ pub fn remove(removal: &Removal) -> Result<u64, HubError> {
         gone(folder, fs::remove_dir_all(folder))?;
     }
     for folder in &removal.emptied {
-        // A folder with other files stays.
+        // Folders that contain other files are kept.
         let _ = fs::remove_dir(folder);
     }
     drop(locks);
     Ok(removal.bytes)
 }
 
-/// Tries to take the lock of each download. A lock that is held means that a download is running.
+/// Takes the lock of each download. If another process holds a lock, a download is in progress, and
+/// this fails.
 fn hold_locks(repository: &RepositoryFolder) -> Result<Vec<File>, HubError> {
     let Ok(entries) = fs::read_dir(repository.locks()) else { return Ok(Vec::new()) };
     let mut held = Vec::new();
@@ -187,12 +188,12 @@ fn hold_locks(repository: &RepositoryFolder) -> Result<Vec<File>, HubError> {
     Ok(held)
 }
 
-/// The content of a repository's folder.
+/// The content of a repository's folder in the cache.
 #[derive(Debug, Default)]
 struct Content {
-    /// For each commit: the blob of each path in it.
+    /// For each commit, the blob of each path.
     snapshots: BTreeMap<String, BTreeMap<String, PathBuf>>,
-    /// Each blob, also those without a link.
+    /// The size and time of last use of each blob, including blobs without a link.
     blobs: BTreeMap<PathBuf, (u64, Option<u64>)>,
 }
 
@@ -213,7 +214,7 @@ impl Content {
         Ok(content)
     }
 
-    /// Collects the targets of the files below a snapshot's folder.
+    /// Collects the files below a snapshot's folder, and the blobs that they link to.
     fn read(
         &mut self,
         folder: &Path,
@@ -227,7 +228,7 @@ impl Content {
                 self.read(&path, &format!("{name}/"), into)?;
                 continue;
             }
-            // A broken link: the blob was removed.
+            // The link is broken: its blob was removed.
             let Ok(file) = fs::metadata(&path) else { continue };
             let blob = match fs::read_link(&path) {
                 Ok(link) => folder.join(link),
@@ -248,7 +249,7 @@ impl Content {
         self.snapshots.values().flat_map(BTreeMap::keys).map(String::as_str).collect()
     }
 
-    /// The rows of the list: the repository, or each of its GGUF files.
+    /// Returns the entries of the list: one for the repository, or one per GGUF file.
     fn models(&self, name: &str, folder: &Path) -> Vec<StoredModel> {
         let names = self.names();
         let ggufs: BTreeSet<&str> = names
@@ -283,7 +284,7 @@ impl Content {
         ggufs.into_iter().map(of).collect()
     }
 
-    /// The files that belong to a revision or a GGUF file. `None`: it is not here.
+    /// Finds the files that belong to a revision or a GGUF file; `None`: none is in the cache.
     fn removal(&self, name: &HubName, repository: &RepositoryFolder) -> Option<Removal> {
         let commit = match &name.revision {
             Some(revision) => Some(repository.commit_of(revision)?),
@@ -337,7 +338,7 @@ impl Content {
     }
 }
 
-/// A GGUF file, or all parts of it that are among `names`.
+/// Returns a GGUF file, or all of its parts that are among `names`.
 fn parts<'a>(names: &BTreeSet<&'a str>, name: &'a str) -> Vec<&'a str> {
     let Some((stem, _, count)) = part(name) else { return vec![name] };
     let same = |other: &&str| part(other).is_some_and(|(s, _, c)| (s, c) == (stem, count));
@@ -354,7 +355,7 @@ fn folders(folder: &Path) -> Result<Vec<PathBuf>, HubError> {
     Ok(folders_and_files(folder)?.into_iter().filter(|path| path.is_dir()).collect())
 }
 
-/// The paths in a folder; none if it is not there.
+/// Returns the paths in a folder. Empty if the folder does not exist.
 fn folders_and_files(folder: &Path) -> Result<Vec<PathBuf>, HubError> {
     match fs::read_dir(folder) {
         Ok(entries) => Ok(entries.flatten().map(|entry| entry.path()).collect()),
@@ -369,7 +370,7 @@ mod tests {
 
     use super::*;
 
-    /// A cache with a repository of two snapshots that share `shared`.
+    /// Creates a cache with a repository of two snapshots, which share the file `shared`.
     fn cache() -> (tempfile::TempDir, Settings) {
         let folder = tempfile::tempdir().expect("a folder");
         let settings = Settings {

@@ -1,11 +1,12 @@
-//! Servers with wrong answers: each gives a one-line error, and no wrong file is kept.
+//! Servers that send wrong responses. Each gives a one-line error, and no wrong file is kept.
 
 use std::fs;
 
 use super::server::{Answer, Asked, Server, sha256};
 use super::{SMALL, blobs, bytes, error};
 
-/// The error when `change` falsifies the weights, and how often they were downloaded.
+/// Returns the error for weights whose responses `change` falsifies, and the number of their
+/// downloads.
 fn told(change: impl Fn(&Asked, &mut Answer) + Send + Sync + 'static) -> (String, usize) {
     let weights = bytes(300_000);
     let files: [(&str, &[u8]); 3] = [SMALL[0], SMALL[1], ("model.safetensors", &weights)];
@@ -122,7 +123,7 @@ fn a_range_without_a_length() {
     assert!(text.contains("a file without a length"), "{text}");
 }
 
-/// A mirror that compresses or generates its answers does not send their lengths.
+/// A mirror that compresses or generates its responses does not send their lengths.
 #[test]
 fn mirrors_without_lengths_are_read() {
     let weights = bytes(300_000);
@@ -165,8 +166,8 @@ fn a_connection_that_always_ends() {
     assert!(downloads < 10, "{downloads}");
 }
 
-/// The error and downloads when connections are cut. Unlike wrong files, partial downloads are
-/// kept.
+/// Returns the error and the number of downloads if connections are cut. Unlike wrong files,
+/// partial downloads are kept.
 fn told_of_cuts() -> (String, usize) {
     let files: [(&str, &[u8]); 3] = [SMALL[0], SMALL[1], ("model.safetensors", &[7; 1000])];
     let server = Server::changed(&files, |asked, answer, _| {
@@ -182,7 +183,7 @@ fn told_of_cuts() -> (String, usize) {
     (text, server.downloads("model.safetensors").len())
 }
 
-/// The error of a repository whose file list is `body`.
+/// Returns the error for a repository whose list of files is `body`.
 fn listed(body: &'static str) -> String {
     let server = Server::changed(&[], move |asked, answer, _| {
         if asked.path.starts_with("/api") {

@@ -1,4 +1,4 @@
-//! Downloads from a simulated hub: a correct one, one with failures, and one with wrong answers.
+//! Downloads from a simulated hub: a correct one, one with failures, and one with wrong responses.
 
 mod lies;
 mod server;
@@ -16,7 +16,7 @@ use server::{COMMIT, REPOSITORY, Server, sha256};
 
 const SMALL: [(&str, &[u8]); 2] = [("config.json", b"{}"), ("tokenizer.json", b"{\"model\": {}}")];
 
-/// Pseudo-random bytes without repetition.
+/// Returns pseudo-random bytes without repetition.
 fn bytes(count: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_u32;
     let next = || {
@@ -55,7 +55,7 @@ fn error(server: &Server, cache: &Path) -> String {
     find(server, cache).expect_err("an error").to_string()
 }
 
-/// The names of the blobs in the cache, and of other files beside them.
+/// Returns the names of all files in the cache's folder of blobs.
 fn blobs(cache: &Path) -> Vec<String> {
     let folder = cache.join("hub/models--org--name/blobs");
     let entries = fs::read_dir(folder).map(|entries| entries.flatten().collect::<Vec<_>>());
@@ -280,7 +280,7 @@ fn offline_nothing_is_asked() {
 fn without_a_network_the_cache_is_used() {
     let server = Server::start(&[SMALL[0], SMALL[1], ("model.safetensors", b"w")]);
     let cache = tempfile::tempdir().expect("a folder");
-    // A port that nothing listens on any more.
+    // A port on which no server listens any more.
     let gone = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let endpoint = format!("http://{gone}");
     let nowhere = || Settings { endpoint: endpoint.clone(), ..settings(&server, cache.path()) };

@@ -1,4 +1,4 @@
-//! A simulated hub, which gives wrong answers on demand.
+//! A simulated hub, which sends wrong responses on demand.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -9,7 +9,7 @@ use std::thread;
 pub(crate) const COMMIT: &str = "0123456789abcdef0123456789abcdef01234567";
 pub(crate) const REPOSITORY: &str = "org/name";
 
-/// The parts of a request that tests look at.
+/// The parts of a request that tests check.
 #[derive(Debug, Clone)]
 pub(crate) struct Asked {
     pub(crate) method: String,
@@ -19,19 +19,19 @@ pub(crate) struct Asked {
 }
 
 impl Asked {
-    /// Whether the request downloads a file.
+    /// True if the request downloads a file.
     pub(crate) fn is_download(&self) -> bool {
         self.method == "GET" && self.path.contains("/resolve/")
     }
 }
 
-/// An answer. Its head is written unchanged.
+/// A response. Its status and headers are written unchanged.
 #[derive(Debug, Clone)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
     pub(crate) headers: Vec<(&'static str, String)>,
     pub(crate) body: Vec<u8>,
-    /// Number of bytes of the body after which the connection is cut.
+    /// The number of bytes of the body after which the connection is cut.
     pub(crate) cut: Option<usize>,
 }
 
@@ -47,7 +47,7 @@ impl Answer {
     }
 }
 
-/// A function that changes answers: it gets the request, the answer, and the request's index.
+/// A function that changes responses. It gets the request, the response, and the request's index.
 pub(crate) type Change = Box<dyn Fn(&Asked, &mut Answer, usize) + Send + Sync>;
 
 #[derive(Clone)]
@@ -67,7 +67,7 @@ impl Server {
         Self::changed(files, |_, _, _| ())
     }
 
-    /// A server whose answers `change` modifies before they are sent.
+    /// Starts a server whose responses `change` modifies before they are sent.
     pub(crate) fn changed(
         files: &[(&str, &[u8])],
         change: impl Fn(&Asked, &mut Answer, usize) + Send + Sync + 'static,
@@ -99,7 +99,7 @@ impl Server {
         self.state.asked.lock().expect("no panic").clone()
     }
 
-    /// The first byte that each download of `name` asked for.
+    /// Returns the first byte that each download of `name` requested.
     pub(crate) fn downloads(&self, name: &str) -> Vec<Option<usize>> {
         let of = |asked: &Asked| asked.is_download() && asked.path.ends_with(name);
         self.asked().into_iter().filter(of).map(|asked| asked.start).collect()
@@ -193,7 +193,7 @@ fn write(mut stream: &TcpStream, asked: &Asked, answer: &Answer) -> Option<()> {
     stream.write_all(&answer.body[..end]).ok()?;
     if answer.cut.is_some() {
         stream.shutdown(Shutdown::Write).ok()?;
-        // Read the rest, because closing with unread bytes could discard the answer.
+        // Read what remains, because closing with unread bytes could discard the response.
         let _ = stream.take(1 << 20).read_to_end(&mut Vec::new());
         return None;
     }
