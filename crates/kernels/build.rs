@@ -1,9 +1,9 @@
-//! Names the order of packed weights by the sources that decide it: a program of other sources
-//! reads nothing that this one keeps on disk.
+//! Computes a name for the order of packed weights: a hash of all sources that decide the order. So
+//! a program does not read packed weights that a program built from other sources cached on disk.
 //!
-//! Chooses the levels that are compiled, too: `FOREBAY_LEVELS` lists their names, and unset means
-//! all. `native` is the fastest level of the machine that compiles. The baseline, which every
-//! processor has, is always there. `FOREBAY_LEVELS=native` takes a fifth of the time of all levels.
+//! Also chooses the instruction levels to compile: `FOREBAY_LEVELS` lists their names; unset means
+//! all. `native` is the fastest level of the build machine. The baseline, which every processor
+//! supports, is always compiled. Compiling only `native` takes a fifth of the time of all levels.
 
 use std::path::{Path, PathBuf};
 use std::{env, fs, io};
@@ -14,7 +14,7 @@ mod processor;
 
 use processor::Level;
 
-/// FNV-1a (Fowler, Noll, Vo) over 128 bits: no library is asked for a name.
+/// The FNV-1a hash (Fowler, Noll, Vo) over 128 bits, written out to avoid a dependency.
 struct Name(u128);
 
 impl Name {
@@ -39,16 +39,16 @@ fn sources(folder: &Path, found: &mut Vec<PathBuf>) -> io::Result<()> {
     Ok(())
 }
 
-/// The name of the machine's fastest level in `FOREBAY_LEVELS`.
+/// The name in `FOREBAY_LEVELS` that means the build machine's fastest instruction level.
 const NATIVE: &str = "native";
 
-/// Tells the crate which levels to compile.
+/// Chooses the instruction levels to compile, and sets a `cfg` flag of the crate for each.
 fn choose_levels() {
     println!("cargo::rerun-if-env-changed=FOREBAY_LEVELS");
     println!("cargo::rustc-check-cfg=cfg(all_levels)");
     println!("cargo::rustc-check-cfg=cfg(level, values(any()))");
     let asked = env::var("FOREBAY_LEVELS").unwrap_or_default();
-    // A program for another kind of processor runs elsewhere.
+    // When cross-compiling, the build machine's instruction levels do not apply.
     let runs_here = env::var("HOST") == env::var("TARGET");
     if asked.is_empty() || (asked.split(',').any(|name| name == NATIVE) && !runs_here) {
         println!("cargo::rustc-cfg=all_levels");
@@ -61,7 +61,7 @@ fn choose_levels() {
         };
         match level {
             Some(level) => println!("cargo::rustc-cfg=level=\"{}\"", level.name()),
-            // A level of another kind of processor.
+            // An instruction level of another processor architecture is ignored.
             None if Level::NAMES.contains(&name) => {}
             None => println!("cargo::error=FOREBAY_LEVELS has no level {name:?}"),
         }
@@ -79,7 +79,7 @@ fn main() -> io::Result<()> {
         name.add(path.as_os_str().as_encoded_bytes());
         name.add(&fs::read(&path)?);
     }
-    // Of one kind of processor.
+    // The order also depends on the processor architecture.
     name.add(env::var("CARGO_CFG_TARGET_ARCH").unwrap_or_default().as_bytes());
     println!("cargo::rustc-env=FOREBAY_KERNELS_BUILD={:032x}", name.0);
     Ok(())

@@ -1,5 +1,5 @@
-//! What this machine can do at most: bfloat16 dot products, `f32` multiply-adds and reads from
-//! memory, on one thread and on all.
+//! Measures the machine's peak rates: bfloat16 dot products, `f32` multiply-adds and memory reads,
+//! on one thread and on all.
 //!
 //! `cargo run --profile fast -p forebay-kernels --example roofline`
 #![expect(unsafe_code, reason = "instructions that no portable code names")]
@@ -9,7 +9,7 @@ use std::time::Instant;
 
 const READ_BYTES: usize = 256 << 20;
 const ROUNDS: usize = 7;
-/// Bytes between what is read and what is asked for, where lines are asked for ahead.
+/// Distance in bytes from the address being read to the address being prefetched.
 const AHEAD: usize = 4096;
 
 fn main() {
@@ -35,11 +35,12 @@ fn main() {
     }
 }
 
-/// Ones, in large pages where the system has them.
+/// A vector of ones, in huge pages if the system has them.
 fn in_large_pages(count: usize) -> Vec<u64> {
     let mut data: Vec<u64> = Vec::with_capacity(count);
     #[cfg(target_os = "linux")]
-    // SAFETY: whole pages within the vector's room, and only what they are backed by changes.
+    // SAFETY: the range consists of whole pages within the vector's capacity. Only the size of
+    // their physical pages changes, not their content.
     let _ = unsafe {
         let start = data.as_mut_ptr().cast::<u8>().map_addr(|at| at.next_multiple_of(1 << 21));
         let room = count * size_of::<u64>() - (1 << 21);
@@ -49,14 +50,14 @@ fn in_large_pages(count: usize) -> Vec<u64> {
     data
 }
 
-/// Of a few rounds, against disturbances.
+/// The median of several rounds, to suppress outliers.
 fn median(mut measure: impl FnMut() -> f64) -> f64 {
     let mut found: Vec<f64> = (0..ROUNDS).map(|_| measure()).collect();
     found.sort_by(f64::total_cmp);
     found[ROUNDS / 2]
 }
 
-/// Units of work a second, of all threads.
+/// Units of work per second, summed over all threads.
 fn run(threads: usize, work: impl Fn(usize) -> f64 + Sync) -> f64 {
     let started = Instant::now();
     let units: f64 = std::thread::scope(|scope| {
@@ -68,7 +69,7 @@ fn run(threads: usize, work: impl Fn(usize) -> f64 + Sync) -> f64 {
     units / started.elapsed().as_secs_f64()
 }
 
-/// Bytes.
+/// Reads all data. Returns the number of bytes.
 fn read(data: &[u64], ahead: usize) -> f64 {
     let mut sums = [0u64; 32];
     for chunk in data.chunks_exact(32) {
@@ -76,7 +77,7 @@ fn read(data: &[u64], ahead: usize) -> f64 {
         if ahead > 0 {
             use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
             for line in chunk.chunks_exact(8) {
-                // SAFETY: a prefetch of a wrong address does nothing.
+                // SAFETY: prefetching an invalid address has no effect.
                 unsafe {
                     _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast::<i8>().wrapping_add(ahead));
                 }
@@ -90,21 +91,21 @@ fn read(data: &[u64], ahead: usize) -> f64 {
     size_of_val(data) as f64
 }
 
-/// Floating point operations.
+/// Returns the number of floating-point operations; 0 if the processor lacks the instruction.
 fn dots() -> f64 {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512bf16") {
-        // SAFETY: detected.
+        // SAFETY: the features were detected.
         return unsafe { x86::dots() };
     }
     0.0
 }
 
-/// Floating point operations.
+/// Returns the number of floating-point operations; 0 if the processor lacks the instruction.
 fn multiply_adds() -> f64 {
     #[cfg(target_arch = "x86_64")]
     if is_x86_feature_detected!("avx512f") {
-        // SAFETY: detected.
+        // SAFETY: the features were detected.
         return unsafe { x86::multiply_adds() };
     }
     0.0
@@ -115,13 +116,14 @@ mod x86 {
     use std::arch::x86_64::*;
     use std::hint::black_box;
 
-    /// As many sums as hide the instruction's latency, in registers.
+    /// The number of independent sums: enough to hide the instruction's latency, but few enough for
+    /// the registers.
     const SUMS: usize = 24;
     const TIMES: usize = 2_000_000;
 
     #[target_feature(enable = "avx512f,avx512bf16")]
     pub(super) fn dots() -> f64 {
-        // SAFETY: the same bits.
+        // SAFETY: both types have the same size, and all bit patterns are valid.
         let x: __m512bh = unsafe { std::mem::transmute(black_box(_mm512_setzero_si512())) };
         let mut sums = [_mm512_setzero_ps(); SUMS];
         for _ in 0..TIMES {

@@ -1,4 +1,4 @@
-//! A decoder of either type.
+//! A decoder of either element type.
 
 use std::sync::Arc;
 
@@ -14,7 +14,8 @@ use crate::rows::{Rows, Wanted};
 use crate::sizes::Sizes;
 use crate::weights::Weights;
 
-/// A decoder of either type, which computes with the instructions of the current level.
+/// A decoder of either element type, which computes with the kernels of the current instruction
+/// level.
 pub(crate) enum AnyModel {
     Float32(Model<f32>),
     Bfloat16(Model<Bf16>),
@@ -35,7 +36,7 @@ impl AnyModel {
         }
     }
 
-    /// The states' tables of each layer.
+    /// The state tables of each layer.
     pub(crate) fn states(&mut self) -> &mut [[Room; 2]] {
         match self {
             Self::Float32(model) => model.states(),
@@ -46,14 +47,14 @@ impl AnyModel {
     /// Computes a step.
     ///
     /// # Safety
-    /// As of [`Model::step`].
+    /// The conditions of [`Model::step`] must hold.
     pub(crate) unsafe fn step(
         &mut self,
         rows: &Rows<'_>,
         wanted: Wanted<'_>,
         groups: Option<&Groups<'_>>,
     ) -> Result<(), StepError> {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             match self {
                 Self::Float32(model) => compute(model, rows, wanted, groups),
@@ -62,15 +63,15 @@ impl AnyModel {
         }
     }
 
-    /// Computes logits `[count, vocabulary]` of the same number of states.
+    /// Computes logits `[count, vocabulary]` of `count` states.
     ///
     /// # Safety
-    /// As of [`Model::head`], for any count.
+    /// The conditions of [`Model::head`] must hold, except that the count may be 0.
     pub(crate) unsafe fn head(&mut self, states: (*const f32, usize), logits: *mut f32) {
         if states.1 == 0 {
             return;
         }
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             match self {
                 Self::Float32(model) => head(model, states, logits),
@@ -87,7 +88,8 @@ unsafe fn compute<E: Number>(
     groups: Option<&Groups<'_>>,
 ) -> Result<(), StepError> {
     let level = Level::current();
-    // SAFETY: the contract; once a member, and the level is there.
+    // SAFETY: the caller upholds the contract, each member calls `compute` once, and the processor
+    // supports the instruction level.
     unsafe {
         model.step(rows, wanted, groups, |threads, view| {
             threads.compute(|member| E::compute(level, (view, &member)));
@@ -97,7 +99,8 @@ unsafe fn compute<E: Number>(
 
 unsafe fn head<E: Number>(model: &mut Model<E>, states: (*const f32, usize), logits: *mut f32) {
     let level = Level::current();
-    // SAFETY: the contract; once a member, and the level is there.
+    // SAFETY: the caller upholds the contract, each member calls `compute` once, and the processor
+    // supports the instruction level.
     unsafe {
         model.head(states, logits, |threads, view| {
             threads.compute(|member| E::compute(level, (view, &member)));

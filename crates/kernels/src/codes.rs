@@ -1,40 +1,41 @@
-//! Numbers as 8-bit integers with a scale. Quantised weights are stored in this form, and
+//! Numbers as 8-bit integer codes with a scale. Quantised weights are stored in this form, and
 //! activations are converted to it.
 //!
-//! Weights are kept as unsigned codes, activations as signed ones, for the processors' dot products
-//! of bytes. The unsigned offset adds to a product the offset times the sum of the activations. So
-//! each row stores these sums, and they are subtracted. Integer sums are exact, so nothing is lost.
+//! Weights are stored as unsigned codes and activations as signed ones, since the processors' dot
+//! products of bytes take these. The offset of unsigned codes adds to each product the offset times
+//! the sum of the activations. So each row stores these sums, and they are subtracted. Integer sums
+//! are exact, so nothing is lost.
 
 use crate::element::Element;
 use crate::vector::{LANES, Vector};
 
-/// Inner positions that share a scale in the GGUF formats; all inner dimensions of quantised
-/// matrices are multiples of it.
+/// The number of inner positions that share a scale in the GGUF formats. All inner dimensions of
+/// quantised matrices are multiples of it.
 pub(crate) const SHARED: usize = 32;
-/// Activations' largest code.
+/// The largest code of activations.
 pub(crate) const LARGEST: f32 = 127.0;
 
-/// The factor that maps numbers up to `largest` to codes. It is 0, and so are all codes, if all
-/// numbers are zero, some are not numbers, or they are so small that the inverse is infinite.
+/// The factor that maps numbers of magnitude up to `largest` to codes. It is 0, and so are all
+/// codes, if `largest` is zero, NaN, or so small that the inverse would be infinite.
 #[inline(always)]
 pub(crate) fn inverse_of(largest: f32) -> f32 {
     if largest > 1e-36 { LARGEST / largest } else { 0.0 }
 }
 
-/// The storage of a quantised matrix's weights.
+/// The number format of a quantised matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
-    /// 8 bits, one scale an output.
+    /// 8 bits, one scale per output.
     Int8,
-    /// 8 bits, a scale every [`SHARED`] positions: GGUF's `Q8_0`.
+    /// 8 bits, a scale per [`SHARED`] positions: GGUF's `Q8_0`.
     Q8_0,
-    /// 4 bits, a scale every [`SHARED`] positions: GGUF's `Q4_0`.
+    /// 4 bits, a scale per [`SHARED`] positions: GGUF's `Q4_0`.
     Q4_0,
-    /// 4 bits, a scale and a least value every [`SHARED`] positions: GGUF's `Q4_1`.
+    /// 4 bits, a scale and a minimum per [`SHARED`] positions: GGUF's `Q4_1`.
     Q4_1,
-    /// 4-bit floats with a power of 2 every [`SHARED`] positions: `MXFP4` (OCP, 2023).
+    /// 4-bit floats with a power of 2 per [`SHARED`] positions: `MXFP4` (OCP, 2023).
     Mxfp4,
-    /// 4 bits that index a table of integers, with a scale every [`SHARED`] positions: GGUF's
+    /// 4 bits that index a table of integers, with a scale per [`SHARED`] positions: GGUF's
     /// `IQ4_NL`.
     Iq4Nl,
 }
@@ -45,7 +46,7 @@ const HALVES_OF_FLOATS: [u8; 16] = [12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 
 const UNEVEN: [u8; 16] = [1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241];
 
 impl Format {
-    /// The code that stands for zero.
+    /// The code of zero.
     pub(crate) const fn offset(self) -> i32 {
         match self {
             Self::Int8 | Self::Q8_0 | Self::Iq4Nl => 128,
@@ -55,7 +56,8 @@ impl Format {
         }
     }
 
-    /// The bytes that 4-bit codes index, with the offset. `None`: codes are values themselves.
+    /// The values that 4-bit codes index, with the offset added. `None` if codes are the values
+    /// themselves.
     pub(crate) const fn table(self) -> Option<&'static [u8; 16]> {
         match self {
             Self::Mxfp4 => Some(&HALVES_OF_FLOATS),
@@ -64,7 +66,7 @@ impl Format {
         }
     }
 
-    /// The largest byte of a product.
+    /// The largest unsigned byte that enters a dot product.
     pub(crate) const fn largest(self) -> u8 {
         match self {
             Self::Int8 | Self::Q8_0 => u8::MAX,
@@ -74,7 +76,7 @@ impl Format {
         }
     }
 
-    /// The scale that a panel's 16 bits stand for: a half, or the upper half of a float.
+    /// Decodes a panel's 16-bit scale: a half-precision float, or the upper half of an `f32`.
     #[inline(always)]
     pub(crate) fn scale_of(self, bits: u16) -> f32 {
         match self {
@@ -88,7 +90,7 @@ impl Format {
         matches!(self, Self::Q4_0 | Self::Q4_1 | Self::Mxfp4 | Self::Iq4Nl)
     }
 
-    /// Inner positions that share a scale, of `k`.
+    /// The number of inner positions that share a scale, for an inner dimension of `k`.
     #[inline(always)]
     pub(crate) const fn shared(self, k: usize) -> usize {
         match self {
@@ -98,7 +100,7 @@ impl Format {
     }
 }
 
-/// Activations as codes: each row has `inputs` of them, and scales and sums for groups.
+/// Activations as codes: each row has `inputs` codes, and a scale and a sum for each group of them.
 #[derive(Clone, Copy)]
 pub(crate) struct Codes {
     pub(crate) codes: *const i8,
@@ -107,7 +109,7 @@ pub(crate) struct Codes {
     pub(crate) count: usize,
 }
 
-/// Room for activations as codes.
+/// Memory for activations as codes.
 #[derive(Clone, Copy)]
 pub(crate) struct CodesRoom {
     pub(crate) codes: *mut i8,
@@ -116,7 +118,7 @@ pub(crate) struct CodesRoom {
 }
 
 impl CodesRoom {
-    /// The memory from a row on, where each row has `inputs` positions and `shared` positions per
+    /// The memory from `row` on, where each row has `inputs` positions and `shared` positions per
     /// scale.
     #[inline(always)]
     pub(crate) fn from(self, row: usize, inputs: usize, shared: usize) -> Self {
@@ -134,16 +136,16 @@ impl CodesRoom {
     }
 }
 
-/// The largest magnitude of some numbers. It is NaN if one of them is not finite.
+/// The largest magnitude of the elements; NaN if one of them is not finite.
 ///
 /// # Safety
-/// `from` has `count` elements, a multiple of [`LANES`].
+/// `from` must be valid for reads of `count` elements, a multiple of [`LANES`].
 #[inline(always)]
 pub(crate) unsafe fn largest_of<E: Element, V: Vector>(from: *const E, count: usize) -> f32 {
     let mut largest = V::splat(0.0);
     let mut finite = true;
     for at in (0..count).step_by(LANES) {
-        // SAFETY: a whole vector, by the contract.
+        // SAFETY: by the function's contract, there is a whole vector at `at`.
         let x: V = unsafe { widened(from.add(at)) };
         finite &= x.is_finite();
         largest = largest.larger(x).larger(V::splat(0.0).sub(x));
@@ -151,13 +153,13 @@ pub(crate) unsafe fn largest_of<E: Element, V: Vector>(from: *const E, count: us
     if finite { largest.largest() } else { f32::NAN }
 }
 
-/// Quantises one row of activations, with one scale per `shared` positions: symmetric, the largest
-/// exact, others rounded to the nearest. A group with a number that is not finite gets NaN as its
-/// scale.
+/// Quantises one row of activations with one scale per `shared` positions. The scaling is
+/// symmetric; the largest element is exact, others are rounded to the nearest code. A group with an
+/// element that is not finite gets a scale of NaN.
 ///
 /// # Safety
-/// `from` has `inputs` elements, `to` room for them; both `inputs` and `shared` are multiples of
-/// [`SHARED`].
+/// `from` must have `inputs` elements, and `to` must have room for their codes. Both `inputs` and
+/// `shared` must be multiples of [`SHARED`].
 #[inline(always)]
 pub(crate) unsafe fn encode<E: Element, V: Vector>(
     from: *const E,
@@ -165,7 +167,7 @@ pub(crate) unsafe fn encode<E: Element, V: Vector>(
     shared: usize,
     to: CodesRoom,
 ) {
-    // SAFETY: whole vectors, by the contract.
+    // SAFETY: by the function's contract, all reads and writes are of whole vectors within the row.
     unsafe {
         for index in 0..inputs / shared {
             let (from, codes) = (from.add(index * shared), to.codes.add(index * shared));
@@ -179,30 +181,31 @@ pub(crate) unsafe fn encode<E: Element, V: Vector>(
                 sum = sum.add(x);
             }
             *to.scales.add(index) = largest / LARGEST;
-            // Floats below 2^24 that are integers add up exactly.
+            // Sums of integers are exact in floats up to 2^24.
             *to.sums.add(index) = sum.sum() as i32;
         }
     }
 }
 
-/// A vector of elements as floats.
+/// Loads a vector of elements as floats.
 ///
 /// # Safety
-/// `from` can be read for [`LANES`] elements.
+/// `from` must be valid for reads of [`LANES`] elements.
 #[inline(always)]
 pub(crate) unsafe fn widened<E: Element, V: Vector>(from: *const E) -> V {
-    // SAFETY: the caller has a whole vector there.
+    // SAFETY: the caller guarantees a whole vector.
     unsafe {
         let values: [f32; LANES] = std::array::from_fn(|lane| (*from.add(lane)).to_f32());
         V::load(values.as_ptr())
     }
 }
 
-/// A float of 16 bits.
+/// Converts a half-precision float.
 #[inline(always)]
 pub(crate) fn half_to_f32(bits: u16) -> f32 {
     let bits = u32::from(bits);
-    // Puts the exponent into the place of a float's and corrects the bias: exact for denormals too.
+    // Moves the exponent to its position in an `f32` and corrects the bias: exact for denormals
+    // too.
     let value = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23);
     let special = if bits & 0x7c00 == 0x7c00 { 0x7f80_0000 } else { 0 };
     f32::from_bits(value.to_bits() | special | (bits & 0x8000) << 16)
@@ -220,7 +223,7 @@ pub(crate) mod tests {
     use crate::isa::tests::{Check, kernels};
     use crate::tile::Kernel;
 
-    /// Rows as codes, owned.
+    /// Rows as codes, in owned memory.
     pub(crate) struct Encoded {
         pub(crate) codes: Vec<i8>,
         pub(crate) scales: Vec<f32>,
@@ -238,7 +241,8 @@ pub(crate) mod tests {
                 sums: made.sums.as_mut_ptr(),
             };
             for (row, x) in x.chunks_exact(inputs).enumerate() {
-                // SAFETY: rows and room of these sizes; the caller detected what `V` needs.
+                // SAFETY: the row and the memory have the sizes that `encode` requires, and the
+                // caller detected the features of `V`.
                 unsafe {
                     encode::<E, V>(x.as_ptr(), inputs, shared, room.from(row, inputs, shared))
                 };

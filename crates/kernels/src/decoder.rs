@@ -1,7 +1,7 @@
-//! A decoder, as its callers use it.
+//! The public interface of a decoder.
 //!
 //! [`Decoder::new`] and [`Decoder::step`] check the form of weights, pages and tables and return an
-//! error if it is wrong. Every call here is safe.
+//! error if it is wrong. Every call in this module is safe.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub struct Decoder {
     sizes: Sizes,
     weights: Arc<Weights>,
     adapter_sizes: AdapterSizes,
-    /// Rows of the states' tables.
+    /// The number of rows of each state table.
     state_rows: usize,
 }
 
@@ -32,14 +32,14 @@ pub struct Decoder {
 unsafe impl Send for Decoder {}
 
 impl Decoder {
-    /// A decoder that computes with `threads`. `pages` are the keys and values of each layer, of
-    /// [`Sizes::pool_bytes`] for its kind of attention. They are empty for a layer without
-    /// attention, and for one that reads another layer's. They are also empty where queries see
-    /// later positions: all layers of a kind then share the first one's. The states of recurrent
-    /// layers have `state_rows` rows.
+    /// Creates a decoder that computes with `threads`. `pages` are the key and value pools of each
+    /// layer, of the size [`Sizes::pool_bytes`] for its kind of attention. The pools are empty for
+    /// a layer without attention, and for one that reads another layer's keys. If queries see later
+    /// positions, all layers of a kind share the first such layer's pool; the others are empty.
+    /// `state_rows` is the number of rows of the state tables of recurrent layers.
     ///
     /// # Errors
-    /// A part has a wrong size, or the kernels can't compute it.
+    /// If a component has a wrong size, or the kernels do not support it.
     pub fn new(
         sizes: Sizes,
         weights: Weights,
@@ -64,10 +64,10 @@ impl Decoder {
         Ok(Self { model, sizes, weights, adapter_sizes, state_rows })
     }
 
-    /// Copies a row of the states of all layers.
+    /// Copies one row of the state tables of all layers.
     ///
     /// # Errors
-    /// There is no such row.
+    /// If a row does not exist.
     pub fn copy_state(&mut self, from: usize, to: usize) -> Result<(), Unfit> {
         self.check_state_rows([from, to])?;
         for table in self.model.states().iter_mut().flatten() {
@@ -77,13 +77,14 @@ impl Decoder {
         Ok(())
     }
 
-    /// The tables of the states of all layers, each with the same number of rows. They are for
-    /// callers that copy rows which no call here reads or writes at that time. Some are empty.
+    /// The state tables of all layers; tables of layers without state are empty, others have the
+    /// same number of rows. They are for callers that copy rows which no other call reads or writes
+    /// at that time.
     pub fn state_tables(&mut self) -> impl Iterator<Item = &mut Room> {
         self.model.states().iter_mut().flatten()
     }
 
-    /// Resets a row of the states of all layers to the state before the first position.
+    /// Resets one row of the state tables of all layers to the state before the first position.
     pub fn clear_state(&mut self, row: usize) -> Result<(), Unfit> {
         self.check_state_rows([row])?;
         for table in self.model.states().iter_mut().flatten() {
@@ -100,7 +101,8 @@ impl Decoder {
         }
     }
 
-    /// Checks the state rows: each request row has two, and no other row may have them.
+    /// Checks the state rows: each request row has a source and a target, and no other row shares
+    /// them.
     fn check_states(&self, rows: &Rows<'_>) -> Result<(), Unfit> {
         let recurrent = self.weights.layers.iter().any(|layer| layer.state().is_some());
         if rows.states.len() != if recurrent { rows.slot.len() } else { 0 } {
@@ -120,10 +122,10 @@ impl Decoder {
         Ok(())
     }
 
-    /// Computes a step. Writes keys and values of every row, and the wanted outputs.
+    /// Computes a step. Writes the keys and values of every row, and the wanted outputs.
     ///
     /// # Errors
-    /// A row is outside of the tables, or of the model. Nothing is written then.
+    /// If a row lies outside of the tables, or does not fit the model. Nothing is written then.
     pub fn step(&mut self, rows: &Rows<'_>, wanted: Wanted<'_>) -> Result<(), Unfit> {
         let count = rows.check(&self.sizes)?;
         self.check_states(rows)?;
@@ -171,10 +173,10 @@ impl Decoder {
         })
     }
 
-    /// Computes logits `[count, vocabulary]` of states `[count, hidden]` from a step.
+    /// Computes logits `[count, vocabulary]` from states `[count, hidden]` that a step returned.
     ///
     /// # Errors
-    /// The numbers of logits and states differ, or there is no head.
+    /// If the counts of logits and states differ, or there is no head.
     pub fn head(&mut self, states: &[f32], logits: &mut [f32]) -> Result<(), Unfit> {
         if self.weights.head.is_none() {
             return unfit("logits of a decoder without a head");
@@ -185,13 +187,13 @@ impl Decoder {
         {
             return unfit("too little room for logits");
         }
-        // SAFETY: both have the sizes that were checked.
+        // SAFETY: the sizes of both slices were checked.
         unsafe { self.model.head((states.as_ptr(), count), logits.as_mut_ptr()) };
         Ok(())
     }
 }
 
-/// State tables with this many rows, zero at first.
+/// Creates the state tables of all layers with this many rows, zeroed.
 fn tables(layers: &[Layer], rows: usize) -> Result<Vec<[Room; 2]>, Unfit> {
     let of_layer = |layer: &Layer| layer.state().map_or([0; 2], |it| it.sizes.row_bytes());
     let sizes = layers.iter().flat_map(of_layer).map(|bytes| bytes * rows);
@@ -204,24 +206,24 @@ fn tables(layers: &[Layer], rows: usize) -> Result<Vec<[Room; 2]>, Unfit> {
     Ok(found)
 }
 
-/// The instructions in use, by name.
+/// The name of the instruction level in use.
 #[must_use]
 pub fn level() -> &'static str {
     Level::current().name()
 }
 
-/// The levels of instructions that the program has kernels for, by name.
+/// The instruction levels that the program has kernels for, by name.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Levels {
-    /// The one in use.
+    /// The instruction level in use.
     pub used: &'static str,
-    /// All, best first.
+    /// All instruction levels with kernels, best first.
     pub built: Vec<&'static str>,
-    /// The processor's fastest, if the program has no kernels for it.
+    /// The processor's fastest instruction level, if the program has no kernels for it.
     pub missing: Option<&'static str>,
 }
 
-/// The levels of instructions that the program has kernels for.
+/// Returns the instruction levels that the program has kernels for.
 #[must_use]
 pub fn levels() -> Levels {
     let (all, fastest) = (Level::ALL.iter(), Level::fastest());
@@ -232,13 +234,14 @@ pub fn levels() -> Levels {
     }
 }
 
-/// Restricts the kernels to levels up to this one. Returns false if the program has no such level.
+/// Permits only instruction levels up to the one of this name. Returns false if the program has no
+/// kernels for it.
 #[must_use]
 pub fn limit(level: &str) -> bool {
     Level::limit(level)
 }
 
-/// The name of the order of packed weights. Two builds of the same sources have the same name.
+/// The name of the order of packed weights. Builds from the same sources have the same name.
 #[must_use]
 pub fn build() -> &'static str {
     env!("FOREBAY_KERNELS_BUILD")

@@ -1,4 +1,4 @@
-//! The kernels of each level, and the features that they need.
+//! The kernels of each instruction level, and the processor features that they require.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -10,32 +10,32 @@ use crate::isa::{amx, avx2, avx512, avx512_bf16, avxvnni};
 use crate::processor::Level;
 use crate::tile::Kernel;
 
-/// Something that is computed with the instructions of a level.
+/// Work that is compiled for each instruction [`Level`].
 pub(crate) trait Work<E: Element> {
-    /// Does the work. Implementations are inlined, so that plain loops become the processor's
-    /// vectors too.
+    /// Does the work. Implementations are inlined, so that plain loops are also compiled to the
+    /// vector instructions of the instruction level.
     ///
     /// # Safety
-    /// The processor can run `K` and `D`, and the work's own conditions hold.
+    /// The processor must support `K` and `D`, and the work's own conditions must hold.
     unsafe fn compute<K: Kernel<E>, D: Dots>(self);
 }
 
-/// An element with a kernel at every level.
+/// An element type with a kernel at every instruction level.
 pub(crate) trait Number: Element {
-    /// Does the work with the instructions of a level.
+    /// Does the work with the kernels of an instruction level.
     ///
     /// # Safety
-    /// The processor has the level, and the work's own conditions hold.
+    /// The processor must support the level, and the work's own conditions must hold.
     unsafe fn compute<W: Work<Self>>(level: Level, work: W);
 }
 
-/// Does the work in a separate function that is compiled for some features. Everything it calls is
-/// inlined into it.
+/// Does the work in a separate function that is compiled for the given features. Everything that
+/// the function calls is inlined into it.
 macro_rules! compute {
     ($work:ident: $element:ty, $kernel:ty, $codes:ty, [$($features:literal)?], [$($turn:expr)?]) => {{
         $(#[target_feature(enable = $features)])?
         unsafe fn run<W: Work<$element>>(work: W) {
-            // SAFETY: the caller's contract, here and below.
+            // SAFETY: the caller upholds the contract, here and below.
             $(let _turn = unsafe { $turn };)?
             unsafe { work.compute::<$kernel, $codes>() }
         }
@@ -55,7 +55,7 @@ macro_rules! kernels {
         }
     )*) => {
         impl Level {
-            /// True if the program has the level's kernels.
+            /// True if the program was built with the kernels of this instruction level.
             #[allow(unreachable_patterns, reason = "most programs have all of them")]
             pub(crate) fn is_built(self) -> bool {
                 match self {
@@ -86,7 +86,7 @@ macro_rules! kernels {
     };
 }
 
-// A level has the features of every level below it, except for `AvxVnni`.
+// Each instruction level includes the features of all lower levels, except those of `AvxVnni`.
 kernels! {
     #[cfg(all(target_arch = "x86_64", any(all_levels, level = "amx")))]
     Amx {
@@ -138,23 +138,24 @@ kernels! {
     }
 }
 
-/// The highest permitted level, as its place in [`Level::ALL`], or [`PREFERRED`].
+/// The highest permitted instruction level, as an index into [`Level::ALL`], or [`PREFERRED`].
 static LIMIT: AtomicUsize = AtomicUsize::new(PREFERRED);
-/// The fastest level, which need not be the highest one.
+/// The limit that selects the fastest instruction level, which is not necessarily the highest.
 const PREFERRED: usize = usize::MAX;
 
 impl Level {
-    /// True if the processor has the level's instructions, and the program its kernels.
+    /// True if the processor supports this instruction level, and the program has kernels for it.
     pub(crate) fn is_there(self) -> bool {
         self.is_built() && self.is_in_processor()
     }
 
-    /// The level in use.
+    /// The instruction level in use.
     pub(crate) fn current() -> Self {
         Self::within(LIMIT.load(Ordering::Relaxed))
     }
 
-    /// The highest level of this processor up to a place; for [`PREFERRED`], the fastest level.
+    /// Returns the highest usable instruction level that `limit` permits, an index into
+    /// [`Level::ALL`]. For [`PREFERRED`], returns the fastest one.
     fn within(limit: usize) -> Self {
         let found = match Self::ALL.get(limit..) {
             Some(levels) => levels.iter().find(|level| level.is_there()),
@@ -163,8 +164,8 @@ impl Level {
         found.copied().unwrap_or(Self::Baseline)
     }
 
-    /// Permits no level above the one of this name from now on. Returns false if the program has no
-    /// level of the name.
+    /// Permits only instruction levels up to the one of this name from now on. Returns false if the
+    /// program has no kernels for a level of this name.
     pub(crate) fn limit(name: &str) -> bool {
         let limit = Self::ALL.iter().position(|level| level.name() == name && level.is_built());
         if let Some(limit) = limit {
@@ -191,7 +192,7 @@ mod tests {
         assert_eq!(Level::within(Level::ALL.len() - 1), Level::Baseline);
     }
 
-    /// Says how many rows tiles have.
+    /// Work that stores the number of rows per tile.
     struct Heights<'a>(&'a mut [usize; 2]);
 
     impl<E: Element> Work<E> for Heights<'_> {
@@ -204,7 +205,7 @@ mod tests {
     fn every_level_computes_with_its_own_kernels() {
         for &level in Level::ALL.iter().filter(|level| level.is_there()) {
             let (mut floats, mut halves) = ([0; 2], [0; 2]);
-            // SAFETY: it is there.
+            // SAFETY: the processor supports the instruction level.
             unsafe {
                 f32::compute(level, Heights(&mut floats));
                 Bf16::compute(level, Heights(&mut halves));

@@ -1,18 +1,18 @@
-//! The types that weights, activations and pages have.
+//! The element types of weights, activations and KV pages.
 
-/// A bfloat16 number as its bits.
+/// A bfloat16 number, stored as its bits.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[repr(transparent)]
 pub(crate) struct Bf16(pub(crate) u16);
 
-/// A number in memory; arithmetic is done in `f32`.
+/// An element in memory; arithmetic is done in `f32`.
 pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
-    /// The number of inner neighbours that lie side by side in a packed panel, as the dot-product
-    /// instruction needs them.
+    /// The number of adjacent inner positions that are stored side by side in a packed panel, as
+    /// the dot-product instruction requires.
     const PAIR: usize;
-    /// Exact.
+    /// Converts to `f32`, which is exact.
     fn to_f32(self) -> f32;
-    /// Rounds to the nearest, ties to even.
+    /// Converts from `f32`, rounded to the nearest, ties to even.
     fn from_f32(value: f32) -> Self;
 }
 
@@ -38,15 +38,15 @@ impl Element for Bf16 {
     fn from_f32(value: f32) -> Self {
         let bits = value.to_bits();
         let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
-        // Rounding could carry a not-a-number over to infinity or zero.
+        // Rounding could turn a NaN into infinity or zero.
         Self(if value.is_nan() { (bits >> 16) | 0x40 } else { rounded } as u16)
     }
 }
 
-/// The numbers of a vector in the order of the checkpoint.
+/// Converts the elements of a checkpoint's vector to floats.
 pub(crate) fn widened<E: Element>(bytes: &[u8]) -> Vec<f32> {
     let numbers = bytes.chunks_exact(size_of::<E>());
-    // SAFETY: so many bytes, and any bits are a number.
+    // SAFETY: each chunk has the element's size, and all bit patterns are valid.
     numbers.map(|it| unsafe { it.as_ptr().cast::<E>().read_unaligned() }.to_f32()).collect()
 }
 

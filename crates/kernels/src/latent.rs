@@ -1,10 +1,10 @@
-//! Latent attention (DeepSeek-V2, 2024) as a step reads it, always in its absorbed form.
+//! Latent attention (DeepSeek-V2, 2024) of a layer, always in its absorbed form.
 //!
-//! A position keeps a row `[c | r]`: a latent part, and a shared part that positions rotate. A
-//! head's key is `[U c | r]` and its value is `V c`. The score of a query `[q | p]` is
-//! `(U^T q) . c + p . r`. So queries are mapped to the latent space, and attention reads only the
-//! rows. Its result is multiplied by `V`. Prompt chunks and decode rows are computed in the same
-//! form, and so with the same bits.
+//! The KV cache holds a row `[c | r]` per position: a latent part, and a part that RoPE rotates and
+//! that all heads share. A head's key is `[U c | r]` and its value is `V c`. The score of a query
+//! `[q | p]` is `(U^T q) . c + p . r`. So queries are mapped to the latent space, and attention
+//! reads only the rows. The result of attention is multiplied by `V`. Prompt chunks and decode rows
+//! use the same form, and so get the same bits.
 
 use crate::element::Element;
 use crate::experts::Stack;
@@ -17,17 +17,17 @@ use crate::tile::MAX_ROWS;
 use crate::vector::Vector;
 use crate::weights::LatentWeights;
 
-/// The epsilon of the norms of low ranks. transformers uses it whatever `rms_norm_eps` says.
+/// The epsilon of the norms of low ranks. transformers uses it regardless of `rms_norm_eps`.
 pub(crate) const NORM_EPS: f32 = 1e-6;
 
 /// The latent attention of a layer.
 pub(crate) struct Latent {
     pub(crate) sizes: LatentSizes,
     pub(crate) heads: usize,
-    /// Elements of the part of keys that all heads share.
+    /// Elements of the part of a key that all heads share.
     pub(crate) shared: usize,
-    /// The norm of the queries' low rank, and their product; `None`: they are outputs of the first
-    /// product.
+    /// The norm of the queries' low rank, and their up projection. `None`: the layer's first
+    /// product computes the queries directly.
     pub(crate) query: Option<(Vec<f32>, Owned)>,
     pub(crate) row_norm: Vec<f32>,
     /// `U^T` of each head.
@@ -37,8 +37,8 @@ pub(crate) struct Latent {
 }
 
 impl Latent {
-    /// Latent attention with weights that were checked; `kind` is its number among the sizes.
-    /// `None`: attention of this kind is not latent.
+    /// Creates latent attention from checked weights; `kind` is the index of its sizes. `None` if
+    /// attention of this kind is not latent.
     pub(crate) fn new<E: Element>(of: &LatentWeights, kind: usize, all: &Sizes) -> Option<Self> {
         let attention = &all.attentions[kind];
         let (heads, sizes) = (attention.heads, attention.latent?);
@@ -58,15 +58,16 @@ impl Latent {
         })
     }
 
-    /// The product of the low rank of queries.
+    /// The up projection from the low rank to queries.
     pub(crate) fn query_matrix(&self) -> Option<&Owned> {
         self.query.as_ref().map(|(_, matrix)| matrix)
     }
 }
 
-/// Puts the shared part of a key or a query into `to`, rotated by the cosines and sines of its
-/// position, if it has any. Elements that are rotated together, neighbours in the input, are half a
-/// part apart in `to`. This holds for queries and keys, so their products stay the same.
+/// Copies the shared part of a key or a query into `to` and rotates it by the cosines and sines of
+/// its position, if there are any. If `interleaved`, a pair that is rotated together is adjacent in
+/// `from`, and half the length apart in `to`. This reordering is the same for queries and keys, so
+/// their products stay the same.
 #[inline(always)]
 pub(crate) fn turn<V: Vector>(
     from: &[f32],
@@ -88,21 +89,21 @@ pub(crate) fn turn<V: Vector>(
     }
 }
 
-/// Buffers of a step, kept from step to step.
+/// Buffers of a step, reused from step to step.
 #[derive(Default)]
 pub(crate) struct Work<E> {
     /// Low ranks of queries `[tokens, query_rank]`. For few tokens, each member has its own copy.
     low: Vec<E>,
     /// Queries `[tokens, heads, nope_dim + shared]`.
     queries: Vec<f32>,
-    /// Results of the heads' products: queries `[heads, tokens, rank]`, then values `[heads, rows,
-    /// value_dim]`.
+    /// Results of the per-head products: queries `[heads, tokens, rank]`, then values `[heads,
+    /// rows, value_dim]`.
     made: Vec<f32>,
-    /// The rows of one tile, of each member.
+    /// The rows of one tile, per member.
     gathered: Vec<E>,
 }
 
-/// The same, while a step is computed.
+/// Pointers to the buffers of [`Work`] while a step is computed.
 #[derive(Clone, Copy)]
 pub(crate) struct Buffers<E> {
     pub(crate) low: *mut E,
@@ -112,7 +113,7 @@ pub(crate) struct Buffers<E> {
 }
 
 impl<E: Element> Work<E> {
-    /// Has room for a step of so many tokens, with attention of these sizes.
+    /// Reserves memory for a step of this many tokens, with attention of these sizes.
     pub(crate) fn make_room(
         &mut self,
         attention: &AttentionSizes,

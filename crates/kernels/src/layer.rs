@@ -1,4 +1,4 @@
-//! A layer of a decoder, as a step reads it.
+//! A layer of a decoder, as the computation of a step uses it.
 
 use crate::element::{Element, widened};
 use crate::experts::Mixture;
@@ -10,96 +10,97 @@ use crate::recurrence::Recurrence;
 use crate::sizes::Sizes;
 use crate::weights::{self, Bytes, DenseMatrices, FeedForward};
 
-/// A layer. An empty norm is not there.
+/// A layer. An empty norm means that the layer lacks it.
 pub(crate) struct Layer<E> {
-    /// The number of its kind of attention.
+    /// The index of its kind of attention.
     pub(crate) attention: usize,
     pub(crate) parallel: bool,
     pub(crate) input_norm: Vec<f32>,
     attended_norm: Vec<f32>,
     fed_norm: Vec<f32>,
     pub(crate) sinks: Vec<f32>,
-    /// The products before and after the mixing of positions; `None`: the layer mixes none.
+    /// The input and output projections of the layer's mixer of positions (attention or
+    /// recurrence). `None` if the layer has no mixer.
     mixer: Option<[Owned; 2]>,
-    /// Outputs of the first of them.
+    /// The number of outputs of the mixer's input projection.
     pub(crate) projected: usize,
     pub(crate) qk_norm: Option<(Vec<f32>, Vec<f32>)>,
     post_norm: Vec<f32>,
     pub(crate) mixture: Option<Mixture>,
-    /// The dense part for all tokens, beside experts or without any.
+    /// The projections of the dense network, whether there are experts beside it or not.
     feed: Option<[Owned; 2]>,
     pub(crate) pool: Pool<E>,
-    /// The recurrence in place of attention; `None`: the layer has attention, or mixes no
-    /// positions.
+    /// The recurrence in place of attention. `None` if the layer has attention, or no mixer.
     recurrence: Option<Recurrence>,
-    /// A recurrence beside the attention, with its products.
+    /// A recurrence beside the attention, with its input and output projections.
     beside: Option<(Recurrence, [Owned; 2])>,
-    /// The additional weights of latent attention; `None`: heads have their own keys and values.
+    /// The additional weights of latent attention. `None` if heads have their own keys and values.
     pub(crate) latent: Option<Latent>,
-    /// True if it reads the keys and values of another layer, and has none of its own.
+    /// True if the layer reads the keys and values of another layer and stores none itself.
     pub(crate) reads_others: bool,
-    /// The part that reads the layer's own input; `None`: the layer has none.
+    /// The component that reads the layer's own input ([`OwnInput`]). `None` if the layer has none.
     input: Option<OwnInput>,
-    /// The factor of its output.
+    /// The factor of the layer's output.
     factor: f32,
 }
 
-/// What a layer does with its own input.
+/// The weights that process a layer's own input: the per-layer input of Gemma 3n and Gemma 4,
+/// beside the hidden states.
 struct OwnInput {
     products: [Owned; 2],
     norm: Vec<f32>,
 }
 
-/// A part of a layer that mixes positions, between two products.
+/// A mixer of positions in a layer (attention or recurrence), with the projections around it.
 #[derive(Clone, Copy)]
 pub(crate) struct MixerPart<'a> {
-    /// The norm of the stream in front of it, which may be empty. `None`: the part reads the same
-    /// input as the previous part.
+    /// The norm of the mixer's input, which may be empty. `None` if the mixer reads the same
+    /// normalised input as the previous component.
     pub(crate) before: Option<&'a [f32]>,
     pub(crate) input: &'a Owned,
-    /// `None`: it attends.
+    /// `None` if the mixer is attention.
     pub(crate) recurrence: Option<&'a Recurrence>,
-    /// `None`: heads have their own keys and values.
+    /// `None` if heads have their own keys and values.
     pub(crate) latent: Option<&'a Latent>,
     pub(crate) output: &'a Owned,
-    /// The norm of the output; empty: there is none.
+    /// The norm of the output; empty if there is none.
     pub(crate) norm: &'a [f32],
-    /// The places of its queues among the layer's: for both products, and for the work between
-    /// them.
+    /// Indices of its queues among those of the layer: for both projections, and for the work
+    /// between them.
     pub(crate) queues: [usize; 3],
 }
 
-/// A part of a layer that works on each token alone.
+/// A component of a layer that processes each token by itself.
 #[derive(Clone, Copy)]
 pub(crate) struct FeedPart<'a> {
-    /// As of [`MixerPart`].
+    /// The norm of the input, as in [`MixerPart`].
     pub(crate) before: Option<&'a [f32]>,
     pub(crate) kind: FeedKind<'a>,
-    /// The products around it; the result of the second is added to the stream. `None`: experts
-    /// read the normalised input and add their own outputs.
+    /// The projections around it; the second one's result is added to the residual stream. `None`
+    /// if experts read the normalised input and add their outputs themselves.
     pub(crate) products: Option<&'a [Owned; 2]>,
-    /// The norm of the output; empty: there is none.
+    /// The norm of the output; empty if there is none.
     pub(crate) norm: &'a [f32],
-    /// The factor of the stream after the output is added.
+    /// The factor of the residual stream after the output is added.
     pub(crate) factor: f32,
-    /// The places of the queues of its products among the layer's.
+    /// Indices of the queues of its projections among those of the layer.
     pub(crate) queues: [usize; 2],
 }
 
-/// What is between the products of a part.
+/// The computation between the projections of a [`FeedPart`].
 #[derive(Clone, Copy)]
 pub(crate) enum FeedKind<'a> {
-    /// Experts of which each token has some.
+    /// Routed experts.
     Experts(&'a Mixture),
-    /// A function.
+    /// An activation.
     Dense,
     /// A gate for the layer's own input.
     Input,
 }
 
 impl<E: Element> Layer<E> {
-    /// A layer whose keys and values lie in `pool`, and whose states lie in `states`. The layer
-    /// does not keep this memory alive.
+    /// Creates a layer whose keys and values are in `pool`, and whose states are in `states`. The
+    /// layer does not keep this memory alive.
     pub(crate) fn new(
         of: &weights::Layer,
         sizes: &Sizes,
@@ -170,7 +171,7 @@ impl<E: Element> Layer<E> {
         }
     }
 
-    /// The parts that mix positions, in their order. All read the same states.
+    /// The mixers of positions, in order. All of them read the same states.
     #[inline]
     pub(crate) fn mixers(&self) -> [Option<MixerPart<'_>>; 2] {
         let own = self.mixer.as_ref().map(|[input, output]| MixerPart {
@@ -194,11 +195,11 @@ impl<E: Element> Layer<E> {
         [own, beside]
     }
 
-    /// The parts after the mixers, in their order: the experts, the part for all tokens, and the
-    /// part that reads the layer's own input.
+    /// The components after the mixers, in order: the experts, the dense network, and the component
+    /// that reads the layer's own input.
     #[inline]
     pub(crate) fn feeds(&self) -> [Option<FeedPart<'_>>; 3] {
-        // For parallel parts, the stream was already normalised.
+        // With parallel components, the residual stream is already normalised.
         let post_norm = (!self.parallel).then_some(&self.post_norm[..]);
         let beside = self.mixture.as_ref().and_then(|mixture| mixture.beside.as_ref());
         let experts = self.mixture.as_ref().map(|mixture| FeedPart {
@@ -229,19 +230,19 @@ impl<E: Element> Layer<E> {
         [experts, dense, input]
     }
 
-    /// The recurrence of the layer, in place of attention or beside it.
+    /// The layer's recurrence, whether in place of attention or beside it.
     pub(crate) fn recurrence(&self) -> Option<&Recurrence> {
         self.mixers().into_iter().flatten().find_map(|part| part.recurrence)
     }
 
-    /// Outputs of the widest first product of the mixers; 0: there are none.
+    /// The number of outputs of the mixers' widest input projection; 0 if there is no mixer.
     pub(crate) fn widest(&self) -> usize {
         let widths = self.mixers().into_iter().flatten().map(|part| part.input.outputs);
         widths.max().unwrap_or(0)
     }
 
-    /// Inputs of the widest product of the mixers, besides those that read the stream; 0: there are
-    /// none.
+    /// The number of inputs of the mixers' widest product, without the products that read the
+    /// residual stream; 0 if there is no mixer.
     pub(crate) fn widest_input(&self) -> usize {
         let mixers = self.mixers().into_iter().flatten();
         let low = mixers.clone().filter_map(|part| part.recurrence?.low.as_ref()).flatten();
@@ -250,7 +251,7 @@ impl<E: Element> Layer<E> {
         outputs.chain(low).chain(queries).map(|matrix| matrix.inputs).max().unwrap_or(0)
     }
 
-    /// True if a part's output is normalised.
+    /// True if the output of any component is normalised.
     pub(crate) fn keeps_parts(&self) -> bool {
         let norms = self.mixers().map(|part| part.map_or(&[][..], |part| part.norm));
         let behind = self.feeds().map(|part| part.map_or(&[][..], |part| part.norm));

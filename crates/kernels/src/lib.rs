@@ -1,30 +1,32 @@
-//! CPU kernels: a decoder ([`Decoder`]) or an encoder ([`Bert`]) as one call a step.
+//! CPU kernels: computes a batch of a decoder ([`Decoder`]) or an encoder ([`Bert`]) in one call.
 //!
-//! A call computes embedding, layers and head, with paged attention for prompt chunks and decode
-//! rows alike. With hundreds of separate operators, their few microseconds of overhead would
+//! A call computes embedding, layers and head. It treats prompt chunks and decode rows alike, with
+//! paged attention. With hundreds of separate operators, their few microseconds of overhead would
 //! dominate a small model's step. Types and checks make the public calls safe.
 //!
 //! The modules are:
 //!
-//! - `tile`, `dots` and `vector`: the traits of the innermost loops, of weights in floats, of
-//!   quantised ones, and of everything else;
-//! - `isa`: the loops themselves, for each set of instructions; `processor`: the levels that the
-//!   machine has; `dispatch`: the table of levels with their kernels;
-//! - `pack` and `pages`: the order of the weights, keys and values that the loops read;
-//!   `quantise` and `codes`: the same for quantised weights; `packing`: both for callers;
-//! - `matmul` and `attention`: products and attention, built of the loops;
+//! - `tile`, `dots` and `vector`: the traits of the innermost loops: for float weights, for
+//!   quantised weights, and for all other vector arithmetic;
+//! - `isa`: the loops themselves, for each instruction set; `processor`: the instruction levels
+//!   that the machine has; `dispatch`: the table of levels with their kernels;
+//! - `pack` and `pages`: the memory order of weights, keys and values that the loops read;
+//!   `quantise` and `codes`: the same for quantised weights; `packing`: the public interface of
+//!   both;
+//! - `matmul` and `attention`: matrix products and attention, built from the loops;
 //! - `sizes`, `weights` and `rows`: a decoder and a step as callers describe them, and their
 //!   checks;
 //! - `owned`: a matrix of a decoder; `layer`, `latent`, `experts`, `recurrence`, `rows_of_layers`
-//!   and `adapters`: its parts;
-//! - `step`: the list of the parts of a step; `model`: a decoder with its buffers; `any_model`: one
-//!   of either type; `decoder`: the same for callers;
-//! - `encoder`: an encoder in the same way;
-//! - `pool` and `team`: the threads.
+//!   and `adapters`: the other components of a decoder;
+//! - `step`: the sequence of computations of a step; `model`: a decoder with its buffers;
+//!   `any_model`: a decoder of either element type; `decoder`: the public interface of a decoder;
+//! - `encoder`: an encoder, in the same structure;
+//! - `pool` and `team`: the threads. The threads of a team compute a step together; each is a
+//!   member.
 //!
-//! One thread computes each result, in an order that depends on the result's row only. So tokens do
-//! not change with the batch, the chunking or the number of threads.
-// A build for one level uses the loops of that level alone.
+//! Each result is computed by one thread, in an order that depends only on the result's row. So
+//! tokens do not change with the batch, the chunking or the number of threads.
+// A build for some instruction levels (`FOREBAY_LEVELS`) leaves the loops of others unused.
 #![cfg_attr(not(all_levels), allow(dead_code, unused_imports, unused_macros))]
 #![expect(unsafe_code, reason = "vector instructions, and buffers that threads share")]
 

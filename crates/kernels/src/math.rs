@@ -6,8 +6,8 @@ use crate::isa::plain::Array;
 use crate::tile::Kernel;
 use crate::vector::{LANES, Vector};
 
-/// `e^x` to about 2 units in the last place (Cephes' polynomial), for x from -87 to 88. Other
-/// numbers are clamped.
+/// `e^x` for x from -87 to 88, with an error of about 2 units in the last place (Cephes'
+/// polynomial). Other values are clamped to this range.
 #[inline(always)]
 fn exp<V: Vector>(x: V) -> V {
     let x = x.at_least(-87.0).at_most(88.0);
@@ -21,8 +21,8 @@ fn exp<V: Vector>(x: V) -> V {
     p.times_power(n)
 }
 
-/// `2^x` for x that is not positive, to about 2 units in the last place (Cephes' polynomial). The
-/// result is 0 for very negative x.
+/// `2^x` for x that is not positive, with an error of about 2 units in the last place (Cephes'
+/// polynomial). The result is 0 for very negative x.
 #[inline(always)]
 pub(crate) fn exp2<V: Vector>(x: V) -> V {
     let x = x.at_least(-200.0);
@@ -37,7 +37,7 @@ pub(crate) fn exp2<V: Vector>(x: V) -> V {
     p.times_power(n)
 }
 
-/// [`exp2`] of one number.
+/// [`exp2`] for a single number.
 #[inline(always)]
 pub(crate) fn exp2_of<V: Vector>(x: f32) -> f32 {
     exp2(V::splat(x)).to_array()[0]
@@ -55,13 +55,13 @@ fn sigmoid<V: Vector>(x: V) -> V {
     V::splat(1.0).div(exp(V::splat(0.0).sub(x)).add(V::splat(1.0)))
 }
 
-/// The slope of gates of clamped `SwiGLU`.
+/// The slope in the gates of clamped `SwiGLU`.
 const SLOPE: f32 = 1.702;
-/// The bound of its gates and ups.
+/// The bound of gates and up projections of clamped `SwiGLU`.
 const BOUND: f32 = 7.0;
 
-/// `gate * sigmoid(1.702 gate) * (up + 1)` of a gate of at most 7 and an up from -7 to 7, as
-/// gpt-oss has it. NaN stays NaN.
+/// `gate * sigmoid(1.702 gate) * (up + 1)`, with the gate clamped to at most 7 and `up` to -7 to 7,
+/// as in gpt-oss. NaN stays NaN.
 #[inline(always)]
 pub(crate) fn clamped_swiglu<V: Vector>(gate: V, up: V) -> V {
     let (gate, up) = (gate.at_most(BOUND), up.at_least(-BOUND).at_most(BOUND));
@@ -69,28 +69,28 @@ pub(crate) fn clamped_swiglu<V: Vector>(gate: V, up: V) -> V {
     gate.div(falling).mul(up.add(V::splat(1.0)))
 }
 
-/// The larger of `x` and zero, and the absolute value of `x`. NaN gives NaN for both.
+/// Returns the larger of `x` and zero, and the absolute value of `x`. NaN gives NaN for both.
 #[inline(always)]
 fn sides<V: Vector>(x: V) -> (V, V) {
     let positive = x.at_least(0.0);
     (positive, positive.sub(x.at_most(0.0)))
 }
 
-/// `x` where it is positive, otherwise 0.
+/// `x` if it is positive, otherwise 0.
 #[inline(always)]
 fn relu<V: Vector>(x: V) -> V {
     sides(x).0
 }
 
-/// The square of `x` where it is positive, otherwise 0 (So et al. 2021). NaN stays NaN.
+/// The square of `x` if `x` is positive, otherwise 0 (So et al. 2021). NaN stays NaN.
 #[inline(always)]
 pub(crate) fn squared_relu<V: Vector>(x: V) -> V {
     let positive = relu(x);
     positive.mul(positive)
 }
 
-/// `x` times the normal distribution's share below it (Hendrycks & Gimpel 2016), to about 3e-7 of
-/// `x`: the error function is that of Abramowitz & Stegun 7.1.26.
+/// GELU (Hendrycks & Gimpel 2016): `x` times the normal distribution function of `x`, with an error
+/// of about 3e-7 of `x`. The error function is approximated by Abramowitz & Stegun 7.1.26.
 #[inline(always)]
 pub(crate) fn gelu<V: Vector>(x: V) -> V {
     let (positive, size) = sides(x);
@@ -100,12 +100,13 @@ pub(crate) fn gelu<V: Vector>(x: V) -> V {
     for coefficient in [-1.453_152, 1.421_413_7, -0.284_496_74, 0.254_829_6, 0.0] {
         p = p.fused(t, V::splat(coefficient));
     }
-    // Both tails are computed in the same way: nothing is lost where the share is close to 0.
+    // Both tails are computed in the same way, so no precision is lost where the distribution
+    // function is close to 0.
     let tail = p.mul(exp(x.mul(x).mul(V::splat(-0.5)))).mul(V::splat(0.5));
     positive.sub(size.mul(tail))
 }
 
-/// GELU of one number, with the error function.
+/// GELU of a single number, with the error function.
 #[must_use]
 pub fn gelu_of(x: f32) -> f32 {
     gelu(Array::splat(x)).to_array()[0]
@@ -115,18 +116,18 @@ pub fn gelu_of(x: f32) -> f32 {
 #[inline(always)]
 pub(crate) fn gelu_tanh<V: Vector>(x: V) -> V {
     let cubic = x.mul(x).mul(x).fused(V::splat(0.044_715), x);
-    // Twice the root of 2 / pi.
+    // Twice the square root of 2 / pi.
     x.div(exp(cubic.mul(V::splat(-1.595_769))).add(V::splat(1.0)))
 }
 
-/// The hyperbolic tangent, to about 1e-7.
+/// The hyperbolic tangent, with an error of about 1e-7.
 #[inline(always)]
 pub(crate) fn tanh<V: Vector>(x: V) -> V {
     V::splat(1.0).sub(V::splat(2.0).div(exp(x.add(x)).add(V::splat(1.0))))
 }
 
-/// A function of numbers. Closures and function arguments would not be compiled with the
-/// processor's features.
+/// A function of vectors. It is a trait because closures and function arguments would not be
+/// compiled with the processor's features.
 pub(crate) trait Function {
     fn of<V: Vector>(x: V) -> V;
 }
@@ -157,41 +158,41 @@ functions! {
     Square: square,
 }
 
-/// A function of every number, rounded to elements.
+/// Applies a function to every number of `from`, and rounds the results to elements in `to`.
 #[inline(always)]
 pub(crate) fn each<E: Element, K: Kernel<E>, F: Function>(from: &[f32], to: &mut [E]) {
     let (from, from_rest) = from.as_chunks::<LANES>();
     let (to, to_rest) = to.as_chunks_mut::<LANES>();
     for (from, to) in from.iter().zip(to) {
-        // SAFETY: whole vectors.
+        // SAFETY: there are whole vectors at all pointers.
         unsafe { K::narrow(F::of(K::Vector::load(from.as_ptr())), to.as_mut_ptr()) };
     }
     let mut last = [0.0; LANES];
     last[..from_rest.len()].copy_from_slice(from_rest);
-    // SAFETY: a whole vector.
+    // SAFETY: there is a whole vector at the pointer.
     let last = F::of(unsafe { K::Vector::load(last.as_ptr()) }).to_array();
     for (to, from) in to_rest.iter_mut().zip(last) {
         *to = E::from_f32(from);
     }
 }
 
-/// A function of every number, in place.
+/// Applies a function to every number, in place.
 #[inline(always)]
 pub(crate) fn apply<V: Vector, F: Function>(values: &mut [f32]) {
     let (values, rest) = values.as_chunks_mut::<LANES>();
     for part in values {
-        // SAFETY: a whole vector.
+        // SAFETY: there is a whole vector at the pointer.
         unsafe { F::of(V::load(part.as_ptr())).store(part.as_mut_ptr()) };
     }
     let mut last = [0.0; LANES];
     last[..rest.len()].copy_from_slice(rest);
-    // SAFETY: a whole vector.
+    // SAFETY: there is a whole vector at the pointer.
     let last = F::of(unsafe { V::load(last.as_ptr()) }).to_array();
     rest.copy_from_slice(&last[..rest.len()]);
 }
 
-/// Layer normalisation (Ba et al. 2016) of `x` in place, scaled by `weight` and moved by `bias`;
-/// `out` gets the same values as elements.
+/// Layer normalisation (Ba et al. 2016) of `x` in place, with `weight` and `bias`; `out` gets the
+/// same values as elements.
 #[inline(always)]
 pub(crate) fn layer_norm<E: Element, K: Kernel<E>>(
     x: &mut [f32],
@@ -209,7 +210,7 @@ pub(crate) fn layer_norm<E: Element, K: Kernel<E>>(
     }
     let factor = 1.0 / (sum_of::<K::Vector, Square>(x) / size + eps).sqrt();
     for at in (0..whole).step_by(LANES) {
-        // SAFETY: whole vectors of all four.
+        // SAFETY: there are whole vectors at all pointers.
         unsafe {
             let to = x.as_mut_ptr().add(at);
             let scaled = K::Vector::load(to).mul(K::Vector::splat(factor));
@@ -235,19 +236,19 @@ fn square<V: Vector>(x: V) -> V {
     x.mul(x)
 }
 
-/// Sums a function of all numbers; the function of zero must be zero.
+/// Sums a function over all numbers; the function must be zero at zero.
 #[inline(always)]
 fn sum_of<V: Vector, F: Function>(x: &[f32]) -> f32 {
-    // Two alternating sums: a single one would wait for its own last addition.
+    // Two alternating sums, since each addition to a single sum would wait for the previous one.
     let mut sums = [V::splat(0.0); 2];
     let (chunks, rest) = x.as_chunks::<LANES>();
     for (at, chunk) in chunks.iter().enumerate() {
-        // SAFETY: a whole vector.
+        // SAFETY: there is a whole vector at the pointer.
         sums[at % 2] = sums[at % 2].add(F::of(unsafe { V::load(chunk.as_ptr()) }));
     }
     let mut last = [0.0; LANES];
     last[..rest.len()].copy_from_slice(rest);
-    // SAFETY: a whole vector.
+    // SAFETY: there is a whole vector at the pointer.
     let last = F::of(unsafe { V::load(last.as_ptr()) });
     sums[0].add(sums[1]).add(last).sum()
 }
@@ -264,7 +265,7 @@ pub(crate) fn rms_norm<E: Element, K: Kernel<E>>(
     let whole = x.len() / LANES * LANES;
     assert!(weight.len() >= x.len() && out.len() >= x.len(), "as many weights and results");
     for at in (0..whole).step_by(LANES) {
-        // SAFETY: whole vectors of all three.
+        // SAFETY: there are whole vectors at all pointers.
         unsafe {
             let x = K::Vector::load(x.as_ptr().add(at)).mul(K::Vector::splat(factor));
             let normed = x.mul(K::Vector::load(weight.as_ptr().add(at)));
@@ -276,7 +277,8 @@ pub(crate) fn rms_norm<E: Element, K: Kernel<E>>(
     }
 }
 
-/// Layer normalisation without a shift: `x` less its mean, normalised and scaled by `weight`.
+/// Layer normalisation without a bias: subtracts the mean of `x`, normalises, and scales by
+/// `weight`.
 #[inline(always)]
 pub(crate) fn mean_norm<E: Element, K: Kernel<E>>(
     x: &[f32],
@@ -288,7 +290,7 @@ pub(crate) fn mean_norm<E: Element, K: Kernel<E>>(
     assert!(weight.len() >= x.len() && out.len() >= x.len(), "as many weights and results");
     let (mean, factor) = mean_and_factor::<K::Vector>(x, eps);
     for at in (0..whole).step_by(LANES) {
-        // SAFETY: whole vectors of all three.
+        // SAFETY: there are whole vectors at all pointers.
         unsafe {
             let apart = K::Vector::load(x.as_ptr().add(at)).sub(K::Vector::splat(mean));
             let scale = K::Vector::load(weight.as_ptr().add(at)).mul(K::Vector::splat(factor));
@@ -300,7 +302,7 @@ pub(crate) fn mean_norm<E: Element, K: Kernel<E>>(
     }
 }
 
-/// The mean of `x`, and the factor that normalises `x` minus its mean.
+/// Returns the mean of `x`, and the factor that normalises `x` minus its mean.
 #[inline(always)]
 pub(crate) fn mean_and_factor<V: Vector>(x: &[f32], eps: f32) -> (f32, f32) {
     let size = x.len() as f32;
@@ -308,7 +310,7 @@ pub(crate) fn mean_and_factor<V: Vector>(x: &[f32], eps: f32) -> (f32, f32) {
     let mut squares = V::splat(0.0);
     let (chunks, rest) = x.as_chunks::<LANES>();
     for chunk in chunks {
-        // SAFETY: a whole vector.
+        // SAFETY: there is a whole vector at the pointer.
         let apart = unsafe { V::load(chunk.as_ptr()) }.sub(V::splat(mean));
         squares = apart.fused(apart, squares);
     }
@@ -316,8 +318,7 @@ pub(crate) fn mean_and_factor<V: Vector>(x: &[f32], eps: f32) -> (f32, f32) {
     (mean, 1.0 / ((squares.sum() + rest) / size + eps).sqrt())
 }
 
-/// Normalises `x` in place, scaled by `weight`. If the norm subtracts `means`, the mean is
-/// subtracted first.
+/// Normalises `x` in place, scaled by `weight`. If `means`, the mean is subtracted first.
 #[inline(always)]
 pub(crate) fn normalise<V: Vector>(x: &mut [f32], weight: &[f32], eps: f32, means: bool) {
     let (mean, factor) = match means {
@@ -329,7 +330,7 @@ pub(crate) fn normalise<V: Vector>(x: &mut [f32], weight: &[f32], eps: f32, mean
     }
 }
 
-/// Adds `scale` times the root mean square norm of `from` to `x`.
+/// Adds the root mean square norm of `from`, times `scale`, to `x`.
 #[inline(always)]
 pub(crate) fn add_rms_norm<V: Vector>(
     x: &mut [f32],
@@ -343,14 +344,14 @@ pub(crate) fn add_rms_norm<V: Vector>(
     }
 }
 
-/// The factor that normalises `x`.
+/// Returns the factor of root mean square normalisation of `x`.
 #[inline(always)]
 pub(crate) fn rms_factor<V: Vector>(x: &[f32], eps: f32) -> f32 {
-    // Two alternating sums: a single one would wait for its own last addition.
+    // Two alternating sums, since each addition to a single sum would wait for the previous one.
     let mut sums = [V::splat(0.0); 2];
     let (chunks, rest) = x.as_chunks::<LANES>();
     for (at, chunk) in chunks.iter().enumerate() {
-        // SAFETY: a whole vector.
+        // SAFETY: there is a whole vector at the pointer.
         let x = unsafe { V::load(chunk.as_ptr()) };
         sums[at % 2] = x.fused(x, sums[at % 2]);
     }
@@ -359,15 +360,15 @@ pub(crate) fn rms_factor<V: Vector>(x: &[f32], eps: f32) -> f32 {
     1.0 / (sum / x.len() as f32 + eps).sqrt()
 }
 
-/// Rotates a head in place (Su et al. 2021); pairs are `(i, i + len / 2)`, `cos` and `sin` have one
-/// entry a pair.
+/// Rotates a head in place by RoPE (Su et al. 2021). Pairs are `(i, i + len / 2)`; `cos` and `sin`
+/// have one entry per pair.
 #[inline(always)]
 pub(crate) fn rotate<V: Vector>(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     let (first, second) = head.split_at_mut(cos.len());
     let whole = cos.len() / LANES * LANES;
     assert!(second.len() == cos.len() && sin.len() == cos.len(), "half a head of each");
     for at in (0..whole).step_by(LANES) {
-        // SAFETY: whole vectors of all four.
+        // SAFETY: there are whole vectors at all pointers.
         unsafe {
             let (a, b) = (first.as_mut_ptr().add(at), second.as_mut_ptr().add(at));
             let (cos, sin) = (V::load(cos.as_ptr().add(at)), V::load(sin.as_ptr().add(at)));
@@ -389,7 +390,7 @@ pub(crate) fn narrow<E: Element, K: Kernel<E>>(from: &[f32], to: &mut [E]) {
     let (from, from_rest) = from.as_chunks::<LANES>();
     let (to, to_rest) = to.as_chunks_mut::<LANES>();
     for (from, to) in from.iter().zip(to) {
-        // SAFETY: whole vectors.
+        // SAFETY: there are whole vectors at all pointers.
         unsafe { K::narrow(K::Vector::load(from.as_ptr()), to.as_mut_ptr()) };
     }
     for (&from, to) in from_rest.iter().zip(to_rest) {
@@ -451,7 +452,7 @@ pub(crate) mod tests {
         assert!(one(squared_relu, f32::NAN).is_nan());
     }
 
-    /// The error function's integral, by Simpson's rule.
+    /// The normal distribution function at `x`, by Simpson's rule.
     pub(crate) fn below(x: f64) -> f64 {
         let (steps, width) = (2000, x / 2000.0);
         let density = |x: f64| (-x * x / 2.0).exp() / std::f64::consts::TAU.sqrt();

@@ -1,4 +1,4 @@
-//! Memory that steps read at random, in huge pages where the system has them, and memory that
+//! Memory that steps access at random, in huge pages where the system has them, and memory that
 //! another process writes.
 //!
 //! Many systems give huge pages only to programs that request them. With small pages, a step also
@@ -12,7 +12,7 @@ use std::sync::Arc;
 
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 
-/// The alignment of the parts of a room: a cache line, which suits vectors and every type.
+/// The alignment of each [`Room`] of a mapping: a cache line, which suits vectors and every type.
 const ALIGNMENT: usize = 64;
 
 struct Mapping {
@@ -20,7 +20,7 @@ struct Mapping {
     bytes: usize,
 }
 
-// SAFETY: memory belongs to no thread; the code that hands out parts of it says who may read and
+// SAFETY: memory belongs to no thread; the code that hands out parts of it states who may read and
 // write them.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
@@ -29,7 +29,7 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     fn anonymous(bytes: usize) -> io::Result<Self> {
         let bytes = bytes.max(1);
-        // SAFETY: a new mapping, which is nobody else's.
+        // SAFETY: the call creates a new mapping, to which no other reference exists.
         let at = unsafe {
             mmap_anonymous(
                 std::ptr::null_mut(),
@@ -39,7 +39,8 @@ impl Mapping {
             )?
         };
         let mapping = Self::of(at.cast(), bytes)?;
-        // SAFETY: the whole mapping. If the system refuses huge pages, small ones do.
+        // SAFETY: the call covers the whole mapping. If the system refuses huge pages, small ones
+        // are used.
         let _ = unsafe { madvise(at, bytes, Advice::LinuxHugepage) };
         Ok(mapping)
     }
@@ -52,13 +53,13 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: the mapping is whole, and no part of it is in use any more.
+        // SAFETY: the call unmaps the whole mapping, and no part of it is in use any more.
         let _ = unsafe { munmap(self.at.as_ptr().cast(), self.bytes) };
     }
 }
 
-/// A part of a mapping for one owner, zeros at first. The system allocates memory for it only when
-/// it is written. It begins at a cache line.
+/// A part of a mapping with a single owner, zeroed at first. The system allocates its memory only
+/// when it is written. It begins at a cache line.
 pub struct Room {
     mapping: Arc<Mapping>,
     first: usize,
@@ -66,20 +67,20 @@ pub struct Room {
 }
 
 impl Room {
-    /// Room for `bytes` bytes.
+    /// Creates a room of `bytes` bytes.
     ///
     /// # Errors
-    /// The system has no address space left.
+    /// If the system has no address space left.
     pub fn new(bytes: usize) -> io::Result<Self> {
         let mut parts = Self::parts([bytes])?;
         parts.pop().ok_or_else(|| io::Error::other("no part"))
     }
 
-    /// One room for each of some sizes, side by side in one mapping: a single room could be smaller
-    /// than a huge page.
+    /// Creates a room of each size, side by side in one mapping, since a single room could be
+    /// smaller than a huge page.
     ///
     /// # Errors
-    /// The system has no address space left, or the sum of the sizes overflows.
+    /// If the system has no address space left, or the sum of the sizes overflows.
     pub fn parts(sizes: impl IntoIterator<Item = usize>) -> io::Result<Vec<Self>> {
         let too_much = || io::Error::other("more bytes than there are addresses");
         let mut places = Vec::new();
@@ -89,13 +90,13 @@ impl Room {
             let room = bytes.checked_next_multiple_of(ALIGNMENT).ok_or_else(too_much)?;
             end = end.checked_add(room).ok_or_else(too_much)?;
         }
-        // A system has no mapping of nothing.
+        // The system rejects an empty mapping.
         let mapping = Arc::new(Mapping::anonymous(end.max(ALIGNMENT))?);
         let part = |(first, bytes)| Self { mapping: mapping.clone(), first, bytes };
         Ok(places.into_iter().map(part).collect())
     }
 
-    /// An empty room of the same mapping. It keeps the memory of all rooms alive.
+    /// An empty room of the same mapping, which keeps the memory of all its rooms allocated.
     #[must_use]
     pub fn keeper(&self) -> Self {
         Self { mapping: self.mapping.clone(), first: self.first, bytes: 0 }
@@ -106,22 +107,22 @@ impl Deref for Room {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: inside the mapping, and in no other room.
+        // SAFETY: the bytes are inside the mapping, and in no other room.
         unsafe { std::slice::from_raw_parts(self.mapping.at.as_ptr().add(self.first), self.bytes) }
     }
 }
 
 impl DerefMut for Room {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: inside the mapping, and in no other room.
+        // SAFETY: the bytes are inside the mapping, and in no other room.
         unsafe {
             std::slice::from_raw_parts_mut(self.mapping.at.as_ptr().add(self.first), self.bytes)
         }
     }
 }
 
-/// Memory that another process writes and this one reads. The writer announces a part for reading.
-/// It does not write that part again until it is told that the part was read.
+/// Memory that another process writes and this one reads. The writer announces a part of it for
+/// reading. It writes that part again only after this process has reported that the part was read.
 pub struct Shared(Option<Mapping>);
 
 impl Shared {
@@ -131,39 +132,39 @@ impl Shared {
         Self(None)
     }
 
-    /// Maps the first `bytes` of a file. The file must never become shorter.
+    /// Maps the first `bytes` of a file. The file must not be truncated while it is mapped.
     ///
     /// # Errors
-    /// The system refuses to map it.
+    /// If the system refuses to map the file.
     pub fn map(file: BorrowedFd<'_>, bytes: usize) -> io::Result<Self> {
         if bytes == 0 {
             return Ok(Self::none());
         }
-        // SAFETY: a new mapping, which is only read.
+        // SAFETY: the call creates a new mapping, which is only read.
         let at = unsafe {
             mmap(std::ptr::null_mut(), bytes, ProtFlags::READ, MapFlags::SHARED, file, 0)?
         };
         Ok(Self(Some(Mapping::of(at.cast(), bytes)?)))
     }
 
-    /// The number of bytes.
+    /// The number of mapped bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
         self.0.as_ref().map_or(0, |mapping| mapping.bytes)
     }
 
-    /// `bytes` bytes from `offset` on; `None`: they lie outside the mapping.
+    /// Returns `bytes` bytes from `offset` on; `None` if they lie outside the mapping.
     #[must_use]
     pub fn read(&self, offset: usize, bytes: usize) -> Option<&[u8]> {
         let mapping = self.0.as_ref()?;
         let end = offset.checked_add(bytes)?;
-        // SAFETY: inside the mapping; the writer does not write this part now.
+        // SAFETY: the bytes are inside the mapping, and the writer does not write them at present.
         (end <= mapping.bytes)
             .then(|| unsafe { std::slice::from_raw_parts(mapping.at.as_ptr().add(offset), bytes) })
     }
 }
 
-/// Makes a buffer that is kept between steps at least this long.
+/// Extends a buffer that is reused between steps to at least this length.
 pub(crate) fn grow<T: Clone>(buffer: &mut Vec<T>, length: usize, value: T) {
     if buffer.len() < length {
         buffer.resize(length, value);
@@ -178,10 +179,10 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A room with these numbers.
+    /// A room with these elements.
     pub(crate) fn room<T: Copy>(numbers: &[T]) -> Arc<Room> {
         let mut room = Room::new(size_of_val(numbers)).expect("memory");
-        // SAFETY: numbers, as bytes.
+        // SAFETY: the slice is the bytes of the elements.
         room.copy_from_slice(unsafe {
             std::slice::from_raw_parts(numbers.as_ptr().cast(), size_of_val(numbers))
         });

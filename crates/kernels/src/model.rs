@@ -1,4 +1,4 @@
-//! A decoder as a list of computations, and one step of it.
+//! A decoder with its buffers, and the preparation of a step.
 
 use std::sync::Arc;
 
@@ -23,34 +23,35 @@ use crate::team::{FEW, Queue};
 use crate::tile::{BLOCK, NR};
 use crate::weights::Weights;
 
-/// The reason for which a step was not computed. Nothing was written.
+/// Why a step was not computed. Nothing was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StepError {
-    /// A position has no page, or its page does not exist.
+    /// A position has no page, or its page number is outside of the pool.
     Page,
-    /// A token is not of the vocabulary.
+    /// A token is not in the vocabulary.
     Token,
 }
 
 /// A decoder with its buffers. Steps are computed one at a time.
 pub(crate) struct Model<E> {
     weights: Arc<Weights>,
-    /// Keys and values of each layer, which the layers point to.
+    /// The keys and values of each layer, which the layers point to.
     _pages: Vec<[Room; 2]>,
-    /// The states' tables of each layer, which the layers point to. Both are empty where the layer
-    /// attends.
+    /// The state tables of each layer, which the layers point to. They are empty if the layer has
+    /// no recurrence.
     states: Vec<[Room; 2]>,
     kinds: Vec<Kind>,
     hidden: usize,
-    /// The largest output of any layer's attention, or values or low ranks of a recurrence.
+    /// The largest size, over all layers, of an attention's output, or of a recurrence's values or
+    /// low ranks.
     attended: usize,
-    /// Inputs of the widest product besides those of experts, adapters and heads.
+    /// Inputs of the widest product, except for those of experts, adapters and heads.
     widest: usize,
     /// The inner size of the widest layer.
     intermediate: usize,
-    /// Computes the layers' own inputs; `None`: layers have none.
+    /// Computes the layers' own inputs; `None` if layers have none.
     rows_of_layers: Option<RowsOfLayers>,
-    /// The sizes of the experts; `None`: no layer has any.
+    /// The sizes of the experts; `None` if no layer has experts.
     experts: Option<ExpertSizes>,
     activation: GateKind,
     has_gates: bool,
@@ -63,7 +64,7 @@ pub(crate) struct Model<E> {
     window_page_count: usize,
     eps: f32,
     final_norm: Vec<f32>,
-    /// Empty: there is none.
+    /// The norm of embeddings; empty if there is none.
     embedding_norm: Vec<f32>,
     head: Option<Owned>,
     layers: Vec<Layer<E>>,
@@ -73,12 +74,13 @@ pub(crate) struct Model<E> {
     work: Work<E>,
 }
 
-/// A kind of attention, and its work in a step.
+/// A kind of attention, and its work in the current step.
 struct Kind {
     sizes: AttentionSizes,
     shape: Shape,
     work: attention::Work,
-    /// The work of the last layer, if it has this kind of attention and its work differs.
+    /// The work of the last layer, if that layer has this kind of attention and computes only the
+    /// sampled tokens.
     last: attention::Work,
 }
 
@@ -101,31 +103,31 @@ impl Kind {
         Self { sizes: *sizes, shape, work, last }
     }
 
-    /// The part of pages: 0 main, 1 window.
+    /// The part of the page tables: 0 is the main part, 1 the window part.
     fn part(&self) -> usize {
         usize::from(self.sizes.in_window_part)
     }
 }
 
-/// From this number of rows per member on, members do not share the heads of a row.
+/// From this number of rows per member on, the heads of a row are not divided among members.
 const ROWS_A_MEMBER: usize = 4;
 
-/// Buffers of a step, kept from step to step.
+/// Buffers of a step, reused from step to step.
 #[derive(Default)]
 struct Work<E> {
     /// The residual stream `[tokens, hidden]`.
     x: Vec<f32>,
-    /// The states of the tokens that sample, once the others are done.
+    /// The residual stream of the sampled tokens, once the last layer needs no other tokens.
     sampled_x: Vec<f32>,
     normed: Vec<E>,
     qkv: Vec<f32>,
     attended: Vec<E>,
     mixed: Vec<f32>,
-    /// Low ranks of gates and of decays, and what the products behind them give.
+    /// Low ranks of gates and of decays, and the outputs of their up projections.
     low_ranks: Vec<E>,
     low: Vec<f32>,
     gated: Vec<E>,
-    /// The output of a part with a norm behind it, `[tokens, hidden]`.
+    /// The output of a component that is followed by a norm, `[tokens, hidden]`.
     part: Vec<f32>,
     /// Layers' own inputs `[tokens, layers, size]`.
     inputs: Vec<f32>,
@@ -137,16 +139,16 @@ struct Work<E> {
     queues: Vec<Queue>,
     best: Vec<Best>,
     scratch: Vec<Scratch<E>>,
-    /// Activations in the tiles' order. The processor decides the type of the numbers.
+    /// Activations in the tiles' order, in numbers of the kernel's type.
     arranged: Vec<f32>,
-    /// Activations in the form that a quantised matrix takes: codes, their scales and sums.
+    /// Activations as codes for quantised matrices, with their scales and sums.
     codes: Vec<i8>,
     code_scales: Vec<f32>,
     code_sums: Vec<i32>,
 }
 
 impl<E: Element> Model<E> {
-    /// A model of the type `E`, whose parts were checked.
+    /// Creates a model of the element type `E`; its sizes and weights were checked.
     pub(crate) fn new(
         sizes: &Sizes,
         weights: Arc<Weights>,
@@ -231,18 +233,18 @@ impl<E: Element> Model<E> {
         }
     }
 
-    /// The states' tables of each layer.
+    /// The state tables of each layer.
     pub(crate) fn states(&mut self) -> &mut [[Room; 2]] {
         &mut self.states
     }
 
-    /// Computes a step: writes keys and values of every row, and the wanted outputs of the tokens
-    /// that sample. Adapters change the rows of their `groups`.
+    /// Computes a step: writes the keys and values of every row, and the wanted outputs of the
+    /// sampled tokens. Adapters change the rows of their `groups`.
     ///
     /// # Safety
-    /// Rows lie within the tables and within the model's positions. No two rows have the same
-    /// state, and the wanted outputs have room. Adapters have the model's sizes. `run` lets every
-    /// member of the team compute its share.
+    /// Rows lie within the tables and within the model's positions. No two rows share a state, and
+    /// the wanted outputs have room. Adapters have the model's sizes. `run` makes every member of
+    /// the team compute its share.
     pub(crate) unsafe fn step(
         &mut self,
         rows: &Rows<'_>,
@@ -250,7 +252,7 @@ impl<E: Element> Model<E> {
         groups: Option<&Groups<'_>>,
         run: impl Fn(&Threads, &Step<'_, E>),
     ) -> Result<(), StepError> {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         let chosen = unsafe { self.lay_out(rows)? };
         let count = self.work.tokens.len();
         let sampled = chosen.len();
@@ -263,7 +265,7 @@ impl<E: Element> Model<E> {
         let work = &mut self.work;
         grow(&mut work.x, count * self.hidden, 0.0);
         grow(&mut work.sampled_x, sampled * self.hidden, 0.0);
-        // Vector operations on layers' inputs and gates write beyond the last row's end.
+        // Vector operations on layers' inputs and gates write past the end of the last row.
         grow(&mut work.qkv, count * projected + NR, 0.0);
         grow(&mut work.inputs, count * self.layers.len() * of_input + NR, 0.0);
         grow(&mut work.attended, count * self.attended, zero);
@@ -325,10 +327,11 @@ impl<E: Element> Model<E> {
         Ok(())
     }
 
-    /// Logits `[count, vocabulary]` of states `[count, hidden]` that a step has computed.
+    /// Computes the logits `[count, vocabulary]` of states `[count, hidden]` that a step has
+    /// computed.
     ///
     /// # Safety
-    /// As [`Self::step`]; `states` and `logits` have room for so many.
+    /// The conditions of [`Self::step`] hold; `states` and `logits` have room for `count` rows.
     pub(crate) unsafe fn head(
         &mut self,
         (states, count): (*const f32, usize),
@@ -339,12 +342,12 @@ impl<E: Element> Model<E> {
         self.work.state_rows.clear();
         self.make_room(count);
         let threads = self.threads.clone();
-        // Only read: nothing is added to a step without tokens.
+        // The states are only read: a step without tokens adds nothing to them.
         let view = Step { logits, given: count, ..self.view(states.cast_mut(), &[], None) };
         run(&threads, &view);
     }
 
-    /// Has room for normalised rows, and makes the queues ready.
+    /// Reserves memory for normalised rows, and resets the queues.
     fn make_room(&mut self, count: usize) {
         let rows = count.max(self.threads.count() * FEW);
         let of_experts =
@@ -362,7 +365,7 @@ impl<E: Element> Model<E> {
         work.queues.iter_mut().for_each(Queue::reset);
     }
 
-    /// A step over the current buffers, without outputs yet.
+    /// Creates the view of a step over the current buffers, without outputs yet.
     fn view<'a>(
         &'a mut self,
         x: *mut f32,
@@ -438,11 +441,11 @@ impl<E: Element> Model<E> {
         }
     }
 
-    /// Finds every token and its page, and cuts the attention into units; gives the tokens that
-    /// sample.
+    /// Locates every token and its page, and divides the attention into units. Returns the sampled
+    /// tokens.
     ///
     /// # Safety
-    /// As of [`Self::step`].
+    /// The conditions of [`Self::step`] hold.
     unsafe fn lay_out(&mut self, step: &Rows<'_>) -> Result<Vec<usize>, StepError> {
         let work = &mut self.work;
         work.tokens.clear();
@@ -480,7 +483,7 @@ impl<E: Element> Model<E> {
             };
             let in_window = self.kinds.iter().filter(|kind| kind.sizes.in_window_part);
             if let Some(seen) = in_window.map(|kind| kind.shape.first_seen(start)).min() {
-                // Blocks of positions are read whole.
+                // Blocks of positions are read whole, so their pages must exist.
                 for &page in &window[seen / BLOCK * BLOCK / page_size..seen / page_size] {
                     if !(0..=self.window_page_count as i32).contains(&page) {
                         return Err(StepError::Page);
@@ -501,7 +504,7 @@ impl<E: Element> Model<E> {
                 let entries = [entry(page_of(position / page_size)?), of_window];
                 let id = id.ok_or(StepError::Token)?;
                 let given = given.filter(|given| position < given.until);
-                // SAFETY: a row of the given inputs, or of the embedding.
+                // SAFETY: the address is that of a row of the given inputs, or of the embedding.
                 let input = match given {
                     Some(given) => unsafe {
                         given.inputs.as_ptr().cast::<E>().add(position * hidden)
@@ -509,8 +512,8 @@ impl<E: Element> Model<E> {
                     None => unsafe { embedding.add(id * hidden) },
                 };
                 let is_given = given.is_some();
-                // If the input was given without a token, the layer's own input is that of padding,
-                // as in transformers.
+                // If an input embedding was given in place of a token, the layer's own input is
+                // that of the padding token, as in transformers.
                 let id = if is_given { 0 } else { id };
                 work.tokens.push(Token { id, input, is_given, position, entries });
             }
@@ -535,7 +538,7 @@ impl<E: Element> Model<E> {
             let (part, mut to) = (kind.part(), 0);
             let Kind { shape, last, .. } = kind;
             for (row, held) in rows {
-                // Those that follow one another are computed together.
+                // Consecutive tokens are computed together.
                 let end = row.token + row.tokens;
                 while let Some(&token) = chosen.get(to).filter(|&&token| token < end) {
                     let run = (token..end).zip(&chosen[to..]).take_while(|(a, b)| a == *b).count();

@@ -1,8 +1,8 @@
-//! Weights in the order in which the matrix kernels read them.
+//! Packs weights in the order in which the matrix kernels read them.
 //!
-//! A matrix `[n, k]` becomes panels of [`NR`] outputs. Panel `p` holds, for each group of `PAIR`
-//! inner positions, the group's values of outputs `p * NR ..`. So one vector load brings one group
-//! of many outputs (Goto & van de Geijn 2008).
+//! A matrix `[n, k]` becomes panels of [`NR`] outputs. For each group of `PAIR` inner positions,
+//! panel `p` holds the group's values of outputs `p * NR ..`. So one vector load reads one group of
+//! many outputs (Goto & van de Geijn 2008).
 
 use crate::element::Element;
 use crate::tile::{HALF, Kernel, NR};
@@ -14,7 +14,7 @@ pub(crate) fn packed_len(n: usize, k: usize) -> usize {
     n.div_ceil(NR) * panel_len(k)
 }
 
-/// The number of outputs, with the padding of an interleaved matrix.
+/// The number of outputs, including the padding of an interleaved matrix.
 #[must_use]
 pub(crate) fn padded_outputs(outputs: usize, interleaved: bool) -> usize {
     if interleaved { 2 * (outputs / 2).next_multiple_of(HALF) } else { outputs }
@@ -27,7 +27,7 @@ pub(crate) fn panel_len(k: usize) -> usize {
     k * NR
 }
 
-/// The row of an `[n, k]` matrix for column `column` of panel `p`; `None` where the panel is
+/// The row of an `[n, k]` matrix that is stored in `column` of panel `p`; `None` if the column is
 /// padding.
 #[must_use]
 pub(crate) fn row_of(p: usize, column: usize, n: usize, interleaved: bool) -> Option<usize> {
@@ -42,14 +42,15 @@ pub(crate) fn row_of(p: usize, column: usize, n: usize, interleaved: bool) -> Op
 
 /// Packs the row-major `source` `[n, k]`. Padding is zero.
 ///
-/// `interleaved`: the first half of the rows are gates, the second half the values. A panel gets
-/// [`HALF`] of each, so that both factors of a product are computed together.
+/// `interleaved`: the first half of the rows are gates, the second half the values that they
+/// multiply. A panel gets [`HALF`] of each, so that both factors of a product are computed
+/// together.
 ///
 /// # Panics
-/// The lengths do not fit `n` and `k`, or `k` is not a multiple of `E::PAIR`.
+/// If the lengths do not fit `n` and `k`, or `k` is not a multiple of `E::PAIR`.
 ///
 /// # Safety
-/// The processor can run `K`.
+/// The processor must support `K`.
 pub(crate) unsafe fn pack<E: Element, K: Kernel<E>>(
     source: &[E],
     n: usize,
@@ -70,7 +71,7 @@ pub(crate) unsafe fn pack<E: Element, K: Kernel<E>>(
             });
         let (halves, _) = rows.as_chunks();
         for (half, rows) in halves.iter().enumerate() {
-            // SAFETY: whole rows, and a whole panel of two halves side by side.
+            // SAFETY: the rows are whole, and the panel has two halves side by side.
             unsafe { K::pack_rows(rows, k, panel.as_mut_ptr().add(half * LANES * E::PAIR), NR) };
         }
     }
@@ -87,7 +88,7 @@ mod tests {
         let (n, k) = (35, 4);
         let source: Vec<Bf16> = (0..n * k).map(|i| Bf16(i as u16 + 1)).collect();
         let mut packed = vec![Bf16(9); packed_len(n, k)];
-        // SAFETY: plain loops.
+        // SAFETY: `Plain` runs on every processor.
         unsafe { pack::<Bf16, Plain>(&source, n, k, false, &mut packed) };
         assert_eq!(packed.len(), 2 * 4 * NR);
         for row in 0..n {
@@ -104,7 +105,7 @@ mod tests {
         let half = 20;
         let source: Vec<f32> = (0..2 * half).map(|i| i as f32 + 1.0).collect();
         let mut packed = vec![0.0; packed_len(64, 1)];
-        // SAFETY: plain loops.
+        // SAFETY: `Plain` runs on every processor.
         unsafe { pack::<f32, Plain>(&source, 2 * half, 1, true, &mut packed) };
         assert_eq!(packed[..NR], [&source[..HALF], &source[half..half + HALF]].concat());
         assert_eq!(packed[NR..NR + 5], [17.0, 18.0, 19.0, 20.0, 0.0]);

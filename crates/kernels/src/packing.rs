@@ -1,4 +1,4 @@
-//! Matrices, packed into the order of the kernels.
+//! Packs matrices into the order that the kernels read.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ use crate::processor::Level;
 use crate::quantise::{self, quantised_bytes, stored_len};
 use crate::tile::Kernel;
 
-/// The type of weights, activations and pages.
+/// The element type of weights, activations and KV pages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Dtype {
     /// 32 bits.
@@ -21,7 +21,7 @@ pub enum Dtype {
 }
 
 impl Dtype {
-    /// Bytes of a number.
+    /// Bytes per element.
     #[must_use]
     pub fn bytes(self) -> usize {
         match self {
@@ -31,18 +31,18 @@ impl Dtype {
     }
 }
 
-/// The number format of a matrix's products.
+/// The number format of a packed matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Storage {
-    /// The model's type.
+    /// Elements of the model's type.
     Plain,
-    /// 8 bits and a scale for each output, made of the model's type.
+    /// 8 bits and a scale per output, quantised from the model's type.
     Int8,
     /// GGUF's blocks of 8 bits with a scale.
     Q8_0,
     /// GGUF's blocks of 4 bits with a scale.
     Q4_0,
-    /// GGUF's blocks of 4 bits with a scale and a least value.
+    /// GGUF's blocks of 4 bits with a scale and a minimum.
     Q4_1,
     /// GGUF's blocks of 4-bit floats with a power of 2.
     Mxfp4,
@@ -64,18 +64,18 @@ impl Storage {
     }
 }
 
-/// A matrix to be packed: its shape and format, not its values.
+/// The shape and format of a matrix to be packed, without its values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Packing {
     /// The number of rows.
     pub outputs: usize,
     /// The number of columns.
     pub inputs: usize,
-    /// True if the first half of the outputs gates the second.
+    /// True if the first half of the outputs gates the second half.
     pub interleaved: bool,
     /// The model's type.
     pub dtype: Dtype,
-    /// The number format of the matrix's products.
+    /// The number format of the packed matrix.
     pub storage: Storage,
 }
 
@@ -95,7 +95,7 @@ pub(crate) fn unfit<T>(what: impl Into<String>) -> Result<T, Unfit> {
     Err(Unfit(what.into()))
 }
 
-/// True if the memory is aligned for a number of this type.
+/// True if the memory is aligned for elements of this type.
 pub(crate) fn aligned(bytes: &[u8], dtype: Dtype) -> bool {
     bytes.as_ptr().addr().is_multiple_of(dtype.bytes())
 }
@@ -104,7 +104,7 @@ impl Packing {
     /// Bytes of the packed matrix.
     ///
     /// # Errors
-    /// The kernels can't compute with such a matrix.
+    /// If the kernels do not support such a matrix.
     pub fn bytes(&self) -> Result<usize, Unfit> {
         let &Self { outputs, inputs, interleaved, dtype, storage } = self;
         let bytes = match storage.format() {
@@ -120,7 +120,8 @@ impl Packing {
         }
     }
 
-    /// Bytes of the matrix that [`Self::pack`] reads, in the model's type or in GGUF's blocks.
+    /// Bytes of the matrix that [`Self::pack`] reads: elements of the model's type, or GGUF's
+    /// blocks.
     #[must_use]
     pub fn source_bytes(&self) -> usize {
         match (self.storage, self.storage.format()) {
@@ -134,8 +135,8 @@ impl Packing {
     /// Packs the row-major `source`.
     ///
     /// # Errors
-    /// `source` is not of [`Self::source_bytes`], `packed` is not of [`Self::bytes`], or one is not
-    /// aligned.
+    /// If `source` does not have [`Self::source_bytes`], `packed` does not have [`Self::bytes`], or
+    /// one of them is not aligned.
     pub fn pack(&self, source: &[u8], packed: &mut [u8]) -> Result<(), Unfit> {
         let &Self { outputs, inputs, interleaved, dtype, storage } = self;
         if source.len() != self.source_bytes() || packed.len() != self.bytes()? {
@@ -159,22 +160,22 @@ impl Packing {
     }
 }
 
-/// A whole matrix of floats, and room for the packed one.
+/// A whole matrix of floats, and room for the packed matrix.
 struct Whole {
     source: *const u8,
-    /// The outputs, the inputs, and true if the matrix is interleaved.
+    /// The outputs, the inputs, and whether the matrix is interleaved.
     shape: (usize, usize, bool),
     packed: *mut u8,
 }
 
 impl Whole {
-    /// Packs it.
+    /// Packs the matrix.
     ///
     /// # Safety
     /// `source` is a whole matrix, `packed` has room for [`packed_len`] elements.
     unsafe fn pack(self, dtype: Dtype) {
         let level = Level::current();
-        // SAFETY: the contract; the level is there.
+        // SAFETY: the caller upholds the contract; the processor has the level.
         unsafe {
             match dtype {
                 Dtype::Float32 => f32::compute(level, self),
@@ -183,22 +184,22 @@ impl Whole {
         }
     }
 
-    /// Quantises it to int8 with one scale an output, and packs it.
+    /// Quantises the matrix to int8 with one scale per output, and packs it.
     ///
     /// # Safety
-    /// `source` is a whole matrix, `packed` has room for [`quantised_bytes`], which are not 0.
+    /// `source` is a whole matrix, and `packed` has room for [`quantised_bytes`], which is not 0.
     unsafe fn quantise(self, dtype: Dtype) {
         unsafe fn typed<E: Element>(whole: &Whole) {
             let (outputs, inputs, interleaved) = whole.shape;
             let length = quantised_bytes(Format::Int8, outputs, inputs, interleaved);
-            // SAFETY: the contract.
+            // SAFETY: the caller upholds the contract.
             unsafe {
                 let packed = std::slice::from_raw_parts_mut(whole.packed, length);
                 let source = std::slice::from_raw_parts(whole.source.cast::<E>(), outputs * inputs);
                 quantise::quantise(source, outputs, inputs, interleaved, packed);
             }
         }
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             match dtype {
                 Dtype::Float32 => typed::<f32>(&self),
@@ -212,7 +213,7 @@ impl<E: Element> Work<E> for Whole {
     unsafe fn compute<K: Kernel<E>, D: Dots>(self) {
         let (outputs, inputs, interleaved) = self.shape;
         let length = packed_len(padded_outputs(outputs, interleaved), inputs);
-        // SAFETY: the contract of [`Whole::pack`]; `K` fits the processor.
+        // SAFETY: the contract of [`Whole::pack`] holds; the processor supports `K`.
         unsafe {
             let source = std::slice::from_raw_parts(self.source.cast::<E>(), outputs * inputs);
             let packed = std::slice::from_raw_parts_mut(self.packed.cast::<E>(), length);

@@ -1,8 +1,8 @@
-//! The permanent threads that compute.
+//! The permanent threads that compute steps.
 //!
-//! Members wait for each other hundreds of times a step, some microseconds apart, so a waiting one
-//! spins at first. After some tenths of a millisecond it sleeps, since other programs need the
-//! processors too.
+//! Members wait for each other hundreds of times per step, some microseconds apart, so a waiting
+//! member spins at first. After some tenths of a millisecond it sleeps, since other programs need
+//! the processors too.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -10,17 +10,17 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// The time that a member spins before it sleeps.
+/// How long a member spins before it sleeps.
 const LOOKS_FOR: Duration = Duration::from_micros(150);
-/// Looks between two glances at the clock.
+/// The number of polls between two readings of the clock.
 const LOOKS: u32 = 64;
 
-/// The point at which `members` threads wait for each other, any number of times.
+/// A barrier at which `members` threads wait for each other, any number of times.
 pub(crate) struct Meeting {
     members: usize,
-    /// The number of members that have arrived at this barrier.
+    /// The number of members that have arrived in this round.
     come: AtomicUsize,
-    /// The number of turns that are over.
+    /// The number of completed rounds.
     turn: AtomicUsize,
     asleep: AtomicUsize,
     lock: Mutex<()>,
@@ -39,7 +39,7 @@ impl Meeting {
         }
     }
 
-    /// Returns when all have come.
+    /// Returns when all members have arrived.
     pub(crate) fn wait(&self) {
         let turn = self.turn.load(Ordering::Acquire);
         if self.come.fetch_add(1, Ordering::AcqRel) + 1 == self.members {
@@ -74,7 +74,7 @@ impl Meeting {
     }
 }
 
-/// The work of all members, called with a member's number.
+/// The work of all members, called with each member's index.
 type Job = *const (dyn Fn(usize) + Sync);
 
 /// The state that the threads and their owner share.
@@ -89,19 +89,19 @@ unsafe impl Sync for Common {}
 // SAFETY: as above.
 unsafe impl Send for Common {}
 
-/// Permanent threads that wait for work, and the caller, which is one of the team.
+/// Permanent threads that wait for work. Their caller is also a member of the team.
 pub struct Threads {
     common: Arc<Common>,
     others: Vec<JoinHandle<()>>,
-    /// One job at a time.
+    /// Held while a job runs: only one job runs at a time.
     busy: Mutex<()>,
 }
 
 impl Threads {
-    /// A team of `members` threads, including the caller of [`Self::run`].
+    /// Creates a team of `members` threads, including the caller of [`Self::run`].
     ///
     /// # Errors
-    /// The system refuses a thread.
+    /// If the system refuses to create a thread.
     pub fn new(members: usize) -> std::io::Result<Self> {
         let members = members.max(1);
         let common =
@@ -114,7 +114,7 @@ impl Threads {
             match started {
                 Ok(thread) => threads.others.push(thread),
                 Err(error) => {
-                    // The threads that already wait would wait for ever; they and their shared
+                    // The threads that were started would wait for ever, so they and their shared
                     // state are leaked.
                     std::mem::forget(threads);
                     return Err(error);
@@ -134,20 +134,20 @@ impl Threads {
         &self.common.meeting
     }
 
-    /// Every member calls `work` with its number. Returns, and returns when all are done. A panic
-    /// in `work` ends the process.
+    /// Makes every member call `work` with its index. Returns when all members are done. A panic in
+    /// `work` aborts the process.
     pub fn run(&self, work: impl Fn(usize) + Sync) {
         if self.count() == 1 {
             return work(0);
         }
         let _one = self.busy.lock().unwrap_or_else(PoisonError::into_inner);
         let job: &(dyn Fn(usize) + Sync) = &work;
-        // SAFETY: the others no longer use the reference after the second barrier, and `work` lives
-        // until then.
+        // SAFETY: the other members no longer use the reference after the second barrier, and
+        // `work` lives until then.
         let job: Job = unsafe {
             std::mem::transmute::<&(dyn Fn(usize) + Sync), &'static (dyn Fn(usize) + Sync)>(job)
         };
-        // SAFETY: the others read it only after the barrier.
+        // SAFETY: the other members read the job only after the barrier.
         unsafe { *self.common.job.get() = Some(job) };
         self.common.meeting.wait();
         let guard = Abort;
@@ -156,7 +156,7 @@ impl Threads {
         self.common.meeting.wait();
     }
 
-    /// Calls `work` once for each of `0 .. count`, each by the next free member.
+    /// Calls `work` once for each of `0 .. count`; the next free member takes each index.
     pub fn each(&self, count: usize, work: impl Fn(usize) + Sync) {
         let next = AtomicUsize::new(0);
         if count == 1 {
@@ -179,11 +179,11 @@ impl Drop for Threads {
         if self.others.is_empty() {
             return;
         }
-        // SAFETY: the others read it only after the barrier.
+        // SAFETY: the other members read the job only after the barrier.
         unsafe { *self.common.job.get() = None };
         self.common.meeting.wait();
         for thread in self.others.drain(..) {
-            // A thread that panicked has said so.
+            // A panicked thread has already printed its message.
             let _ = thread.join();
         }
     }
@@ -192,7 +192,8 @@ impl Drop for Threads {
 fn member(common: &Common, index: usize) {
     loop {
         common.meeting.wait();
-        // SAFETY: written before the barrier, and not again before the next but one.
+        // SAFETY: the job was written before this barrier, and is not written again before the next
+        // but one.
         let Some(job) = (unsafe { *common.job.get() }) else { return };
         let guard = Abort;
         // SAFETY: the owner keeps the job until the next barrier has passed.
@@ -202,7 +203,8 @@ fn member(common: &Common, index: usize) {
     }
 }
 
-/// Aborts the process. If a member panicked inside a job, the others would wait for it for ever.
+/// Aborts the process when dropped. If a member panicked inside a job, the others would wait for it
+/// for ever.
 struct Abort;
 
 impl Drop for Abort {

@@ -1,6 +1,6 @@
-//! Quantised weights in the order in which [`crate::dots`] reads them. The panels are those of
-//! [`crate::pack`], with four inner positions in place of a pair. The scales of a block of codes
-//! follow it.
+//! Packs quantised weights in the order in which [`crate::dots`] reads them. The panels are those
+//! of [`crate::pack`], with groups of four inner positions in place of pairs. The scales of a block
+//! of codes follow the codes.
 
 #[cfg(test)]
 use crate::codes::half_to_f32;
@@ -27,7 +27,7 @@ pub(crate) fn quantised_bytes(format: Format, n: usize, k: usize, interleaved: b
     padded_outputs(n, interleaved).div_ceil(NR) * panel_bytes(format, k)
 }
 
-/// Bytes of a block as GGUF stores it.
+/// Bytes of a quantisation block as GGUF stores it; 0 if GGUF does not have the format.
 const fn stored_bytes(format: Format) -> usize {
     match format {
         Format::Int8 => 0,
@@ -38,8 +38,8 @@ const fn stored_bytes(format: Format) -> usize {
     }
 }
 
-/// Half of the power of 2 at the start of an `MXFP4` block, as the upper half of a float. Half,
-/// since the table has doubled numbers.
+/// Decodes the power of 2 at the start of an `MXFP4` block, halved, as the upper 16 bits of a
+/// float. The power is halved because the table of values contains doubled values.
 fn half_of_power(exponent: u8) -> [u8; 2] {
     let bits = match exponent {
         0 | 1 => 0x20 << exponent,
@@ -48,12 +48,12 @@ fn half_of_power(exponent: u8) -> [u8; 2] {
     bits.to_le_bytes()
 }
 
-/// Bytes of a whole tensor of `[n, k]` as GGUF stores it.
+/// Bytes of a whole `[n, k]` tensor as GGUF stores it.
 pub(crate) fn stored_len(format: Format, n: usize, k: usize) -> usize {
     n * (k / SHARED) * stored_bytes(format)
 }
 
-/// Puts the code of one output at an inner position of a block.
+/// Stores the code of one output at an inner position of a block.
 fn put(format: Format, block: &mut [u8], (inner, output): (usize, usize), code: u8) {
     let (from, shift) = match format.is_narrow() {
         true => (output % (NR / 2), output / (NR / 2) * 4),
@@ -62,11 +62,11 @@ fn put(format: Format, block: &mut [u8], (inner, output): (usize, usize), code: 
     block[inner / QUAD * quad_bytes(format) + from * QUAD + inner % QUAD] |= code << shift;
 }
 
-/// Quantises and packs the row-major `source` `[n, k]`: one scale per output, symmetric, rounded to
-/// the nearest. `interleaved` as in [`crate::pack::pack`].
+/// Quantises and packs the row-major `source` `[n, k]`: symmetric, one scale per output, rounded to
+/// the nearest code. `interleaved` as in [`crate::pack::pack`].
 ///
 /// # Panics
-/// The lengths do not fit `n` and `k`.
+/// If the lengths do not fit `n` and `k`.
 pub(crate) fn quantise<E: Element>(
     source: &[E],
     n: usize,
@@ -85,7 +85,7 @@ pub(crate) fn quantise<E: Element>(
     for (p, panel) in packed.chunks_exact_mut(panel_bytes(format, k)).enumerate() {
         let (codes, scales) = panel.split_at_mut(k / QUAD * quad_bytes(format));
         for (output, to) in scales.as_chunks_mut::<4>().0.iter_mut().enumerate() {
-            // What pads has a scale of zero.
+            // Padding outputs keep a scale of zero.
             let Some(row) = row_of(p, output, n, interleaved) else { continue };
             let row = &source[row * k..][..k];
             let largest = row.iter().map(|x| x.to_f32().abs()).fold(0.0, f32::max);
@@ -101,11 +101,11 @@ pub(crate) fn quantise<E: Element>(
     }
 }
 
-/// Packs the rows of a GGUF tensor `[n, k]` as they are stored. `interleaved` as in
+/// Packs the rows of a GGUF tensor `[n, k]` without requantising them. `interleaved` as in
 /// [`crate::pack::pack`].
 ///
 /// # Panics
-/// The lengths do not fit `n` and `k`, or the format is not GGUF's.
+/// If the lengths do not fit `n` and `k`, or the format is not one of GGUF.
 pub(crate) fn pack_blocks(
     format: Format,
     source: &[u8],
@@ -128,7 +128,7 @@ pub(crate) fn pack_blocks(
     let block_bytes = code_bytes + scale_bytes(format);
     for (p, panel) in packed.chunks_exact_mut(panel_bytes(format, k)).enumerate() {
         for output in 0..NR {
-            // What pads has a scale of zero.
+            // Padding outputs keep a scale of zero.
             let Some(row) = row_of(p, output, n, interleaved) else { continue };
             let row = &source[row * row_bytes..][..row_bytes];
             for (from, to) in row.chunks_exact(stored).zip(panel.chunks_exact_mut(block_bytes)) {
@@ -146,7 +146,7 @@ pub(crate) fn pack_blocks(
                 scales[at..at + 2].copy_from_slice(&scale);
                 for inner in 0..SHARED {
                     let code = match format.is_narrow() {
-                        // The first half of a block is in the low nibbles of the bytes.
+                        // The first half of a block's codes is in the low nibbles of the bytes.
                         true => codes[inner % (SHARED / 2)] >> (inner / (SHARED / 2) * 4) & 15,
                         false => codes[inner] ^ 0x80,
                     };
@@ -157,7 +157,7 @@ pub(crate) fn pack_blocks(
     }
 }
 
-/// A block's weights as GGUF defines them.
+/// The weights of a block, dequantised as GGUF defines them.
 #[cfg(test)]
 pub(crate) fn unpacked(format: Format, block: &[u8]) -> [f32; SHARED] {
     let half = |at: usize| half_to_f32(u16::from_le_bytes([block[at], block[at + 1]]));

@@ -6,16 +6,16 @@ use crate::adapters::AdapterMatrices;
 use crate::packing::{Unfit, aligned, unfit};
 use crate::sizes::Sizes;
 
-/// The part of a row's inputs that the caller gives in place of embeddings.
+/// The inputs of a row that the caller gives in place of embeddings.
 #[derive(Clone, Copy)]
 pub struct Given<'a> {
-    /// Inputs of the slot from position 0 on, `[until, hidden]` of the model's type.
+    /// The inputs of the slot from position 0 on, `[until, hidden]` elements of the model's type.
     pub inputs: &'a [u8],
-    /// From this position on, inputs come from the embedding.
+    /// The first position whose input comes from the embedding.
     pub until: usize,
 }
 
-/// A step's rows and the tables that they name.
+/// The rows of a step, and the tables that they refer to.
 #[derive(Clone, Copy)]
 pub struct Rows<'a> {
     /// The slot of each row.
@@ -24,30 +24,30 @@ pub struct Rows<'a> {
     pub start: &'a [i64],
     /// The number of positions of each row.
     pub length: &'a [i64],
-    /// The given inputs of each row. Empty: all inputs come from the embedding.
+    /// The given inputs of each row; empty if all inputs come from the embedding.
     pub given: &'a [Option<Given<'a>>],
-    /// The adapter of each row. Empty: no row has one.
+    /// The adapter of each row; empty if no row has an adapter.
     pub adapters: &'a [Option<Arc<AdapterMatrices>>],
     /// The tokens of slots, `[slots, token_stride]`.
     pub tokens: &'a [i32],
-    /// The number of positions of a slot.
+    /// The number of token positions per slot.
     pub token_stride: usize,
-    /// The pages of slots, `[slots, page_stride]`.
+    /// The page table of slots, `[slots, page_stride]`.
     pub pages: &'a [i32],
-    /// The number of pages of a slot.
+    /// The number of pages per slot.
     pub page_stride: usize,
-    /// The pages of slots in the window part, `[slots, page_stride]`. The null page
-    /// ([`crate::Sizes::window_page_count`]) stands for positions that no query sees any more.
-    /// Empty without a window part.
+    /// The page table of slots in the window part, `[slots, page_stride]`. It has the null page
+    /// ([`crate::Sizes::window_page_count`]) where no query sees the positions any more. Empty
+    /// without a window part.
     pub window_pages: &'a [i32],
-    /// The tokens with a result. They are numbered over all rows, and ascend.
+    /// The tokens that are sampled: ascending indices over the tokens of all rows.
     pub sample: &'a [i64],
-    /// For each row, the row of the state tables before its first token, and the one after its
-    /// last. Empty without recurrent layers.
+    /// For each row, the rows of the state tables with the state before its first token and after
+    /// its last token. Empty without recurrent layers.
     pub states: &'a [[i64; 2]],
 }
 
-/// The output of a step for the tokens in [`Rows::sample`].
+/// The requested output of a step for the tokens in [`Rows::sample`].
 pub enum Wanted<'a> {
     /// Logits, `[sampled, vocabulary]`.
     Logits(&'a mut [f32]),
@@ -55,12 +55,12 @@ pub enum Wanted<'a> {
     Best(&'a mut [i32], &'a mut [u8]),
     /// States for [`crate::Decoder::head`], `[sampled, hidden]`.
     States(&'a mut [f32]),
-    /// The final states, normalised, `[sampled, hidden]`.
+    /// The final states after the norm, `[sampled, hidden]`.
     Vectors(&'a mut [f32]),
 }
 
 impl Rows<'_> {
-    /// Checks all columns but those of adapters and states. Gives the number of tokens.
+    /// Checks all columns except adapters and states. Returns the number of tokens.
     pub(crate) fn check(&self, sizes: &Sizes) -> Result<usize, Unfit> {
         let rows = self.slot.len();
         let columns = self.start.len() == rows

@@ -1,5 +1,5 @@
-//! The computation of layers' own inputs: a row that the token's id selects, plus a product with
-//! its input (Gemma 3n, 2025; Gemma 4, 2026).
+//! Computes layers' own inputs: an embedding row of the token, plus a projection of the token's
+//! input (Gemma 3n, 2025; Gemma 4, 2026).
 
 use crate::element::Element;
 use crate::math;
@@ -8,24 +8,24 @@ use crate::sizes::Sizes;
 use crate::vector::Vector;
 use crate::weights::{LayerInputWeights, Table};
 
-/// The factor that keeps a sum of two equally large terms as large as one of them.
+/// The factor that keeps the sum of two terms of equal variance at that variance.
 const MEAN_OF_TWO: f32 = std::f32::consts::FRAC_1_SQRT_2;
 
-/// What layers' own inputs are made of.
+/// The weights from which layers' own inputs are computed.
 pub(crate) struct RowsOfLayers {
     table: Table,
-    /// The number of tokens that have rows. Other ids use the row of padding.
+    /// The number of tokens that have rows. Other ids use the row of the padding token.
     tokens: usize,
     pub(crate) projection: Owned,
     norm: Vec<f32>,
     /// Elements of a layer's input.
     pub(crate) size: usize,
-    /// The factor of the product: the root of 1 / hidden.
+    /// The factor of the projection: the square root of 1 / hidden.
     scale: f32,
 }
 
 impl RowsOfLayers {
-    /// Inputs of layers, whose weights were checked. The model's type is `E`.
+    /// Creates the computation from checked weights. `E` is the model's type.
     pub(crate) fn new<E: Element>(of: &LayerInputWeights, sizes: &Sizes, layers: usize) -> Self {
         let (tokens, size) = sizes.layer_inputs.map_or((0, 0), |of| (of.vocabulary, of.size));
         Self {
@@ -38,7 +38,8 @@ impl RowsOfLayers {
         }
     }
 
-    /// Computes the inputs `[layers, size]` of a token from the product with its input.
+    /// Computes the inputs `[layers, size]` of a token. `inputs` has the projection of the token's
+    /// input and is overwritten.
     #[inline(always)]
     pub(crate) fn finish<E: Element, V: Vector>(&self, token: usize, eps: f32, inputs: &mut [f32]) {
         for part in inputs.chunks_exact_mut(self.size) {

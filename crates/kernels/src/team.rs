@@ -1,4 +1,4 @@
-//! The members of a team, and the work that they share.
+//! A team of threads that compute a step together, and the work that its members share.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -11,20 +11,20 @@ pub(crate) const FEW: usize = 16;
 
 /// One thread of a running team.
 pub(crate) struct Member<'a> {
-    /// Below `members`, and no other's.
+    /// The member's index, below `members`.
     pub(crate) index: usize,
     pub(crate) members: usize,
     meeting: &'a Meeting,
 }
 
 impl Member<'_> {
-    /// This member's part of `0 .. count`.
+    /// This member's share of `0 .. count`.
     #[inline]
     pub(crate) fn share(&self, count: usize) -> Range<usize> {
         self.index * count / self.members..(self.index + 1) * count / self.members
     }
 
-    /// Waits until every member has come here.
+    /// Waits until every member has called this function.
     #[inline]
     pub(crate) fn meet(&self) {
         if self.members > 1 {
@@ -33,14 +33,14 @@ impl Member<'_> {
     }
 }
 
-/// Work that members take piece by piece. A delayed member takes fewer pieces.
+/// A work queue from which members take units. A delayed member takes fewer units.
 #[derive(Default)]
 pub(crate) struct Queue(AtomicUsize);
 
 impl Queue {
-    /// The next of `total` pieces; `None`: all are taken. At first a call takes many pieces at
-    /// once, because each call transfers the counter between processors. Near the end it takes one
-    /// at a time, so that all members finish together.
+    /// Takes the next of `total` units; the range is empty if all are taken. At first a call takes
+    /// many units, because each call transfers the counter's cache line between processors. Near
+    /// the end it takes a single unit, so that all members finish together.
     #[inline]
     pub(crate) fn take(&self, total: usize, members: usize) -> Range<usize> {
         let mut from = self.0.load(Ordering::Relaxed);
@@ -59,7 +59,7 @@ impl Queue {
 }
 
 impl Threads {
-    /// Runs `work` on every member and returns when all are done.
+    /// Runs `work` on every member and returns when all members are done.
     pub(crate) fn compute(&self, work: impl Fn(Member<'_>) + Sync) {
         let (members, meeting) = (self.count(), self.meeting());
         self.run(|index| work(Member { index, members, meeting }));
@@ -72,7 +72,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A team of so many threads.
+    /// A team of this many threads.
     pub(crate) fn team(threads: usize) -> Threads {
         Threads::new(threads).expect("threads")
     }

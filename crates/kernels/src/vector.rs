@@ -1,10 +1,11 @@
-//! Sixteen floats at a time, for all work but products. Loops over arrays would do too, but
-//! compilers do not vectorise them reliably.
+//! Vectors of sixteen floats, for all work except products. Loops over arrays would also be
+//! correct, but compilers do not vectorise them reliably.
 
-/// Lanes of a vector. All loops over vectors have this width, on any processor.
+/// The number of lanes of a vector, on any processor.
 pub(crate) const LANES: usize = 16;
 
-/// The values that are added to lanes: the first half hides a lane, the second half does not.
+/// Values to add to lanes: those of the first half turn a lane into minus infinity, those of the
+/// second half do not change it.
 const SHADE: [f32; 2 * LANES] = {
     let mut shade = [0.0; 2 * LANES];
     let mut lane = 0;
@@ -15,8 +16,8 @@ const SHADE: [f32; 2 * LANES] = {
     shade
 };
 
-/// [`LANES`] floats. A processor's own implementation may be used only where its instructions were
-/// detected, as with kernels.
+/// A vector of [`LANES`] floats. As with kernels, an implementation for a processor may be used
+/// only where its instructions were detected.
 pub(crate) trait Vector: Copy {
     fn splat(value: f32) -> Self;
     /// # Safety
@@ -29,23 +30,23 @@ pub(crate) trait Vector: Copy {
     fn sub(self, other: Self) -> Self;
     fn mul(self, other: Self) -> Self;
     fn div(self, other: Self) -> Self;
-    /// `self * factor + term`, rounded once if the processor has one instruction for it.
+    /// Returns `self * factor + term`, rounded once if the processor has an instruction for it.
     fn fused(self, factor: Self, term: Self) -> Self;
-    /// The larger of two numbers; of others, anything.
+    /// The larger of each pair of lanes; if one of them is NaN, the result is unspecified.
     fn larger(self, other: Self) -> Self;
     /// The larger of each lane and `bound`. NaN stays NaN.
     fn at_least(self, bound: f32) -> Self;
     /// The smaller of each lane and `bound`. NaN stays NaN.
     fn at_most(self, bound: f32) -> Self;
-    /// Rounds to the nearest integer, for numbers below 2^22.
+    /// Rounds to the nearest integer, for values below 2^22.
     fn round(self) -> Self;
     /// `self * 2^n` for integers `n` from -200 to 127; 0 below -126.
     fn times_power(self, n: Self) -> Self;
-    /// Minus infinity in the lanes from `count` on.
+    /// Replaces the lanes from `count` on by minus infinity.
     fn only(self, count: usize) -> Self;
-    /// Added up in a fixed order.
+    /// The sum of all lanes, in a fixed order.
     fn sum(self) -> f32;
-    /// The largest lane, if all are numbers.
+    /// The largest lane, if no lane is NaN.
     fn largest(self) -> f32;
     fn is_finite(self) -> bool;
     /// Stores the lanes, integers from -128 to 127, as bytes.
@@ -53,36 +54,36 @@ pub(crate) trait Vector: Copy {
     /// # Safety
     /// `to` can be written for [`LANES`] bytes.
     unsafe fn store_codes(self, to: *mut i8);
-    /// The numbers that signed bytes stand for.
+    /// Converts signed bytes to floats.
     ///
     /// # Safety
     /// `from` can be read for [`LANES`] bytes.
     unsafe fn load_codes(from: *const i8) -> Self;
-    /// Does the work in a separate function.
+    /// Does the work in a separate function that is compiled for the processor's features.
     ///
     /// # Safety
-    /// As of [`VectorWork::compute`].
+    /// The conditions of [`VectorWork::compute`] hold.
     unsafe fn compute<W: VectorWork>(work: W);
 
     /// Replaces the first `count` lanes by minus infinity; all lanes are finite or minus infinity.
     #[inline(always)]
     fn without(self, count: usize) -> Self {
-        // SAFETY: `LANES` numbers, starting at one of the first `LANES + 1`.
+        // SAFETY: the load reads `LANES` floats of `SHADE`, from an index of at most `LANES`.
         self.add(unsafe { Self::load(SHADE.as_ptr().add(LANES - count.min(LANES))) })
     }
 
-    /// The lanes.
+    /// Copies the lanes to an array.
     #[inline(always)]
     fn to_array(self) -> [f32; LANES] {
         let mut lanes = [0.0; LANES];
-        // SAFETY: as many as there are.
+        // SAFETY: the array has room for all lanes.
         unsafe { self.store(lanes.as_mut_ptr()) };
         lanes
     }
 }
 
-/// Work that is compiled once for each kind of vectors, and called from the kernels of all levels.
-/// Otherwise every copy of a step would contain code that few models need.
+/// Work that is compiled once per kind of vector, and called from the kernels of all instruction
+/// levels. Otherwise every compiled version of a step would contain code that few models use.
 pub(crate) trait VectorWork {
     /// # Safety
     /// The processor has the instructions of `V`, and the work's own conditions hold.

@@ -1,4 +1,4 @@
-//! The adapters of a step, with the tokens that each changes, and the buffers for them.
+//! The adapters of a step with the tokens of each, and the buffers for their products.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,20 +9,21 @@ use crate::memory::grow;
 use crate::team::Queue;
 use crate::tile::{MAX_ROWS, NR};
 
-/// The queues of a product: one for `A x`, one for `B` times the result.
+/// Queues per product: one for `A x`, one for `B (A x)`.
 const QUEUES: usize = 2;
 
-/// The tokens of an adapter in a step.
+/// The tokens of one adapter in a step.
 pub(crate) struct Group<'a> {
     matrices: &'a AdapterMatrices,
-    /// Rows of a product, ascending.
+    /// The rows of a product that use the adapter, in ascending order.
     pub(crate) tokens: Vec<usize>,
-    /// The first of its rows of `A x`.
+    /// The index of the group's first row in the buffer of `A x`.
     pub(crate) first: usize,
 }
 
 impl Group<'_> {
-    /// The matrices of the adapter for a product. `None`: the adapter does not change the product.
+    /// The matrices of the adapter for a product; `None` if the adapter does not change the
+    /// product.
     #[inline]
     pub(crate) fn beside(&self, (layer, product): (usize, Product)) -> Option<&LowRank> {
         self.matrices.beside(layer, product)
@@ -31,15 +32,15 @@ impl Group<'_> {
 
 /// The adapters of a step.
 pub(crate) struct Groups<'a> {
-    /// By tokens of the step.
+    /// The groups whose rows are tokens of the step.
     all: Vec<Group<'a>>,
-    /// The same groups, over the rows of the tokens that sample.
+    /// The same groups; their rows are those of the sampled tokens.
     sampled: Vec<Group<'a>>,
 }
 
 impl<'a> Groups<'a> {
     /// Finds the tokens of each adapter. `adapters` has one entry per row, `lengths` the number of
-    /// tokens per row, and `sample` the tokens that sample. `None`: no row has an adapter.
+    /// tokens per row, and `sample` the sampled tokens. `None` if no row has an adapter.
     pub(crate) fn of(
         adapters: &'a [Option<Arc<AdapterMatrices>>],
         lengths: &[i64],
@@ -64,7 +65,7 @@ impl<'a> Groups<'a> {
     }
 }
 
-/// Puts rows to the group of their adapter.
+/// Adds rows to the group of their adapter.
 fn put<'a>(groups: &mut Vec<Group<'a>>, matrices: &'a Arc<AdapterMatrices>, rows: Range<usize>) {
     let of = |group: &Group<'_>| std::ptr::eq(group.matrices, &raw const **matrices);
     let at = groups.iter().position(of).unwrap_or_else(|| {
@@ -79,14 +80,14 @@ fn put<'a>(groups: &mut Vec<Group<'a>>, matrices: &'a Arc<AdapterMatrices>, rows
     }
 }
 
-/// Buffers of steps with adapters, kept from step to step.
+/// Buffers for the adapters of a step, reused from step to step.
 #[derive(Default)]
 pub(crate) struct Buffers<E> {
-    /// `A x` of the tokens of all groups.
+    /// `A x` for the tokens of all groups.
     reduced: Vec<E>,
-    /// Rows of a tile, of each member.
+    /// The input rows of one tile, per member.
     rows: Vec<E>,
-    /// The same as tiles read them.
+    /// The same rows in the form that tiles read.
     numbers: Vec<f32>,
     /// Gates and the values that they gate, before the activation.
     gates: Vec<f32>,
@@ -101,14 +102,15 @@ pub(crate) struct Adapted<'a, E> {
     pub(crate) stride: usize,
     rows: *mut E,
     numbers: *mut f32,
-    /// Elements that each member has in both.
+    /// Elements per member in `rows` and in `numbers`.
     of_member: usize,
     gates: *mut f32,
     queues: &'a [Queue],
 }
 
 impl<E: Element> Buffers<E> {
-    /// Makes room for a step of this many tokens and members. Gates have `2 * inner` outputs.
+    /// Reserves memory for a step of this many tokens and members. Gate products have `2 * inner`
+    /// outputs.
     pub(crate) fn prepare<'a>(
         &'a mut self,
         groups: &'a Groups<'a>,
@@ -122,7 +124,7 @@ impl<E: Element> Buffers<E> {
         grow(&mut self.rows, members * of_member, E::default());
         grow(&mut self.numbers, members * of_member, 0.0);
         if groups.adapters().any(AdapterMatrices::changes_gates) {
-            // Vectors are read beyond the last row's end.
+            // Vector loads read past the end of the last row.
             grow(&mut self.gates, tokens * 2 * inner + NR, 0.0);
         }
         self.queues.resize_with(layers * PRODUCTS * QUEUES, Queue::default);
@@ -141,8 +143,8 @@ impl<E: Element> Buffers<E> {
 }
 
 impl<E> Adapted<'_, E> {
-    /// The groups that change a product. If `whole`, the rows are all tokens; otherwise they are
-    /// the tokens that sample. `None`: no group changes the product.
+    /// Returns all groups, or `None` if no group changes the product. If `whole`, the rows are all
+    /// tokens; otherwise they are the sampled tokens.
     #[inline]
     pub(crate) fn groups(&self, at: (usize, Product), whole: bool) -> Option<&[Group<'_>]> {
         let groups = if whole { &self.groups.all } else { &self.groups.sampled };
@@ -155,18 +157,18 @@ impl<E> Adapted<'_, E> {
         &self.queues[(layer * PRODUCTS + product as usize) * QUEUES..][..QUEUES]
     }
 
-    /// A member's room for rows of a tile, and for the same rows as tiles read them.
+    /// A member's buffers for the rows of a tile: as elements, and in the form that tiles read.
     ///
     /// # Safety
-    /// No other thread uses the member's number.
+    /// No other thread may use the buffers of the same `member` at the same time.
     #[inline(always)]
     pub(crate) unsafe fn room(&self, member: usize) -> (*mut E, *mut f32) {
         let first = member * self.of_member;
-        // SAFETY: each member has so many elements.
+        // SAFETY: the buffers have `of_member` elements per member.
         unsafe { (self.rows.add(first), self.numbers.add(first)) }
     }
 
-    /// Room for gates, and for what they gate.
+    /// The buffer for gates and the values that they gate.
     #[inline(always)]
     pub(crate) fn gates(&self) -> *mut f32 {
         self.gates

@@ -1,9 +1,9 @@
-//! Low-rank matrices of adapters for some matrices of a decoder (Hu et al. 2021): `y = W x + b + B
-//! (A x)`.
+//! Low-rank adapter matrices (Hu et al. 2021) beside matrices of a decoder: `y = W x + b + B (A
+//! x)`.
 //!
-//! A decoder's products are first computed without adapters. Then the tokens of each adapter get
-//! its part: `A x` of all modules with the same inputs, then `B` of each module. A token's bits
-//! depend on its own row and its adapter alone.
+//! A decoder's products are first computed without adapters. Then the low-rank terms are added for
+//! the tokens of each adapter: `A x` once for all modules with the same inputs, then `B` for each
+//! module. The bits of a token's result depend only on its own row and its adapter.
 
 mod groups;
 
@@ -15,8 +15,8 @@ use crate::tile::NR;
 
 pub(crate) use groups::{Adapted, Buffers, Groups};
 
-/// A product of a layer: one module's, or the joint product of several modules with the same
-/// inputs.
+/// A matrix product of a layer: of one module, or the joint product of several modules with the
+/// same inputs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Product {
     Qkv,
@@ -31,19 +31,19 @@ pub(crate) const PRODUCTS: usize = 4;
 /// A module that an adapter may change.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AdaptedModule {
-    /// The queries.
+    /// The query projection.
     Query,
-    /// The keys.
+    /// The key projection.
     Key,
-    /// The values.
+    /// The value projection.
     Value,
-    /// The output of the attention.
+    /// The output projection of the attention.
     Output,
-    /// The gates of a dense feed-forward part.
+    /// The gate projection of a dense feed-forward network.
     Gate,
-    /// The values that the gates multiply, or without gates the values that are activated.
+    /// The up projection of a dense feed-forward network. Without gates, its outputs are activated.
     Up,
-    /// The second product of a dense feed-forward part.
+    /// The down projection of a dense feed-forward network.
     Down,
 }
 
@@ -61,7 +61,8 @@ impl AdaptedModule {
     }
 }
 
-/// The sizes of the modules that adapters of a decoder may change.
+/// The input and output sizes of the modules that an adapter may change, for each layer of a
+/// decoder.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AdapterSizes {
     dtype: Dtype,
@@ -69,8 +70,8 @@ pub struct AdapterSizes {
     layers: Vec<Widths>,
 }
 
-/// Output sizes of a layer's queries, keys and values, and of the first product of its dense part:
-/// its gates, and all of it. 0: the layer has no such part.
+/// Output sizes of a layer's query, key, value, gate and up projections; 0 if the layer lacks the
+/// module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Widths {
     queries: usize,
@@ -80,18 +81,17 @@ struct Widths {
     inner: usize,
 }
 
-/// A module in its product.
+/// A module's position in the product that it belongs to.
 struct Slice {
     inputs: usize,
     outputs: usize,
-    /// The first of its outputs among the product's.
+    /// The index of the module's first output among the outputs of the product.
     first: usize,
 }
 
 impl AdapterSizes {
-    /// The sizes of a decoder of this type. For each layer: elements of queries, of keys and of
-    /// values, of the gates of its dense part, and of the vector between that part's products. A
-    /// size is 0 where the layer lacks the part.
+    /// Creates the sizes for a decoder of this type. `layers` has the output sizes of each layer's
+    /// query, key, value, gate and up projections; 0 if the layer lacks the module.
     #[must_use]
     pub fn new(dtype: Dtype, hidden: usize, layers: impl IntoIterator<Item = [usize; 5]>) -> Self {
         let widths = |[queries, keys, values, gates, inner]: [usize; 5]| Widths {
@@ -104,13 +104,13 @@ impl AdapterSizes {
         Self { dtype, hidden, layers: layers.into_iter().map(widths).collect() }
     }
 
-    /// Inputs and outputs of a module; `None`: the layer does not have it.
+    /// Returns how many inputs and outputs a module has; `None` if the layer lacks it.
     #[must_use]
     pub fn of(&self, layer: usize, module: AdaptedModule) -> Option<[usize; 2]> {
         self.slice(layer, module).map(|slice| [slice.inputs, slice.outputs])
     }
 
-    /// Bytes of an adapter that changes all modules by matrices of this rank.
+    /// Bytes of an adapter of this rank that changes every module.
     #[must_use]
     pub fn bytes(&self, rank: usize) -> usize {
         let modules = (0..self.layers.len()).flat_map(|layer| {
@@ -122,7 +122,7 @@ impl AdapterSizes {
         packings.iter().flatten().filter_map(|packing| packing.bytes().ok()).sum()
     }
 
-    /// Elements of the widest input.
+    /// Elements of the widest input of any module.
     pub(crate) fn widest(&self) -> usize {
         let of_layer = |layer: &Widths| layer.queries.max(layer.inner);
         self.layers.iter().map(of_layer).max().unwrap_or(0).max(self.hidden)
@@ -143,8 +143,8 @@ impl AdapterSizes {
         (inputs > 0 && outputs > 0).then_some(Slice { inputs, outputs, first })
     }
 
-    /// The packed matrices of modules with these ranks, in ascending order. For each product there
-    /// is `A` of all its modules, then `B` of each.
+    /// The packed matrices of modules with these ranks; `modules` is in ascending order. Each
+    /// product has one `A` for all its modules, followed by a `B` for each.
     fn packings(&self, modules: &[(usize, AdaptedModule, usize)]) -> Vec<Vec<Packing>> {
         let packing = |outputs, inputs| Packing {
             outputs,
@@ -169,59 +169,60 @@ impl AdapterSizes {
     }
 }
 
-/// Kernels take inner positions two by two.
+/// Pads a rank to pairs, since kernels take inner positions two by two.
 fn whole_pairs(rank: usize) -> usize {
     rank.next_multiple_of(2)
 }
 
-/// The matrices beside one module, in numbers of the model's type.
+/// The adapter matrices of one module, as bytes of elements of the model's type.
 pub struct ModuleMatrices {
     /// The layer.
     pub layer: usize,
     /// The module.
     pub module: AdaptedModule,
-    /// The rank of both.
+    /// The rank of both matrices.
     pub rank: usize,
     /// `[rank, inputs]`
     pub a: Vec<u8>,
-    /// `[outputs, rank]`, with the adapter's factor.
+    /// `[outputs, rank]`, multiplied by the adapter's scaling factor.
     pub b: Vec<u8>,
 }
 
-/// An adapter in the order of the kernels.
+/// An adapter, packed in the order that the kernels read.
 pub struct AdapterMatrices {
     pub(crate) sizes: AdapterSizes,
-    /// The products that it changes, by layer.
+    /// The matrices for each product of each layer; `None` if the adapter does not change the
+    /// product.
     layers: Vec<[Option<LowRank>; PRODUCTS]>,
 }
 
-/// The matrices beside one product, packed.
+/// The packed adapter matrices of one product.
 pub(crate) struct LowRank {
-    /// `A` of all modules, one behind the other: `[rank, inputs]`.
+    /// `A` of all modules, concatenated: `[rank, inputs]`.
     pub(crate) a: Room,
     pub(crate) rank: usize,
     pub(crate) inputs: usize,
     pub(crate) parts: Vec<Part>,
 }
 
-/// The second matrix of one module, packed.
+/// The packed matrix `B` of one module.
 pub(crate) struct Part {
     /// `[outputs, rank]`
     pub(crate) b: Room,
     pub(crate) rank: usize,
-    /// The first of its columns of `A x`.
+    /// The index of the module's first column in `A x`.
     pub(crate) column: usize,
     pub(crate) outputs: usize,
-    /// The first of its outputs among the product's.
+    /// The index of the module's first output among the outputs of the product.
     pub(crate) first: usize,
 }
 
-/// The reason for which an adapter can't be packed.
+/// Why an adapter can't be packed.
 #[derive(Debug)]
 pub enum PackError {
-    /// It is not of the model.
+    /// The adapter does not fit the model.
     Unfit(Unfit),
-    /// There is no memory for it.
+    /// There is not enough memory for the adapter.
     Memory(io::Error),
 }
 
@@ -238,11 +239,11 @@ impl From<io::Error> for PackError {
 }
 
 impl AdapterMatrices {
-    /// Packs an adapter of a decoder with these sizes.
+    /// Packs an adapter for a decoder with these sizes.
     ///
     /// # Errors
-    /// A matrix has another size than its module wants, a module comes twice, or there is no
-    /// memory.
+    /// If a matrix does not have the size of its module, a module occurs twice, or there is not
+    /// enough memory.
     pub fn pack(sizes: &AdapterSizes, mut modules: Vec<ModuleMatrices>) -> Result<Self, PackError> {
         modules.sort_by_key(|of| (of.layer, of.module));
         let width = sizes.dtype.bytes();
@@ -282,17 +283,17 @@ impl AdapterMatrices {
         Ok(Self { sizes: sizes.clone(), layers })
     }
 
-    /// The matrices for a product. `None`: the adapter does not change the product.
+    /// The matrices for a product; `None` if the adapter does not change the product.
     pub(crate) fn beside(&self, layer: usize, product: Product) -> Option<&LowRank> {
         self.layers.get(layer)?[product as usize].as_ref()
     }
 
-    /// The largest rank of all modules of a product together.
+    /// The largest rank of any product: the sum over the modules of the product.
     fn widest_rank(&self) -> usize {
         self.layers.iter().flatten().flatten().map(|of| of.rank).max().unwrap_or(0)
     }
 
-    /// True if it changes gates, or what they gate.
+    /// True if the adapter changes a gate or up projection.
     fn changes_gates(&self) -> bool {
         (0..self.layers.len()).any(|layer| self.beside(layer, Product::GateUp).is_some())
     }
@@ -308,7 +309,7 @@ impl LowRank {
     ) -> Result<Self, PackError> {
         let width = sizes.dtype.bytes();
         let mut next = |packing: &Packing, source: &[u8]| -> Result<Room, PackError> {
-            // As many as there are packings.
+            // The caller provides memory for each packing.
             let Some(mut room) = rooms.next() else { return Ok(unfit("too little room")?) };
             packing.pack(source, &mut room)?;
             Ok(room)
@@ -339,13 +340,13 @@ impl LowRank {
         Ok(Self { a, rank, inputs, parts })
     }
 
-    /// Panels of `A`.
+    /// The number of panels of `A`.
     pub(crate) fn panels(&self) -> usize {
         self.rank.div_ceil(NR)
     }
 }
 
-/// Zeros at an address that suits every type.
+/// Zeroed bytes, aligned for every element type.
 struct Words {
     words: Vec<u64>,
     bytes: usize,
@@ -358,7 +359,7 @@ impl Words {
 
     fn bytes(&mut self) -> &mut [u8] {
         let at = self.words.as_mut_ptr().cast();
-        // SAFETY: inside the words, and any bits are a byte.
+        // SAFETY: the bytes lie within the words, and every bit pattern is a valid byte.
         unsafe { std::slice::from_raw_parts_mut(at, self.bytes) }
     }
 }

@@ -1,4 +1,5 @@
-//! The blocks of a span, one after the other: scores, weights, and the sums of values.
+//! Computes attention over the blocks of a span, one after the other: scores, weights, and sums of
+//! values.
 
 use crate::attention::{Queries, SPAN, Scratch, Unit};
 use crate::element::Element;
@@ -13,12 +14,12 @@ const LINES: usize = 16;
 /// Keys or values of a block, group by group.
 type Groups<E> = [*const E; GROUPS];
 
-/// Computes the sums over a span into `scratch.span`, for the queries that see part of it. `then`:
-/// the unit after this one, whose first keys are prefetched.
+/// Computes the sums over a span into `scratch.span`, for the queries that see part of the span.
+/// `then`: the next unit, whose first keys are prefetched.
 ///
 /// # Safety
-/// As of [`attend`](super::attend), and `span` is the start of one of the unit's spans; the pages
-/// of `then` exist as well.
+/// The conditions of [`attend`](super::attend) must hold, and `span` must be the start of one of
+/// the unit's spans. The pages of `then` must exist as well.
 #[inline(always)]
 pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
     shape: &Shape,
@@ -40,7 +41,7 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
         let base = head * rows;
         let held = &Held { kv_head: held.kv_head + head, ..held };
         let groups = (end - first).div_ceil(GROUP).min(GROUPS);
-        // SAFETY: pages are there for what is seen, by the contract of `attend`.
+        // SAFETY: every visible position has a page, by the contract of `attend`.
         let ((keys, values), mut next) = unsafe {
             let next = next_groups(shape, (unit, then), (first, head));
             let codes = next.filter(|_| shape.coded).unwrap_or_default();
@@ -48,7 +49,7 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
                 groups_of::<E, K>(shape, pool, held, first..end, codes, &mut scratch.ordered);
             let keys =
                 |next: [usize; GROUPS]| next.map(|at| pool.keys.wrapping_add(at).cast_const());
-            // The codes of the next block are already being prefetched.
+            // If pages have codes, the codes of the next block are already being prefetched.
             (read, next.filter(|_| !shape.coded).map(keys))
         };
         for row in (0..rows).step_by(height) {
@@ -60,16 +61,17 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
             let hidden = |row: usize| {
                 shape.first_seen(position + row / group).saturating_sub(first).min(BLOCK)
             };
-            // Queries before the block see nothing of it, nor do those whose window is behind it.
+            // Skips tiles whose queries all precede the block, or whose windows all begin after it.
             if seen(row + count - 1) == 0 || hidden(row) == BLOCK {
                 continue;
             }
-            // Positions lie scattered over the pool. While the first tile computes with keys, their
-            // values are prefetched, and then the next keys. Later tiles find all of them in the
-            // cache.
+            // Pages are scattered over the pool. So while the first tile computes with the keys,
+            // the values of the block are prefetched, and then the next keys. Later tiles find all
+            // of these in the cache.
             let next = next.take();
             let ahead = if next.is_some() { values } else { keys };
-            // SAFETY: `count` rows of queries; groups of keys.
+            // SAFETY: the arranged queries have `count` rows from here on, and the pointers to keys
+            // refer to whole groups.
             unsafe {
                 let queries = scratch.arranged.as_ptr().cast::<K::Number>();
                 K::scores(queries.add((base + row) * dim), count, &keys, &ahead, dim, &mut scores);
@@ -83,7 +85,7 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
                         K::prefetch(group.wrapping_add(line * GROUP * E::PAIR));
                     }
                 }
-                // SAFETY: room for a tile's weights.
+                // SAFETY: `weights` has room for the weights of a whole tile.
                 unsafe {
                     decay[r] = soften::<E, K>(
                         &scores[r],
@@ -96,7 +98,8 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
                 }
             }
             let ahead = next.unwrap_or(values);
-            // SAFETY: `count` rows of weights and sums; groups of values.
+            // SAFETY: there are `count` rows of weights and sums, and the pointers to values refer
+            // to whole groups.
             unsafe {
                 let output = scratch.span.output.as_mut_ptr().add((base + row) * padded);
                 K::mix(weights, count, &values[..groups], &ahead, padded, &decay, output);
@@ -105,8 +108,8 @@ pub(super) unsafe fn attend<E: Element, K: Kernel<E>>(
     }
 }
 
-/// The keys and values of a block of these positions, of which at most [`BLOCK`] are used. A
-/// missing group is replaced by another one: its scores are computed, but not used. `next`: the
+/// Returns the keys and values of a block: at most the first [`BLOCK`] of these positions. A
+/// missing group is replaced by another group, whose scores are computed but not used. `next`: the
 /// groups whose codes are prefetched, if pages have codes.
 ///
 /// # Safety
@@ -126,7 +129,7 @@ unsafe fn groups_of<E: Element, K: Kernel<E>>(
     let mut groups = 0;
     for first in positions.step_by(GROUP).take(GROUPS) {
         let seen = (end - first).min(GROUP);
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let slot = (&mut *ordered, groups);
             (keys[groups], values[groups]) =
@@ -140,9 +143,9 @@ unsafe fn groups_of<E: Element, K: Kernel<E>>(
     (keys, values)
 }
 
-/// The places of the groups that are read after those of this block and head: the next head's, the
-/// next block's, or the next unit's first. The last unit gets its own again. `None` if they have to
-/// be reordered first.
+/// Returns the offsets in the pool of the groups that are read next. They belong to the next head,
+/// the next block, or the first block of the next unit. For the last unit, its own first block is
+/// used again. `None` if the groups have to be reordered first.
 #[inline(always)]
 unsafe fn next_groups(
     shape: &Shape,
@@ -158,7 +161,7 @@ unsafe fn next_groups(
         let then = then.unwrap_or(unit);
         (then.queries.held, then.first_block(shape, then.from)..then.until)
     };
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let any = held.group(shape, positions.start)?;
         let mut next = [any; GROUPS];
@@ -169,12 +172,13 @@ unsafe fn next_groups(
     }
 }
 
-/// The way from a product of a query and a key to a power of two.
+/// How the product of a query and a key becomes an exponent of two.
 #[derive(Clone, Copy)]
 struct Scoring {
-    /// The factor of products; with a cap, of products in units of the cap.
+    /// The factor of a product. If there is a cap, the scaled product is in units of the cap;
+    /// otherwise it is an exponent of two.
     scale: f32,
-    /// The bound of powers; 0: there is none.
+    /// The bound of exponents; 0 if there is none.
     cap: f32,
 }
 
@@ -189,9 +193,9 @@ impl Scoring {
     }
 }
 
-/// One row's part of a softmax over blocks. Turns scores into weights relative to the largest score
-/// so far, and returns the factor that rescales the earlier sums. Powers are of two. If no position
-/// of the block is `visible`, the weights are zero and the factor is 1.
+/// One row's step of an online softmax, in base 2, over blocks. Turns scores into weights relative
+/// to the largest score so far, and returns the factor that rescales the earlier sums. If no
+/// position of the block is `visible`, the weights are zero and the factor is 1.
 #[inline(always)]
 unsafe fn soften<E: Element, K: Kernel<E>>(
     scores: &[f32; BLOCK],
@@ -204,7 +208,7 @@ unsafe fn soften<E: Element, K: Kernel<E>>(
     let scale = K::Vector::splat(scoring.scale);
     let mut groups = [scale; GROUPS];
     for (group, scores) in groups.iter_mut().zip(scores.as_chunks::<GROUP>().0) {
-        // SAFETY: a whole vector.
+        // SAFETY: `scores` is a whole vector.
         *group = unsafe { K::Vector::load(scores.as_ptr()) }.mul(scale);
     }
     if scoring.cap > 0.0 {
@@ -226,13 +230,14 @@ unsafe fn soften<E: Element, K: Kernel<E>>(
     let before = *largest;
     let block = groups[0].larger(groups[1]).larger(groups[2].larger(groups[3])).largest();
     let now = if block > before { block } else { before };
-    // If no position was visible yet, the reference is minus infinity; the shift must stay finite.
+    // If no position is visible in this block or earlier ones, `now` is minus infinity. The shift
+    // must stay finite.
     let shift = K::Vector::splat(if nothing { 0.0 } else { now });
     let mut sum = K::Vector::splat(0.0);
     for (at, group) in groups.iter().enumerate() {
         let weight = math::exp2(group.sub(shift));
         sum = sum.add(weight);
-        // SAFETY: room for a vector.
+        // SAFETY: `weights` has room for a vector per group.
         unsafe { K::number(weight, weights.add(at * GROUP)) };
     }
     let decay = if nothing { 1.0 } else { math::exp2_of::<K::Vector>(before - now) };

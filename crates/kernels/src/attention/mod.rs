@@ -1,10 +1,10 @@
 //! Attention over paged keys and values, for prompt chunks and decode rows alike.
 //!
-//! Keys are taken in blocks of [`BLOCK`] positions with a running maximum and sum (Dao et al.
-//! 2022). Blocks are taken in spans of [`SPAN`] positions, which are joined at the end (Dao et al.
-//! 2023). So members can share a long row by spans. Blocks and spans are counted from the request's
-//! beginning. So a query's result depends on its own row alone: not on the chunks of its prompt,
-//! and not on other rows of the step.
+//! Keys are processed in blocks of [`BLOCK`] positions with a running maximum and sum (Dao et al.
+//! 2022). Blocks form spans of [`SPAN`] positions, whose results are merged at the end (Dao et al.
+//! 2023). So several members can share a long row. Blocks and spans are counted from the request's
+//! first position. So a query's result depends only on its own row: not on the chunks of its
+//! prompt, and not on other rows of the step.
 
 mod blocks;
 
@@ -16,18 +16,18 @@ use crate::pages::{Held, Ordered, Pool, Shape};
 use crate::tile::{BLOCK, Kernel, MAX_ROWS, tile_height};
 use crate::vector::{LANES, Vector};
 
-/// Query rows (tokens times heads of a group) of a unit: they share a block while it is in the
-/// first cache.
+/// The most query rows (tokens times heads of a group) of a unit with several tokens. They share a
+/// block while it is in the L1 cache.
 const QUERY_ROWS: usize = 48;
-/// Positions that are summed by themselves.
+/// Positions of a span.
 const SPAN: usize = 512;
 
-/// Some queries of a row, for every head of a group.
+/// Some queries of a row, for all query heads that share a key head.
 #[derive(Clone, Copy)]
 pub(crate) struct Queries {
-    /// First query, as a token of the step.
+    /// The index of the first query's token in the step.
     pub(crate) token: usize,
-    /// The row of the output that receives the result.
+    /// The row of the output that receives the first query's result.
     pub(crate) to: usize,
     pub(crate) tokens: usize,
     /// Position of the first query.
@@ -35,26 +35,27 @@ pub(crate) struct Queries {
     pub(crate) held: Held,
 }
 
-/// One unit of work: queries, and the positions that they look at.
+/// One unit of work: queries, and the positions that they attend to.
 #[derive(Clone, Copy)]
 pub(crate) struct Unit {
     pub(crate) queries: Queries,
-    /// Key heads, from `queries.held.kv_head` on. Only a single query has more than one.
+    /// The number of key heads, from `queries.held.kv_head` on. It is more than one only for a
+    /// single query.
     pub(crate) heads: usize,
     from: usize,
     until: usize,
-    /// The split that the unit belongs to.
+    /// The index of the split that the unit belongs to; `None`: it belongs to no split.
     split: Option<usize>,
 }
 
 impl Unit {
-    /// The first block that any of its queries sees.
+    /// The start of the first block, from position `span` on, that any of the unit's queries sees.
     #[inline(always)]
     fn first_block(&self, shape: &Shape, span: usize) -> usize {
         span.max(shape.first_seen(self.queries.position) / BLOCK * BLOCK)
     }
 
-    /// True if the last of its queries is among the positions that it looks at.
+    /// True if the unit's positions include that of its last query.
     pub(crate) fn sees_itself(&self) -> bool {
         self.until == self.queries.position + self.queries.tokens
     }
@@ -63,7 +64,8 @@ impl Unit {
         self.heads * self.queries.tokens * (self.until - self.from)
     }
 
-    /// Query heads of its first queries, which see nothing from the end of a span on.
+    /// The number of leading rows that see no position from `span` on, because their queries
+    /// precede it.
     #[inline(always)]
     fn blind_rows(&self, shape: &Shape, span: usize) -> usize {
         match shape.both_ways {
@@ -72,26 +74,26 @@ impl Unit {
         }
     }
 
-    /// Query heads of all its queries.
+    /// The number of rows: query heads times queries.
     fn rows(&self, shape: &Shape) -> usize {
         self.heads * self.queries.tokens * shape.group()
     }
 }
 
-/// The spans of a single query. The member that finishes last joins them.
+/// A single query whose spans are separate units. The member that finishes last merges them.
 struct Split {
     parts: usize,
-    /// Parts that are not there yet.
+    /// The number of unfinished parts.
     left: AtomicUsize,
-    /// The beginning of the parts' sums.
+    /// The index of the first part's floats in the sums.
     at: usize,
-    /// Query heads.
+    /// The number of query heads.
     rows: usize,
-    /// The number of the first span that the query looks at.
+    /// The index of the first span that the query sees.
     first: usize,
 }
 
-/// The attention of a step.
+/// The attention of a step: its units of work, and the single queries that several units share.
 #[derive(Default)]
 pub(crate) struct Work {
     pub(crate) units: Vec<Unit>,
@@ -105,13 +107,13 @@ impl Work {
         self.splits.clear();
     }
 
-    /// Adds `queries` for all heads; their `held.kv_head` is ignored. Their row has positions up to
-    /// `end`. `together`: the heads of a single query form one unit, since they lie side by side in
-    /// memory.
+    /// Adds `queries` for all key heads; `held.kv_head` is ignored. `end`: the number of positions
+    /// of their row. `together`: the key heads of a single query form one unit, since they lie side
+    /// by side in memory.
     pub(crate) fn add(&mut self, shape: &Shape, queries: Queries, end: usize, together: bool) {
         let most = (QUERY_ROWS / shape.group()).max(1);
-        // The values of latent rows are computed per unit; if each key head were a unit, each would
-        // compute them again.
+        // For latent rows, a joint unit saves nothing: their values are computed again for each key
+        // head.
         let together = together && queries.tokens == 1 && shape.latent == 0;
         let heads = if together { shape.kv_heads } else { 1 };
         for kv_head in (0..shape.kv_heads).step_by(heads) {
@@ -141,9 +143,9 @@ impl Work {
         }
     }
 
-    /// Orders the work. Call it after the last [`Self::add`].
+    /// Sorts the units and reserves memory for the sums. Call it after the last [`Self::add`].
     pub(crate) fn arrange(&mut self, shape: &Shape) {
-        // The longest first, so that no member is left with a long unit at the end.
+        // The longest units come first, so that no member is left with a long unit at the end.
         self.units.sort_by_key(|unit| std::cmp::Reverse(unit.pairs()));
         let mut at = 0;
         for split in &mut self.splits {
@@ -161,12 +163,12 @@ impl Work {
     }
 }
 
-/// Floats of a split's part: sums of each query head, then their maxima and totals.
+/// Floats per part of a split: the sums of each query head, then their maxima and totals.
 fn part_len(shape: &Shape, rows: usize) -> usize {
     rows * (shape.padded() + 2)
 }
 
-/// [`Work`] as members share it.
+/// A view of [`Work`] that the members share.
 #[derive(Clone, Copy)]
 pub(crate) struct Shared<'a> {
     pub(crate) units: &'a [Unit],
@@ -174,7 +176,7 @@ pub(crate) struct Shared<'a> {
     sums: *mut f32,
 }
 
-/// Weighted sums of values, with the reference and the sum of the weights; one of each per row.
+/// Weighted sums of values per row, with the row's largest score and the sum of its weights.
 struct Sums {
     output: Vec<f32>,
     largest: Vec<f32>,
@@ -193,11 +195,11 @@ impl Sums {
         self.total[rows].fill(0.0);
     }
 
-    /// Adds a row of sums over later positions.
+    /// Merges sums over later positions into a row.
     #[inline(always)]
     fn merge<V: Vector>(&mut self, row: usize, output: &[f32], largest: f32, total: f32) {
         if largest == f32::NEG_INFINITY {
-            // This query sees no position of the span, though others of its unit do.
+            // This query sees no position of the span, but other queries of its unit do.
             return;
         }
         let before = self.largest[row];
@@ -205,7 +207,7 @@ impl Sums {
         let (mine, theirs) = (math::exp2_of::<V>(before - now), math::exp2_of::<V>(largest - now));
         let sums = &mut self.output[row * output.len()..][..output.len()];
         for (sum, other) in sums.chunks_exact_mut(LANES).zip(output.chunks_exact(LANES)) {
-            // SAFETY: whole vectors.
+            // SAFETY: both slices are whole vectors.
             unsafe {
                 let other = V::load(other.as_ptr()).mul(V::splat(theirs));
                 V::load(sum.as_ptr()).fused(V::splat(mine), other).store(sum.as_mut_ptr());
@@ -217,7 +219,7 @@ impl Sums {
 }
 
 impl Sums {
-    /// The factor of a row's sums once a sink, a score without a value, has taken its share.
+    /// The factor that normalises a row's sums in the presence of a sink, a score without a value.
     #[inline(always)]
     fn factor_beside<V: Vector>(&self, row: usize, sink: f32) -> f32 {
         let (largest, sink) = (self.largest[row], sink * std::f32::consts::LOG2_E);
@@ -229,14 +231,13 @@ impl Sums {
 
 /// One member's buffers.
 pub(crate) struct Scratch<E> {
-    /// Queries `[rows, head_dim]` of a unit in the form of its keys: rotated, and in the keys'
-    /// type.
+    /// A unit's queries `[rows, head_dim]`, rotated and converted to the type of the keys.
     pub(crate) queries: Vec<E>,
-    /// One head during its rotation, and the values.
+    /// A head while it is rotated, and a value while it is normalised.
     pub(crate) head: Vec<f32>,
     ordered: Ordered<E>,
-    /// The queries in the tiles' order, and the weights of one tile. The processor decides the type
-    /// of the numbers.
+    /// The queries in the tiles' order, and the weights of one tile. Both hold numbers of the type
+    /// that the kernel uses, which is no larger than `f32`.
     arranged: Vec<f32>,
     weights: Vec<f32>,
     span: Sums,
@@ -244,7 +245,7 @@ pub(crate) struct Scratch<E> {
 }
 
 impl<E: Element> Scratch<E> {
-    /// Room for heads of all these shapes.
+    /// Creates buffers for heads of all these shapes.
     pub(crate) fn new(shapes: &[Shape]) -> Self {
         let most = |of: fn(&Shape) -> usize| shapes.iter().map(of).max().unwrap_or(0);
         let rows = QUERY_ROWS.max(most(|shape| shape.heads));
@@ -264,12 +265,11 @@ impl<E: Element> Scratch<E> {
 
 /// Computes the attention of a unit's queries, which are in the scratch. Writes their part of `out`
 /// `[rows, heads, value_dim]`, unless other units of the same split are unfinished. `then`: the
-/// unit after this one. `sinks`: a score per query head that takes weight but has no value; may be
-/// empty.
+/// next unit. `sinks`: a score per query head that takes weight but has no value; may be empty.
 ///
 /// # Safety
-/// The unit lies within `out`. Both units' pages are pages of the pool for every position that they
-/// look at. No other thread writes this part of `out`, or the scratch.
+/// The unit must lie within `out`. Every position that either unit attends to must have a page in
+/// the pool. No other thread may write this part of `out`, or the scratch.
 #[inline(always)]
 pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
     shape: &Shape,
@@ -280,11 +280,11 @@ pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
     scratch: &mut Scratch<E>,
 ) {
     let rows = unit.rows(shape);
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { arrange::<E, K>(shape, unit, scratch) };
     for span in (unit.from..unit.until).step_by(SPAN) {
         let seeing = unit.blind_rows(shape, span);
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { blocks::attend::<E, K>(shape, (unit, then), span, pool, scratch) };
         if span == unit.from {
             std::mem::swap(&mut scratch.span, &mut scratch.sums);
@@ -297,7 +297,7 @@ pub(crate) unsafe fn attend<E: Element, K: Kernel<E>>(
             scratch.sums.merge::<K::Vector>(row, output, part.largest[row], part.total[row]);
         }
     }
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         if let Some(split) = unit.split
             && !hand_in::<K::Vector>(shape, shared, split, unit.from / SPAN, &mut scratch.sums)
@@ -316,7 +316,8 @@ unsafe fn arrange<E: Element, K: Kernel<E>>(shape: &Shape, unit: &Unit, scratch:
     for head in 0..unit.heads {
         for row in (0..rows).step_by(height) {
             let at = (head * rows + row) * dim;
-            // SAFETY: the unit's queries, and as many numbers, which are no larger than floats.
+            // SAFETY: the scratch contains the unit's queries, and `arranged` has room for as many
+            // floats. The kernel's numbers are no larger than floats.
             unsafe {
                 let to = scratch.arranged.as_mut_ptr().cast::<K::Number>().add(at);
                 K::arrange(scratch.queries.as_ptr().add(at), height.min(rows - row), dim, to);
@@ -325,11 +326,11 @@ unsafe fn arrange<E: Element, K: Kernel<E>>(shape: &Shape, unit: &Unit, scratch:
     }
 }
 
-/// Merges a part's sums into those of its split. Returns true if the split is complete; `sums` then
-/// holds all of it.
+/// Stores the sums of a part of a split. If all parts are stored, merges them into `sums` and
+/// returns true.
 ///
 /// # Safety
-/// The part is handed in once a layer, and `shared` is of this shape.
+/// Each part must be handed in once per layer, and `shared` must be of this shape.
 #[inline(always)]
 unsafe fn hand_in<V: Vector>(
     shape: &Shape,
@@ -341,8 +342,8 @@ unsafe fn hand_in<V: Vector>(
     let split = &shared.splits[split];
     let (rows, padded, length) = (split.rows, shape.padded(), part_len(shape, split.rows));
     let part = part - split.first;
-    // SAFETY: the split's sums; each part is written by one member before it counts down, and read
-    // after all have.
+    // SAFETY: the memory is the split's. One member writes each part before it decrements the
+    // count, and parts are read after all members have decremented it.
     let part_of = |part: usize| unsafe {
         std::slice::from_raw_parts_mut(shared.sums.add(split.at + part * length), length)
     };
@@ -382,11 +383,11 @@ unsafe fn write<E: Element, K: Kernel<E>>(
             Some(&sink) => sums.factor_beside::<K::Vector>(row, sink),
         };
         let head = (to + row / together) * shape.heads + of_token;
-        // SAFETY: inside out, by the contract of `attend`.
+        // SAFETY: the head lies inside `out`, by the contract of `attend`.
         let to = unsafe { std::slice::from_raw_parts_mut(out.add(head * dim), dim) };
         for (at, to) in to.chunks_mut(LANES).enumerate() {
             let from = &sums.output[row * padded + at * LANES..][..LANES];
-            // SAFETY: a whole vector, and room for one.
+            // SAFETY: `from` is a whole vector, and each destination has room for one.
             unsafe {
                 let result = K::Vector::load(from.as_ptr()).mul(K::Vector::splat(factor));
                 if to.len() == LANES {

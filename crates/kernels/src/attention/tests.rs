@@ -1,5 +1,5 @@
-//! Attention compared with the formula, for arbitrary pages of the positions and arbitrary
-//! divisions of the work.
+//! Compares attention with its formula, for arbitrary page tables and arbitrary divisions of the
+//! work.
 
 use std::fmt::Debug;
 
@@ -12,7 +12,7 @@ use crate::tile::tests::numbers;
 
 struct Sizes {
     shape: Shape,
-    /// Positions, of which those from `start` on ask.
+    /// The number of positions; those from `start` on have queries.
     length: usize,
     start: usize,
     together: bool,
@@ -27,7 +27,7 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
     // Latent rows are the keys of all heads.
     let kv_heads = if latent > 0 { 1 } else { kv_heads };
     let width = shape.value_dim();
-    // From a sink that takes all of the weight to one that takes none.
+    // The sinks include one that takes nearly all of the weight, and one that takes nearly none.
     let sinks: Vec<f32> = (0..if sinks { heads } else { 0 })
         .map(|head| [0.5, 30.0, -30.0, 2.0, -1.0][head % 5])
         .collect();
@@ -37,7 +37,7 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
         numbers(length * kv_heads * dim, !seed),
         numbers(length * kv_heads * dim, seed ^ 99),
     );
-    // Pages in no order, with stale data in them.
+    // The pages are in permuted order, and contain stale data.
     let count = length.div_ceil(page_size);
     let pages: Vec<i32> = (0..count).map(|page| ((page * 7 + 3) % count) as i32).collect();
     all_differ(&pages);
@@ -49,7 +49,7 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
         for head in 0..kv_heads {
             let head_of =
                 (position * kv_heads + head) * dim..(position * kv_heads + head + 1) * dim;
-            // SAFETY: an entry of the pool.
+            // SAFETY: `entry` is an entry of the pool.
             unsafe {
                 if latent > 0 {
                     let row: Vec<f32> = k[head_of.clone()].iter().map(|x| x.to_f32()).collect();
@@ -78,7 +78,7 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
     let shared = work.shared();
     let mut scratch = Scratch::<E>::new(&[shape]);
     let mut out = vec![E::default(); tokens * heads * width];
-    // Twice, as a second layer would.
+    // Compute twice, as for two layers.
     for _ in 0..2 {
         out.fill(E::default());
         for (index, unit) in shared.units.iter().enumerate() {
@@ -90,7 +90,7 @@ fn check<E: Element, K: Kernel<E>>(sizes: &Sizes, bound: f64) {
                 scratch.queries[index * together * dim..][..together * dim]
                     .copy_from_slice(&q[from..][..together * dim]);
             }
-            // SAFETY: a unit of these queries; every position has a page.
+            // SAFETY: the unit has these queries, and every position has a page.
             unsafe {
                 let read = (pool, sinks.as_slice());
                 attend::<E, K>(&shape, shared, units, read, out.as_mut_ptr(), &mut scratch);
@@ -142,7 +142,7 @@ fn elements<E: Element>(numbers: &[f32]) -> Vec<E> {
     numbers.iter().map(|&number| E::from_f32(number)).collect()
 }
 
-/// Every page is another one.
+/// Asserts that all pages differ.
 fn all_differ(pages: &[i32]) {
     let mut sorted = pages.to_vec();
     sorted.sort_unstable();
@@ -172,9 +172,10 @@ proptest! {
         ),
         seed: u32,
     ) {
-        // Chunks have a beginning, and no position sees beyond it.
+        // Chunked attention is causal: a query sees the positions from its chunk's start to its
+        // own.
         let chunk = if both_ways { 0 } else { chunk };
-        // The pages' order needs a number of them that 7 does not divide.
+        // The permutation of pages requires a count that is not a multiple of 7.
         let length = if length.div_ceil(page_size).is_multiple_of(7) { length + page_size } else { length };
         let shape = Shape {
             heads: group * kv_heads, kv_heads, head_dim: dim, page_size, scale: 0.7, window, chunk,
@@ -217,7 +218,8 @@ proptest! {
         (together, coded) in any::<(bool, bool)>(),
         seed: u32,
     ) {
-        // Codes are of whole blocks, and pages of whole groups.
+        // With codes, a row must consist of whole blocks of 32, and a page of whole groups of
+        // positions.
         let (shared, page_size) = match coded {
             true => ((latent + 1).next_multiple_of(32) - latent, page_size.next_multiple_of(16)),
             false => (shared, page_size),

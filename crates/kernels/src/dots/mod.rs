@@ -1,33 +1,34 @@
-//! The innermost loop of quantised products: dot products of bytes, for each kind of processor.
+//! The innermost loop of quantised products: byte dot products, for each kind of processor.
 
 use crate::codes::{Codes, Format, SHARED};
 use crate::tile::{NR, Tile};
 
-/// Inner positions that lie together: as many bytes as one dot-product instruction takes.
+/// The number of inner positions stored together: the bytes that one dot-product instruction takes.
 pub(crate) const QUAD: usize = 4;
-/// Bytes of a quad of a panel. 8-bit codes are stored one output after the other. With 4-bit codes,
-/// a byte's low half belongs to an output of the panel's first half, its high half to an output of
-/// the second.
+/// Bytes per quad of inner positions in a panel. 8-bit codes are stored one output after the other.
+/// With 4-bit codes, a byte's low half belongs to an output of the panel's first half, its high
+/// half to an output of the second half.
 pub(crate) const fn quad_bytes(format: Format) -> usize {
     if format.is_narrow() { NR * QUAD / 2 } else { NR * QUAD }
 }
 
-/// A processor's way of computing with codes. All give the same integers. Their floats are added up
-/// in the same order, but rounded once or twice per term.
+/// The products with codes on one kind of processor. All implementations compute the same integers.
+/// They add floats in the same order, but round once or twice per term.
 ///
 /// # Safety
-/// Implementations may use instructions that not every processor has: their methods may be called
-/// only where those were detected.
+/// Implementations may use instructions that not every processor has. Their methods may be called
+/// only where those instructions were detected.
 pub(crate) unsafe trait Dots: 'static {
-    /// Rows that a tile may have.
+    /// The largest number of rows of a tile.
     fn rows(format: Format) -> usize;
 
-    /// `out[r] = rows[row + r] · panel` for `r < count`, `which` being `(row, count)`. The bytes
-    /// `ahead` of those read will be read soon; 0: no more will be.
+    /// Sets `out[r] = rows[row + r] · panel` for `r < count`, where `which` is `(row, count)`. Also
+    /// prefetches the bytes that are `ahead` bytes after those being read; 0: prefetches nothing.
     ///
     /// # Safety
-    /// `rows` has the rows, of `k` positions and with scales as `format` shares them; `panel` is a
-    /// panel of that format; `1 <= count <= Self::rows(format)`.
+    /// `rows` must contain the rows, with `k` positions each and a scale for every group of
+    /// positions of the format. `panel` must be a panel of that format. `count` must be from 1 to
+    /// `Self::rows(format)`.
     unsafe fn tile(
         format: Format,
         rows: &Codes,
@@ -39,8 +40,8 @@ pub(crate) unsafe trait Dots: 'static {
     );
 }
 
-/// Bytes of the scales that follow the codes of a panel's block, and its least values where it has
-/// them.
+/// Bytes of the scales that follow the codes of a panel's block, and of its minima if the format
+/// has them.
 pub(crate) const fn scale_bytes(format: Format) -> usize {
     match format {
         Format::Int8 => NR * size_of::<f32>(),

@@ -1,4 +1,4 @@
-//! Products of codes against the formulas, at every level that the processor has.
+//! Compares products of codes with the formulas, at every level that the processor has.
 
 use proptest::prelude::*;
 
@@ -16,7 +16,7 @@ use crate::tile::tests::numbers;
 const FORMATS: [Format; 6] =
     [Format::Int8, Format::Q8_0, Format::Q4_0, Format::Q4_1, Format::Mxfp4, Format::Iq4Nl];
 
-/// A quantised matrix, and its values.
+/// A quantised matrix, and its dequantised weights.
 struct Quantised {
     format: Format,
     inputs: usize,
@@ -27,14 +27,14 @@ struct Quantised {
     largest: f32,
 }
 
-/// Bits of a float of 16 bits that is finite and not large.
+/// The bits of a half-precision float that is finite and not large.
 fn half(random: u32) -> [u8; 2] {
     let exponent = 8 + random % 8;
     (((random >> 8 & 1) << 15 | exponent << 10 | random >> 9 & 0x3ff) as u16).to_le_bytes()
 }
 
 impl Quantised {
-    /// `extreme`: all codes are the least or the largest.
+    /// `extreme`: all codes are the smallest or the largest.
     fn of(
         format: Format,
         (outputs, inputs): (usize, usize),
@@ -58,7 +58,7 @@ impl Quantised {
             let byte = |&x: &f32| match (extreme, format) {
                 (true, Format::Q8_0) if x < 0.0 => 0x80,
                 (true, Format::Q8_0) => 0x7f,
-                // The least float is that of code 15, the largest that of code 7.
+                // The smallest float has code 15, the largest has code 7.
                 (true, Format::Mxfp4) if x < 0.0 => 0x7f,
                 (true, Format::Mxfp4) => 0xf7,
                 (true, _) if x < 0.0 => 0x0f,
@@ -69,7 +69,7 @@ impl Quantised {
             let length = stored_len(format, 1, SHARED);
             for (block, x) in stored.chunks_exact_mut(length).zip(&random) {
                 match format {
-                    // Powers from 2^-8 on, and denormal numbers.
+                    // The scales are powers of two: some are denormal, the others at least 2^-8.
                     Format::Mxfp4 if x.to_bits() >> 6 & 15 == 0 => {
                         block[0] = (x.to_bits() & 1) as u8
                     }
@@ -87,15 +87,15 @@ impl Quantised {
         Self { format, inputs, outputs, packed, weights, largest }
     }
 
-    /// A row's product with an output, and the bound of its rounding errors.
+    /// Returns the exact product of a row with an output, and the bound of its rounding errors.
     fn exact(&self, row: &[f32], output: usize) -> (f64, f64) {
         let terms = || {
             row.iter()
                 .zip(&self.weights[output * self.inputs..][..self.inputs])
                 .map(|(&x, &weight)| f64::from(x) * f64::from(weight))
         };
-        // Least values and the other part of a weight may cancel. So the bound is for the terms of
-        // the sum, not for the result.
+        // A block's minimum and the rest of a weight may cancel. So the bound is relative to the
+        // terms of the sum, not to the result.
         let sum = row.iter().map(|x| f64::from(x.abs())).sum::<f64>() * f64::from(self.largest);
         (terms().sum(), 1e-6 * sum + 1e-12)
     }
@@ -109,7 +109,8 @@ fn encoded(rows: &[f32], inputs: usize, format: Format) -> (Encoded, Vec<f32>) {
     (made, meant)
 }
 
-/// Every row's product with a matrix of one panel, `together` rows a tile.
+/// Returns the products of all rows with a matrix of one panel, in tiles of at most `together`
+/// rows.
 fn products<D: Dots>(
     matrix: &Quantised,
     codes: &Codes,
@@ -120,7 +121,7 @@ fn products<D: Dots>(
     while found.len() < codes.count {
         let count = together.min(D::rows(matrix.format)).min(codes.count - found.len());
         let mut tile = [[f32::NAN; NR]; MAX_ROWS];
-        // SAFETY: rows and a panel of these sizes; the caller detected the features.
+        // SAFETY: rows and panel have these sizes; the caller detected the features.
         unsafe {
             let panel = matrix.packed.as_ptr();
             let which = (found.len(), count);
@@ -136,7 +137,7 @@ fn check_tiles<D: Dots>(format: Format, rows: usize, blocks: usize, seed: u32, e
     let matrix = Quantised::of(format, (NR, inputs), false, seed, extreme);
     let spread = |x: f32| if extreme { x.signum() } else { x };
     let mut x: Vec<f32> = numbers(rows * inputs, !seed).into_iter().map(spread).collect();
-    // A row of nothing, between others.
+    // One row consists of zeros.
     if rows > 2 {
         x[inputs..2 * inputs].fill(0.0);
     }
@@ -159,13 +160,14 @@ fn check_tiles<D: Dots>(format: Format, rows: usize, blocks: usize, seed: u32, e
         assert_eq!(bits(&products::<D>(&matrix, &codes, together, ahead)), bits(&alone));
     }
     if format == Format::Int8 {
-        // One sum of integers and the same three factors: no level may differ.
+        // A result is one integer sum times three factors, so all instruction levels give the same
+        // bits.
         assert_eq!(alone, products::<Portable>(&matrix, &codes, 1, 0));
     }
 }
 
-/// Levels that fuse multiplication and addition give the same bits, since they have the same
-/// integers.
+/// Checks that two instruction levels give the same bits. This holds for levels that fuse
+/// multiplication and addition, since they compute the same integers.
 fn check_same<D: Dots, Other: Dots>(
     format: Format,
     rows: usize,
@@ -202,7 +204,7 @@ fn run<D: Dots>(codes: Codes, matrix: &Quantised, bias: &[f32], out: impl Fn(usi
     team(2).compute(|member| {
         let (codes, matrix) = shared.get();
         let queue = (&queue, member.members);
-        // SAFETY: the caller's sizes.
+        // SAFETY: the caller passes matching sizes.
         unsafe {
             multiply_codes::<f32, Plain, D>(
                 queue,
@@ -296,7 +298,7 @@ proptest! {
 
 #[test]
 fn nothing_saturates() {
-    // Every code at its extreme, over as many positions as a large model has.
+    // All codes are extreme, over as many positions as a large model has.
     for seed in [1, 2] {
         tests::dots(&Sizes { rows: 9, size: 28672 / SHARED, seed, extreme: true });
     }
@@ -309,7 +311,8 @@ fn inner_dimensions_that_do_not_fit_have_no_size() {
         assert_eq!(quantised_bytes(format, 32, 0, false), 0);
         assert!(quantised_bytes(format, 33, 32, false) > quantised_bytes(format, 32, 32, false));
     }
-    // 8, 8.5, 4.5, 5, 4.5 and 4.5 bits a weight, and the scales of outputs.
+    // The formats take 8, 8.5, 4.5, 5, 4.5 and 4.5 bits per weight. `Int8` also has a scale per
+    // output.
     let bits = FORMATS.map(|format| quantised_bytes(format, NR, 320, false) * 8);
     let of_blocks = [85, 45, 50, 45, 45].map(|bits| NR * 32 * bits);
     assert_eq!((bits[0], &bits[1..]), (NR * (320 * 8 + 32), &of_blocks[..]));

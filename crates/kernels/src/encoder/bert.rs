@@ -1,4 +1,4 @@
-//! An encoder, as its callers use it.
+//! The public interface of an encoder.
 
 use std::sync::Arc;
 
@@ -10,18 +10,19 @@ use crate::packing::{Dtype, Unfit, unfit};
 use crate::pool::Threads;
 use crate::processor::Level;
 
-/// Prompts, and the table of their tokens.
+/// The prompts of a batch, and the table of their tokens.
 #[derive(Clone, Copy)]
 pub struct Texts<'a> {
     /// The slot of each prompt.
     pub slot: &'a [i64],
     /// The number of tokens of each prompt.
     pub length: &'a [i64],
-    /// The position in each prompt at which the second text of a pair begins; 0: there is one text.
+    /// The position in each prompt at which the second text of a pair begins; 0 if there is one
+    /// text.
     pub segment: &'a [i64],
     /// The tokens of slots, `[slots, token_stride]`.
     pub tokens: &'a [i32],
-    /// The number of positions of a slot.
+    /// The number of token positions per slot.
     pub token_stride: usize,
 }
 
@@ -41,10 +42,10 @@ enum Typed {
 unsafe impl Send for Bert {}
 
 impl Bert {
-    /// An encoder that computes with `threads`.
+    /// Creates an encoder that computes with `threads`.
     ///
     /// # Errors
-    /// A weight has a wrong size, or the kernels can't compute such an encoder.
+    /// If a weight has a wrong size, or the kernels do not support such an encoder.
     pub fn new(
         sizes: BertSizes,
         weights: BertWeights,
@@ -60,17 +61,17 @@ impl Bert {
         Ok(Self { encoder, sizes })
     }
 
-    /// The number of results of a prompt.
+    /// The number of values that a prompt yields.
     #[must_use]
     pub fn width(&self) -> usize {
         if self.sizes.scores > 0 { self.sizes.scores } else { self.sizes.hidden }
     }
 
-    /// Computes the vectors, or the scores, of whole prompts: `[prompts, width]`.
+    /// Computes the embeddings, or the scores, of whole prompts: `[prompts, width]`.
     ///
     /// # Errors
-    /// A prompt is outside of the table, or has a length, a token or a second text that the encoder
-    /// does not support. In that case nothing was written.
+    /// If a prompt lies outside of the table, or has a length, a token or a second text that the
+    /// encoder does not support. Nothing is written then.
     pub fn encode(&mut self, texts: &Texts<'_>, vectors: &mut [f32]) -> Result<(), Unfit> {
         let count = texts.slot.len();
         if texts.length.len() != count || texts.segment.len() != count || texts.token_stride == 0 {
@@ -99,7 +100,8 @@ fn compute<E: Number>(
     vectors: &mut [f32],
 ) -> Result<(), Refused> {
     let level = Level::current();
-    // SAFETY: the batch was checked; once a member, and the level is there.
+    // SAFETY: the batch was checked, each member calls `compute` once, and the processor supports
+    // the instruction level.
     unsafe {
         encoder.encode(texts, vectors, |threads, pass| {
             threads.compute(|member| E::compute(level, (pass, &member)));

@@ -1,5 +1,5 @@
-//! An encoder (Devlin et al. 2019): every position of a prompt sees all of it, and each prompt
-//! gives one vector. Only the weights are kept from batch to batch.
+//! An encoder (Devlin et al. 2019): every position of a prompt attends to the whole prompt, and
+//! each prompt yields one vector. Only the weights are kept from batch to batch.
 
 mod bert;
 mod model;

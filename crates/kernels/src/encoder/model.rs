@@ -1,4 +1,4 @@
-//! An encoder with its buffers, and one batch of it.
+//! An encoder with its buffers, and the computation of a batch.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,14 +17,14 @@ use crate::team::Queue;
 use crate::tile::GROUP;
 use crate::weights::Bytes;
 
-/// The reason for which a batch was not computed. Nothing was written.
+/// Why a batch was not computed. Nothing was written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Refused {
-    /// A token is not of the vocabulary.
+    /// A token is not in the vocabulary.
     Token,
-    /// A prompt is empty, or has more positions than the encoder.
+    /// A prompt is empty, or longer than the encoder's position table.
     Length,
-    /// A prompt is a pair of texts, and the encoder has one kind of token.
+    /// A prompt is a pair of texts, but the encoder has only one token type.
     Pair,
 }
 
@@ -104,7 +104,7 @@ pub(super) struct Encoder<E> {
     positions: usize,
     kinds: usize,
     activation: BertActivation,
-    /// True if a prompt's vector is its first state; false if it is the mean.
+    /// True if a prompt's vector is its first state; false if it is the mean of its states.
     first: bool,
     eps: f32,
     words: Bytes,
@@ -119,12 +119,12 @@ pub(super) struct Encoder<E> {
     work: Work<E>,
 }
 
-/// Buffers of a batch, kept from batch to batch.
+/// Buffers of a batch, reused from batch to batch.
 struct Work<E> {
     tokens: Vec<Token<E>>,
-    /// First tokens of the prompts, and the end of the last one.
+    /// The first token of each prompt, and the end of the last prompt.
     starts: Vec<usize>,
-    /// The numbers of all pages: each prompt's pages are consecutive.
+    /// The page numbers of all prompts; each prompt's pages are consecutive.
     pages: Vec<i32>,
     x: Vec<f32>,
     pooled: Vec<f32>,
@@ -136,19 +136,19 @@ struct Work<E> {
     keys: Vec<E>,
     values: Vec<E>,
     arranged: Vec<f32>,
-    /// Rows in the form that a quantised matrix takes: codes, their scales and sums.
+    /// Rows as codes for quantised matrices, with their scales and sums.
     codes: Vec<i8>,
     code_scales: Vec<f32>,
     code_sums: Vec<i32>,
     attention: attention::Work,
-    /// The attention of the last layer, in which only the first state of each prompt counts.
+    /// The attention of the last layer, in which only the first state of each prompt is used.
     last_attention: attention::Work,
     queues: Vec<Queue>,
     scratch: Vec<Scratch<E>>,
 }
 
 impl<E: Element> Encoder<E> {
-    /// An encoder of the type `E`, whose parts were checked.
+    /// Creates an encoder of the element type `E`; its sizes and weights were checked.
     pub(super) fn new(sizes: &BertSizes, weights: &BertWeights, threads: Arc<Threads>) -> Self {
         let &BertSizes { hidden, heads, .. } = sizes;
         let head_dim = hidden / heads;
@@ -167,7 +167,7 @@ impl<E: Element> Encoder<E> {
         let layers: Vec<OwnedLayer> = layers.collect();
         let mut work = Work::default();
         work.scratch.resize_with(threads.count(), || Scratch::new(&[shape]));
-        // Two more for what makes scores.
+        // Two more queues are for the products that compute scores.
         work.queues.resize_with(QUEUES_A_LAYER * layers.len() + 2, Queue::default);
         Self {
             shape,
@@ -196,8 +196,8 @@ impl<E: Element> Encoder<E> {
     /// Computes the vector of every prompt.
     ///
     /// # Safety
-    /// Prompts lie within the table of tokens, and `vectors` has room for all of them; `run` lets
-    /// every member of the team compute its share.
+    /// The prompts must lie within the table of tokens, and `vectors` must have room for the
+    /// vectors of all prompts. `run` must make every member of the team compute its share.
     pub(crate) unsafe fn encode(
         &mut self,
         batch: &Texts<'_>,
@@ -267,7 +267,7 @@ impl<E: Element> Encoder<E> {
         Ok(())
     }
 
-    /// Finds every token, gives each prompt pages of its own and cuts the attention into units.
+    /// Locates every token, assigns pages to each prompt and divides the attention into units.
     fn lay_out(&mut self, batch: &Texts<'_>) -> Result<(), Refused> {
         let (lengths, segments) = (batch.length, batch.segment);
         let most = i64::try_from(self.positions).unwrap_or(i64::MAX);

@@ -1,4 +1,4 @@
-//! One batch of an encoder, as the members of a team compute it together.
+//! One batch of an encoder, computed by all members of a team together.
 
 use std::ops::Range;
 
@@ -14,10 +14,10 @@ use crate::pages::{Pool, Shape};
 use crate::team::{Member, Queue};
 use crate::tile::Kernel;
 
-/// Pieces of work a layer takes from queues: four products and the attention.
+/// Queues per layer: four products and the attention.
 pub(super) const QUEUES_A_LAYER: usize = 5;
 
-/// The factors and the offsets of a layer's normalisation.
+/// Weights and biases of a layer normalisation.
 #[derive(Clone, Copy)]
 pub(crate) struct Norm<'a> {
     pub(super) weight: &'a [f32],
@@ -34,44 +34,44 @@ pub(crate) struct Layer<'a, E> {
     pub(super) output_norm: Norm<'a>,
 }
 
-/// The layers that make a score of each vector.
+/// The layers that compute a score from each vector.
 pub(crate) struct Score<'a, E> {
     pub(super) pooler: Matrix<'a, E>,
     pub(super) classifier: Matrix<'a, E>,
 }
 
-/// A token's rows of the three embeddings.
+/// A token's rows in the three embedding tables.
 #[derive(Clone, Copy)]
 pub(crate) struct Token<E> {
     pub(super) word: *const E,
     pub(super) place: *const E,
     pub(super) text: *const E,
-    /// The place of its keys and values.
+    /// The pool entry of its keys and values.
     pub(super) entry: usize,
 }
 
-/// A batch, as the members see it. They share its buffers, and each writes its own part between two
+/// A batch as the members share it. Each member writes its own part of the buffers between two
 /// barriers.
 pub(crate) struct Pass<'a, E> {
     /// States `[tokens, hidden]`.
     pub(super) x: *mut f32,
     /// The first state, or the mean, of each prompt: `[prompts, hidden]`.
     pub(super) pooled: *mut f32,
-    /// States as elements.
+    /// Normalised states, converted to elements.
     pub(super) normed: *mut E,
     /// Queries, keys and values `[tokens, 3 * hidden]`, and later `[tokens, intermediate]`.
     pub(super) wide: *mut f32,
     pub(super) attended: *mut E,
     pub(super) activated: *mut E,
-    /// Room for numbers of any kind.
+    /// Arranged rows, in numbers of the kernel's type.
     pub(super) arranged: *mut f32,
-    /// Room for rows as quantised matrices take them.
+    /// Rows as codes, for quantised matrices.
     pub(super) codes: CodesRoom,
     pub(super) scratch: *mut Scratch<E>,
     pub(super) vectors: *mut f32,
     pub(super) pool: Pool<E>,
     pub(super) tokens: &'a [Token<E>],
-    /// First tokens of the prompts, and the end of the last one.
+    /// The first token of each prompt, and the end of the last prompt.
     pub(super) starts: &'a [usize],
     pub(super) attention: attention::Shared<'a>,
     pub(super) last_attention: attention::Shared<'a>,
@@ -80,48 +80,48 @@ pub(crate) struct Pass<'a, E> {
     pub(super) hidden: usize,
     pub(super) eps: f32,
     pub(super) activation: BertActivation,
-    /// True if a prompt's vector is its first state; false if it is the mean.
+    /// True if a prompt's vector is its first state; false if it is the mean of its states.
     pub(super) first: bool,
     pub(super) norm: Norm<'a>,
     pub(super) layers: &'a [Layer<'a, E>],
     pub(super) score: Option<Score<'a, E>>,
 }
 
-// SAFETY: one member at a time writes the memory behind the pointers, see `compute`.
+// SAFETY: no two members write the same memory at the same time, see `compute`.
 unsafe impl<E> Sync for Pass<'_, E> {}
 
-/// States `[count, hidden]`.
+/// A buffer of states `[count, hidden]`.
 #[derive(Clone, Copy)]
 struct Stream {
     x: *mut f32,
     count: usize,
 }
 
-/// The rows that a member prepares for a product and arranges later.
+/// The range of rows that a member prepares for a product and arranges later.
 #[inline(always)]
 fn own<E: Element, K: Kernel<E>>(member: &Member<'_>, rows: Rows<E>) -> Range<usize> {
     rows.of_tiles::<K>(member.share(rows.tiles::<K>()))
 }
 
-/// A batch and the members that take shares of it.
+/// A batch, and a member that computes its share of the batch.
 impl<E: Element> Work<E> for (&Pass<'_, E>, &Member<'_>) {
     #[inline(always)]
     unsafe fn compute<K: Kernel<E>, D: Dots>(self) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { self.0.compute::<K, D>(self.1) }
     }
 }
 
 impl<E: Element> Pass<'_, E> {
-    /// One member's share of the batch.
+    /// Computes one member's share of the batch.
     ///
     /// # Safety
-    /// Called once by each member of the team; the processor can run `K` and `D`.
+    /// Each member of the team must call it once, and the processor must support `K` and `D`.
     #[inline(always)]
     pub(crate) unsafe fn compute<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) {
         let prompts = self.starts.len() - 1;
-        // SAFETY: between barriers, members write only their own share, or pieces that they took
-        // from a queue.
+        // SAFETY: between barriers, members write only their own share, or work that they took from
+        // a queue.
         unsafe {
             let stream = self.layers::<K, D>(member);
             member.meet();
@@ -141,12 +141,13 @@ impl<E: Element> Pass<'_, E> {
         }
     }
 
-    /// One member's share of the layers; gives the states of all tokens, or of the first ones.
+    /// Computes one member's share of the layers. Returns the states of all tokens, or only of each
+    /// prompt's first token.
     #[inline(always)]
     unsafe fn layers<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) -> Stream {
         let count = self.tokens.len();
         let mut stream = Stream { x: self.x, count };
-        // SAFETY: as for `compute`.
+        // SAFETY: see `compute`.
         unsafe {
             self.embed::<K>(member, stream);
             for (index, layer) in self.layers.iter().enumerate() {
@@ -161,7 +162,7 @@ impl<E: Element> Pass<'_, E> {
                 self.keep::<K>(member);
                 let mut attention = self.attention;
                 if index + 1 == self.layers.len() && self.first {
-                    // The results of the other tokens are not read.
+                    // Only the results of first tokens are read.
                     let first = Stream { x: self.pooled, count: self.starts.len() - 1 };
                     for prompt in member.share(first.count) {
                         let from = self.row(stream, self.starts[prompt]);
@@ -192,23 +193,27 @@ impl<E: Element> Pass<'_, E> {
         stream
     }
 
+    /// Returns a row of a stream.
+    ///
     /// # Safety
-    /// No other member writes this row now, or reads it while this one writes.
+    /// While this member writes the row, no other member may read or write it. While this member
+    /// reads it, no other member may write it.
     #[inline(always)]
     #[expect(
         clippy::mut_from_ref,
         reason = "members share the buffer and each writes its own rows"
     )]
     unsafe fn row(&self, stream: Stream, row: usize) -> &mut [f32] {
-        // SAFETY: inside the stream, see above.
+        // SAFETY: the row lies inside the stream. For other members see above.
         unsafe { std::slice::from_raw_parts_mut(stream.x.add(row * self.hidden), self.hidden) }
     }
 
-    /// Sums of the tokens' embeddings, normalised.
+    /// Computes the normalised sums of the tokens' embeddings.
     #[inline(always)]
     unsafe fn embed<K: Kernel<E>>(&self, member: &Member<'_>, stream: Stream) {
         let rows = Rows { first: self.normed.cast_const(), count: stream.count };
-        // SAFETY: rows of the embeddings; this member's rows of x.
+        // SAFETY: the tokens point to rows of the embeddings, and only this member writes its rows
+        // of the stream.
         unsafe {
             for row in own::<E, K>(member, rows) {
                 let Token { word, place, text, .. } = self.tokens[row];
@@ -221,8 +226,8 @@ impl<E: Element> Pass<'_, E> {
         }
     }
 
-    /// Normalises the states, and gives them as elements, of the rows that [`Self::multiply`] will
-    /// make this member prepare.
+    /// Normalises the states and converts them to elements, for the rows that [`Self::multiply`]
+    /// assigns to this member.
     #[inline(always)]
     unsafe fn normalise<K: Kernel<E>>(
         &self,
@@ -232,7 +237,7 @@ impl<E: Element> Pass<'_, E> {
     ) -> Rows<E> {
         let rows = Rows { first: self.normed.cast_const(), count: stream.count };
         for row in own::<E, K>(member, rows) {
-            // SAFETY: this member's rows of both.
+            // SAFETY: these are this member's rows of both buffers.
             unsafe {
                 let to = self.normed.add(row * self.hidden);
                 let to = std::slice::from_raw_parts_mut(to, self.hidden);
@@ -243,8 +248,8 @@ impl<E: Element> Pass<'_, E> {
         rows
     }
 
-    /// Activates the output `[count, width]` of the first product of a layer's second part, for
-    /// this member's rows, as in [`Self::normalise`].
+    /// Activates the output `[count, width]` of the up projection, for this member's rows, as in
+    /// [`Self::normalise`].
     #[inline(always)]
     unsafe fn activate<K: Kernel<E>>(
         &self,
@@ -255,7 +260,7 @@ impl<E: Element> Pass<'_, E> {
         let rows = Rows { first: self.activated.cast_const(), count };
         let mine = own::<E, K>(member, rows);
         let (at, length) = (mine.start * width, mine.len() * width);
-        // SAFETY: this member's rows of both.
+        // SAFETY: these are this member's rows of both buffers.
         let (from, to) = unsafe {
             (
                 std::slice::from_raw_parts(self.wide.add(at), length),
@@ -270,8 +275,8 @@ impl<E: Element> Pass<'_, E> {
         rows
     }
 
-    /// A product. Each member has prepared its own rows, or all members have passed a barrier
-    /// since. All have passed one when it returns.
+    /// Computes a product. Before the call, each member must have prepared its own rows, or all
+    /// members must have passed a barrier since the preparation. The function ends with a barrier.
     #[inline(always)]
     unsafe fn multiply<K: Kernel<E>, D: Dots>(
         &self,
@@ -282,8 +287,8 @@ impl<E: Element> Pass<'_, E> {
     ) {
         let tiles = member.share(rows.tiles::<K>());
         let (queue, inputs) = ((queue, member.members), matrix.inputs);
-        // SAFETY: this member's share of the arranged rows or codes. All readers of an earlier
-        // product's have passed a barrier.
+        // SAFETY: this member writes only its share of the arranged rows or codes. All readers of
+        // an earlier product's rows have passed a barrier.
         unsafe {
             if let Some(format) = matrix.format {
                 let shared = format.shared(inputs);
@@ -303,20 +308,20 @@ impl<E: Element> Pass<'_, E> {
         member.meet();
     }
 
-    /// Writes keys and values of this member's tokens to their pages.
+    /// Writes the keys and values of this member's tokens to their pages.
     #[inline(always)]
     unsafe fn keep<K: Kernel<E>>(&self, member: &Member<'_>) {
         let Shape { heads, head_dim: dim, .. } = self.shape;
-        // SAFETY: the member's own.
+        // SAFETY: no other member uses this scratch.
         let scratch = unsafe { &mut *self.scratch.add(member.index) };
         for token in member.share(self.tokens.len()) {
             for head in 0..heads {
-                // SAFETY: this member's token; no other member writes its entry.
+                // SAFETY: the token is in this member's share, so no other member writes its entry.
                 unsafe {
                     let from = self.wide.add(token * 3 * self.hidden + head * dim);
                     let key = std::slice::from_raw_parts(from.add(self.hidden), dim);
                     let value = std::slice::from_raw_parts(from.add(2 * self.hidden), dim);
-                    // The place of the queries: it has room for more than two heads.
+                    // Borrows the buffer of the queries, which has room for more than two heads.
                     let (narrow_key, rest) = scratch.queries.split_at_mut(dim);
                     math::narrow::<E, K>(key, narrow_key);
                     math::narrow::<E, K>(value, &mut rest[..dim]);
@@ -333,7 +338,7 @@ impl<E: Element> Pass<'_, E> {
         shared: attention::Shared<'_>,
         (queue, member): (&Queue, &Member<'_>),
     ) {
-        // SAFETY: the member's own.
+        // SAFETY: no other member uses this scratch.
         let scratch = unsafe { &mut *self.scratch.add(member.index) };
         loop {
             let mine = queue.take(shared.units.len(), member.members);
@@ -342,8 +347,8 @@ impl<E: Element> Pass<'_, E> {
             }
             for index in mine {
                 let units = (&shared.units[index], shared.units.get(index + 1));
-                // SAFETY: one member takes a unit, and no other writes its results; its pages
-                // exist.
+                // SAFETY: only this member takes the unit, so no other member writes its results.
+                // The unit's pages exist.
                 unsafe {
                     self.queries::<K>(units.0, scratch);
                     let (shape, out) = (&self.shape, self.attended);
@@ -353,13 +358,13 @@ impl<E: Element> Pass<'_, E> {
         }
     }
 
-    /// Puts a unit's queries into the scratch.
+    /// Copies a unit's queries into the scratch.
     #[inline(always)]
     unsafe fn queries<K: Kernel<E>>(&self, unit: &Unit, scratch: &mut Scratch<E>) {
         let dim = self.shape.head_dim;
         let rows = scratch.queries.chunks_exact_mut(dim).take(unit.queries.tokens);
         for (token, to) in (unit.queries.token..).zip(rows) {
-            // SAFETY: a query that nobody writes now.
+            // SAFETY: no member writes the queries now.
             let from = unsafe {
                 let from = self.wide.add(token * 3 * self.hidden + unit.queries.held.kv_head * dim);
                 std::slice::from_raw_parts(from, dim)
@@ -368,14 +373,14 @@ impl<E: Element> Pass<'_, E> {
         }
     }
 
-    /// The mean of a prompt's states.
+    /// Computes the mean of a prompt's states.
     #[inline(always)]
     unsafe fn mean(&self, stream: Stream, prompt: usize, to: &mut [f32]) {
         let tokens = self.starts[prompt]..self.starts[prompt + 1];
         let count = tokens.len() as f32;
         to.fill(0.0);
         for token in tokens {
-            // SAFETY: nobody writes the states now.
+            // SAFETY: no member writes the states now.
             let from = unsafe { self.row(stream, token) };
             for (to, &mut from) in to.iter_mut().zip(from) {
                 *to += from;
@@ -386,7 +391,7 @@ impl<E: Element> Pass<'_, E> {
         }
     }
 
-    /// One member's share of computing scores from the vectors.
+    /// Computes one member's share of the scores from the vectors.
     #[inline(always)]
     unsafe fn score<K: Kernel<E>, D: Dots>(
         &self,
@@ -398,7 +403,8 @@ impl<E: Element> Pass<'_, E> {
         let rows = Rows { first: self.normed.cast_const(), count: prompts };
         let mine = own::<E, K>(member, rows);
         let (at, length) = (mine.start * self.hidden, mine.len() * self.hidden);
-        // SAFETY: this member's rows; there are no more prompts than tokens.
+        // SAFETY: these are this member's rows. The buffers are large enough, since there are no
+        // more prompts than tokens.
         unsafe {
             let normed = std::slice::from_raw_parts_mut(self.normed.add(at), length);
             let pooled = std::slice::from_raw_parts(self.pooled.add(at), length);

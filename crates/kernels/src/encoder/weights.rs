@@ -1,43 +1,43 @@
-//! The sizes of an encoder, and its weights in the order of the kernels.
+//! The sizes of an encoder, and its weights as the kernels read them.
 
 use crate::packing::{Dtype, Storage, Unfit, unfit};
 use crate::weights::{Bytes, Matrix, of_size};
 
-/// The sizes of an encoder, and how it makes a vector of a prompt's states.
+/// The sizes of an encoder, and how it computes a vector from a prompt's states.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BertSizes {
-    /// The type of weights, and of the inputs of products.
+    /// The type of weights, and of the inputs of matrix products.
     pub dtype: Dtype,
     /// Elements of a state.
     pub hidden: usize,
-    /// The number of heads. Each has keys and values of its own.
+    /// The number of attention heads, each with its own keys and values.
     pub heads: usize,
-    /// Elements between the two products of a layer's second part.
+    /// Elements of the inner state of the feed-forward network.
     pub intermediate: usize,
     /// The number of tokens in the vocabulary.
     pub vocabulary: usize,
     /// The largest number of positions of a prompt.
     pub positions: usize,
-    /// The number of kinds of texts.
+    /// The number of token types.
     pub kinds: usize,
-    /// The function between those two products.
+    /// The activation of the feed-forward network.
     pub activation: BertActivation,
-    /// True if a prompt's vector is its first state; false if it is the mean.
+    /// True if a prompt's vector is its first state; false if it is the mean of its states.
     pub first: bool,
-    /// The number of scores of a prompt; 0: it has a vector.
+    /// The number of scores per prompt; 0 if a prompt yields a vector instead.
     pub scores: usize,
     /// The epsilon of the norms.
     pub eps: f32,
 }
 
-/// A function between two products.
+/// The activation of a feed-forward network.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BertActivation {
-    /// With the error function (Hendrycks & Gimpel 2016).
+    /// GELU with the error function (Hendrycks & Gimpel 2016).
     Gelu,
-    /// With a hyperbolic tangent in place of it.
+    /// GELU with the hyperbolic tangent in place of the error function.
     GeluTanh,
-    /// The maximum of a number and 0.
+    /// The maximum of a value and 0.
     Relu,
 }
 
@@ -50,29 +50,29 @@ pub struct BertLinear {
     pub bias: Bytes,
 }
 
-/// The factors and the terms of a normalisation.
+/// The weights and biases of a layer normalisation.
 #[derive(Clone)]
 pub struct BertNorm {
-    /// The factors, `[hidden]`.
+    /// The weights, `[hidden]`.
     pub weight: Bytes,
-    /// The terms, `[hidden]`.
+    /// The biases, `[hidden]`.
     pub bias: Bytes,
 }
 
 /// One layer.
 #[derive(Clone)]
 pub struct BertLayer {
-    /// Queries, keys and values, `[3 * hidden, hidden]`.
+    /// The projections of queries, keys and values, `[3 * hidden, hidden]`.
     pub qkv: BertLinear,
-    /// The attention's output, `[hidden, hidden]`.
+    /// The output projection of the attention, `[hidden, hidden]`.
     pub output: BertLinear,
-    /// The normalisation behind the attention.
+    /// The normalisation after the attention.
     pub attention_norm: BertNorm,
-    /// The first product of the second part, `[intermediate, hidden]`.
+    /// The up projection of the feed-forward network, `[intermediate, hidden]`.
     pub up: BertLinear,
-    /// The second product of the second part, `[hidden, intermediate]`.
+    /// The down projection of the feed-forward network, `[hidden, intermediate]`.
     pub down: BertLinear,
-    /// The normalisation behind the second part.
+    /// The normalisation after the feed-forward network.
     pub output_norm: BertNorm,
 }
 
@@ -82,14 +82,14 @@ pub struct BertWeights {
     pub words: Bytes,
     /// The embedding of positions, `[positions, hidden]`.
     pub places: Bytes,
-    /// The embedding of kinds of texts, `[kinds, hidden]`.
+    /// The embedding of token types, `[kinds, hidden]`.
     pub texts: Bytes,
-    /// The normalisation of the sum of all three.
+    /// The normalisation of the sum of all three embeddings.
     pub norm: BertNorm,
     /// The layers, in order.
     pub layers: Vec<BertLayer>,
-    /// The pooler `[hidden, hidden]` and the classifier `[scores, hidden]` of an encoder with
-    /// scores. Neither is quantised.
+    /// The pooler `[hidden, hidden]` and the classifier `[scores, hidden]` of an encoder that
+    /// yields scores. Neither is quantised.
     pub score: Option<(BertLinear, BertLinear)>,
 }
 
@@ -105,7 +105,7 @@ impl BertSizes {
             self.scores + 1,
         ];
         let small = numbers.iter().all(|number| (1..=i32::MAX as usize / 4).contains(number));
-        // Inner dimensions are taken two by two.
+        // Kernels take inner positions in pairs.
         let even = |size: usize| size.is_multiple_of(2);
         let fits = small
             && self.hidden.is_multiple_of(self.heads)

@@ -1,9 +1,9 @@
-//! Mixtures of experts: the part of a layer in which each token goes to some of many feed-forward
-//! parts (ADR 52).
+//! Mixtures of experts: layers in which each token is routed to some of many feed-forward networks
+//! (ADR 52).
 //!
-//! A token's router logits, its experts and the order of their sum depend on the token alone. Rows
-//! of one expert are computed together. As in any other product, a row's order of computation does
-//! not depend on its neighbours.
+//! A token's router logits, its experts and the order in which their outputs are summed depend on
+//! the token alone. Rows of one expert are computed together. As in any other product, a row's
+//! order of computation does not depend on the rows beside it.
 
 mod routing;
 mod sorted;
@@ -21,20 +21,20 @@ use crate::weights::{self, BesideWeights, Bytes, ExpertMatrices};
 use routing::Chooser;
 pub(crate) use sorted::{Active, RowTile, Sorted};
 
-/// The same matrix of all experts, or of all heads, packed, one behind the other.
+/// The packed matrices of all experts, or of all heads, concatenated.
 pub(crate) struct Stack {
     packed: Bytes,
     pub(crate) format: Option<Format>,
     pub(crate) outputs: usize,
     pub(crate) inputs: usize,
-    /// Bytes from one expert's to the next one's.
+    /// Bytes from one matrix to the next.
     apart: usize,
-    /// `[experts, outputs]`; empty: there are none.
+    /// `[experts, outputs]`; empty if there are no biases.
     biases: Vec<f32>,
 }
 
 impl Stack {
-    /// The matrix of `count` experts, which was checked. Biases are of the type `E`.
+    /// Creates a stack of `count` matrices, which were checked. Biases are of the type `E`.
     pub(crate) fn new<E: Element>(
         (matrix, count): (&weights::Matrix, usize),
         (outputs, inputs): (usize, usize),
@@ -58,33 +58,34 @@ impl Stack {
 /// The experts of one layer.
 pub(crate) struct Mixture {
     pub(crate) sizes: ExpertSizes,
-    /// `[experts, hidden]`, as in the checkpoint.
+    /// The router's weights `[experts, hidden]`, in the checkpoint's order.
     pub(crate) router: Bytes,
-    /// Numbers that are added to the scores only for the choice; may be empty.
+    /// Biases that are added to the scores to choose experts, but not to compute weights; empty if
+    /// there are none.
     pub(crate) correction: Vec<f32>,
-    /// Terms of logits; empty: there are none.
+    /// The router's biases; empty if there are none.
     pub(crate) router_bias: Vec<f32>,
-    /// The products before and after the experts; `None`: experts read and write the stream's
-    /// states.
+    /// The projections before and after the experts. `None` if experts read and write states of the
+    /// hidden size.
     pub(crate) latent: Option<[Owned; 2]>,
-    /// Gates and values of each expert, interleaved: `[2 * intermediate, states]`. Without gates
-    /// `[intermediate, states]`.
+    /// The gate and up projections of each expert, interleaved: `[2 * intermediate, states]`.
+    /// Without gates, the up projections `[intermediate, states]`.
     pub(crate) gate_up: Stack,
-    /// `[states, intermediate]`
+    /// The down projections `[states, intermediate]`.
     pub(crate) down: Stack,
-    /// The product of this vector and a token is the logit of the shared expert's factor. Empty:
-    /// the factor is 1.
+    /// The weights of the shared expert's gate: their product with a token is the gate's logit.
+    /// Empty if the gate is always 1.
     pub(crate) shared_gate: Vec<f32>,
-    /// Norms and factors of experts that run beside a dense part; `None`: the layer has only
+    /// The norms and factors of experts beside a dense network. `None` if the layer has only
     /// experts.
     pub(crate) beside: Option<Beside>,
 }
 
-/// The norms and factors of experts beside a dense part.
+/// The norms and factors of experts that run beside a dense network.
 pub(crate) struct Beside {
-    /// The norm of the router's inputs: its factors, times the root of 1 / hidden.
+    /// The weights of the norm of the router's inputs, times the square root of 1 / hidden.
     pub(crate) router: Vec<f32>,
-    /// Factors of experts' weights.
+    /// The factor of each expert's weight.
     pub(crate) factors: Vec<f32>,
     pub(crate) before: Vec<f32>,
     pub(crate) behind_dense: Vec<f32>,
@@ -106,8 +107,8 @@ impl Beside {
 }
 
 impl Mixture {
-    /// The experts `of` a layer, which were checked; `None`: the sizes have none. The model's type
-    /// is `E`.
+    /// Creates the mixture from the checked experts `of` a layer; `None` if the sizes have no
+    /// experts. `E` is the model's type.
     pub(crate) fn new<E: Element>(of: &ExpertMatrices, all: &Sizes) -> Option<Self> {
         let (sizes, hidden) = (all.experts?, all.hidden);
         let ExpertSizes { count, intermediate: inner, .. } = sizes;
@@ -146,35 +147,38 @@ impl Mixture {
     }
 }
 
-/// Buffers of the experts of a layer, kept from step to step.
+/// Buffers for the experts of a layer, reused from step to step.
 #[derive(Default)]
 pub(crate) struct Work<E> {
     /// `[tokens, experts]`.
     logits: Vec<f32>,
-    /// `[tokens, per_token]`, of few tokens once a member.
+    /// The chosen experts, `[tokens, per_token]`. If there are few tokens, each member has its own
+    /// copy.
     ids: Vec<u32>,
     weights: Vec<f32>,
     /// The output of each row, `[rows, states]`.
     terms: Vec<f32>,
-    /// The sum of a token's outputs, `[tokens, states]`, beside a dense part or of latent states.
+    /// The sums of a token's outputs, `[tokens, states]`, if experts run beside a dense network or
+    /// have latent states.
     sums: Vec<f32>,
-    /// The latent states of tokens `[tokens, states]`, and then the sums of their outputs.
+    /// The latent states of tokens `[tokens, states]`, later replaced by the sums of the experts'
+    /// outputs.
     latents: Vec<E>,
     own: Vec<Own<E>>,
 }
 
-/// Buffers of one member.
+/// Buffers of one member of the team.
 #[derive(Default)]
 pub(crate) struct Own<E> {
     pub(crate) sorted: Sorted,
     pub(crate) chooser: Chooser,
     /// The rows of one tile.
     pub(crate) gathered: Vec<E>,
-    /// The weight of each row, for models that multiply the expert's inputs by it.
+    /// The weight of each row, for models that multiply the expert's input by it.
     pub(crate) row_weights: Vec<f32>,
 }
 
-/// The same, while a step is computed.
+/// Pointers to the buffers of [`Work`] while a step is computed.
 #[derive(Clone, Copy)]
 pub(crate) struct Buffers<E> {
     pub(crate) logits: *mut f32,
@@ -187,7 +191,7 @@ pub(crate) struct Buffers<E> {
 }
 
 impl<E: Element> Work<E> {
-    /// Has room for a step of so many tokens.
+    /// Reserves memory for a step of this many tokens.
     pub(crate) fn make_room(
         &mut self,
         routing: &ExpertSizes,

@@ -1,15 +1,15 @@
-//! The experts that a token goes to, and their weights.
+//! Chooses the experts of a token, and their weights.
 //!
-//! Softmax over all experts: Shazeer et al. 2017, as in Qwen3-MoE; limited to the best groups:
-//! DeepSeek-V2 (2024); sigmoids whose choice a bias corrects: DeepSeek-V3 (2024), which GLM-4
-//! shares.
+//! Softmax over all experts: Shazeer et al. 2017, as in Qwen3-MoE. Limited to the best groups:
+//! DeepSeek-V2 (2024). Sigmoids, with a bias that corrects the choice: DeepSeek-V3 (2024), and also
+//! GLM-4.
 
 use crate::sizes::ExpertSizes;
 
-/// Keeps the divisor above 0: all sigmoids of a sum may be 0.
+/// Keeps the divisor above 0: all summed sigmoids may be 0.
 const EPSILON: f32 = 1e-20;
 
-/// Room for the choice of one token, kept from token to token.
+/// Buffers for the choice of one token, reused from token to token.
 #[derive(Default)]
 pub(crate) struct Chooser {
     scores: Vec<f32>,
@@ -20,8 +20,9 @@ pub(crate) struct Chooser {
 }
 
 impl Chooser {
-    /// Chooses the experts of a token by its logits: ids ascending, and their weights. Of equal
-    /// scores the lower id wins, so that the choice depends on the token's own logits alone.
+    /// Chooses the experts of a token by its logits. Writes their ids in ascending order, and their
+    /// weights. Of equal scores the lower id wins, so that the choice depends on the token's own
+    /// logits alone.
     ///
     /// `correction` is added to the scores for the choice, and only for it; empty for none.
     #[inline(always)]
@@ -81,8 +82,9 @@ impl Chooser {
     }
 }
 
-/// Finds the places of the largest scores, the first of equals first, until `ids` is full. Each one
-/// found is removed from the scores. NaN is never the largest, so all ids differ.
+/// Finds the indices of the largest scores until `ids` is full; of equal scores, the lower index
+/// comes first. Each score found is set to minus infinity. NaN is never the largest, so all ids
+/// differ.
 #[inline(always)]
 fn take_best(scores: &mut [f32], ids: &mut [u32]) {
     for place in 0..ids.len() {

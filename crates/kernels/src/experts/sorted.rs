@@ -2,28 +2,27 @@
 
 use crate::tile::tile_height;
 
-/// One tile's rows, all of one expert.
+/// The rows of one tile, all of one expert.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct RowTile {
     pub(crate) first: usize,
     pub(crate) count: usize,
 }
 
-/// The rows of an expert that has any.
+/// An expert that has rows in the step.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) struct Active {
     pub(crate) expert: usize,
     pub(crate) first: usize,
     pub(crate) count: usize,
-    /// The first piece of work of this expert, when the pieces of all experts are counted in order.
+    /// The index of the expert's first unit of work, counted over all experts in order.
     pub(crate) begin: usize,
-    /// and end here.
+    /// The index after the expert's last unit of work.
     pub(crate) end: usize,
 }
 
-/// Rows in the order of experts, and for each expert in the order of tokens. A row is one token at
-/// one of its experts. Each member sorts them itself: that is faster than to wait for another
-/// member.
+/// The rows of a step, ordered by expert, and per expert by token. A row is one token at one of its
+/// experts. Each member sorts the rows itself, which is faster than waiting for another member.
 #[derive(Default)]
 pub(crate) struct Sorted {
     /// The token of each row.
@@ -32,7 +31,7 @@ pub(crate) struct Sorted {
     pub(crate) rows: Vec<u32>,
     pub(crate) active: Vec<Active>,
     pub(crate) tiles: Vec<RowTile>,
-    /// The place of the next row of each expert.
+    /// The index of the next row of each expert.
     places: Vec<u32>,
 }
 
@@ -72,8 +71,9 @@ impl Sorted {
         }
     }
 
-    /// Counts the pieces of a product whose panels each take blocks of `block` rows. Gives their
-    /// number.
+    /// Assigns the units of work of a product to the active experts, and returns their number.
+    /// `block` returns the largest number of rows of a unit, given the expert's number of rows.
+    /// Each of these blocks has one unit per panel.
     #[inline(always)]
     pub(crate) fn count_pieces(&mut self, panels: usize, block: impl Fn(usize) -> usize) -> usize {
         let mut end = 0;
@@ -85,7 +85,7 @@ impl Sorted {
         end
     }
 
-    /// The active expert that has a piece.
+    /// Returns the index of the active expert to which a unit of work belongs.
     #[inline(always)]
     pub(crate) fn place_of(&self, piece: usize) -> usize {
         self.active.partition_point(|active| active.end <= piece)

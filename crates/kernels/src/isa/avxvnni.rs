@@ -1,4 +1,4 @@
-//! [`Dots`](crate::dots::Dots) of 256 bits, for processors with dot products of bytes but without
+//! [`Dots`](crate::dots::Dots) with 256 bits, for processors with byte dot products but without
 //! AVX-512 (AVX-VNNI).
 
 use std::arch::x86_64::*;
@@ -8,7 +8,7 @@ use super::avx2::dots::dots;
 use super::operands::format;
 use crate::dots::quad_bytes;
 
-/// Codes with AVX-VNNI.
+/// Products of codes with AVX-VNNI.
 pub(crate) struct AvxVnni;
 
 impl Bytes for AvxVnni {
@@ -20,7 +20,7 @@ impl Bytes for AvxVnni {
         ahead: usize,
         dots: &mut Sums<M>,
     ) {
-        // SAFETY: the contract; a prefetch of a wrong address does nothing.
+        // SAFETY: the caller upholds the contract; prefetching an invalid address has no effect.
         unsafe {
             for quad in 0..count {
                 let from = from.add(quad * quad_bytes(format(FORMAT)));

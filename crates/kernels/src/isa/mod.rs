@@ -1,5 +1,5 @@
-//! Instruction sets: innermost loops, with a file or a folder for each set. The table in
-//! [`crate::dispatch`] says which of them a level uses.
+//! The innermost loops, with a file or a folder per instruction set. The table in
+//! [`crate::dispatch`] states which of them each instruction level uses.
 
 #[cfg(target_arch = "x86_64")]
 pub(crate) mod amx;

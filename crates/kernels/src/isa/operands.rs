@@ -1,8 +1,8 @@
-//! The operands of a tile of codes, in the form of the x86 loops.
+//! The operands of a tile of codes, as the x86 loops take them.
 
 use crate::codes::{Codes, Format};
 
-/// A tile's rows, from its first one on.
+/// The rows of a tile, from its first row on, and a panel.
 #[derive(Clone, Copy)]
 pub(super) struct Operands {
     pub(super) codes: *const i8,
@@ -14,10 +14,10 @@ pub(super) struct Operands {
 }
 
 impl Operands {
-    /// Rows of `k` positions from `row` on.
+    /// The operands of rows of `k` positions, from `row` on.
     ///
     /// # Safety
-    /// There is such a row.
+    /// `rows` has the row.
     #[inline(always)]
     pub(super) unsafe fn new(
         format: Format,
@@ -27,7 +27,7 @@ impl Operands {
         k: usize,
     ) -> Self {
         let first = row * (k / format.shared(k));
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             Self {
                 codes: rows.codes.add(row * k),
@@ -41,7 +41,7 @@ impl Operands {
     }
 }
 
-/// Formats as constants of functions.
+/// Formats as numbers, so that they can be const parameters of functions.
 pub(super) const INT8: u32 = 0;
 pub(super) const Q8_0: u32 = 1;
 pub(super) const Q4_0: u32 = 2;

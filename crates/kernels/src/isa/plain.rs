@@ -1,5 +1,5 @@
-//! Plain loops for any processor. The compiler turns them into vector instructions of the processor
-//! that the caller is compiled for.
+//! Plain loops for any processor. The compiler vectorises them for the features that the caller is
+//! compiled for.
 
 use crate::codes::{Codes, Format};
 use crate::dots::{Dots, QUAD, quad_bytes};
@@ -8,7 +8,7 @@ use crate::quantise::panel_bytes;
 use crate::tile::{Ahead, BLOCK, GROUP, GROUPS, Kernel, MAX_ROWS, NR, Outputs, Scores, Tile};
 use crate::vector::{LANES, Vector, VectorWork};
 
-/// [`LANES`] floats of any processor.
+/// A vector of [`LANES`] floats for any processor.
 #[derive(Clone, Copy)]
 pub(crate) struct Array([f32; LANES]);
 
@@ -36,12 +36,12 @@ impl Vector for Array {
     }
     #[inline(always)]
     unsafe fn load(from: *const f32) -> Self {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         Self(unsafe { from.cast::<[f32; LANES]>().read_unaligned() })
     }
     #[inline(always)]
     unsafe fn store(self, to: *mut f32) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { to.cast::<[f32; LANES]>().write_unaligned(self.0) };
     }
     #[inline(always)]
@@ -78,7 +78,7 @@ impl Vector for Array {
     }
     #[inline(always)]
     fn round(self) -> Self {
-        // After it is added, the low bits hold the nearest integer.
+        // Adding `ROUND` leaves the nearest integer in the low bits.
         const ROUND: f32 = 12_582_912.0;
         Self(self.0.map(|x| (x + ROUND) - ROUND))
     }
@@ -107,25 +107,25 @@ impl Vector for Array {
     }
     #[inline(always)]
     unsafe fn store_codes(self, to: *mut i8) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { to.cast::<[i8; LANES]>().write_unaligned(self.0.map(|x| x as i32 as i8)) };
     }
     #[inline(always)]
     unsafe fn load_codes(from: *const i8) -> Self {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         Self(unsafe { from.cast::<[i8; LANES]>().read_unaligned() }.map(f32::from))
     }
     #[inline(never)]
     unsafe fn compute<W: VectorWork>(work: W) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { work.compute::<Self>() }
     }
 }
 
-/// Elements one by one.
+/// The kernel that computes element by element.
 pub(crate) struct Plain;
 
-// SAFETY: no special instructions.
+// SAFETY: the implementation uses no special instructions.
 unsafe impl<E: Element> Kernel<E> for Plain {
     const ROWS: usize = 4;
     type Vector = Array;
@@ -136,7 +136,7 @@ unsafe impl<E: Element> Kernel<E> for Plain {
         for r in 0..rows {
             for inner in 0..k {
                 let at = (inner / E::PAIR * rows + r) * E::PAIR + inner % E::PAIR;
-                // SAFETY: inside the row and the numbers, by the contract.
+                // SAFETY: accesses stay inside the row and the numbers, by the function's contract.
                 unsafe { *numbers.add(at) = *a.add(r * k + inner) };
             }
         }
@@ -153,7 +153,7 @@ unsafe impl<E: Element> Kernel<E> for Plain {
         out: *mut Outputs,
     ) {
         for r in 0..rows {
-            // SAFETY: row r and the panel, by the contract.
+            // SAFETY: row r and the panel can be accessed, by the function's contract.
             unsafe {
                 let before = if more { *out.add(r) } else { [0.0; NR] };
                 *out.add(r) = product((numbers.add(r * E::PAIR), rows), panel, k, before);
@@ -172,7 +172,7 @@ unsafe impl<E: Element> Kernel<E> for Plain {
     ) {
         for (r, sums) in out.iter_mut().enumerate().take(rows) {
             for (sums, &keys) in sums.chunks_exact_mut(GROUP).zip(keys) {
-                // SAFETY: a query and a group of keys, by the contract.
+                // SAFETY: the address is that of a query, by the function's contract.
                 let query = unsafe { queries.add(r * E::PAIR) };
                 // SAFETY: as above.
                 let group = unsafe { product((query, rows), keys, dim, [0.0; GROUP]) };
@@ -192,13 +192,14 @@ unsafe impl<E: Element> Kernel<E> for Plain {
         out: *mut f32,
     ) {
         for (r, &decay) in decay.iter().enumerate().take(rows) {
-            // SAFETY: a row of out, by the contract.
+            // SAFETY: the slice is a row of `out`, by the function's contract.
             let out = unsafe { std::slice::from_raw_parts_mut(out.add(r * dim), dim) };
             out.iter_mut().for_each(|out| *out *= decay);
             for (group, &values) in values.iter().enumerate() {
                 for position in 0..GROUP {
                     let (pair, within) = (position / E::PAIR, position % E::PAIR);
-                    // SAFETY: inside the weights and the group, by the contract.
+                    // SAFETY: reads stay inside the weights and the group, by the function's
+                    // contract.
                     unsafe {
                         let weight = (*weights.add(r * BLOCK + group * GROUP + position)).to_f32();
                         let values = values.add(pair * dim * E::PAIR + within);
@@ -213,7 +214,7 @@ unsafe impl<E: Element> Kernel<E> for Plain {
 
     #[inline(always)]
     unsafe fn number(values: Array, to: *mut E) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { to.cast::<[E; LANES]>().write(values.to_array().map(E::from_f32)) };
     }
 
@@ -222,7 +223,7 @@ unsafe impl<E: Element> Kernel<E> for Plain {
         for (column, &row) in rows.iter().enumerate() {
             for inner in 0..k {
                 let at = (inner / E::PAIR * pitch + column) * E::PAIR + inner % E::PAIR;
-                // SAFETY: inside the row and the panel, by the contract.
+                // SAFETY: accesses stay inside the row and the panel, by the function's contract.
                 unsafe { *panel.add(at) = *row.add(inner) };
             }
         }
@@ -230,7 +231,7 @@ unsafe impl<E: Element> Kernel<E> for Plain {
 
     #[inline(always)]
     unsafe fn narrow(values: Array, to: *mut E) {
-        // SAFETY: the contract, which is the same.
+        // SAFETY: the contracts are the same.
         unsafe { <Self as Kernel<E>>::number(values, to) };
     }
 
@@ -238,8 +239,8 @@ unsafe impl<E: Element> Kernel<E> for Plain {
     fn prefetch(_: *const E) {}
 }
 
-/// `sums + row[.. k] · panel`, `N` outputs wide. The row's groups of elements are `apart` groups
-/// from each other.
+/// Returns `sums + row[.. k] · panel`, for `N` outputs. Consecutive groups of the row's elements
+/// are `apart` groups apart.
 ///
 /// # Safety
 /// The row has `k` elements, the panel `k * N`.
@@ -252,11 +253,11 @@ unsafe fn product<E: Element, const N: usize>(
 ) -> [f32; N] {
     for group in 0..k / E::PAIR {
         for within in 0..E::PAIR {
-            // SAFETY: inside the row, by the contract.
+            // SAFETY: the element is inside the row, by the function's contract.
             let x = unsafe { (*row.add(group * apart * E::PAIR + within)).to_f32() };
             for (column, sum) in sums.iter_mut().enumerate() {
                 let at = (group * N + column) * E::PAIR + within;
-                // SAFETY: inside the panel, by the contract.
+                // SAFETY: the element is inside the panel, by the function's contract.
                 *sum += x * unsafe { (*panel.add(at)).to_f32() };
             }
         }
@@ -264,10 +265,10 @@ unsafe fn product<E: Element, const N: usize>(
     sums
 }
 
-/// Codes one by one.
+/// The dot products that compute code by code.
 pub(crate) struct Portable;
 
-// SAFETY: no special instructions.
+// SAFETY: the implementation uses no special instructions.
 unsafe impl Dots for Portable {
     fn rows(_: Format) -> usize {
         4
@@ -284,7 +285,7 @@ unsafe impl Dots for Portable {
         out: &mut Tile,
     ) {
         let shared = format.shared(k);
-        // SAFETY: the rows and the panel, by the contract.
+        // SAFETY: the panel has this many bytes, by the function's contract.
         let panel = unsafe { std::slice::from_raw_parts(panel, panel_bytes(format, k)) };
         let blocks = k / shared;
         for (sums, row) in out.iter_mut().zip(row..row + count) {
@@ -324,7 +325,8 @@ unsafe impl Dots for Portable {
     }
 }
 
-/// Dot products of a row's codes, which add up to `sum`, with those of a panel's block.
+/// Returns the dot products of a row's codes with those of a panel's block. `sum` is the sum of the
+/// row's codes.
 #[inline(always)]
 fn dots_of_block(format: Format, codes: &[i8], weights: &[u8], sum: i32) -> [i32; NR] {
     let narrow = format.is_narrow();

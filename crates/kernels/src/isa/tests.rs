@@ -1,5 +1,4 @@
-//! Every kernel and every kind of dot product that this processor can run, for tests of their
-//! users.
+//! Runs a check with every kernel and every kind of dot product that this processor supports.
 
 use std::fmt::Debug;
 
@@ -12,9 +11,9 @@ use crate::element::{Bf16, Element};
 use crate::processor;
 use crate::tile::Kernel;
 
-/// Something that holds whatever computes.
+/// A property that must hold for every kernel.
 pub(crate) trait Check {
-    /// With a kernel.
+    /// Checks the property with a kernel.
     fn kernel<E: Element + Debug + PartialEq, K: Kernel<E>>(&self);
 }
 
@@ -41,8 +40,8 @@ pub(crate) fn kernels(check: &impl Check) {
     }
 }
 
-/// As [`kernels`], and with emulated tiles where the processor has the other features that they
-/// need.
+/// As [`kernels`], and also with emulated tiles if the processor has the other features that they
+/// require.
 pub(crate) fn kernels_and_emulated(check: &impl Check) {
     kernels(check);
     #[cfg(target_arch = "x86_64")]
@@ -51,13 +50,13 @@ pub(crate) fn kernels_and_emulated(check: &impl Check) {
     }
 }
 
-/// A property of dot products of codes that must hold for every implementation.
+/// A property that must hold for all implementations of dot products of codes.
 pub(crate) trait CheckDots {
-    /// With `D`, whose floats have the bits of `Like`.
+    /// Checks the property with `D`, whose floats have the same bits as those of `Like`.
     fn dots<D: Dots, Like: Dots>(&self);
 }
 
-/// Checks every kind of dot product, also with emulated tiles.
+/// Checks every kind of dot product, including emulated tiles.
 pub(crate) fn dots(check: &impl CheckDots) {
     check.dots::<Portable, Portable>();
     #[cfg(target_arch = "x86_64")]

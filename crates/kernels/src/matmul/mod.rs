@@ -1,5 +1,4 @@
-//! Products with packed matrices, and the operations on each result while it is still in a
-//! register.
+//! Products with packed matrices, and the operations on each result while it is still in registers.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;
@@ -14,12 +13,12 @@ use crate::team::Queue;
 use crate::tile::{Ahead, HALF, Kernel, MAX_BLOCK_ROWS, MAX_ROWS, NR, Outputs, Tile, tile_height};
 use crate::vector::Vector;
 
-/// Rows that one piece of work computes with a panel of codes. They stay in the second cache from
+/// The number of rows per unit of work with a panel of codes. The rows stay in the L2 cache from
 /// panel to panel.
 pub(crate) const BLOCK_ROWS: usize = 96;
 
-/// Bytes between a tile's operands and the data that it prefetches: more than memory delivers
-/// during one access latency.
+/// Distance in bytes from a tile's operands to the data that it prefetches: more than memory
+/// delivers during one access latency.
 const AHEAD: usize = 4096;
 
 /// A packed weight matrix.
@@ -27,17 +26,17 @@ const AHEAD: usize = 4096;
 pub(crate) struct Matrix<'a, E> {
     /// Panels from [`crate::pack::pack`], or from [`crate::quantise`] if there is a format.
     pub(crate) panels: *const E,
-    /// Of quantised weights.
+    /// The format of quantised weights; `None` if they are not quantised.
     pub(crate) format: Option<Format>,
-    /// Outputs, without padding.
+    /// The number of outputs, without padding.
     pub(crate) outputs: usize,
-    /// Inner dimension.
+    /// The inner dimension.
     pub(crate) inputs: usize,
-    /// One an output, in checkpoint order; empty for none.
+    /// The bias of each output, in checkpoint order; empty for none.
     pub(crate) bias: &'a [f32],
 }
 
-/// Activations: `rows` rows of a matrix's inputs, one after the other.
+/// Activations: contiguous rows, each with the inputs of a matrix.
 #[derive(Clone, Copy)]
 pub(crate) struct Rows<E> {
     pub(crate) first: *const E,
@@ -56,7 +55,7 @@ impl<E: Element> Rows<E> {
         self.count.div_ceil(self.height::<K>().max(1))
     }
 
-    /// The rows of some tiles.
+    /// The rows of a range of tiles.
     #[inline(always)]
     pub(crate) fn of_tiles<K: Kernel<E>>(&self, tiles: Range<usize>) -> Range<usize> {
         let height = self.height::<K>();
@@ -64,7 +63,7 @@ impl<E: Element> Rows<E> {
     }
 }
 
-/// Rows as tiles read them: see [`Kernel::arrange`].
+/// Rows in the order that tiles read: see [`Kernel::arrange`].
 #[derive(Clone, Copy)]
 pub(crate) struct Arranged<N> {
     numbers: *const N,
@@ -73,8 +72,8 @@ pub(crate) struct Arranged<N> {
 }
 
 impl<N: Copy> Arranged<N> {
-    /// Some rows of one product, arranged from `numbers` on in tiles of the height that
-    /// [`tile_height`] gives.
+    /// The rows of one product, arranged from `numbers` on in tiles of the height that
+    /// [`tile_height`] returns.
     #[inline(always)]
     pub(crate) fn of<E: Element, K: Kernel<E, Number = N>>(
         numbers: *const N,
@@ -83,14 +82,14 @@ impl<N: Copy> Arranged<N> {
         Self { numbers, count, height: tile_height(count, K::ROWS) }
     }
 
-    /// Rows of a block but the last.
+    /// The number of rows of each block but the last.
     #[inline(always)]
     fn block<E: Element, K: Kernel<E, Number = N>>(&self) -> usize {
         block_of::<E, K>(self.height)
     }
 }
 
-/// Rows of a block of whole tiles of a height.
+/// The number of rows of a block, a multiple of the tile height.
 #[inline(always)]
 pub(crate) fn block_of<E: Element, K: Kernel<E>>(height: usize) -> usize {
     (K::BLOCK_ROWS / height.max(1) * height).max(1)
@@ -100,7 +99,8 @@ pub(crate) fn block_of<E: Element, K: Kernel<E>>(height: usize) -> usize {
 /// all tiles are arranged.
 ///
 /// # Safety
-/// The rows are there, `numbers` has room for all of them, and nobody else writes these.
+/// The rows can be read, and `numbers` has room for all of them. No other thread may write the room
+/// for these rows.
 #[inline(always)]
 pub(crate) unsafe fn arrange<E: Element, K: Kernel<E>>(
     rows: Rows<E>,
@@ -111,7 +111,7 @@ pub(crate) unsafe fn arrange<E: Element, K: Kernel<E>>(
     let height = rows.height::<K>();
     for row in rows.of_tiles::<K>(tiles).step_by(height.max(1)) {
         let at = row * inputs;
-        // SAFETY: inside the rows, and as many numbers.
+        // SAFETY: reads stay inside the rows, and `numbers` has the same size.
         unsafe {
             K::arrange(rows.first.add(at), height.min(rows.count - row), inputs, numbers.add(at));
         }
@@ -131,7 +131,7 @@ pub(crate) struct Best {
 impl Best {
     pub(crate) const NONE: Self = Self { value: f32::NEG_INFINITY, output: 0, finite: true };
 
-    /// Keeps the larger of two; of equal ones the lower output.
+    /// Keeps the larger value; of equal values, the one of the lower output.
     pub(crate) fn merge(&mut self, other: Self) {
         let finite = self.finite && other.finite;
         if other.value > self.value || (other.value == self.value && other.output < self.output) {
@@ -140,10 +140,11 @@ impl Best {
         self.finite = finite;
     }
 
-    /// Compares the first `width` results of a panel, whose outputs begin at `from`.
+    /// Updates the best output with the first `width` results of a panel. `from` is the index of
+    /// the panel's first output.
     #[inline(always)]
     fn look<V: Vector>(&mut self, results: &[f32; NR], from: usize, width: usize) {
-        // SAFETY: two vectors. Padding is zero, which is finite.
+        // SAFETY: `results` are two whole vectors. Padding is zero, which is finite.
         let (left, right) =
             unsafe { (V::load(results.as_ptr()), V::load(results.as_ptr().add(HALF))) };
         self.finite &= left.is_finite() && right.is_finite();
@@ -156,23 +157,23 @@ impl Best {
     }
 }
 
-/// The activation between the products of a feed-forward part. It applies to the gates, or without
-/// gates to all outputs of the first product.
+/// The activation between the projections of a feed-forward network. It applies to the gates, or
+/// without gates to all outputs of the first projection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GateKind {
     /// `x * sigmoid(x)`
     Silu,
-    /// GELU by the error function.
+    /// GELU with the error function.
     Gelu,
-    /// GELU by a hyperbolic tangent.
+    /// GELU with the hyperbolic tangent.
     GeluTanh,
     /// The square of the positive part.
     SquaredRelu,
-    /// `gate * sigmoid(1.702 * gate) * (up + 1)` of numbers that are clamped at 7 (gpt-oss).
+    /// `gate * sigmoid(1.702 * gate) * (up + 1)` of values that are clamped at 7 (gpt-oss).
     ClampedSwiglu,
 }
 
-/// The factor of logits, and the bound that they then approach; 0: no bound.
+/// The factor of logits, and the bound that they approach after scaling; 0 if there is no bound.
 #[derive(Clone, Copy)]
 pub(crate) struct LogitScales {
     pub(crate) scale: f32,
@@ -180,28 +181,28 @@ pub(crate) struct LogitScales {
 }
 
 impl LogitScales {
-    /// True if logits stay as they are.
+    /// True if logits stay unchanged.
     pub(crate) fn is_none(self) -> bool {
         self.scale == 1.0 && self.cap == 0.0
     }
 }
 
-/// The place of results.
+/// Where the results of a product go, and how they are finished.
 #[derive(Clone, Copy)]
 pub(crate) enum Out<E> {
-    /// `[rows, outputs]`.
+    /// Stored to `[rows, outputs]`.
     Store(*mut f32),
-    /// `[rows, outputs]`, as logits.
+    /// Scaled as logits, and stored to `[rows, outputs]`.
     Logits(*mut f32, LogitScales),
-    /// Times a factor, added to `[rows, outputs]`.
+    /// Added to `[rows, outputs]` after multiplication by a factor.
     Add(*mut f32, f32),
     /// `activation(gate) * up` of an interleaved matrix, `[rows, outputs / 2]`.
     Gate(*mut E, GateKind),
-    /// `activation(output)`, or without a function the output, `[rows, outputs]`.
+    /// `activation(output)`, or the output if there is no activation, `[rows, outputs]`.
     Activate(*mut E, Option<GateKind>),
     /// The outputs of an interleaved matrix, `[rows, outputs]`: all gates, then all values.
     Halves(*mut f32),
-    /// One a row, of this member.
+    /// The most likely output of each row, among those that this member computes.
     Best(*mut Best),
 }
 
@@ -213,10 +214,10 @@ impl<E> Out<E> {
     }
 }
 
-/// This member's share of `rows · matrix`, which is not quantised.
+/// Computes this member's share of `rows · matrix`; the matrix is not quantised.
 ///
 /// # Safety
-/// The pointers are good for the sizes given. Other members write the same `out` only through this
+/// The pointers are valid for the given sizes. Other members write the same `out` only through this
 /// function with the same `queue`. Each member has its own [`Out::Best`].
 #[inline(always)]
 pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
@@ -234,7 +235,7 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
             break;
         }
         for piece in mine {
-            // SAFETY: the contract.
+            // SAFETY: the caller upholds the contract.
             unsafe {
                 multiply_piece::<E, K>(
                     rows,
@@ -248,10 +249,10 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     }
 }
 
-/// One piece of [`multiply`]: a block of the rows times a panel.
+/// Computes one unit of work of [`multiply`]: a block of the rows times a panel.
 ///
 /// # Safety
-/// As of [`multiply`], of what this piece reads and writes.
+/// The conditions of [`multiply`] hold for the memory that this unit reads and writes.
 #[inline(always)]
 pub(crate) unsafe fn multiply_piece<E: Element, K: Kernel<E>>(
     rows: Arranged<K::Number>,
@@ -266,15 +267,15 @@ pub(crate) unsafe fn multiply_piece<E: Element, K: Kernel<E>>(
     let start = block * block_rows;
     let end = (start + block_rows).min(count);
     let tiles = (end - start).div_ceil(height);
-    // A single tile reads the panel once, however long it is.
+    // A single tile reads the panel only once, however long it is.
     let chunk = if tiles == 1 { inputs } else { chunk_of(inputs, K::CHUNK, K::INNER) };
     for first in (0..inputs).step_by(chunk) {
         let positions = chunk.min(inputs - first);
         for tile in 0..tiles {
             let row = start + tile * height;
             let rows = height.min(end - row);
-            // SAFETY: inside the rows, the panels and the block's sums, which are complete after
-            // the last chunk.
+            // SAFETY: accesses stay inside the rows, the panels and the block's sums. The sums are
+            // complete after the last chunk.
             unsafe {
                 let weights = matrix.panels.add(panel * length + first * NR);
                 let ahead = ahead_of(weights, positions, (tiles, tiles - tile));
@@ -290,11 +291,12 @@ pub(crate) unsafe fn multiply_piece<E: Element, K: Kernel<E>>(
     }
 }
 
-/// The weights that a tile prefetches while it computes with its chunk. `left` tiles of the block
-/// remain, this one included.
+/// The weights that a tile prefetches while it computes with its chunk. `left` is the number of
+/// tiles of the block that remain, including this one.
 ///
-/// Weights come from memory. A single tile prefetches the weights that it needs soon. The last two
-/// of several tiles prefetch the next chunk, and the other tiles find its weights in the cache.
+/// Weights come from memory. A single tile prefetches the weights that it reads soon. Of several
+/// tiles, the last two prefetch the next chunk, so that the other tiles find its weights in the
+/// cache.
 #[inline(always)]
 fn ahead_of<E>(weights: *const E, positions: usize, (tiles, left): (usize, usize)) -> Ahead<E> {
     let next = weights.wrapping_add(positions * NR);
@@ -306,17 +308,18 @@ fn ahead_of<E>(weights: *const E, positions: usize, (tiles, left): (usize, usize
     }
 }
 
-/// Inner positions of each chunk but the last: about `wanted`, and whole groups.
+/// The number of inner positions of each chunk but the last: about `wanted`, in whole groups.
 #[inline(always)]
 fn chunk_of(inputs: usize, wanted: usize, group: usize) -> usize {
     let chunks = (inputs + wanted / 2) / wanted;
     inputs.div_ceil(chunks.max(1)).next_multiple_of(group)
 }
 
-/// This member's share of `rows · matrix`, of a quantised matrix of this format.
+/// Computes this member's share of `rows · matrix`, for a matrix that is quantised in this format.
 ///
 /// # Safety
-/// As of [`multiply`]; the codes are as the format shares scales.
+/// The conditions of [`multiply`] hold; the rows have one scale per `format.shared(inputs)`
+/// positions.
 #[inline(always)]
 pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
     (queue, members): (&Queue, usize),
@@ -334,7 +337,7 @@ pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
         }
         for piece in mine {
             let (block, panel) = (piece / panels, piece % panels);
-            // SAFETY: the contract.
+            // SAFETY: the caller upholds the contract.
             unsafe {
                 multiply_codes_piece::<E, K, D>(
                     rows,
@@ -348,10 +351,10 @@ pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
     }
 }
 
-/// One piece of [`multiply_codes`]: a block of [`BLOCK_ROWS`] times a panel.
+/// Computes one unit of work of [`multiply_codes`]: a block of [`BLOCK_ROWS`] times a panel.
 ///
 /// # Safety
-/// As for [`multiply_codes`], restricted to what this piece reads and writes.
+/// The conditions of [`multiply_codes`] hold for the memory that this unit reads and writes.
 #[inline(always)]
 pub(crate) unsafe fn multiply_codes_piece<E: Element, K: Kernel<E>, D: Dots>(
     rows: Codes,
@@ -366,14 +369,14 @@ pub(crate) unsafe fn multiply_codes_piece<E: Element, K: Kernel<E>, D: Dots>(
     let tiles = (end - row).div_ceil(D::rows(format));
     for left in (1..=tiles).rev() {
         let count = (end - row).div_ceil(left);
-        // A single tile waits for memory all the time; the last of several prefetches the next
-        // panel.
+        // A single tile waits for memory throughout, so it prefetches its own panel. Of several
+        // tiles, the last one prefetches the next panel.
         let ahead = match left {
             1 if tiles == 1 => AHEAD,
             1 => length,
             _ => 0,
         };
-        // SAFETY: inside the rows and the panels.
+        // SAFETY: reads stay inside the rows and the panels.
         unsafe {
             let weights = matrix.panels.cast::<u8>().add(panel * length);
             D::tile(format, &rows, (row, count), weights, matrix.inputs, ahead, tile);
@@ -383,10 +386,10 @@ pub(crate) unsafe fn multiply_codes_piece<E: Element, K: Kernel<E>, D: Dots>(
     }
 }
 
-/// Finishes a tile that starts at row `row`: writes, adds or compares its results.
+/// Finishes a tile whose first row is `row`: writes, adds or compares its results.
 ///
 /// # Safety
-/// As of [`multiply`]; the rows and the panel are there.
+/// The conditions of [`multiply`] hold; the rows and the panel exist.
 #[inline(always)]
 unsafe fn finish<E: Element, K: Kernel<E>>(
     tile: &[Outputs],
@@ -398,10 +401,10 @@ unsafe fn finish<E: Element, K: Kernel<E>>(
     let (outputs, from) = (matrix.outputs, panel * NR);
     let width = outputs.saturating_sub(from).min(NR);
     let bias = bias_of(matrix, panel, out.is_interleaved());
-    // SAFETY: two vectors.
+    // SAFETY: the biases are two whole vectors.
     let [bias, other_bias] = unsafe { halves::<K::Vector>(bias.as_ptr()) };
     for (sums, row) in tile.iter().zip(row..) {
-        // SAFETY: two vectors of sums; this piece's part of what is written.
+        // SAFETY: a row's sums are two whole vectors; only this unit writes these results.
         unsafe {
             let [left, right] = halves::<K::Vector>(sums.as_ptr());
             let (left, right) = (left.add(bias), right.add(other_bias));
@@ -444,7 +447,7 @@ unsafe fn finish<E: Element, K: Kernel<E>>(
     }
 }
 
-/// The bias of a panel's outputs, zero where there is none.
+/// The bias of a panel's outputs; zero where there is none.
 #[inline(always)]
 fn bias_of<E>(matrix: &Matrix<'_, E>, panel: usize, interleaved: bool) -> Outputs {
     let mut bias = [0.0; NR];
@@ -468,18 +471,18 @@ fn bias_of<E>(matrix: &Matrix<'_, E>, panel: usize, interleaved: bool) -> Output
 /// `from` can be read for [`NR`] floats.
 #[inline(always)]
 pub(crate) unsafe fn halves<V: Vector>(from: *const f32) -> [V; 2] {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { [V::load(from), V::load(from.add(HALF))] }
 }
 
-/// Adds the first `width` of both vectors' lanes.
+/// Adds the first `width` lanes of both vectors to `to`.
 ///
 /// # Safety
-/// `to` can be read and written for as many.
+/// `to` can be read and written for `width` floats.
 #[inline(always)]
 pub(crate) unsafe fn add<V: Vector>(left: V, right: V, to: *mut f32, width: usize) {
     let mut before = [0.0; NR];
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let before = if width == NR {
             to.cast_const()
@@ -501,10 +504,10 @@ fn logits<V: Vector>(x: V, LogitScales { scale, cap }: LogitScales) -> V {
     }
 }
 
-/// Writes `activation(left) * right`, at most `width` of it.
+/// Writes at most `width` elements of `activation(left) * right`.
 ///
 /// # Safety
-/// `to` can be written for as many, or for [`HALF`].
+/// `to` can be written for `width` elements, or for [`HALF`] if `width` is larger.
 #[inline(always)]
 pub(crate) unsafe fn gate<E: Element, K: Kernel<E>>(
     (left, right): (K::Vector, K::Vector),
@@ -519,11 +522,11 @@ pub(crate) unsafe fn gate<E: Element, K: Kernel<E>>(
         GateKind::SquaredRelu => math::squared_relu(left).mul(right),
         GateKind::ClampedSwiglu => math::clamped_swiglu(left, right),
     };
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { put::<E, K>(gated, to, width) };
 }
 
-/// The function of numbers that have no gate.
+/// Applies the activation to values without a gate.
 #[inline(always)]
 pub(crate) fn activated<V: Vector>(x: V, activation: Option<GateKind>) -> V {
     match activation {
@@ -531,18 +534,18 @@ pub(crate) fn activated<V: Vector>(x: V, activation: Option<GateKind>) -> V {
         Some(GateKind::Gelu) => math::gelu(x),
         Some(GateKind::GeluTanh) => math::gelu_tanh(x),
         Some(GateKind::SquaredRelu) => math::squared_relu(x),
-        // Sizes with an activation of two numbers always have gates.
+        // Sizes with this activation, which takes two values, always have gates.
         Some(GateKind::ClampedSwiglu) | None => x,
     }
 }
 
-/// Writes numbers as elements, at most `width` of them.
+/// Writes at most `width` lanes as elements.
 ///
 /// # Safety
-/// `to` can be written for as many, or for [`HALF`].
+/// `to` can be written for `width` elements, or for [`HALF`] if `width` is larger.
 #[inline(always)]
 pub(crate) unsafe fn put<E: Element, K: Kernel<E>>(x: K::Vector, to: *mut E, width: usize) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         if width >= HALF {
             K::narrow(x, to);
@@ -554,13 +557,13 @@ pub(crate) unsafe fn put<E: Element, K: Kernel<E>>(x: K::Vector, to: *mut E, wid
     }
 }
 
-/// Writes the first `width` of both vectors' lanes.
+/// Writes the first `width` lanes of both vectors.
 ///
 /// # Safety
-/// `to` can be written for as many.
+/// `to` can be written for `width` floats.
 #[inline(always)]
 unsafe fn write<V: Vector>(left: V, right: V, to: *mut f32, width: usize) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         if width == NR {
             left.store(to);

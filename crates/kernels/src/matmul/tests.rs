@@ -1,4 +1,4 @@
-//! Products and what is done with their results, against the formulas.
+//! Compares products, and the operations on their results, with the formulas.
 
 use std::fmt::Debug;
 
@@ -32,7 +32,7 @@ fn run<E: Element, K: Kernel<E>>(
     let outs = Shared(&out);
     team(2).compute(|member| {
         let (rows, matrix, numbers) = numbers.get();
-        // SAFETY: the caller's sizes.
+        // SAFETY: the caller passes matching sizes.
         unsafe {
             let mine = member.share(rows.tiles::<K>());
             let rows = arrange::<E, K>(rows, matrix.inputs, mine, numbers);
@@ -49,7 +49,7 @@ fn check<E: Element, K: Kernel<E>>(
     bound: f64,
 ) {
     let outputs = outputs * 2;
-    // Errors of long sums add up.
+    // The error of a sum grows with its length.
     let bound = bound * (inputs as f64 / 40.0).sqrt().max(1.0);
     let x: Vec<E> = numbers(rows * inputs, seed);
     let weights: Vec<E> = numbers(outputs * inputs, !seed);
@@ -99,7 +99,7 @@ fn check<E: Element, K: Kernel<E>>(
     }
     let mut bests = vec![Best::NONE; 2 * rows];
     let to = bests.as_mut_ptr();
-    // The most likely output is only computed with matrices without a bias.
+    // The most likely output is only computed for matrices without a bias.
     run::<E, K>(from, Matrix { bias: &[], ..matrix(&plain) }, |member| {
         Out::Best(to.wrapping_add(member * rows))
     });

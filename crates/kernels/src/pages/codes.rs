@@ -1,10 +1,10 @@
-//! Keys and values as 8-bit codes, in little more than half the bytes of bfloat16.
+//! Keys and values as 8-bit codes, which take little more than half the bytes of bfloat16.
 //!
-//! A group has the codes of its elements first, in the order in which [`crate::pages`] puts
-//! elements. Its scales follow, in bfloat16, `[dim / SHARED, GROUP]`. A scale is for [`SHARED`]
-//! elements of one position. Keys of some models have a few large dimensions, which then reduce the
-//! precision of their own block alone. Attention converts the codes of one group at a time to
-//! elements, and computes with these.
+//! A group stores the codes of its elements first, in the element order of [`crate::pages`]. Its
+//! scales follow, in bfloat16, `[dim / SHARED, GROUP]`. A scale is for [`SHARED`] elements of one
+//! position. Keys of some models have a few large dimensions, which then reduce only the precision
+//! of their own block. Attention converts the codes of one group at a time to elements, and
+//! computes with these.
 
 use super::LINE;
 use crate::codes::{LARGEST, SHARED, largest_of};
@@ -12,22 +12,22 @@ use crate::element::{Bf16, Element};
 use crate::tile::{GROUP, Kernel};
 use crate::vector::{LANES, Vector};
 
-/// Codes of [`SHARED`] elements of all positions of a group.
+/// The number of codes in a block: [`SHARED`] elements of all positions of a group.
 const BLOCK: usize = SHARED * GROUP;
 /// Bytes of a group's keys, or of its values.
 pub(crate) const fn group_bytes(dim: usize) -> usize {
     GROUP * dim + dim / SHARED * GROUP * size_of::<Bf16>()
 }
 
-/// True if pages with this many positions can store codes for heads of this size.
+/// True if pages with this many positions can store heads of this size as codes.
 pub(crate) const fn takes_codes(page_size: usize, head_dim: usize) -> bool {
     page_size.is_multiple_of(GROUP) && head_dim.is_multiple_of(SHARED)
 }
 
-/// The place of one position's codes in a group.
+/// The layout of one position's codes in a group.
 struct Place {
     first: usize,
-    /// Elements that lie together, and the distance to the next ones.
+    /// The number of contiguous elements, and the distance from one run of them to the next.
     run: usize,
     step: usize,
 }
@@ -35,29 +35,30 @@ struct Place {
 /// Writes one position's key to its group, `E::PAIR` elements side by side.
 ///
 /// # Safety
-/// `group` is a group's keys, and no other thread reads or writes this position now.
+/// `group` is a group's keys, and no other thread may read or write this position at the same time.
 #[inline(always)]
 pub(super) unsafe fn keep_key<E: Element, V: Vector>(key: &[f32], lane: usize, group: *mut u8) {
     let place = Place { first: lane * E::PAIR, run: E::PAIR, step: GROUP * E::PAIR };
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { keep::<V>(key, lane, &place, group) }
 }
 
-/// [`keep_key`] of a value.
+/// Writes one position's value to its group.
 ///
 /// # Safety
-/// As there.
+/// `group` is a group's values, and no other thread may read or write this position at the same
+/// time.
 #[inline(always)]
 pub(super) unsafe fn keep_value<E: Element, V: Vector>(value: &[f32], lane: usize, group: *mut u8) {
     let first = lane / E::PAIR * value.len() * E::PAIR + lane % E::PAIR;
     let place = Place { first, run: 1, step: E::PAIR };
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { keep::<V>(value, lane, &place, group) }
 }
 
 #[inline(always)]
 unsafe fn keep<V: Vector>(head: &[f32], lane: usize, place: &Place, group: *mut u8) {
-    // SAFETY: the group's own codes and scales.
+    // SAFETY: writes stay inside the group's codes and scales.
     unsafe {
         let scales = group.add(GROUP * head.len()).cast::<Bf16>().add(lane);
         for (index, block) in head.chunks_exact(SHARED).enumerate() {
@@ -72,17 +73,16 @@ unsafe fn keep<V: Vector>(head: &[f32], lane: usize, place: &Place, group: *mut 
     }
 }
 
-/// Makes codes of [`SHARED`] numbers and gives their scale. The scale is NaN if a number is not
-/// finite.
+/// Encodes [`SHARED`] numbers and returns their scale. The scale is NaN if a number is not finite.
 #[inline(always)]
 fn encode<V: Vector>(numbers: &[f32], codes: &mut [i8; SHARED]) -> Bf16 {
-    // SAFETY: `SHARED` numbers and as many codes, which are whole vectors.
+    // SAFETY: there are `SHARED` numbers, which are whole vectors.
     let largest = unsafe { largest_of::<f32, V>(numbers.as_ptr(), SHARED) };
     if largest.is_nan() {
         return Bf16::from_f32(largest);
     }
-    // Rounded up, so that the largest number has a code. The scale is zero if its inverse is not
-    // finite in bfloat16.
+    // The scale is rounded up, so that the largest number has a code. It is zero if its inverse
+    // would not be finite in bfloat16.
     let bits = (largest / LARGEST).to_bits().wrapping_add(0xffff) >> 16;
     let scale = Bf16(bits as u16);
     if largest < 1e-34 {
@@ -90,7 +90,7 @@ fn encode<V: Vector>(numbers: &[f32], codes: &mut [i8; SHARED]) -> Bf16 {
     }
     let inverse = V::splat(1.0 / scale.to_f32());
     for (numbers, codes) in numbers.chunks_exact(LANES).zip(codes.chunks_exact_mut(LANES)) {
-        // SAFETY: whole vectors.
+        // SAFETY: there are whole vectors at all pointers.
         unsafe {
             let x = V::load(numbers.as_ptr()).mul(inverse);
             x.at_least(-LARGEST).at_most(LARGEST).round().store_codes(codes.as_mut_ptr());
@@ -99,7 +99,7 @@ fn encode<V: Vector>(numbers: &[f32], codes: &mut [i8; SHARED]) -> Bf16 {
     scale
 }
 
-/// Makes elements of a group's keys. Prefetches the codes at `next`, which need not be a valid
+/// Converts a group's keys to elements. Prefetches the codes at `next`, which may be an invalid
 /// address.
 ///
 /// # Safety
@@ -113,7 +113,7 @@ pub(super) unsafe fn keys<E: Element, K: Kernel<E>>(
 ) {
     for index in 0..dim / SHARED {
         load_block::<E, K>(next, index, dim);
-        // SAFETY: the block's codes and scales.
+        // SAFETY: reads stay inside the block's codes and scales, and `to` has room.
         unsafe {
             let scales = scales_of(from, index, dim);
             let (first, second) = (repeated::<E>(&scales, 0), repeated::<E>(&scales, 1));
@@ -128,11 +128,11 @@ pub(super) unsafe fn keys<E: Element, K: Kernel<E>>(
     }
 }
 
-/// Makes elements of a group's values. Positions from `seen` on get zeros. Prefetches the codes at
-/// `next`.
+/// Converts a group's values to elements. Positions from `seen` on become zeros. Prefetches the
+/// codes at `next`.
 ///
 /// # Safety
-/// As of [`keys`].
+/// See [`keys`].
 #[inline(always)]
 pub(super) unsafe fn values<E: Element, K: Kernel<E>>(
     from: *const u8,
@@ -143,10 +143,10 @@ pub(super) unsafe fn values<E: Element, K: Kernel<E>>(
 ) {
     for index in 0..dim / SHARED {
         load_block::<E, K>(next, index, dim);
-        // SAFETY: the block's codes and scales.
+        // SAFETY: reads stay inside the block's codes and scales, and `to` has room.
         unsafe {
             let mut scales = scales_of(from, index, dim);
-            // The page's earlier owner may have left a scale that is NaN.
+            // The page's earlier owner may have left a NaN scale.
             scales[seen.min(GROUP)..].fill(0.0);
             for pair in 0..GROUP / E::PAIR {
                 let factors = alternating::<E>(&scales, pair);
@@ -160,20 +160,20 @@ pub(super) unsafe fn values<E: Element, K: Kernel<E>>(
     }
 }
 
-/// The scales of the group's positions for a block of elements.
+/// Returns the scales of the group's positions for a block of elements.
 ///
 /// # Safety
-/// `group` is a group that has the block.
+/// `group` has the block.
 #[inline(always)]
 unsafe fn scales_of(group: *const u8, index: usize, dim: usize) -> [f32; GROUP] {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     let scales =
         unsafe { group.add(GROUP * dim).cast::<[Bf16; GROUP]>().add(index).read_unaligned() };
     scales.map(Bf16::to_f32)
 }
 
-/// The scales of a vector of keys, which has `E::PAIR` elements of each position. `half`: which of
-/// the `E::PAIR` vectors of the group's positions it is.
+/// The scales for a vector of keys, which has `E::PAIR` elements of each position. `half` is the
+/// index of the vector among the `E::PAIR` vectors of the group's positions.
 #[inline(always)]
 fn repeated<E: Element>(scales: &[f32; GROUP], half: usize) -> [f32; LANES] {
     if E::PAIR == 1 {
@@ -184,22 +184,22 @@ fn repeated<E: Element>(scales: &[f32; GROUP], half: usize) -> [f32; LANES] {
     for (pair, scale) in pairs.iter_mut().zip(&scales[half * LANES / 2..]) {
         *pair = u64::from(scale.to_bits()) * 0x1_0000_0001;
     }
-    // SAFETY: the same number of bytes, and any bits are floats.
+    // SAFETY: both types have the same size, and all bit patterns are floats.
     unsafe { std::mem::transmute::<[u64; LANES / 2], [f32; LANES]>(pairs) }
 }
 
-/// The scales of a vector of values, in which the `E::PAIR` positions of a pair alternate.
+/// The scales for a vector of values, in which the `E::PAIR` positions of a pair alternate.
 #[inline(always)]
 fn alternating<E: Element>(scales: &[f32; GROUP], pair: usize) -> [f32; LANES] {
     if E::PAIR == 1 {
         return [scales[pair]; LANES];
     }
     let [low, high] = [scales[2 * pair], scales[2 * pair + 1]].map(|x| u64::from(x.to_bits()));
-    // SAFETY: the same number of bytes, and any bits are floats.
+    // SAFETY: both types have the same size, and all bit patterns are floats.
     unsafe { std::mem::transmute::<[u64; LANES / 2], [f32; LANES]>([low | high << 32; LANES / 2]) }
 }
 
-/// Prefetches a block's share of a group.
+/// Prefetches a block's codes; for the first block, also the scales of the group.
 #[inline(always)]
 fn load_block<E: Element, K: Kernel<E>>(group: *const u8, index: usize, dim: usize) {
     for line in (0..BLOCK).step_by(LINE) {
@@ -217,7 +217,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::isa::plain::Array;
 
-    /// The numbers that codes of a head stand for.
+    /// A head after it was encoded and decoded.
     pub(crate) fn rounded(head: &[f32]) -> Vec<f32> {
         let block = |block: &[f32]| {
             let largest = block.iter().fold(0.0_f32, |largest, x| largest.max(x.abs()));

@@ -1,25 +1,25 @@
 //! Rows of latent attention (DeepSeek-V2, 2024). A position has one row, which is the key of all
-//! heads, and whose first elements are their value.
+//! heads; its first elements are their value.
 //!
-//! Rows lie as the keys of a single head do, with codes or without. Values need another order. They
-//! are converted from the keys for each block of positions that some heads read, since pages with
-//! both orders would take nearly twice the memory.
+//! Rows are stored like the keys of a single head, with codes or without. Values need another
+//! order. They are converted from the keys for each block of positions that a unit reads, since
+//! pages with both orders would take nearly twice the memory.
 
 use crate::element::Element;
 use crate::math;
 use crate::pages::{Held, Ordered, Pool, Shape, codes};
 use crate::tile::{GROUP, Kernel};
 
-/// Bytes of two elements of two positions, where a pair has two.
+/// Bytes of two elements at each of two positions, for elements of two bytes.
 const WORDS: usize = size_of::<u64>();
-/// Such pairs of positions in a group.
+/// The number of pairs of positions in a group.
 const PAIRS: usize = GROUP / 2;
 
 impl<E: Element> Pool<E> {
     /// Writes an entry's row. `narrow` has room for its elements.
     ///
     /// # Safety
-    /// As of [`Self::keep`].
+    /// See [`Self::keep`].
     #[inline(always)]
     pub(crate) unsafe fn keep_row<K: Kernel<E>>(
         &self,
@@ -28,7 +28,7 @@ impl<E: Element> Pool<E> {
         row: &[f32],
         narrow: &mut [E],
     ) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             if shape.coded {
                 let group = self.keys.cast::<u8>().add(shape.group_of(entry, 0));
@@ -40,10 +40,10 @@ impl<E: Element> Pool<E> {
         }
     }
 
-    /// [`Self::group`] of rows.
+    /// [`Self::group`] for latent rows.
     ///
     /// # Safety
-    /// As there.
+    /// See [`Self::group`].
     #[inline(always)]
     pub(super) unsafe fn latent_group<K: Kernel<E>>(
         &self,
@@ -59,7 +59,7 @@ impl<E: Element> Pool<E> {
         let zeros = ordered.zeros.as_ptr();
         let to = ordered.keys[slot * keys_size..][..keys_size].as_mut_ptr();
         let values = ordered.values[slot * values_size..][..values_size].as_mut_ptr();
-        // SAFETY: entries on pages that are there, and room for a group of both.
+        // SAFETY: the entries' pages exist, and there is room for a group of keys and of values.
         unsafe {
             let keys = if shape.coded {
                 let group = shape.group_of(held.entry(shape, first), 0);
@@ -86,8 +86,8 @@ impl<E: Element> Pool<E> {
     }
 }
 
-/// Makes the values of a group of its keys. Positions from `seen` on get zeros: the page's earlier
-/// owner may have left NaN there.
+/// Copies the values of a group from its keys. Positions from `seen` on become zeros, since the
+/// page's earlier owner may have left NaN there.
 ///
 /// # Safety
 /// `keys` is a group of rows, and `to` has room for its values.
@@ -101,21 +101,22 @@ unsafe fn values_of<E: Element, K: Kernel<E>>(
     let (width, padded) = (shape.latent, shape.padded());
     if E::PAIR == 1 {
         for first in (0..width).step_by(GROUP) {
-            // In the padding nobody reads what there is.
+            // The padding is never read, so its content does not matter.
             let row = |at: usize| keys.wrapping_add((first + at).min(shape.head_dim - 1) * GROUP);
             let rows: [*const E; GROUP] = std::array::from_fn(row);
-            // SAFETY: rows of so many positions, and a row of values for each of them.
+            // SAFETY: each row has `GROUP` positions, and there is room for the values of each
+            // position.
             unsafe { K::pack_rows(&rows, GROUP, to.add(first), padded) };
         }
         for position in seen..GROUP {
-            // SAFETY: a row of values.
+            // SAFETY: the slice is the position's row of values.
             unsafe { std::slice::from_raw_parts_mut(to.add(position * padded), width) }
                 .fill(E::default());
         }
         return;
     }
-    // Swaps two elements of two positions: keys have neighbouring elements side by side, and values
-    // neighbouring positions.
+    // Swaps two elements of two positions: keys store neighbouring elements side by side, and
+    // values store neighbouring positions side by side.
     let masks: [u64; PAIRS] = std::array::from_fn(|pair| match seen.saturating_sub(2 * pair) {
         0 => 0,
         1 => 0x0000_ffff_0000_ffff,
@@ -124,7 +125,7 @@ unsafe fn values_of<E: Element, K: Kernel<E>>(
     let (keys, to) = (keys.cast::<u8>(), to.cast::<u8>());
     for element in 0..width / 2 {
         for (pair, mask) in masks.iter().enumerate() {
-            // SAFETY: inside the group and its values.
+            // SAFETY: accesses stay inside the group and its values.
             unsafe {
                 let from = keys.add((element * PAIRS + pair) * WORDS);
                 let x = from.cast::<u64>().read_unaligned();
@@ -158,13 +159,13 @@ mod tests {
         for position in 0..seen {
             let row: Vec<f32> = (0..dim).map(|at| number(position, at)).collect();
             let entry = pages[position / page_size] as usize * page_size + position % page_size;
-            // SAFETY: an entry of the pages; plain loops.
+            // SAFETY: the entry is in the pages; `Plain` runs on every processor.
             unsafe { pool.keep_row::<Plain>(&shape, entry, &row, &mut narrow) };
         }
         let mut ordered = Ordered::new(dim);
         let slot = (&mut ordered, 1);
         let padded = shape.padded();
-        // SAFETY: a group on pages that are there; plain loops.
+        // SAFETY: the group's pages exist; `Plain` runs on every processor.
         let values = unsafe {
             let (_, values) = pool.group::<Plain>(&shape, &held, (0, seen), 0, slot);
             std::slice::from_raw_parts(values, GROUP * padded)

@@ -1,11 +1,11 @@
-//! The order of keys and values in their pages.
+//! The memory order of keys and values in their pages.
 //!
 //! If sizes allow, [`GROUP`] positions of a head are stored in the order in which the kernels read
 //! them, so that attention need not reorder them. Keys are `[dim / PAIR, GROUP, PAIR]`, values
-//! `[GROUP / PAIR, dim, PAIR]`. Of both there are `[entries / GROUP, kv_heads]` one after the
-//! other. A page has the same size and place in any order, so code that copies whole pages need not
-//! know it. Otherwise entries lie `[entries, kv_heads, dim]`, and groups are reordered at every
-//! read. Where pages have codes, groups lie in the same order. Latent attention has keys alone
+//! `[GROUP / PAIR, dim, PAIR]`. Groups of both are stored as `[entries / GROUP, kv_heads]`. A page
+//! has the same size and offset in any order, so code that copies whole pages does not depend on
+//! the order. Otherwise entries are `[entries, kv_heads, dim]`, and groups are reordered at every
+//! read. Pages with codes store groups in the same order. Latent attention stores only keys
 //! ([`latent`]).
 
 pub(crate) mod codes;
@@ -21,7 +21,7 @@ pub(crate) use codes::{group_bytes, takes_codes};
 /// Bytes of a cache line.
 const LINE: usize = 64;
 
-/// Heads and their pages.
+/// The sizes and limits of a kind of attention, and of its pages.
 #[derive(Clone, Copy)]
 pub(crate) struct Shape {
     pub(crate) heads: usize,
@@ -32,21 +32,21 @@ pub(crate) struct Shape {
     pub(crate) scale: f32,
     /// True if pages store codes in place of elements. Groups are then in the kernels' order.
     pub(crate) coded: bool,
-    /// The number of positions that a query sees, its own included; 0: all earlier ones.
+    /// The number of positions that a query sees, including its own; 0 if it sees all earlier ones.
     pub(crate) window: usize,
     /// True if a query sees as many later positions as earlier ones.
     pub(crate) both_ways: bool,
-    /// The chunk length, if a query sees only positions of its own chunk; 0: there are no chunks.
+    /// The chunk length if a query sees only positions of its own chunk; 0 if there are no chunks.
     pub(crate) chunk: usize,
-    /// The bound that scores approach; 0: there is none.
+    /// The bound that scores approach; 0 if there is none.
     pub(crate) cap: f32,
-    /// The number of first elements of a key that are also its value, where all heads share one key
-    /// (latent attention). 0: heads have their own keys and values.
+    /// The number of leading elements of a key that are also its value, if all heads share one key
+    /// (latent attention); 0 if heads have their own keys and values.
     pub(crate) latent: usize,
 }
 
 impl Shape {
-    /// Causal attention without further limits, with heads of 0 elements.
+    /// Causal attention without further limits, for heads of 0 elements.
     pub(crate) const CAUSAL: Self = Self {
         heads: 1,
         kv_heads: 1,
@@ -74,7 +74,7 @@ impl Shape {
         }
     }
 
-    /// The end of the positions that a query sees, if the row is that long.
+    /// The end of the positions that a query sees, for a row of unlimited length.
     #[inline(always)]
     pub(crate) fn end_seen(&self, position: usize) -> usize {
         match (self.both_ways, self.window) {
@@ -84,17 +84,17 @@ impl Shape {
         }
     }
 
-    /// Query heads that share a key head.
+    /// The number of query heads that share a key head.
     pub(crate) fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
 
-    /// Elements of a head's value, and of its output.
+    /// Elements of a head's value, and of the head's output.
     pub(crate) fn value_dim(&self) -> usize {
         if self.latent > 0 { self.latent } else { self.head_dim }
     }
 
-    /// Width of a head's value in vectors' lanes.
+    /// Elements of a head's value, padded to whole vectors.
     pub(crate) fn padded(&self) -> usize {
         self.value_dim().next_multiple_of(GROUP)
     }
@@ -103,19 +103,20 @@ impl Shape {
         self.page_size.is_multiple_of(GROUP) && self.head_dim.is_multiple_of(GROUP)
     }
 
-    /// The place of the group with an entry of a head, in elements, or in bytes where it has codes.
+    /// The offset of the group that has an entry of a head: in elements, or in bytes if pages have
+    /// codes.
     fn group_of(&self, entry: usize, kv_head: usize) -> usize {
         let group = self.place_of(entry / GROUP, kv_head);
         group * if self.coded { group_bytes(self.head_dim) } else { GROUP * self.head_dim }
     }
 
-    /// The place of a head among those of all entries, or of all groups.
+    /// The index of a head among those of all entries, or of all groups.
     fn place_of(&self, at: usize, kv_head: usize) -> usize {
         if self.latent > 0 { at } else { at * self.kv_heads + kv_head }
     }
 }
 
-/// A layer's pages.
+/// The key and value pools of a layer.
 #[derive(Clone, Copy)]
 pub(crate) struct Pool<E> {
     pub(crate) keys: *mut E,
@@ -125,21 +126,21 @@ pub(crate) struct Pool<E> {
 /// The pages of a request's positions, for one key head.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Held {
-    /// The row's part of the page table.
+    /// The row's page numbers, a line of the page table.
     pub(crate) pages: *const i32,
     pub(crate) kv_head: usize,
 }
 
-/// The norm of a head.
+/// The norm of the heads of queries or keys.
 #[derive(Clone, Copy)]
 pub(crate) struct HeadNorm<'a> {
-    /// One number for each element of the head.
+    /// The weight of each element of the head.
     pub(crate) weight: &'a [f32],
-    /// The factor of all heads of a position; `None`: each head has its own.
+    /// The normalising factor for all heads of a position; `None` if each head has its own.
     pub(crate) factor: Option<f32>,
 }
 
-/// Groups that had to be put in order.
+/// Buffers for groups that had to be reordered.
 pub(crate) struct Ordered<E> {
     keys: Vec<E>,
     values: Vec<E>,
@@ -147,7 +148,7 @@ pub(crate) struct Ordered<E> {
 }
 
 impl<E: Element> Ordered<E> {
-    /// Room for heads of up to `dim` elements.
+    /// Creates buffers for heads of up to `dim` elements.
     pub(crate) fn new(dim: usize) -> Self {
         let size = GROUP * dim.next_multiple_of(GROUP);
         let zero = E::default();
@@ -163,7 +164,7 @@ impl<E: Element> Pool<E> {
     /// Writes an entry of a head as codes.
     ///
     /// # Safety
-    /// As of [`Self::keep`], and pages have codes.
+    /// The conditions of [`Self::keep`] hold, and pages have codes.
     #[inline(always)]
     pub(crate) unsafe fn keep_codes<V: Vector>(
         &self,
@@ -173,17 +174,17 @@ impl<E: Element> Pool<E> {
         value: &[f32],
     ) {
         let (at, lane) = (shape.group_of(entry, kv_head), entry % GROUP);
-        // SAFETY: the entry's group, by the contract.
+        // SAFETY: the addresses are those of the entry's group, by the function's contract.
         unsafe {
             codes::keep_key::<E, V>(key, lane, self.keys.cast::<u8>().add(at));
             codes::keep_value::<E, V>(value, lane, self.values.cast::<u8>().add(at));
         }
     }
 
-    /// Writes an entry of a head.
+    /// Writes the key and the value of an entry of a head.
     ///
     /// # Safety
-    /// The entry and the head are there; nobody else reads or writes them now.
+    /// The entry and the head exist; no other thread may read or write them at the same time.
     #[inline(always)]
     pub(crate) unsafe fn keep(
         &self,
@@ -193,7 +194,7 @@ impl<E: Element> Pool<E> {
         value: &[E],
     ) {
         let dim = shape.head_dim;
-        // SAFETY: inside the entry's page, by the contract.
+        // SAFETY: writes stay inside the entry's page, by the function's contract.
         unsafe {
             self.keep_key(shape, (entry, kv_head), key);
             if shape.in_order() {
@@ -214,11 +215,11 @@ impl<E: Element> Pool<E> {
     /// Writes the key of an entry of a head.
     ///
     /// # Safety
-    /// As of [`Self::keep`].
+    /// See [`Self::keep`].
     #[inline(always)]
     unsafe fn keep_key(&self, shape: &Shape, (entry, kv_head): (usize, usize), key: &[E]) {
         let dim = shape.head_dim;
-        // SAFETY: inside the entry's page, by the contract.
+        // SAFETY: writes stay inside the entry's page, by the function's contract.
         unsafe {
             if shape.in_order() {
                 let group = shape.group_of(entry, kv_head);
@@ -234,8 +235,8 @@ impl<E: Element> Pool<E> {
         }
     }
 
-    /// Prefetches the lines that [`Self::keep`] will write for an entry: one of `parts` parts of
-    /// its keys' lines, and with the first part all lines of its values.
+    /// Prefetches the cache lines that [`Self::keep`] will write for an entry: one of `parts`
+    /// shares of its keys' lines, and with the first share all lines of its values.
     #[inline(always)]
     pub(crate) fn expect<K: Kernel<E>>(
         &self,
@@ -265,13 +266,14 @@ impl<E: Element> Pool<E> {
         }
     }
 
-    /// Keys and values of the group of positions that begins at `first`, of which only the first
-    /// `seen` are used. The keys of the others are arbitrary, their values are zero. Data that must
-    /// be reordered, or converted from codes, goes to `ordered` at `slot`. The codes of the group
-    /// at `next` are then prefetched.
+    /// Returns the keys and values of the group of positions that begins at `first`, of which only
+    /// the first `seen` are used. The keys of the other positions are arbitrary, and their values
+    /// are zero. Data that must be reordered, or converted from codes, goes to `ordered` at `slot`.
+    /// With codes, the group at `next` is prefetched.
     ///
     /// # Safety
-    /// There are pages for the positions that are seen, and nobody writes them now.
+    /// The positions that are seen have pages, and no other thread may write these positions at the
+    /// same time.
     #[inline(always)]
     pub(crate) unsafe fn group<K: Kernel<E>>(
         &self,
@@ -282,7 +284,7 @@ impl<E: Element> Pool<E> {
         (ordered, slot): (&mut Ordered<E>, usize),
     ) -> (*const E, *const E) {
         if shape.latent > 0 {
-            // SAFETY: the contract.
+            // SAFETY: the caller upholds the contract.
             return unsafe {
                 self.latent_group::<K>(shape, held, (first, seen), next, (ordered, slot))
             };
@@ -291,7 +293,7 @@ impl<E: Element> Pool<E> {
         let size = GROUP * padded;
         let ordered_keys = &mut ordered.keys[slot * size..][..size];
         let ordered_values = &mut ordered.values[slot * size..][..size];
-        // SAFETY: entries on pages that are there; rows and groups of the sizes that are used.
+        // SAFETY: the entries' pages exist, and rows and groups have the sizes that are used.
         unsafe {
             if shape.coded {
                 let group = shape.group_of(held.entry(shape, first), held.kv_head);
@@ -349,28 +351,28 @@ impl<E: Element> Pool<E> {
 }
 
 impl Held {
-    /// The place of the group of positions that begins at `first`, as of [`Shape::group_of`];
-    /// `None` if groups must be reordered first.
+    /// The offset of the group of positions that begins at `first`, see [`Shape::group_of`]. `None`
+    /// if groups must be reordered first.
     ///
     /// # Safety
-    /// There is a page for `first`.
+    /// The position `first` has a page.
     #[inline(always)]
     pub(crate) unsafe fn group(&self, shape: &Shape, first: usize) -> Option<usize> {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         shape.in_order().then(|| shape.group_of(unsafe { self.entry(shape, first) }, self.kv_head))
     }
 
     /// # Safety
-    /// There is a page for the position.
+    /// The position has a page.
     #[inline(always)]
     unsafe fn entry(&self, shape: &Shape, position: usize) -> usize {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         let page = unsafe { *self.pages.add(position / shape.page_size) };
         page as usize * shape.page_size + position % shape.page_size
     }
 }
 
-/// Normalises a head, if the model does that, and rotates it.
+/// Rotates a head; if there is a norm, normalises it first.
 #[inline(always)]
 pub(crate) fn turn<V: Vector>(
     head: &mut [f32],

@@ -1,6 +1,6 @@
-//! A recurrence along the tokens of a step's rows. One member takes one channel group of the
-//! convolution, or one head, of a row and walks along the row's tokens. So a result depends only on
-//! its own row and the state before it, however the row was cut into chunks.
+//! Computes a recurrence along the tokens of a step's rows. A member takes one channel group of the
+//! convolution, or one head, of a row, and proceeds token by token. So a result depends only on its
+//! own row and the state before it, however the row was divided into chunks.
 
 use std::ops::Range;
 
@@ -10,35 +10,36 @@ use crate::sizes::{RecurrenceSizes, StateGate};
 use crate::team::{Member, Queue};
 use crate::vector::{LANES, Vector, VectorWork};
 
-/// Channels of the convolution that a member takes together.
+/// The number of channels of the convolution that a member takes at a time.
 const CHANNELS: usize = 64;
-/// Vectors of a state's columns that are advanced together: a single one would wait for its own
-/// sums.
+/// The number of vectors of a state's columns that are advanced together. With a single vector,
+/// each addition would wait for the previous one.
 const TOGETHER: usize = 4;
-/// The term below the root of a key's length.
+/// The epsilon in the length of a key or query.
 const EPSILON: f32 = 1e-6;
 
-/// A row whose states advance.
+/// A row of a step whose states are advanced.
 #[derive(Clone, Copy)]
 pub(crate) struct StateRow {
     /// The row's first token.
     pub(crate) first: usize,
     pub(crate) length: usize,
-    /// The row of the tables with the state before the row.
+    /// The row of the state tables with the state before the row's first token.
     pub(crate) source: usize,
-    /// The row that gets the state after its last token; those before it advance the other one.
+    /// The row of the state tables that receives the state after the last token. The states after
+    /// earlier tokens are written to the row `source`.
     pub(crate) target: usize,
 }
 
-/// Advances the states of all rows, as a member's share. Replaces the values in `mixed` by the
-/// outputs of the heads, or of the convolution. Returns after a barrier.
+/// One member's share of the work of advancing the states of all rows. Replaces the values in
+/// `mixed` by the outputs of the heads, or of the convolution. Returns after a barrier.
 pub(crate) struct Advance<'a> {
     pub(crate) recurrence: &'a Recurrence,
     pub(crate) rows: &'a [StateRow],
-    /// `[tokens, stride]`: what the layer's first product gave.
+    /// The outputs `[tokens, stride]` of the layer's input projection.
     pub(crate) projected: *const f32,
     pub(crate) stride: usize,
-    /// The first token's decays, and elements from a token's to the next one's.
+    /// The first token's decays, and the distance in elements from one token's to the next one's.
     pub(crate) decays: (*const f32, usize),
     /// `[tokens, channels]`
     pub(crate) mixed: *mut f32,
@@ -46,44 +47,44 @@ pub(crate) struct Advance<'a> {
     pub(crate) member: &'a Member<'a>,
 }
 
-/// Gates the output of a token, and normalises it.
+/// Gates the output of a token and normalises it.
 pub(crate) struct Gating<'a> {
     pub(crate) recurrence: &'a Recurrence,
     pub(crate) values: &'a mut [f32],
-    /// Is overwritten.
+    /// The gates of the token, which are overwritten.
     pub(crate) gates: &'a mut [f32],
     pub(crate) eps: f32,
 }
 
-/// Makes numbers their sigmoids.
+/// Replaces values by their sigmoids.
 pub(crate) struct Sigmoids<'a>(pub(crate) &'a mut [f32]);
 
-/// A head's numbers for one token.
+/// A head's factors for one token.
 struct Strength {
-    /// 1 where channels have decays of their own.
+    /// The decay of the state; 1 if channels have their own decays.
     decay: f32,
-    /// The factor of the part that the state already has for a key.
+    /// The factor of the value that the state already has for a key.
     taken: f32,
-    /// The factor of what a key gets.
+    /// The factor of the value that is written for a key.
     given: f32,
     /// The factor of the state's output for a query.
     read: f32,
-    /// The factor of values that are added to the output.
+    /// The factor of the values that are added directly to the output.
     skip: f32,
 }
 
-/// The factors and vectors with which a head reads and writes its state for one token.
+/// The queries, keys and decays with which a head reads and writes its state for one token.
 #[derive(Clone, Copy)]
 struct HeadKeys<'a> {
     q: &'a [f32],
     k: &'a [f32],
-    /// Decays of the key's elements, and the key times these decays. Both are empty if the head has
-    /// one decay.
+    /// The decays of the key's elements, and the key times these decays. Both are empty if the head
+    /// has a single decay.
     decays: &'a [f32],
     decayed: &'a [f32],
 }
 
-/// The states of a head before and after a token, which may be the same memory.
+/// A head's state before and after a token, which may be the same memory.
 #[derive(Clone, Copy)]
 struct HeadState {
     from: *const f32,
@@ -99,7 +100,7 @@ impl VectorWork for Advance<'_> {
         for unit in member.share(rows.len() * blocks) {
             let first = unit % blocks * CHANNELS;
             let some = first..(first + CHANNELS).min(channels);
-            // SAFETY: this member's channels of this row, and of its state.
+            // SAFETY: only this member accesses these channels of the row and of its state.
             unsafe { self.convolve::<V>(&rows[unit / blocks], some) };
         }
         member.meet();
@@ -112,7 +113,7 @@ impl VectorWork for Advance<'_> {
                 break;
             }
             for unit in mine {
-                // SAFETY: this member's head of this row, and of its state.
+                // SAFETY: only this member accesses this head of the row and of its state.
                 unsafe { self.walk::<V>(&rows[unit / heads], unit % heads) };
             }
         }
@@ -121,7 +122,7 @@ impl VectorWork for Advance<'_> {
 }
 
 impl Advance<'_> {
-    /// The convolution of some channels along a row.
+    /// Computes the convolution of some channels along a row.
     #[inline(always)]
     unsafe fn convolve<V: Vector>(&self, row: &StateRow, channels: Range<usize>) {
         let Recurrence { sizes, inputs, conv, conv_bias, .. } = self.recurrence;
@@ -129,8 +130,8 @@ impl Advance<'_> {
         let (first, count) = (channels.start, channels.len());
         let mut now = [0.0; CHANNELS];
         let now = &mut now[..count];
-        // SAFETY: the caller's row and channels. The rows of a table do not overlap, nor do those
-        // of the projection.
+        // SAFETY: only this member accesses the row and the channels. Rows of a table do not
+        // overlap, nor do rows of the projection.
         unsafe {
             for index in 0..row.length {
                 let (token, last) = (row.first + index, index + 1 == row.length);
@@ -181,7 +182,7 @@ impl Advance<'_> {
         let (decays, decayed) = own.split_at_mut(of_channels);
         let skip = skip.get(head).copied().unwrap_or(0.0);
         let root = (key_dim as f32).sqrt();
-        // SAFETY: the caller's row and head.
+        // SAFETY: only this member accesses the row and the head.
         unsafe {
             for index in 0..row.length {
                 let (token, last) = (row.first + index, index + 1 == row.length);
@@ -208,7 +209,7 @@ impl Advance<'_> {
                 };
                 let strength = match delta {
                     true => {
-                        // Of the length 1.
+                        // Scales key and query to length 1.
                         let k = math::rms_factor::<V>(k, EPSILON / key_dim as f32) / root;
                         let q = math::rms_factor::<V>(q, EPSILON / key_dim as f32) / root;
                         let strength = self.projected.add(token * self.stride + strengths);
@@ -229,11 +230,11 @@ impl Advance<'_> {
     }
 }
 
-/// One token of a head: its state becomes `decay * S + k u`, and its values become `q S` plus their
-/// skipped part. With `CHANNELS`, each element of a key has its own decay.
+/// Advances one head by a token: its state becomes `decay * S + k u`, and its values become `q S`
+/// plus the directly added values. With `CHANNELS`, each element of a key has its own decay.
 ///
 /// # Safety
-/// States have a row of `dim` values for each element of a key, and there are so many values.
+/// States have a row of `dim` values for each element of a key, and there are `dim` values.
 #[inline(always)]
 unsafe fn advance<V: Vector, const CHANNELS: bool>(
     HeadState { from, to }: HeadState,
@@ -243,7 +244,7 @@ unsafe fn advance<V: Vector, const CHANNELS: bool>(
 ) {
     let whole = dim / LANES;
     let mut at = 0;
-    // SAFETY: columns of the state, and as many values.
+    // SAFETY: the columns are inside the state, and there are as many values.
     unsafe {
         while at < whole {
             let first = at * LANES;
@@ -281,10 +282,10 @@ unsafe fn advance<V: Vector, const CHANNELS: bool>(
     }
 }
 
-/// [`advance`] of `N` vectors of columns.
+/// [`advance`] for `N` vectors of columns.
 ///
 /// # Safety
-/// As of [`advance`].
+/// See [`advance`].
 #[inline(always)]
 unsafe fn columns<V: Vector, const N: usize, const CHANNELS: bool>(
     (HeadState { from, to }, values, dim): (HeadState, *mut f32, usize),
@@ -294,7 +295,7 @@ unsafe fn columns<V: Vector, const N: usize, const CHANNELS: bool>(
     let &Strength { decay, taken, given, read: of_query, skip } = strength;
     let read = if CHANNELS { decayed } else { k };
     let zero = [V::splat(0.0); N];
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let mut old = zero;
         if delta {

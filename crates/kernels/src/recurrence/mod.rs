@@ -1,4 +1,4 @@
-//! Recurrent layers, as a step reads them.
+//! The recurrence of a layer, as the computation of a step uses it.
 
 mod advance;
 
@@ -10,10 +10,10 @@ use crate::weights::{Bytes, RecurrenceWeights};
 
 pub(crate) use advance::{Advance, Gating, Sigmoids, StateRow};
 
-/// The recurrence of a layer in place of attention. The layer's `qkv` has the rows of queries, keys
-/// and values, of gates, of decays and of strengths, and `output` has the values as its inputs.
-/// With low ranks, `qkv` has the low ranks of gates and decays in their place. Without heads the
-/// rows are the gate behind the convolution, the one in front of it, and the values.
+/// The recurrence of a layer, in place of attention. The outputs of the layer's `qkv` are queries,
+/// keys and values, then gates, decays and strengths. The inputs of `output` are values. With low
+/// ranks, `qkv` yields the low ranks of gates and decays in place of both. Without heads, `qkv`
+/// yields the gate after the convolution, the gate before it, and the values.
 pub(crate) struct Recurrence {
     pub(crate) sizes: RecurrenceSizes,
     /// `[rows, taps - 1, channels]`: the last inputs of the convolution.
@@ -24,21 +24,22 @@ pub(crate) struct Recurrence {
     pub(crate) conv: Vec<f32>,
     /// `[channels]`
     pub(crate) conv_bias: Vec<f32>,
-    /// `[heads]`: below 0.
+    /// `[heads]`: the logarithm of the decay for a step of 1, always negative.
     pub(crate) decay: Vec<f32>,
-    /// One for each decay.
+    /// A bias for each decay.
     pub(crate) step_bias: Vec<f32>,
-    /// The products that follow the low ranks of gates and of decays; `None`: there are no low
+    /// The up projections from the low ranks of gates and of decays. `None` if there are no low
     /// ranks.
     pub(crate) low: Option<[Owned; 2]>,
-    /// Empty: no values are added to the output.
+    /// The factors of the values that are added directly to the output; empty if there are none.
     pub(crate) skip: Vec<f32>,
-    /// `[value_dim]` with the delta rule, otherwise `[heads * value_dim]`; empty: there is no norm.
+    /// `[value_dim]` with the delta rule, otherwise `[heads * value_dim]`; empty if there is no
+    /// norm.
     pub(crate) norm_weight: Vec<f32>,
 }
 
 impl Recurrence {
-    /// A recurrence whose states lie in the tables. It does not keep them alive.
+    /// Creates a recurrence whose states are in the tables. It does not keep the tables alive.
     pub(crate) fn new<E: Element>(
         of: &RecurrenceWeights,
         [inputs, states]: &mut [Room; 2],

@@ -1,4 +1,4 @@
-//! Recurrences against the formula, with rows in one piece and in several.
+//! Compares recurrences with the formula, with rows computed at once and in several chunks.
 
 use std::fmt::Debug;
 
@@ -15,7 +15,7 @@ use crate::vector::Vector;
 const TOKENS: usize = 7;
 const TAPS: usize = 3;
 
-/// Heads in pairs that share keys, with values of a vector and a part of one.
+/// Pairs of heads that share keys; values take a whole vector and part of another.
 const HEADS: RecurrenceSizes = RecurrenceSizes {
     heads: 4,
     key_heads: 2,
@@ -31,7 +31,7 @@ const HEADS: RecurrenceSizes = RecurrenceSizes {
     norm_size: 0,
 };
 
-/// A recurrence, and what its first product gave.
+/// A recurrence, and the outputs of its input projection.
 struct Numbers {
     sizes: RecurrenceSizes,
     conv: Vec<f32>,
@@ -44,7 +44,7 @@ struct Numbers {
     stride: usize,
 }
 
-/// What members share.
+/// The data that members share.
 struct Pieces<'a> {
     recurrence: &'a Recurrence,
     rows: &'a [StateRow],
@@ -53,7 +53,7 @@ struct Pieces<'a> {
     queue: Queue,
 }
 
-// SAFETY: members write what is theirs.
+// SAFETY: each member writes only its share.
 unsafe impl Sync for Pieces<'_> {}
 
 impl Pieces<'_> {
@@ -85,8 +85,8 @@ impl Numbers {
         }
     }
 
-    /// The outputs `[TOKENS, values]` with rows of these lengths, one step each. Half of the rows
-    /// write their state to another row of the tables than they read it from.
+    /// Returns the outputs `[TOKENS, values]`, computed with rows of these lengths, one per step.
+    /// Half of the rows write their state to another row of the state tables than they read from.
     fn found<V: Vector>(&self, lengths: &[usize]) -> Vec<f32> {
         let sizes = self.sizes;
         let [mut inputs, mut states] = sizes.row_bytes().map(|bytes| vec![0.0_f32; bytes / 2]);
@@ -121,7 +121,7 @@ impl Numbers {
         rows.flat_map(|row| row[2 * sizes.keys()..].to_vec()).collect()
     }
 
-    /// The same by the formula.
+    /// Returns the outputs by the formula.
     fn expected(&self) -> Vec<f64> {
         let sizes = self.sizes;
         let (channels, keys, width) = (sizes.channels(), sizes.keys(), sizes.value_dim);

@@ -1,47 +1,45 @@
-//! The sizes of experts, and the rule that chooses them.
+//! The sizes of experts, and the rule by which they are chosen.
 
 use crate::packing::{Unfit, unfit};
 
-/// The sizes of a decoder's experts, and the rule that chooses them.
+/// The sizes of a decoder's experts, and the rule by which they are chosen.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExpertSizes {
-    /// The number of experts of a layer.
+    /// The number of experts per layer.
     pub count: usize,
-    /// The number of experts of a token.
+    /// The number of experts per token.
     pub per_token: usize,
-    /// Elements between the two products of an expert.
+    /// Elements of the inner state of an expert.
     pub intermediate: usize,
-    /// Elements between the two products of the shared expert, which all tokens use; 0: there is
-    /// none.
+    /// Elements of the inner state of the shared expert, which all tokens use; 0 if there is none.
     pub shared: usize,
-    /// Elements of the states that experts read and write, between two products that all tokens
-    /// share. 0: experts read and write the layer's states (Nemotron 3, 2025).
+    /// Elements of the latent states that experts read and write, between two projections that all
+    /// tokens share (Nemotron 3, 2025). 0 if experts read and write states of the hidden size.
     pub latent: usize,
-    /// True if scores are the sigmoids of logits (DeepSeek-V3, 2024). False for the softmax over
-    /// all experts (Shazeer et al. 2017).
+    /// True if scores are the sigmoids of logits (DeepSeek-V3, 2024); false if they are the softmax
+    /// over all experts (Shazeer et al. 2017).
     pub sigmoid: bool,
-    /// True if a bias is added to scores for the choice.
+    /// True if a bias is added to scores for the choice of experts.
     pub corrected: bool,
-    /// True if routers compute in 32 bits, whatever the model's type.
+    /// True if routers compute in 32 bits regardless of the model's type.
     pub in_float32: bool,
     /// True if the shared expert's output is multiplied by a gate.
     pub shared_gate: bool,
-    /// True if the router and the products of experts have biases.
+    /// True if the router and the experts' projections have biases.
     pub biases: bool,
-    /// The number of groups of experts with neighbouring ids; 1: experts are not grouped.
+    /// The number of groups of experts with consecutive ids; 1 if experts are not grouped.
     pub groups: usize,
-    /// The number of best groups. Experts of other groups are not chosen.
+    /// The number of best groups from which experts are chosen.
     pub kept_groups: usize,
-    /// The number of best scores that are summed for a group's score.
+    /// The number of a group's best scores whose sum is the group's score.
     pub best_of_group: usize,
-    /// True if a token's weights are divided by their sum.
+    /// True if the weights of a token's experts are divided by their sum.
     pub normalise: bool,
     /// The factor of the weights, applied last.
     pub scaling: f32,
-    /// True if an expert's inputs are multiplied by its weight, and not its outputs (Llama 4,
-    /// 2025).
+    /// True if a weight multiplies the expert's inputs instead of its outputs (Llama 4, 2025).
     pub weighs_inputs: bool,
-    /// True if the shared expert is a dense part with its own norms beside the other experts
+    /// True if the shared expert is a dense network with its own norms beside the other experts
     /// ([`crate::BesideWeights`]).
     pub beside: bool,
 }
@@ -61,8 +59,7 @@ impl ExpertSizes {
         Ok(())
     }
 
-    /// Elements of the states that experts read and write, if the model's own states have this
-    /// many.
+    /// Elements of the states that experts read and write, for a model with this hidden size.
     pub(crate) fn states(&self, hidden: usize) -> usize {
         if self.latent > 0 { self.latent } else { hidden }
     }

@@ -3,16 +3,16 @@
 use super::AttentionSizes;
 use crate::packing::{Unfit, unfit};
 
-/// The least number of heads that attend together, if there are as many. They share the values that
-/// are computed from a block of rows.
+/// The smallest number of heads in a group that attends together, unless the model has fewer heads.
+/// The heads of a group share the values that are computed from a block of rows.
 const HEADS: usize = 32;
 
-/// The sizes of latent attention (DeepSeek-V2, 2024), besides the common sizes. The keys and values
-/// of all heads are products of one short row per position. Here queries are mapped to the latent
-/// part of the rows instead. Attention then has one key head.
+/// The sizes of latent attention (DeepSeek-V2, 2024), in addition to the common sizes. The keys and
+/// values of all heads are projections of one short row per position. Here queries are mapped to
+/// the latent part of the rows instead, so attention has a single key head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LatentSizes {
-    /// Elements of the low rank of queries; `None`: queries have one product.
+    /// Elements of the low rank of queries. `None` if queries have a single projection.
     pub query_rank: Option<usize>,
     /// Elements of the latent part of a row.
     pub rank: usize,
@@ -20,13 +20,14 @@ pub struct LatentSizes {
     pub nope_dim: usize,
     /// Elements of a value head.
     pub value_dim: usize,
-    /// True if the rotated pairs are neighbours; false if they are half of the part apart.
+    /// True if the two elements of a rotated pair are adjacent; false if they are half of the
+    /// rotated part apart.
     pub interleaved: bool,
 }
 
 impl AttentionSizes {
-    /// Outputs of the first product of latent attention, and inputs of its last one; `None`: heads
-    /// have keys and values of their own.
+    /// The outputs of the first projection of latent attention, and the inputs of its last one.
+    /// `None` if heads have their own keys and values.
     pub(crate) fn latent_widths(&self) -> Option<(usize, usize)> {
         let LatentSizes { query_rank, value_dim, .. } = self.latent?;
         let first = query_rank.unwrap_or_else(|| self.latent_queries());
@@ -39,19 +40,20 @@ impl AttentionSizes {
         self.heads * self.latent.map_or(0, of_head)
     }
 
-    /// The largest input of the heads' products for one position; 0: there are none.
+    /// Elements of the largest input of the per-head products for one position, over all heads; 0
+    /// if attention is not latent.
     pub(crate) fn latent_inputs(&self) -> usize {
         self.heads * self.latent.map_or(0, |latent| latent.rank.max(latent.nope_dim))
     }
 
-    /// Elements of attention's result for one position, from which the inputs of the last product
-    /// are computed.
+    /// Elements of the attention's result for one position. The inputs of the last projection are
+    /// computed from them.
     pub(crate) fn attended(&self) -> usize {
         let of_head = |latent: LatentSizes| latent.rank.max(latent.value_dim);
         self.heads * self.latent.map_or(self.head_dim, of_head)
     }
 
-    /// The number of key heads that attention's units distinguish. Heads of latent attention share
+    /// The number of key heads that units of attention distinguish. Heads of latent attention share
     /// one key head, but are split into groups so that threads can share a position.
     pub(crate) fn key_heads(&self) -> usize {
         if self.latent.is_none() {

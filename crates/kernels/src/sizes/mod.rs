@@ -1,4 +1,4 @@
-//! The sizes of a decoder, and the kinds of its parts.
+//! The sizes of a decoder, and the variants of its components.
 
 mod experts;
 mod latent;
@@ -15,7 +15,7 @@ pub use self::latent::LatentSizes;
 pub use self::recurrence::{RecurrenceSizes, StateGate};
 pub use crate::matmul::GateKind;
 
-/// A kind of attention that some layers have.
+/// The sizes of a kind of attention. Several layers may have the same kind.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AttentionSizes {
     /// The number of query heads.
@@ -24,42 +24,45 @@ pub struct AttentionSizes {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// The number of first elements of a head that are rotated; 0: none.
+    /// The number of leading elements of a head that are rotated; 0 if none are.
     pub rotary_dim: usize,
-    /// The index of its angles in [`crate::Weights::angles`]; `None`: no rotation.
+    /// The index of the rotation angles in [`crate::Weights::angles`]; `None` if nothing is
+    /// rotated.
     pub angles: Option<usize>,
-    /// The number of positions that a query sees, its own included; `None`: all earlier ones.
+    /// The number of positions that a query sees, including its own; `None` if it sees all earlier
+    /// ones.
     pub window: Option<usize>,
-    /// True if its layers keep their pages in the window part. Then there is a window.
+    /// True if the pages of the layers of this kind are in the window part. Then `window` must be
+    /// set.
     pub in_window_part: bool,
-    /// The chunk length, if a query sees only positions of its own chunk; `None`: there are no
+    /// The chunk length if a query sees only positions of its own chunk; `None` if there are no
     /// chunks.
     pub chunk: Option<usize>,
-    /// True if the norms of queries and keys span all heads of a position.
+    /// True if a norm of queries or keys spans all heads of a position.
     pub norm_rows: bool,
-    /// The factor of scores.
+    /// The factor of attention scores.
     pub scale: f32,
-    /// The bound that scores approach; `None`: no bound.
+    /// The bound that scores approach; `None` if there is none.
     pub cap: Option<f32>,
     /// True if the output is multiplied by the sigmoid of a gate.
     pub gate: bool,
-    /// True if the values are the same product as the keys.
+    /// True if keys and values have the same projection.
     pub keys_are_values: bool,
     /// True if each head of values is normalised, without weights.
     pub value_norm: bool,
     /// True if queries are multiplied by [`crate::Weights::query_scales`].
     pub scaled_queries: bool,
-    /// True if a query also sees the positions after it, with a window that reaches equally far on
-    /// both sides. Rows are then whole prompts, and pages keep nothing from step to step.
+    /// True if a query also sees the positions after it; a window then reaches equally far on both
+    /// sides. Rows are then whole prompts, and pages are not kept from step to step.
     pub both_ways: bool,
-    /// The sizes of latent attention; `None`: heads have their own keys and values. With latent
-    /// attention, pages have one row per position for all heads. A row has `head_dim` elements: the
-    /// latent part, and then the shared, rotated part of the keys.
+    /// The sizes of latent attention; `None` if heads have their own keys and values. With latent
+    /// attention, pages have one row of `head_dim` elements per position for all heads: the latent
+    /// part, and then the shared part of the keys, which is rotated.
     pub latent: Option<LatentSizes>,
 }
 
-/// Inputs of each layer beside the residual stream (Gemma 3n, 2025): rows that the token's id
-/// selects, and a product with its input.
+/// Inputs of each layer in addition to the residual stream (Gemma 3n, 2025): an embedding row of
+/// the token, plus a projection of the token's input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerInputSizes {
     /// The number of tokens that have rows.
@@ -68,23 +71,23 @@ pub struct LayerInputSizes {
     pub size: usize,
 }
 
-/// Factors of states and logits.
+/// The factors of states and logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Factors {
     /// The factor of the embedding's rows.
     pub embeddings: f32,
     /// The factor of inputs that the caller provides in place of embeddings.
     pub inputs: f32,
-    /// The factor of a part's output before it is added.
+    /// The factor of the output of attention or of a feed-forward network before it is added.
     pub residuals: f32,
     /// The factor of logits.
     pub logits: f32,
-    /// The bound that logits then approach; `None`: there is none.
+    /// The bound that logits approach after scaling; `None` if there is none.
     pub logit_cap: Option<f32>,
 }
 
 impl Factors {
-    /// No factor and no cap.
+    /// All factors are 1, and there is no bound.
     pub const NONE: Self =
         Self { embeddings: 1.0, inputs: 1.0, residuals: 1.0, logits: 1.0, logit_cap: None };
 }
@@ -94,48 +97,47 @@ impl Factors {
 pub struct Sizes {
     /// The type of weights and activations, and of pages without codes.
     pub dtype: Dtype,
-    /// True if pages have 8-bit codes of keys and values.
+    /// True if pages hold keys and values as 8-bit codes.
     pub kv_codes: bool,
     /// Elements of the residual stream.
     pub hidden: usize,
     /// The kinds of attention.
     pub attentions: Vec<AttentionSizes>,
-    /// The function between the products of feed-forward parts.
+    /// The activation of feed-forward networks.
     pub gate: GateKind,
-    /// True if the activation is of gates, whose result multiplies the values. False: it is of all
-    /// outputs of the first product.
+    /// True if the activation applies to gates, whose result multiplies the up projection. False if
+    /// it applies to all outputs of the first projection.
     pub gated: bool,
     /// Factors of states and logits.
     pub factors: Factors,
     /// True if norms subtract the mean.
     pub mean_norms: bool,
-    /// True if norms are in float32 instead of the model's type.
+    /// True if the weights of norms are in float32 instead of the model's type.
     pub wide_norms: bool,
-    /// Elements between the two products of the widest dense feed-forward part; 0: no layer has
-    /// one.
+    /// Elements of the inner state of the widest dense feed-forward network; 0 if no layer has one.
     pub intermediate: usize,
-    /// The sizes of layers' own inputs; `None`: layers have none.
+    /// The sizes of layers' own inputs; `None` if layers have none.
     pub layer_inputs: Option<LayerInputSizes>,
-    /// The sizes of the experts; `None`: no layer has any.
+    /// The sizes of the experts; `None` if no layer has experts.
     pub experts: Option<ExpertSizes>,
     /// The number of tokens in the vocabulary.
     pub vocabulary: usize,
     /// The largest number of positions of a request.
     pub positions: usize,
-    /// Positions of a page.
+    /// The number of positions per page.
     pub page_size: usize,
-    /// The number of pages, of the main part if there is a window part too.
+    /// The number of pages; if there is a window part, of the main part.
     pub page_count: usize,
-    /// The number of pages of the window part; 0: all layers share one pool. After them comes the
-    /// *null page*, for positions that no query sees. It is never written.
+    /// The number of pages of the window part; 0 if all layers share one pool. The *null page*
+    /// follows them: it is for positions that no query sees, and is never written.
     pub window_page_count: usize,
     /// The epsilon of the norms.
     pub eps: f32,
 }
 
 impl Sizes {
-    /// Bytes of the keys and of the values of a layer with this kind of attention, on all pages.
-    /// Latent rows are stored as keys, and there are no values.
+    /// Bytes of the keys and of the values of a layer with this kind of attention, over all pages.
+    /// Latent rows are stored as keys, and have no values.
     #[must_use]
     pub fn pool_bytes(&self, attention: usize) -> [usize; 2] {
         let AttentionSizes { kv_heads, head_dim, in_window_part, latent, .. } =
@@ -149,9 +151,10 @@ impl Sizes {
         [bytes, if latent.is_some() { 0 } else { bytes }]
     }
 
-    /// A layer's widths in [`crate::AdapterSizes::new`]. `attention`: its kind; `None`: adapters
-    /// change neither its mixing of positions nor latent attention. The layer has its own keys or
-    /// reads those of another layer. Its dense part has `inner` elements between the products.
+    /// Returns a layer's output sizes for [`crate::AdapterSizes::new`]. `attention` is its kind of
+    /// attention. `None`, and latent attention, mean that adapters change only the dense network.
+    /// If not `own_keys`, the layer reads the keys of another layer. `inner` is the inner size of
+    /// its dense network.
     #[must_use]
     pub fn adapted_widths(
         &self,
@@ -168,18 +171,18 @@ impl Sizes {
         [queries, keys, values, gates, inner]
     }
 
-    /// Outputs of the first product of a feed-forward part with this many elements between its
-    /// products. With gates they are interleaved.
+    /// The number of outputs of the first projection of a feed-forward network with this inner
+    /// size. With gates, the projection interleaves gates and values.
     pub(crate) fn fed(&self, inner: usize) -> usize {
         if self.gated { 2 * inner } else { inner }
     }
 
-    /// True if any query sees positions behind it.
+    /// True if any query sees positions after its own.
     pub(crate) fn both_ways(&self) -> bool {
         self.attentions.iter().any(|attention| attention.both_ways)
     }
 
-    /// The numbers of a norm, in the model's type `E` or in float32.
+    /// Converts the weights of a norm from the model's type `E`, or from float32.
     pub(crate) fn read_norm<E: Element>(&self, norm: &[u8]) -> Vec<f32> {
         if self.wide_norms { widened::<f32>(norm) } else { widened::<E>(norm) }
     }
@@ -232,8 +235,8 @@ impl AttentionSizes {
         (self.heads * self.head_dim, self.kv_heads * self.head_dim)
     }
 
-    /// Elements of the queries of one position, and of its keys and values in the product. The
-    /// layer has its own keys, or none.
+    /// Outputs per position of the projection of queries, keys and values. If not `own_keys`, keys
+    /// and values have no outputs.
     pub(crate) fn products(&self, own_keys: bool) -> (usize, [usize; 2]) {
         let (queries, keys) = self.elements();
         match (own_keys, self.keys_are_values) {

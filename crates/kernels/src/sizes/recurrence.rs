@@ -1,56 +1,57 @@
 //! The sizes of a recurrence.
 
-/// The place of the gate of a recurrence's output.
+/// The order of gate and norm at the output of a recurrence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StateGate {
-    /// There is a gate and no norm.
+    /// A gate without a norm.
     Alone,
-    /// Behind the norm.
+    /// The gate follows the norm.
     BehindNorm,
-    /// In front of the norm.
+    /// The gate precedes the norm.
     BeforeNorm,
 }
 
 /// The sizes of a recurrence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RecurrenceSizes {
-    /// The number of heads of the state; 0: there is only a convolution between two gates.
+    /// The number of heads of the state; 0 if there is only a convolution between two gates.
     pub heads: usize,
     /// The number of heads of keys and queries.
     pub key_heads: usize,
     /// Elements of a key head.
     pub key_dim: usize,
-    /// Elements of a value head; without heads, of the convolution.
+    /// Elements of a value head; without heads, the channels of the convolution.
     pub value_dim: usize,
-    /// True if heads that share a key head are as far apart as there are key heads; false: they are
-    /// neighbours.
+    /// True if head `h` uses key head `h` modulo the number of key heads; false if heads that share
+    /// a key head are adjacent.
     pub tiled: bool,
-    /// True if each element of a head's keys has its own decay; false: each head has one (Kimi
-    /// Linear, 2025).
+    /// True if each element of a head's keys has its own decay (Kimi Linear, 2025); false if each
+    /// head has a single decay.
     pub channel_decay: bool,
-    /// True if the state's old value for a key is subtracted first.
+    /// True if the state's old value for a key is subtracted first (delta rule).
     pub delta: bool,
-    /// Taps of the convolution.
+    /// The number of taps of the convolution.
     pub taps: usize,
-    /// The place of the output's gate.
+    /// The order of gate and norm at the output.
     pub gate: StateGate,
-    /// True if the gate is a sigmoid; false: it is `x * sigmoid(x)`.
+    /// True if the gate is `sigmoid(x)`; false if it is `x * sigmoid(x)`.
     pub sigmoid_gate: bool,
-    /// The low rank of the gates and of the decays; 0: the first product computes both directly.
+    /// The low rank of the gates and of the decays; 0 if the input projection computes both
+    /// directly.
     pub low_rank: usize,
     /// The number of elements that are normalised together.
     pub norm_size: usize,
 }
 
 impl RecurrenceSizes {
-    /// Bytes of one row of the states' tables: last inputs of the convolution, and heads' states.
+    /// Bytes of one row of both state tables: last inputs of the convolution, and states of heads.
     #[must_use]
     pub fn row_bytes(&self) -> [usize; 2] {
         let inputs = (self.taps - 1) * self.channels();
         [inputs, self.heads * self.key_dim * self.value_dim].map(|count| count * size_of::<f32>())
     }
 
-    /// Outputs of the first product, and inputs of the second.
+    /// The outputs of the input projection, and the inputs of the output projection.
     #[must_use]
     pub fn widths(&self) -> (usize, usize) {
         (self.projected(), self.values())
@@ -64,7 +65,7 @@ impl RecurrenceSizes {
         self.heads.max(1) * self.value_dim
     }
 
-    /// The key head of a head.
+    /// The key head that a head uses.
     pub(crate) fn key_of(&self, head: usize) -> usize {
         match self.tiled {
             true => head % self.key_heads,
@@ -82,13 +83,13 @@ impl RecurrenceSizes {
         self.heads * if self.channel_decay { self.key_dim } else { 1 }
     }
 
-    /// The first of the gates among the outputs of the first product.
+    /// The index of the first gate among the outputs of the input projection.
     pub(crate) fn gates(&self) -> usize {
         if self.heads == 0 { 0 } else { self.channels() }
     }
 
-    /// The first of the strengths among the outputs of the first product. Gates and decays, or
-    /// their low ranks, are in front of them.
+    /// The index of the first strength among the outputs of the input projection. Strengths follow
+    /// the gates and decays, or their low ranks.
     pub(crate) fn strengths(&self) -> usize {
         self.channels()
             + match self.low_rank {

@@ -1,4 +1,4 @@
-//! The adapters' parts of products.
+//! Adds the low-rank terms of adapters to products.
 
 use crate::adapters::{Adapted, LowRank, Product};
 use crate::element::Element;
@@ -9,11 +9,11 @@ use crate::team::Member;
 use crate::tile::{Ahead, HALF, Kernel, MAX_ROWS, NR, Tile, tile_height};
 use crate::vector::Vector;
 
-/// Panels of `B` that one piece of work multiplies with.
+/// The number of panels of `B` per unit of work.
 const PANELS: usize = 8;
 
 /// Results to which adapters add: their address, the elements from one row to the next, and the
-/// factor of the added part.
+/// factor of the added term.
 #[derive(Clone, Copy)]
 pub(super) struct Results {
     pub(super) first: *mut f32,
@@ -21,16 +21,16 @@ pub(super) struct Results {
     pub(super) scale: f32,
 }
 
-/// Some rows of a group.
+/// Rows of a group that form a tile.
 #[derive(Clone, Copy)]
 struct Tokens<'a> {
     tokens: &'a [usize],
-    /// The first row of `A x`.
+    /// The index of the first row in the buffer of `A x`.
     first: usize,
 }
 
 impl Tokens<'_> {
-    /// True if they lie one behind the other.
+    /// True if the rows are contiguous.
     #[inline(always)]
     fn are_neighbours(&self) -> bool {
         match self.tokens {
@@ -41,7 +41,7 @@ impl Tokens<'_> {
 }
 
 impl LowRank {
-    /// Pieces of a tile's second product.
+    /// The number of units of work in a tile's product with `B`.
     #[inline(always)]
     fn pieces(&self) -> usize {
         let mut pieces = 0;
@@ -53,11 +53,12 @@ impl LowRank {
 }
 
 impl<E: Element> Step<'_, E> {
-    /// Adds the adapters' part of a product of rows to its results. The caller must pass a barrier
-    /// before it reads the results.
+    /// Adds the adapters' terms to the results of a product. The caller must pass a barrier before
+    /// it reads the results.
     ///
     /// # Safety
-    /// As of [`Self::multiply`], which has written the results, though no barrier has passed yet.
+    /// The conditions of [`Self::multiply`] hold. That function must have been called for these
+    /// results; no barrier is needed in between.
     #[inline(always)]
     pub(super) unsafe fn adapt<K: Kernel<E>>(
         &self,
@@ -70,7 +71,8 @@ impl<E: Element> Step<'_, E> {
         if adapted.groups(at, rows.count == self.tokens.len()).is_none() {
             return;
         }
-        // SAFETY: the contract. One member takes each piece, and a barrier lies in between.
+        // SAFETY: the caller upholds the contract. One member takes each unit of work, and a
+        // barrier separates the two products.
         unsafe {
             self.reduce::<K>(adapted, at, rows, member);
             member.meet();
@@ -78,7 +80,8 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The memory for gates and values before the activation, if adapters change any of these rows.
+    /// The buffer of gates and values before the activation, if an adapter changes any of these
+    /// rows.
     #[inline(always)]
     pub(super) fn adapted_gates(&self, layer: usize, rows: Rows<E>) -> Option<*mut f32> {
         let adapted = self.adapted.as_ref()?;
@@ -86,7 +89,7 @@ impl<E: Element> Step<'_, E> {
         adapted.groups((layer, Product::GateUp), whole).map(|_| adapted.gates())
     }
 
-    /// The first product: `A x`, rounded to elements.
+    /// Computes the product `A x`, rounded to elements.
     #[inline(always)]
     unsafe fn reduce<K: Kernel<E>>(
         &self,
@@ -121,8 +124,8 @@ impl<E: Element> Step<'_, E> {
                     let tokens = tile_of::<E, K>(&group.tokens, group.first, left / panels);
                     let panel = left % panels;
                     let LowRank { rank, inputs, .. } = *matrices;
-                    // SAFETY: rows of the product, this member's room, a panel of `A`, and result
-                    // rows that no other piece writes.
+                    // SAFETY: reads stay inside the product's rows and a panel of `A`. The room
+                    // belongs to this member, and no other unit of work writes these results.
                     unsafe {
                         let from = rows.first;
                         let numbers = gather::<E, K>(adapted, (from, inputs), tokens, member);
@@ -146,7 +149,7 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The second product, added to the results.
+    /// Computes the product of `B` with `A x`, and adds it to the results.
     #[inline(always)]
     unsafe fn expand<K: Kernel<E>>(
         &self,
@@ -178,7 +181,7 @@ impl<E: Element> Step<'_, E> {
                         continue;
                     }
                     let tokens = tile_of::<E, K>(&group.tokens, group.first, left / pieces);
-                    // SAFETY: results that no other piece writes, of a part that exists.
+                    // SAFETY: no other unit of work writes these results, and the unit exists.
                     unsafe {
                         let piece = left % pieces;
                         self.expand_piece::<K>(
@@ -195,7 +198,7 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Some panels of one module's second product, for the rows of a tile.
+    /// Computes some panels of one module's product with `B`, for the rows of a tile.
     #[inline(always)]
     unsafe fn expand_piece<K: Kernel<E>>(
         &self,
@@ -213,7 +216,7 @@ impl<E: Element> Step<'_, E> {
                 left -= own;
                 continue;
             }
-            // SAFETY: the contract.
+            // SAFETY: the caller upholds the contract.
             unsafe {
                 let (rows, numbers) = adapted.room(member.index);
                 for row in 0..count {
@@ -258,7 +261,7 @@ impl<E: Element> Step<'_, E> {
         let stride = if self.has_gates { 2 * inner } else { inner };
         for block in member.share(count * blocks) {
             let (row, first) = (block / blocks, block % blocks * HALF);
-            // SAFETY: inside the rows, or in padding after them that is not used.
+            // SAFETY: reads stay inside the rows, or inside the unused padding after them.
             unsafe {
                 let from = rows.add(row * stride + first);
                 let (x, to) = (K::Vector::load(from), self.gated.add(row * inner + first));
@@ -272,7 +275,8 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The output of a first product: with its activation applied, or without it.
+    /// Returns where the first projection of a feed-forward network writes: to `before`, without
+    /// applying the activation, or otherwise to the buffer of activated values.
     #[inline(always)]
     pub(super) fn gates_to(&self, before: Option<*mut f32>) -> Out<E> {
         match (before, self.has_gates) {
@@ -299,10 +303,10 @@ fn tile_of<E: Element, K: Kernel<E>>(tokens: &[usize], first: usize, tile: usize
     Tokens { tokens: &tokens[begin..end], first: first + begin }
 }
 
-/// Copies rows to the place where tiles read them.
+/// Arranges a tile's rows for the kernel.
 ///
 /// # Safety
-/// There are such rows with so many inputs, and room for a tile.
+/// The rows exist and have `inputs` elements, and there is room for a tile.
 #[inline(always)]
 unsafe fn gather<E: Element, K: Kernel<E>>(
     adapted: &Adapted<'_, E>,
@@ -310,7 +314,7 @@ unsafe fn gather<E: Element, K: Kernel<E>>(
     tokens: Tokens<'_>,
     member: &Member<'_>,
 ) -> *const K::Number {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let (rows, numbers) = adapted.room(member.index);
         let numbers = numbers.cast::<K::Number>();

@@ -1,4 +1,4 @@
-//! The attention of a step.
+//! Computes the attention of a step.
 
 use super::{Attends, Step, Token};
 use crate::attention::{self, Scratch, Unit};
@@ -11,7 +11,7 @@ use crate::tile::Kernel;
 use crate::vector::Vector;
 
 impl Attends<'_> {
-    /// The angles' cosines and sines at a position.
+    /// The cosines and sines of a position's angles.
     #[inline(always)]
     pub(super) fn angles(&self, position: usize) -> (&[f32], &[f32]) {
         let at = position * self.half;
@@ -23,7 +23,7 @@ impl<E: Element> Step<'_, E> {
     /// Writes a token's key and value to their page.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; the token and its head are this member's.
+    /// The conditions of [`Step::compute`] hold; only this member may take the token and the head.
     #[inline(always)]
     pub(super) unsafe fn keep<K: Kernel<E>>(
         &self,
@@ -35,7 +35,7 @@ impl<E: Element> Step<'_, E> {
         let &Shape { heads, kv_heads, head_dim: dim, .. } = shape;
         let Token { position, entries, .. } = self.tokens[token];
         let entry = entries[attends.part];
-        // SAFETY: this member's token and head; no other member writes the entry.
+        // SAFETY: the token and the head belong to this member; no other member writes the entry.
         unsafe {
             let heads_of = self.qkv.add(token * layer.projected);
             let keys = std::slice::from_raw_parts(heads_of.add(heads * dim), kv_heads * dim);
@@ -59,7 +59,7 @@ impl<E: Element> Step<'_, E> {
                 layer.pool.keep_codes::<K::Vector>(shape, (entry, kv_head), key, value);
                 return;
             }
-            // The place of the queries: it has room for more than two heads.
+            // Borrows the buffer of the queries, which has room for more than two heads.
             let (narrow_key, rest) = scratch.queries.split_at_mut(dim);
             math::narrow::<E, K>(key, narrow_key);
             math::narrow::<E, K>(value, &mut rest[..dim]);
@@ -67,7 +67,7 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The norm of one head, of queries or keys, out of the norms of all heads of its token.
+    /// The norm of one head of queries or keys; `all` are all heads of its token.
     #[inline(always)]
     fn head_norm<'w, V: Vector>(
         &self,
@@ -84,10 +84,10 @@ impl<E: Element> Step<'_, E> {
         Some(HeadNorm { weight: &weight[head * dim..][..dim], factor })
     }
 
-    /// This member's share of the attention of a layer.
+    /// Computes this member's share of the attention of a layer.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; the layer's first product is done.
+    /// The conditions of [`Step::compute`] hold; the layer's first projection is done.
     #[inline(always)]
     pub(super) unsafe fn attend<K: Kernel<E>>(
         &self,
@@ -95,7 +95,7 @@ impl<E: Element> Step<'_, E> {
         shared: attention::Shared<'_>,
         (queue, member): (&Queue, &Member<'_>),
     ) {
-        // SAFETY: the member's own.
+        // SAFETY: the scratch belongs to this member.
         let scratch = unsafe { &mut *self.scratch.add(member.index) };
         loop {
             let mine = queue.take(shared.units.len(), member.members);
@@ -104,11 +104,11 @@ impl<E: Element> Step<'_, E> {
             }
             for index in mine {
                 let (unit, then) = (&shared.units[index], shared.units.get(index + 1));
-                // SAFETY: one member takes a unit, and no other writes its results; its pages were
-                // checked.
+                // SAFETY: only one member takes a unit, and no other member writes the unit's
+                // results. The unit's pages were checked.
                 unsafe {
                     if let Some(latent) = &layer.latent {
-                        // Rows were kept before.
+                        // The latent rows were written to their pages before.
                         self.bring_queries::<K>((layer, latent, attends), unit, scratch);
                     } else {
                         if self.decodes && unit.sees_itself() && !layer.reads_others {
@@ -128,7 +128,8 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Copies a unit's queries into the scratch, normalised if the model does that, and rotated.
+    /// Copies a unit's queries into the scratch, normalised if the model has such a norm, and
+    /// rotated.
     #[inline(always)]
     unsafe fn turn_queries<K: Kernel<E>>(
         &self,
@@ -145,7 +146,8 @@ impl<E: Element> Step<'_, E> {
         let weight = layer.qk_norm.as_ref().map(|(norm, _)| norm.as_slice());
         for index in 0..unit.queries.tokens {
             let token = unit.queries.token + index;
-            // SAFETY: the unit's queries, which other units of the same queries only read.
+            // SAFETY: the projection is done. During attention no unit writes its results: each
+            // unit copies its queries into its own scratch.
             unsafe {
                 let position = self.tokens[token].position;
                 let angles = attends.angles(position);

@@ -1,4 +1,4 @@
-//! The part of a step that experts have.
+//! Computes the experts of a step.
 
 use std::mem::MaybeUninit;
 
@@ -19,20 +19,20 @@ use crate::vector::{LANES, Vector};
 /// The source of the rows of a product of experts.
 #[derive(Clone, Copy)]
 enum Origin<E> {
-    /// From the rows of their tokens.
+    /// Rows of tokens, to be gathered.
     Tokens(*const E),
-    /// They lie in order.
+    /// Rows that are already sorted by expert.
     Rows(*const E),
 }
 
 impl<E: Element> Step<'_, E> {
-    /// Adds the outputs of each token's experts to the stream; `normed` is the normalised stream.
-    /// Beside a dense part, it is normalised for the router, and the sum of the experts is kept for
-    /// [`Self::join`]. Latent states are replaced by the sum of their experts' outputs. Returns
-    /// after a barrier.
+    /// Adds the outputs of each token's experts to the residual stream; `normed` is the normalised
+    /// stream. If the experts run beside a dense network, `normed` is normalised for the router,
+    /// and the sums of the experts' outputs are stored for [`Self::join`]. With latent states, the
+    /// sums replace the states. Returns after a barrier.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; `queues` are of this layer's experts.
+    /// The conditions of [`Step::compute`] hold; `queues` are those of this layer's experts.
     #[inline(always)]
     pub(super) unsafe fn experts<K: Kernel<E>, D: Dots>(
         &self,
@@ -44,11 +44,11 @@ impl<E: Element> Step<'_, E> {
         let (count, per_token) = (mixture.sizes.count, mixture.sizes.per_token);
         let few = stream.count <= FEW;
         if !few {
-            // Each member has normalised some of the tokens.
+            // Each member has normalised only its share of the tokens.
             member.meet();
         }
-        // SAFETY: between barriers, members write only their share or their pieces of a queue;
-        // `own` belongs to this member.
+        // SAFETY: between barriers, members write only their share, or work that they took from a
+        // queue; `own` belongs to this member.
         unsafe {
             self.score::<K>(mixture, normed, member);
             member.meet();
@@ -59,8 +59,8 @@ impl<E: Element> Step<'_, E> {
                 first = buffers.latents.cast_const();
             }
             let own = &mut *buffers.own.add(member.index);
-            // For few tokens every member chooses the experts itself, which is faster than a
-            // barrier.
+            // For few tokens, every member chooses the experts of all tokens itself, which is
+            // faster than a barrier.
             let at = if few { member.index * FEW * per_token } else { 0 };
             let (ids, weights) = (buffers.ids.add(at), buffers.weights.add(at));
             for token in if few { 0..stream.count } else { member.share(stream.count) } {
@@ -95,7 +95,7 @@ impl<E: Element> Step<'_, E> {
                 (&mixture.gate_up, Origin::Tokens(first), self.gates_to(None)),
                 (&mixture.down, Origin::Rows(gated.cast_const()), Out::Store(terms)),
             ];
-            // One loop, so that products are compiled once.
+            // A single loop, so that the code of the products is compiled only once.
             for (queue, (stack, from, out)) in queues.iter().zip(steps) {
                 self.prepare_rows::<K>(stack, from, own, member);
                 member.meet();
@@ -116,13 +116,15 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Replaces a row of the dense part's output by the sum of both parts, each normalised.
+    /// Replaces a row of the dense network's output by the sum of both outputs (dense and experts),
+    /// each normalised.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; the row of both is this member's.
+    /// The conditions of [`Step::compute`] hold; only this member may take this row of the two
+    /// outputs.
     #[inline(always)]
     pub(super) unsafe fn join<V: Vector>(&self, beside: &Beside, row: usize, part: &mut [f32]) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         let sum = unsafe {
             let sum = self.experts.sums.add(row * self.hidden).cast_const();
             std::slice::from_raw_parts(sum, self.hidden)
@@ -134,11 +136,12 @@ impl<E: Element> Step<'_, E> {
         math::add_rms_norm::<V>(part, sum, &beside.behind, (self.eps, 1.0));
     }
 
-    /// Multiplies the shared expert's inner rows `[rows, inner]` with its gate, if it has one.
+    /// Multiplies the shared expert's inner rows `[rows, inner]` by its gate, if it has one.
     /// Returns after a barrier.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; no other member writes these rows now.
+    /// The conditions of [`Step::compute`] hold; no other member may write these rows at the same
+    /// time.
     #[inline(always)]
     pub(super) unsafe fn gate_shared<V: Vector>(
         &self,
@@ -150,7 +153,8 @@ impl<E: Element> Step<'_, E> {
             return;
         }
         for row in member.share(normed.count) {
-            // SAFETY: a row of the normalised stream, and this member's row of the inner ones.
+            // SAFETY: the first row is in the normalised stream. The row of inner states belongs to
+            // this member.
             unsafe {
                 let x = normed.first.add(row * self.hidden);
                 let gate = mixture.shared_gate.as_ptr();
@@ -163,14 +167,15 @@ impl<E: Element> Step<'_, E> {
         member.meet();
     }
 
-    /// The logits of this member's share of all pairs of tokens and experts.
+    /// Computes the router logits of this member's share of all pairs of tokens and experts.
     #[inline(always)]
     unsafe fn score<K: Kernel<E>>(&self, mixture: &Mixture, normed: Rows<E>, member: &Member<'_>) {
         let (hidden, count) = (self.hidden, mixture.sizes.count);
         let router = mixture.router.as_ptr();
         for pair in member.share(normed.count * count) {
             let (token, expert) = (pair / count, pair % count);
-            // SAFETY: a row of the normalised stream, an expert's row of the router, and its logit.
+            // SAFETY: the rows are in the normalised stream and in the router. No other member
+            // writes the pair's logit.
             unsafe {
                 let x = normed.first.add(token * hidden);
                 let logit = if mixture.sizes.in_float32 {
@@ -187,7 +192,7 @@ impl<E: Element> Step<'_, E> {
     }
 
     /// Prepares this member's share of all rows for the product: as codes if the stack is
-    /// quantised, otherwise as numbers in the tiles' order.
+    /// quantised, otherwise in the tiles' order.
     #[inline(always)]
     unsafe fn prepare_rows<K: Kernel<E>>(
         &self,
@@ -198,7 +203,7 @@ impl<E: Element> Step<'_, E> {
     ) {
         let inputs = stack.inputs;
         let Own { sorted, gathered, row_weights, .. } = own;
-        // SAFETY: rows of this member's share; no member reads the prepared rows yet.
+        // SAFETY: the rows are in this member's share; no member reads the prepared rows yet.
         unsafe {
             if let Some(format) = stack.format {
                 let shared = format.shared(inputs);
@@ -236,7 +241,7 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// This member's share of the products of all experts that have any row.
+    /// Computes this member's share of the products of all experts that have rows.
     #[inline(always)]
     unsafe fn multiply_stack<K: Kernel<E>, D: Dots>(
         &self,
@@ -268,7 +273,7 @@ impl<E: Element> Step<'_, E> {
                 let Active { expert, first, count, begin, .. } = sorted.active[place];
                 let which = ((piece - begin) / panels, (piece - begin) % panels);
                 let matrix = stack.of::<E>(expert);
-                // SAFETY: the rows of this expert, and their results.
+                // SAFETY: accesses stay inside the rows of this expert and their results.
                 unsafe {
                     let out = match out {
                         Out::Gate(to, activation) => {
@@ -294,8 +299,8 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Adds the outputs of a token's experts to its row of the stream, one by one in the order of
-    /// their ids. Beside a dense part, or with latent states, it writes the row of sums instead.
+    /// Adds the outputs of a token's experts to its row of the residual stream, in the order of the
+    /// experts' ids. Beside a dense network, or with latent states, writes the row of sums instead.
     #[inline(always)]
     unsafe fn add_terms<V: Vector>(
         &self,
@@ -305,11 +310,12 @@ impl<E: Element> Step<'_, E> {
     ) {
         let hidden = mixture.down.outputs;
         let apart = mixture.beside.is_some() || mixture.latent.is_some();
-        // Where inputs were weighed, outputs are not.
+        // If weights multiplied the experts' inputs, they do not multiply the outputs.
         let weigh = !mixture.sizes.weighs_inputs;
         let rows = &sorted.rows[token * per_token..][..per_token];
         let whole = hidden / LANES * LANES;
-        // SAFETY: this member's row of the stream; no member writes the rows of terms now.
+        // SAFETY: the row of the stream belongs to this member; no member writes the rows of terms
+        // at the same time.
         unsafe {
             let weights = std::slice::from_raw_parts(weights.add(token * per_token), per_token);
             let x = if apart { self.experts.sums } else { stream.x }.add(token * hidden);
@@ -337,13 +343,13 @@ impl<E: Element> Step<'_, E> {
     }
 }
 
-/// Copies a token's row, times a weight if there is one.
+/// Copies a token's row; if there is a weight, multiplies the row by it.
 ///
 /// # Safety
 /// The row has as many elements as `to`.
 #[inline(always)]
 unsafe fn gather<E: Element>(from: *const E, weight: Option<&f32>, to: &mut [E]) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     let from = unsafe { std::slice::from_raw_parts(from, to.len()) };
     match weight {
         None => to.copy_from_slice(from),
@@ -355,16 +361,16 @@ unsafe fn gather<E: Element>(from: *const E, weight: Option<&f32>, to: &mut [E])
     }
 }
 
-/// The product of two rows of `k` elements, added up in an order that is the same for all.
+/// Returns the dot product of two rows of `k` elements, summed in a fixed order.
 ///
 /// # Safety
 /// Both rows have `k` elements.
 #[inline(always)]
 unsafe fn product<A: Element, B: Element, V: Vector>(a: *const A, b: *const B, k: usize) -> f32 {
-    // Four alternating sums: a single one would wait for its own last addition.
+    // Four alternating sums, since each addition to a single sum would wait for the previous one.
     let mut sums = [V::splat(0.0); 4];
     let whole = k / LANES * LANES;
-    // SAFETY: whole vectors, and single elements, of both.
+    // SAFETY: reads stay inside the `k` elements of both rows.
     unsafe {
         for (index, at) in (0..whole).step_by(LANES).enumerate() {
             let a: V = widened(a.add(at));

@@ -1,4 +1,4 @@
-//! Layers' own inputs beside the residual stream (Gemma 3n, 2025; Gemma 4, 2026).
+//! Computes layers' own inputs beside the residual stream (Gemma 3n, 2025; Gemma 4, 2026).
 
 use super::{Step, Stream};
 use crate::element::Element;
@@ -9,11 +9,11 @@ use crate::tile::{HALF, Kernel};
 use crate::vector::Vector;
 
 impl<E: Element> Step<'_, E> {
-    /// Computes the inputs of all layers in place, from the products with the tokens' inputs.
+    /// Computes the inputs of all layers in place, from the projections of the tokens' inputs.
     /// Returns after a barrier.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; the products are done.
+    /// The conditions of [`Step::compute`] hold; the projections are done.
     #[inline(always)]
     pub(super) unsafe fn finish_inputs<V: Vector>(
         &self,
@@ -23,7 +23,7 @@ impl<E: Element> Step<'_, E> {
     ) {
         let width = self.layers.len() * of.size;
         for token in member.share(stream.count) {
-            // SAFETY: this member's tokens.
+            // SAFETY: the token's inputs belong to this member.
             let inputs =
                 unsafe { std::slice::from_raw_parts_mut(self.inputs.add(token * width), width) };
             of.finish::<E, V>(self.tokens[token].id, self.eps, inputs);
@@ -31,11 +31,11 @@ impl<E: Element> Step<'_, E> {
         member.meet();
     }
 
-    /// Gates a layer's own inputs `[rows, size]`. The gates are where the queries were. Returns
-    /// after a barrier.
+    /// Multiplies a layer's own inputs `[rows, size]` by the activated gates, which are in the
+    /// buffer of the queries. Returns after a barrier.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; the gates are done.
+    /// The conditions of [`Step::compute`] hold; the gates are done.
     #[inline(always)]
     pub(super) unsafe fn gate_input<K: Kernel<E>>(
         &self,
@@ -45,8 +45,8 @@ impl<E: Element> Step<'_, E> {
     ) {
         for row in member.share(stream.count) {
             let token = self.token_of(stream, row);
-            // SAFETY: this member's rows. Vectors read beyond the end, but those lanes are not
-            // used.
+            // SAFETY: the rows belong to this member. Vector loads may read padding after the rows,
+            // but those lanes are not used.
             unsafe {
                 let gates = self.qkv.add(row * size);
                 let inputs = self.inputs.add((token * self.layers.len() + layer) * size);

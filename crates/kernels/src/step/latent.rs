@@ -1,4 +1,4 @@
-//! The latent attention of a step, see [`crate::latent`].
+//! Computes the latent attention of a step, see [`crate::latent`].
 
 use std::mem::MaybeUninit;
 
@@ -13,12 +13,12 @@ use crate::team::{FEW, Member, Queue};
 use crate::tile::{Kernel, MAX_BLOCK_ROWS, MAX_ROWS, NR, Outputs, tile_height};
 
 impl<E: Element> Step<'_, E> {
-    /// The normalised low ranks of all tokens' queries. For few rows, each member computes its own
-    /// copy; for more, its share, as in [`Step::normalise`]. They are the first outputs of the
-    /// layer's first product, of which there are `stride`.
+    /// Normalises the low ranks of all tokens' queries. For few rows, each member computes its own
+    /// copy; for more, its share, as in [`Step::normalise`]. The low ranks are the leading outputs
+    /// of the layer's first projection, which has `stride` outputs.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; the layer's first product is done.
+    /// The conditions of [`Step::compute`] hold; the layer's first projection is done.
     #[inline(always)]
     pub(super) unsafe fn normalise_low<K: Kernel<E>>(
         &self,
@@ -27,8 +27,8 @@ impl<E: Element> Step<'_, E> {
     ) -> Rows<E> {
         let (rank, count) = (norm.len(), self.tokens.len());
         let own = if count <= FEW { member.index * FEW * rank } else { 0 };
-        // SAFETY: this member's own copy of the low ranks, or its share; no member writes the
-        // outputs now.
+        // SAFETY: the low ranks are this member's copy or share; no member writes the outputs at
+        // the same time.
         unsafe {
             let to = self.latent.low.add(own);
             let rows = Rows { first: to.cast_const(), count };
@@ -41,11 +41,11 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Writes the rows of this member's share of the tokens to their pages. They are the last
-    /// outputs of the layer's first product. Other members may read them after a barrier.
+    /// Writes the latent rows of this member's share of the tokens to their pages. They are the
+    /// last outputs of the layer's first projection. Other members may read them after a barrier.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; the layer's first product is done.
+    /// The conditions of [`Step::compute`] hold; the layer's first projection is done.
     #[inline(always)]
     pub(super) unsafe fn keep_rows<K: Kernel<E>>(
         &self,
@@ -54,7 +54,7 @@ impl<E: Element> Step<'_, E> {
     ) {
         let shape = &attends.shape;
         let (dim, rank, stride) = (shape.head_dim, latent.sizes.rank, layer.projected);
-        // SAFETY: this member's tokens; no other member writes their entries.
+        // SAFETY: the tokens belong to this member; no other member writes their entries.
         unsafe {
             let scratch = &mut *self.scratch.add(member.index);
             for token in member.share(self.tokens.len()) {
@@ -74,10 +74,11 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The queries of a head of a token, `[nope_dim + shared]`, as the products computed them.
+    /// The queries of a head of a token, `[nope_dim + shared]`, before they are mapped to the
+    /// latent space.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; the product of queries is done.
+    /// The conditions of [`Step::compute`] hold; the projection of queries is done.
     #[inline(always)]
     unsafe fn queries_of(
         &self,
@@ -89,19 +90,20 @@ impl<E: Element> Step<'_, E> {
             Some(_) => (self.latent.queries, latent.heads * width),
             None => (self.qkv, layer.projected),
         };
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let first = first.add(token * stride + head * width).cast_const();
             std::slice::from_raw_parts(first, width)
         }
     }
 
-    /// The products of each head with its own rows. They map the queries of `count` tokens to the
-    /// latent space. If `brought`, they instead compute values from the attention results of
-    /// `count` rows. Returns after a barrier.
+    /// Computes the per-head products. They map the queries of `count` tokens to the latent space.
+    /// If `brought`, they instead compute values from the attention results of `count` rows.
+    /// Returns after a barrier.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; the product of queries is done, or the attention.
+    /// The conditions of [`Step::compute`] hold; the projection of queries is done, or with
+    /// `brought` the attention.
     #[inline(always)]
     pub(super) unsafe fn multiply_heads<K: Kernel<E>>(
         &self,
@@ -114,8 +116,8 @@ impl<E: Element> Step<'_, E> {
         let height = tile_height(count, K::ROWS);
         let tiles = count.div_ceil(height.max(1));
         let numbers = self.arranged.cast::<K::Number>();
-        // SAFETY: this member's own room and its share of rows; a barrier passes before they are
-        // read.
+        // SAFETY: the room and the share of rows belong to this member. A barrier passes before the
+        // rows are read.
         unsafe {
             let own = member.index * MAX_ROWS * latent.sizes.rank.max(latent.sizes.nope_dim);
             let gathered = self.latent.gathered.add(own);
@@ -149,7 +151,7 @@ impl<E: Element> Step<'_, E> {
             for piece in mine {
                 let (head, piece) = (piece / of_head, piece % of_head);
                 let which = (piece / panels, piece % panels);
-                // SAFETY: the rows of this head, and their results.
+                // SAFETY: accesses stay inside the rows of this head and their results.
                 unsafe {
                     let numbers = numbers.add(head * count * inputs).cast_const();
                     let rows = Arranged::of::<E, K>(numbers, count);
@@ -164,7 +166,7 @@ impl<E: Element> Step<'_, E> {
     /// Copies a unit's queries into the scratch, mapped to the latent space and rotated.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; [`Self::multiply_heads`] has mapped them.
+    /// The conditions of [`Step::compute`] hold; [`Self::multiply_heads`] has mapped the queries.
     #[inline(always)]
     pub(super) unsafe fn bring_queries<K: Kernel<E>>(
         &self,
@@ -181,7 +183,7 @@ impl<E: Element> Step<'_, E> {
             let angles = attends.angles(position);
             let scale = attends.query_scales.get(position).copied().unwrap_or(1.0);
             for head in 0..group {
-                // SAFETY: the unit's queries, which others only read.
+                // SAFETY: the queries belong to this unit; other members only read them.
                 unsafe {
                     let of = first + head;
                     let brought = self.latent.made.add((of * self.tokens.len() + token) * rank);
@@ -201,11 +203,11 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Puts the values of all heads of a row side by side, as the layer's last product reads them.
-    /// Returns after a barrier.
+    /// Puts the values of all heads of a row side by side, as the layer's last projection reads
+    /// them. Returns after a barrier.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; [`Self::multiply_heads`] has made them.
+    /// The conditions of [`Step::compute`] hold; [`Self::multiply_heads`] has computed the values.
     #[inline(always)]
     pub(super) unsafe fn gather_heads<K: Kernel<E>>(
         &self,
@@ -216,8 +218,8 @@ impl<E: Element> Step<'_, E> {
         let (heads, width) = (latent.heads, latent.sizes.value_dim);
         for row in member.share(stream.count) {
             for head in 0..heads {
-                // SAFETY: a head's values, and this member's row, whose old content was already
-                // arranged.
+                // SAFETY: reads stay inside a head's values. The row belongs to this member, and
+                // its old content was already arranged.
                 unsafe {
                     let from = self.latent.made.add((head * stream.count + row) * width);
                     let from = std::slice::from_raw_parts(from.cast_const(), width);

@@ -1,4 +1,4 @@
-//! The first products of a layer, and the steps after them in a part that mixes positions.
+//! The projections at the start of a layer, and the computation of a mixer of positions after them.
 
 use super::{LATENT_QUEUES, Step, Stream};
 use crate::element::Element;
@@ -9,21 +9,21 @@ use crate::rows_of_layers::RowsOfLayers;
 use crate::team::{Member, Queue};
 use crate::tile::Kernel;
 
-/// A piece of work that begins with a product of the normalised stream.
+/// A computation that begins with a product of the normalised stream.
 #[derive(Clone, Copy)]
 pub(super) enum First<'a> {
-    /// The inputs of all layers.
+    /// The own inputs of all layers.
     OfLayers(&'a RowsOfLayers),
-    /// A part of a layer that mixes positions.
+    /// A mixer of positions of a layer.
     Mixer(MixerPart<'a>),
-    /// The same part's gates, and then its decays, from their low ranks.
+    /// The gates (`number` 0) or the decays (1) of the same mixer, from their low rank.
     Low { part: MixerPart<'a>, recurrence: &'a Recurrence, matrix: &'a Owned, number: usize },
-    /// The same part's queries of latent attention, from their normalised low rank.
+    /// The queries of the same mixer (latent attention), from their normalised low rank.
     Queries { part: MixerPart<'a>, norm: &'a [f32], matrix: &'a Owned },
 }
 
 impl<'a> First<'a> {
-    /// The products of a part, in their order.
+    /// The products of a mixer, in order.
     #[inline]
     pub(super) fn of_part(part: Option<MixerPart<'a>>) -> [Option<Self>; 3] {
         let Some(part) = part else { return [None; 3] };
@@ -47,10 +47,10 @@ impl<'a> First<'a> {
 
 impl<E: Element> Step<'_, E> {
     /// Advances the states of all rows, or writes all keys and values to their pages. Returns after
-    /// a barrier.
+    /// a barrier if other members read these data before the next barrier.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; the part's first product is done.
+    /// The conditions of [`Step::compute`] hold; the mixer's input projection is done.
     #[inline(always)]
     pub(super) unsafe fn keep_positions<K: Kernel<E>>(
         &self,
@@ -58,13 +58,14 @@ impl<E: Element> Step<'_, E> {
         (queues, member): (&[Queue], &Member<'_>),
     ) {
         let attends = &self.attentions[layer.attention];
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             if let Some(recurrence) = part.recurrence {
                 let of = (recurrence, part.input.outputs);
                 self.recur::<K>(of, (&queues[part.queues[2]], member));
             } else if let Some(latent) = part.latent {
-                // These rows are read only after the products of heads, which end with a barrier.
+                // No barrier is needed: these rows are read only after the per-head products, which
+                // end with a barrier.
                 self.keep_rows::<K>((layer, latent, attends), member);
             } else if !self.decodes && !layer.reads_others {
                 let scratch = &mut *self.scratch.add(member.index);
@@ -78,11 +79,11 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Computes the inputs of the second product for the stream's rows: the outputs of states, or
-    /// of attention. Returns after a barrier.
+    /// Computes the inputs of the mixer's output projection for the stream's rows: the outputs of
+    /// states, or of attention. Returns after a barrier.
     ///
     /// # Safety
-    /// As for [`Self::keep_positions`], which is done.
+    /// The conditions of [`Self::keep_positions`] hold, and that function has been called.
     #[inline(always)]
     pub(super) unsafe fn mix_positions<K: Kernel<E>>(
         &self,
@@ -93,14 +94,14 @@ impl<E: Element> Step<'_, E> {
         let attends = &self.attentions[layer.attention];
         let stride = part.input.outputs;
         let whole = stream.count == self.tokens.len();
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             if let Some(recurrence) = part.recurrence {
                 self.gate_states::<K>((recurrence, stride), member, stream);
                 return;
             }
             let units = if whole { attends.units } else { attends.last_units };
-            // One loop, so that products of heads are compiled once.
+            // A single loop, so that the code of the per-head products is compiled only once.
             let mut brought = false;
             loop {
                 if let Some(latent) = part.latent {

@@ -1,4 +1,4 @@
-//! One step of a decoder, as the members of a team compute it together.
+//! One step of a decoder, computed by all members of a team together.
 
 mod adapted;
 mod attend;
@@ -31,68 +31,69 @@ use crate::step::mixers::First;
 use crate::team::{FEW, Member, Queue};
 use crate::tile::Kernel;
 
-/// Queues of a layer: four products, the attention, two products of experts, and two with the
-/// layer's own input. Then two products and the states beside attention, two products around
-/// experts of latent states, and two from low ranks. Latent attention has one product of queries
-/// and two of heads.
+/// The number of queues per layer. First: four projections, the attention, two products of experts,
+/// and two projections with the layer's own input. Then: two projections and the states of the
+/// mixer beside attention, two projections around experts with latent states, and two from low
+/// ranks. Latent attention has one for the projection of queries, and two for per-head products.
 pub(crate) const QUEUES_A_LAYER: usize = 19;
-/// The first of those behind low ranks.
+/// The index of the first queue for products from low ranks.
 const LOW_QUEUES: usize = 14;
-/// The queue of latent attention's queries; those of its heads follow.
+/// The index of the queue for latent attention's queries; those of its per-head products follow.
 const LATENT_QUEUES: usize = 16;
-/// Queues outside of layers: the head, and the product for the layers' own inputs.
+/// The number of queues outside of layers: the head, and the projection for the layers' own inputs.
 pub(crate) const OTHER_QUEUES: usize = 2;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Token<E> {
-    /// Its id in the vocabulary; 0 if the input is not from the embedding.
+    /// The token's id in the vocabulary; 0 if the input is not from the embedding.
     pub(crate) id: usize,
     /// The token's row of the embedding, or the input given in its place.
     pub(crate) input: *const E,
-    /// True if the input is not from the embedding.
+    /// True if the input was given by the caller in place of an embedding row.
     pub(crate) is_given: bool,
     pub(crate) position: usize,
-    /// The place of its keys and values in the main part of pages, and in the window part.
+    /// The entries of its keys and values in the main part of pages, and in the window part.
     pub(crate) entries: [usize; 2],
 }
 
 /// A kind of attention in a step.
 pub(crate) struct Attends<'a> {
     pub(crate) shape: Shape,
-    /// The part of pages: 0 main, 1 window.
+    /// The part of pages: 0 is the main part, 1 the window part.
     pub(crate) part: usize,
-    /// True if the norms of queries and keys span all heads of a position.
+    /// True if a norm of queries or keys spans all heads of a position.
     pub(crate) norm_rows: bool,
-    /// True if the gates of the output follow the values.
+    /// True if the outputs of the first projection also have gates for the attention's output,
+    /// after the values.
     pub(crate) gate: bool,
-    /// True if the values are the same product as the keys.
+    /// True if keys and values have the same projection.
     pub(crate) keys_are_values: bool,
     /// True if each head of values is normalised, without weights.
     pub(crate) value_norm: bool,
-    /// Factors of queries at each position; empty: there are none.
+    /// The factor of queries at each position; empty if there are none.
     pub(crate) query_scales: &'a [f32],
     /// The number of pairs of a head's elements that are rotated.
     pub(crate) half: usize,
-    /// The angles' cosines and sines at each position; empty: nothing is rotated.
+    /// The cosines and sines of the angles at each position; empty if nothing is rotated.
     pub(crate) cos: &'a [f32],
     pub(crate) sin: &'a [f32],
     pub(crate) units: attention::Shared<'a>,
-    /// The units of the last layer, in which only some tokens are needed.
+    /// The units of the last layer, which computes only the sampled tokens.
     pub(crate) last_units: attention::Shared<'a>,
 }
 
-/// Factors of states.
+/// The factors of states.
 #[derive(Clone, Copy)]
 pub(crate) struct Scales {
     /// The factor of the embedding's rows.
     pub(crate) embeddings: f32,
     /// The factor of inputs that the caller provides in place of embeddings.
     pub(crate) inputs: f32,
-    /// The factor of a part's output before it is added.
+    /// The factor of the output of attention or of a feed-forward network before it is added.
     pub(crate) residuals: f32,
 }
 
-/// A step, as the members see it. They share its buffers, and each writes its own part between two
+/// A step as the members share it. Each member writes its own part of the buffers between two
 /// barriers.
 pub(crate) struct Step<'a, E> {
     pub(crate) x: *mut f32,
@@ -100,14 +101,14 @@ pub(crate) struct Step<'a, E> {
     pub(crate) normed: *mut E,
     pub(crate) qkv: *mut f32,
     pub(crate) attended: *mut E,
-    /// The output of a convolution, and then the outputs of a recurrence.
+    /// The outputs of a convolution, and then those of a recurrence.
     pub(crate) mixed: *mut f32,
-    /// Low ranks of gates `[tokens, low_rank]`, and after them those of decays.
+    /// The low ranks of gates `[tokens, low_rank]`, followed by those of decays.
     pub(crate) low_ranks: *mut E,
-    /// What the products behind them give.
+    /// The outputs of the projections from the low ranks.
     pub(crate) low: *mut f32,
     pub(crate) gated: *mut E,
-    /// The output of a part whose output is normalised.
+    /// The output of a component that is followed by a norm.
     pub(crate) part: *mut f32,
     /// Layers' own inputs `[tokens, layers, size]`.
     pub(crate) inputs: *mut f32,
@@ -115,47 +116,48 @@ pub(crate) struct Step<'a, E> {
     pub(crate) latent: crate::latent::Buffers<E>,
     pub(crate) best: *mut Best,
     pub(crate) scratch: *mut Scratch<E>,
-    /// Room for numbers of any kind.
+    /// Activations in the tiles' order, in numbers of the kernel's type.
     pub(crate) arranged: *mut f32,
     pub(crate) codes: CodesRoom,
     pub(crate) logits: *mut f32,
-    /// The memory for the states of the tokens that sample, if they are wanted in place of logits;
-    /// null: they are not.
+    /// Where the states of the sampled tokens are written, if they are wanted in place of logits;
+    /// otherwise null.
     pub(crate) states: *mut f32,
-    /// The memory for the same states after their norm; null: they are not wanted.
+    /// Where the same states are written after their norm, if they are wanted; otherwise null.
     pub(crate) vectors: *mut f32,
     pub(crate) tokens: &'a [Token<E>],
-    /// The rows whose states advance; none without recurrent layers.
+    /// The rows whose states advance; empty without recurrent layers.
     pub(crate) state_rows: &'a [StateRow],
     pub(crate) attentions: Vec<Attends<'a>>,
     pub(crate) queues: &'a [Queue],
-    /// The tokens that sample, ascending.
+    /// The sampled tokens, in ascending order.
     pub(crate) sampled: &'a [usize],
-    /// Rows of `x` for the head; 0: a step computes them first.
+    /// The number of rows of `x` that the head is applied to, without computing layers. 0: the step
+    /// computes the layers first.
     pub(crate) given: usize,
-    /// True if every token is a row of its own, and samples.
+    /// True if every token is a row by itself, and is sampled.
     pub(crate) decodes: bool,
     pub(crate) hidden: usize,
     pub(crate) eps: f32,
     pub(crate) activation: GateKind,
-    /// True if the first product has gates, which multiply its other outputs.
+    /// True if feed-forward networks have gates, which multiply the up projection.
     pub(crate) has_gates: bool,
     pub(crate) scales: Scales,
     pub(crate) logit_scales: LogitScales,
     pub(crate) mean_norms: bool,
     pub(crate) final_norm: &'a [f32],
-    /// The norm of embeddings; empty: there is none.
+    /// The norm of embeddings; empty if there is none.
     pub(crate) embedding_norm: &'a [f32],
-    /// `None`: the step gives vectors, or states.
+    /// `None` if the step returns vectors or states.
     pub(crate) head: Option<Matrix<'a, E>>,
     pub(crate) layers: &'a [Layer<E>],
-    /// Computes the layers' own inputs; `None`: layers have none.
+    /// Computes the layers' own inputs; `None` if layers have none.
     pub(crate) rows_of_layers: Option<&'a RowsOfLayers>,
-    /// The adapters of the step; `None`: there are none.
+    /// The adapters of the step; `None` if there are none.
     pub(crate) adapted: Option<Adapted<'a, E>>,
 }
 
-// SAFETY: one member at a time writes the memory behind the pointers, see `compute`.
+// SAFETY: one member at a time writes the memory that the pointers refer to, see `compute`.
 unsafe impl<E> Sync for Step<'_, E> {}
 
 /// The residual stream `[count, hidden]`.
@@ -165,41 +167,43 @@ pub(crate) struct Stream {
     pub(crate) count: usize,
 }
 
-/// The operations after the last product of a part.
+/// The operations after the last projection of a component.
 #[derive(Clone, Copy)]
 struct Behind<'a> {
-    /// The norm of the output; empty: there is none.
+    /// The norm of the output; empty if there is none.
     norm: &'a [f32],
-    /// The experts whose sum is added to the output of the dense part beside them, before the norm.
+    /// The experts whose sum is added to the output of the dense network beside them, before the
+    /// norm.
     beside: Option<&'a Beside>,
-    /// The factor of the stream after the output is added.
+    /// The factor of the residual stream after the output is added.
     factor: f32,
 }
 
 impl<'a> Behind<'a> {
-    /// A norm alone; no norm if it is empty.
+    /// Creates operations with only this norm, or with none if `norm` is empty.
     fn norm(norm: &'a [f32]) -> Self {
         Self { norm, beside: None, factor: 1.0 }
     }
 }
 
-/// A step and the members that take shares of it.
+/// A step, and a member that computes its share of the step.
 impl<E: Element> Work<E> for (&Step<'_, E>, &Member<'_>) {
     #[inline(always)]
     unsafe fn compute<K: Kernel<E>, D: Dots>(self) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { self.0.compute::<K, D>(self.1) }
     }
 }
 
 impl<E: Element> Step<'_, E> {
-    /// One member's share of the step.
+    /// Computes one member's share of the step.
     ///
     /// # Safety
-    /// Called once by each member of the team; the processor can run `K` and `D`.
+    /// Each member of the team calls it once; the processor supports `K` and `D`.
     #[inline(always)]
     unsafe fn compute<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) {
-        // SAFETY: between barriers, members write only their share or their pieces of a queue.
+        // SAFETY: between barriers, members write only their share, or work that they took from a
+        // queue.
         unsafe {
             let stream = match self.given {
                 0 => self.layers::<K, D>(member),
@@ -231,7 +235,8 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// One member's share of the layers; returns the stream of the tokens that sample.
+    /// Computes one member's share of the layers. Returns the residual stream of the sampled
+    /// tokens.
     #[inline(always)]
     unsafe fn layers<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) -> Stream {
         let count = self.tokens.len();
@@ -243,9 +248,9 @@ impl<E: Element> Step<'_, E> {
                 let queues = &self.queues[index * QUEUES_A_LAYER..][..QUEUES_A_LAYER];
                 let is_last = index + 1 == self.layers.len();
                 let mut normed = Rows { first: self.normed.cast_const(), count };
-                // Before the first layer, the layers' own inputs are computed. This is a loop, so
-                // that products are compiled once. A closure would not be compiled with the
-                // processor's features.
+                // Before the first layer, the layers' own inputs are computed. A loop is used so
+                // that the products are compiled only once. A closure would be compiled
+                // without the target features of this code.
                 let of_layers = self.rows_of_layers.filter(|_| index == 0).map(First::OfLayers);
                 let [own, beside] = layer.mixers().map(First::of_part);
                 let all = [[of_layers, None, None], own, beside];
@@ -313,7 +318,7 @@ impl<E: Element> Step<'_, E> {
                     }
                     self.mix_positions::<K>((layer, part), stream, (queues, member));
                     if layer.parallel {
-                        // Again, since the stream may have become that of the tokens that sample.
+                        // Normalises again, since the stream may now have only the sampled tokens.
                         normed = self.normalise::<K>(member, stream, &layer.input_norm);
                         member.meet();
                     }
@@ -324,7 +329,7 @@ impl<E: Element> Step<'_, E> {
                     self.add_part::<K, D>((queue, member), (at, attended), output, stream);
                 }
                 if is_last && self.sampled.len() < stream.count {
-                    // Nothing of this layer mixes positions.
+                    // The layer has no mixer of positions.
                     stream = self.sampled_rows(member, stream);
                     member.meet();
                 }
@@ -340,13 +345,13 @@ impl<E: Element> Step<'_, E> {
         stream
     }
 
-    /// Copies the rows of the tokens that sample, since the others' results are not needed. Returns
-    /// their stream, which members may read only after a barrier.
+    /// Copies the rows of the sampled tokens, since the results of the other tokens are not needed.
+    /// Returns their stream, which members may read only after a barrier.
     #[inline(always)]
     unsafe fn sampled_rows(&self, member: &Member<'_>, stream: Stream) -> Stream {
         let sampled = Stream { x: self.sampled_x, count: self.sampled.len() };
         for row in member.share(sampled.count) {
-            // SAFETY: as for `compute`; this member's rows.
+            // SAFETY: as for `compute`; the written rows belong to this member.
             unsafe {
                 let from = self.row(stream, self.sampled[row]);
                 self.row(sampled, row).copy_from_slice(from);
@@ -355,7 +360,7 @@ impl<E: Element> Step<'_, E> {
         sampled
     }
 
-    /// Adds a part's output for `normed` to the stream. Returns after a barrier.
+    /// Adds the output of a component for `normed` to the residual stream. Returns after a barrier.
     #[inline(always)]
     unsafe fn feed_part<K: Kernel<E>, D: Dots>(
         &self,
@@ -414,8 +419,9 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Adds a part's last product to the stream, normalised and multiplied as [`Behind`] says.
-    /// `at`: its number for adapters; `None`: they don't change it. Returns after a barrier.
+    /// Adds the result of a component's last projection to the residual stream, normalised and
+    /// scaled as [`Behind`] states. `at`: the product that adapters may change; `None` if they
+    /// cannot. Returns after a barrier.
     #[inline(always)]
     unsafe fn add_part<K: Kernel<E>, D: Dots>(
         &self,
@@ -459,11 +465,11 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Fills the stream with the tokens' inputs.
+    /// Fills the residual stream with the tokens' inputs.
     #[inline(always)]
     unsafe fn embed<K: Kernel<E>>(&self, member: &Member<'_>, stream: Stream) {
         for token in member.share(stream.count) {
-            // SAFETY: a token's input; this member's rows of x.
+            // SAFETY: `input` is a whole row, and the row of `x` belongs to this member.
             unsafe {
                 let Token { input, is_given, .. } = self.tokens[token];
                 let from = std::slice::from_raw_parts(input, self.hidden);
@@ -482,19 +488,19 @@ impl<E: Element> Step<'_, E> {
     }
 
     /// # Safety
-    /// No other member writes this row now, or reads it while this one writes.
+    /// No other member may write this row at the same time, or read it while this member writes it.
     #[inline(always)]
     #[expect(
         clippy::mut_from_ref,
         reason = "members share the buffer and each writes its own rows"
     )]
     unsafe fn row(&self, stream: Stream, row: usize) -> &mut [f32] {
-        // SAFETY: inside x, see above.
+        // SAFETY: the row is inside the stream; the caller upholds the contract.
         unsafe { std::slice::from_raw_parts_mut(stream.x.add(row * self.hidden), self.hidden) }
     }
 
-    /// The normalised stream. For few rows, each member computes its own copy. For more, it
-    /// computes the rows that [`Self::multiply`] will make it prepare.
+    /// Normalises the residual stream. For few rows, each member computes its own copy. For more,
+    /// it computes the rows that [`Self::multiply`] assigns to it.
     #[inline(always)]
     unsafe fn normalise<K: Kernel<E>>(
         &self,
@@ -503,8 +509,8 @@ impl<E: Element> Step<'_, E> {
         weight: &[f32],
     ) -> Rows<E> {
         let own = if stream.count <= FEW { member.index * FEW * self.hidden } else { 0 };
-        // SAFETY: this member's own copy of the normalised rows, or its share; no member writes the
-        // stream now.
+        // SAFETY: the normalised rows are this member's copy or share; no member writes the stream
+        // at the same time.
         unsafe {
             let rows = Rows { first: self.normed.add(own).cast_const(), count: stream.count };
             for row in rows.of_tiles::<K>(self.tiles::<K>(member, rows)) {
@@ -523,17 +529,17 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The tiles that a member prepares: for few rows all of them, for itself; otherwise its share,
-    /// for all members.
+    /// The range of tiles that a member prepares. For few rows it prepares all of them for itself;
+    /// otherwise it prepares its share for all members.
     #[inline(always)]
     fn tiles<K: Kernel<E>>(&self, member: &Member<'_>, rows: Rows<E>) -> Range<usize> {
         let tiles = rows.tiles::<K>();
         if rows.count <= FEW { 0..tiles } else { member.share(tiles) }
     }
 
-    /// A product with a matrix in any form. First the rows are prepared: as codes if the matrix is
-    /// quantised, otherwise as numbers in the tiles' order. If they are few, every member does that
-    /// for itself. Otherwise members share the work and then pass a barrier.
+    /// Computes a product with a matrix in any format. First the rows are prepared: as codes if the
+    /// matrix is quantised, otherwise in the tiles' order. If there are few rows, every member
+    /// prepares all of them for itself. Otherwise members share the work and then pass a barrier.
     #[inline(always)]
     unsafe fn multiply<K: Kernel<E>, D: Dots>(
         &self,
@@ -547,8 +553,8 @@ impl<E: Element> Step<'_, E> {
         let few = rows.count <= FEW;
         let own = if few { member.index * FEW } else { 0 };
         let tiles = self.tiles::<K>(member, rows);
-        // SAFETY: no member writes the rows now. The prepared rows are this member's copy, or its
-        // share. All readers of an earlier product's have passed a barrier.
+        // SAFETY: no member writes the rows at the same time. The prepared rows are this member's
+        // copy, or its share. All readers of an earlier product's rows have passed a barrier.
         unsafe {
             let Some(format) = matrix.format else {
                 let numbers = self.arranged.cast::<K::Number>().add(own * inputs);

@@ -1,4 +1,4 @@
-//! The recurrent layers of a step, and the gates behind attention.
+//! Computes the recurrent layers of a step, and the gates after attention.
 
 use crate::element::Element;
 use crate::math;
@@ -10,11 +10,11 @@ use crate::tile::Kernel;
 use crate::vector::Vector;
 
 impl<E: Element> Step<'_, E> {
-    /// Advances the states of all rows, see [`Advance`]. `stride` are the outputs of the layer's
-    /// first product.
+    /// Advances the states of all rows, see [`Advance`]. `stride` is the number of outputs of the
+    /// layer's first projection.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; the layer's first product is done.
+    /// The conditions of [`Step::compute`] hold; the layer's first projection is done.
     #[inline(always)]
     pub(super) unsafe fn recur<K: Kernel<E>>(
         &self,
@@ -23,7 +23,8 @@ impl<E: Element> Step<'_, E> {
     ) {
         let (projected, mixed, rows) = (self.qkv.cast_const(), self.mixed, self.state_rows);
         let sizes = &recurrence.sizes;
-        // SAFETY: inside what the products gave; the contract.
+        // SAFETY: the caller upholds the contract; all reads are inside the outputs of the
+        // projections.
         unsafe {
             let decays = match &recurrence.low {
                 Some(_) => (self.low_result(recurrence, 1).cast_const(), sizes.decays()),
@@ -35,14 +36,15 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The results of the products from low ranks, for all tokens: 0 gates, 1 decays.
+    /// The results of the projections from low ranks, for all tokens. `number` is 0 for gates, 1
+    /// for decays.
     #[inline(always)]
     pub(super) fn low_result(&self, recurrence: &Recurrence, number: usize) -> *mut f32 {
         let of_gates = self.tokens.len() * recurrence.sizes.values();
         self.low.wrapping_add(number * of_gates)
     }
 
-    /// The inputs of one of those products. See [`Self::low_result`].
+    /// The inputs of one of the projections from low ranks, see [`Self::low_result`].
     #[inline(always)]
     pub(super) fn low_rows(&self, recurrence: &Recurrence, number: usize) -> Rows<E> {
         let count = self.tokens.len();
@@ -50,11 +52,11 @@ impl<E: Element> Step<'_, E> {
         Rows { first: first.cast_const(), count }
     }
 
-    /// Converts the low ranks of all tokens to elements for the products that read them. Returns
+    /// Converts the low ranks of all tokens to elements for the projections that read them. Returns
     /// after a barrier.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; the part's first product is done.
+    /// The conditions of [`Step::compute`] hold; the mixer's input projection is done.
     #[inline(always)]
     pub(super) unsafe fn narrow_low<K: Kernel<E>>(
         &self,
@@ -64,7 +66,7 @@ impl<E: Element> Step<'_, E> {
         let rank = recurrence.sizes.low_rank;
         for pair in member.share(2 * self.tokens.len()) {
             let (token, number) = (pair / 2, pair % 2);
-            // SAFETY: this member's rows.
+            // SAFETY: the rows belong to this member.
             unsafe {
                 let from = self.qkv.add(token * stride + recurrence.sizes.gates() + number * rank);
                 let from = std::slice::from_raw_parts(from.cast_const(), rank);
@@ -75,11 +77,11 @@ impl<E: Element> Step<'_, E> {
         member.meet();
     }
 
-    /// Gates and normalises the outputs of the stream's tokens, as the second product reads them.
-    /// Returns after a barrier.
+    /// Gates and normalises the outputs of the stream's tokens, as the output projection reads
+    /// them. Returns after a barrier.
     ///
     /// # Safety
-    /// As for [`Self::recur`], which is done.
+    /// The conditions of [`Self::recur`] hold, and that function has been called.
     #[inline(always)]
     pub(super) unsafe fn gate_states<K: Kernel<E>>(
         &self,
@@ -91,8 +93,8 @@ impl<E: Element> Step<'_, E> {
         let (count, eps) = (sizes.values(), self.eps);
         for row in member.share(stream.count) {
             let token = self.token_of(stream, row);
-            // SAFETY: this member's row of the attention output, and its token's outputs and gates,
-            // which no other member reads.
+            // SAFETY: the row of the attention output belongs to this member. No other member reads
+            // the token's outputs and gates.
             unsafe {
                 let values = self.mixed.add(token * sizes.channels() + 2 * sizes.keys());
                 let gates = match &recurrence.low {
@@ -110,10 +112,10 @@ impl<E: Element> Step<'_, E> {
     }
 
     /// Multiplies the attention output of the stream's tokens by the sigmoids of their gates, which
-    /// follow queries, keys and values. Returns after a barrier.
+    /// follow queries, keys and values in the projection. Returns after a barrier.
     ///
     /// # Safety
-    /// As for [`Step::compute`]; the attention is done.
+    /// The conditions of [`Step::compute`] hold; the attention is done.
     #[inline(always)]
     pub(super) unsafe fn gate_attended<K: Kernel<E>>(
         &self,
@@ -123,7 +125,8 @@ impl<E: Element> Step<'_, E> {
     ) {
         for row in member.share(stream.count) {
             let token = self.token_of(stream, row);
-            // SAFETY: this member's row of the attention output, and its token's gates.
+            // SAFETY: the row of the attention output, and the token's gates, belong to this
+            // member.
             unsafe {
                 let gates = self.qkv.add(token * stride + stride - queries);
                 let gates = std::slice::from_raw_parts_mut(gates, queries);
@@ -138,7 +141,7 @@ impl<E: Element> Step<'_, E> {
         member.meet();
     }
 
-    /// The token of a row of the stream, which may consist of only the tokens that sample.
+    /// The token of a row of the stream, which may have only the sampled tokens.
     #[inline(always)]
     pub(super) fn token_of(&self, stream: Stream, row: usize) -> usize {
         if stream.count < self.tokens.len() { self.sampled[row] } else { row }

@@ -1,4 +1,5 @@
-//! States for pooled vectors: normalised as for the head, but not rounded to the model's type.
+//! Computes the states for pooling: normalised as for the head, but not rounded to the model's
+//! type.
 
 use super::{Step, Stream};
 use crate::element::Element;
@@ -7,14 +8,15 @@ use crate::team::Member;
 use crate::tile::Kernel;
 
 impl<E: Element> Step<'_, E> {
-    /// One member's share of the vectors.
+    /// Computes one member's share of the vectors.
     ///
     /// # Safety
-    /// As of [`Step::compute`]; `vectors` has room for the stream, which no member writes now.
+    /// The conditions of [`Step::compute`] hold; `vectors` has room for the stream, which no member
+    /// writes at the same time.
     #[inline(always)]
     pub(super) unsafe fn give_vectors<K: Kernel<E>>(&self, member: &Member<'_>, stream: Stream) {
         for row in member.share(stream.count) {
-            // SAFETY: this member's rows of both.
+            // SAFETY: these are this member's rows of both buffers.
             unsafe {
                 let to = self.vectors.add(row * self.hidden);
                 let to = std::slice::from_raw_parts_mut(to, self.hidden);

@@ -1,38 +1,38 @@
-//! The innermost loops: a few rows times packed panels, for each kind of processor.
+//! The innermost loops, which multiply a few rows by packed panels, for each kind of processor.
 
 use crate::element::Element;
 use crate::vector::{LANES, Vector};
 
 /// The number of outputs of a panel, see [`crate::pack`].
 pub(crate) const NR: usize = 2 * LANES;
-/// Outputs of each of the two halves of an interleaved panel.
+/// The number of outputs of each half of an interleaved panel.
 pub(crate) const HALF: usize = LANES;
-/// Results of a tile's row.
+/// The results of one row of a tile.
 pub(crate) type Outputs = [f32; NR];
-/// Results of a tile.
+/// The results of a tile.
 pub(crate) type Tile = [Outputs; MAX_ROWS];
-/// Rows of the largest tile.
+/// The number of rows of the largest tile.
 pub(crate) const MAX_ROWS: usize = 32;
-/// Rows of the largest piece of work.
+/// The number of rows of the largest unit of work.
 pub(crate) const MAX_BLOCK_ROWS: usize = 256;
 
-/// The number of neighbouring positions of keys or values in a group, see [`crate::pages`].
+/// The number of consecutive positions of keys or values in a group, see [`crate::pages`].
 pub(crate) const GROUP: usize = LANES;
-/// Groups of a block of attention.
+/// The number of groups in a block of attention.
 pub(crate) const GROUPS: usize = 4;
-/// Positions of a block of attention.
+/// The number of positions in a block of attention.
 pub(crate) const BLOCK: usize = GROUP * GROUPS;
-/// Scores of some queries for a block.
+/// The scores of some queries for a block.
 pub(crate) type Scores = [[f32; BLOCK]; MAX_ROWS];
 
-/// Rows of each tile but the last, if tiles have at most `most` rows. All have about the same
-/// number, since a last tile of one row would cost as much as a full one.
+/// The number of rows of each tile but the last, if tiles have at most `most` rows. All tiles get
+/// about the same number, since a last tile of one row would cost as much as a full one.
 #[inline(always)]
 pub(crate) fn tile_height(rows: usize, most: usize) -> usize {
     rows.div_ceil(rows.div_ceil(most).max(1))
 }
 
-/// The address that a tile prefetches while it computes; it need not be valid.
+/// The address that a tile prefetches while it computes; it may be invalid.
 #[derive(Clone, Copy)]
 #[cfg_attr(
     not(target_arch = "x86_64"),
@@ -40,50 +40,51 @@ pub(crate) fn tile_height(rows: usize, most: usize) -> usize {
 )]
 pub(crate) enum Ahead<E> {
     Nothing,
-    /// Half as much as a panel has.
+    /// Prefetch half as much data as the tile reads of the panel.
     Half(*const E),
-    /// The tile prefetches as much as a panel has.
+    /// Prefetch as much data as the tile reads of the panel.
     Whole(*const E),
 }
 
-/// A processor's way of computing with elements `E`.
+/// The innermost loops of one kind of processor for elements `E`.
 ///
 /// # Safety
-/// Implementations may use instructions that not every processor has: their methods may be called
-/// only where those were detected.
+/// Implementations may use instructions that not every processor has. Their methods may be called
+/// only where those instructions were detected.
 pub(crate) unsafe trait Kernel<E: Element>: 'static {
-    /// Rows that a tile may have, at most [`MAX_ROWS`].
+    /// The largest number of rows of a tile, at most [`MAX_ROWS`].
     const ROWS: usize;
-    /// Queries that a tile of attention may have, at most [`MAX_ROWS`].
+    /// The largest number of queries of an attention tile, at most [`MAX_ROWS`].
     const QUERIES: usize = Self::ROWS;
-    /// Inner positions that are added up together. Pieces of a product begin at multiples of it.
+    /// The number of inner positions that are added up together. Parts of a product begin at
+    /// multiples of this number.
     const INNER: usize = E::PAIR;
-    /// The approximate number of inner positions that tiles compute one after the other. Their part
-    /// of the panel stays in the first cache.
+    /// The approximate number of inner positions of a chunk, which all tiles of a block compute
+    /// before the next chunk. The chunk's part of the panel stays in the L1 cache.
     const CHUNK: usize = 192;
-    /// Rows that one piece of work computes with a panel, at most [`MAX_BLOCK_ROWS`]. Their
-    /// activations stay in the second cache from panel to panel.
+    /// The number of rows that one unit of work computes with a panel, at most [`MAX_BLOCK_ROWS`].
+    /// The rows' activations stay in the L2 cache from panel to panel.
     const BLOCK_ROWS: usize = 96;
     /// The kernel's vector of floats.
     type Vector: Vector;
-    /// The numbers with which rows are computed: elements, or numbers converted from them once for
-    /// all panels. They are no larger than `f32`.
+    /// The type of the rows' numbers: elements, or a type to which they are converted once for all
+    /// panels. It is no larger than `f32`.
     type Number: Copy;
 
-    /// Puts rows in the order in which [`Self::tile`] reads them: those of some inner positions,
-    /// then those of the next ones. The numbers of inner position `i`, a multiple of
+    /// Arranges rows in the order in which [`Self::tile`] reads them: some inner positions of all
+    /// rows, then the next inner positions. The numbers of inner position `i`, a multiple of
     /// [`Self::INNER`], begin at `i * rows`.
     ///
     /// # Safety
-    /// `a` has `rows` rows of `k` elements, one after the other; `numbers` has room for as many;
-    /// `k` is a multiple of `E::PAIR`; `1 <= rows <= Self::ROWS`.
+    /// `a` has `rows` contiguous rows of `k` elements, and `numbers` has room for as many. `k` is a
+    /// multiple of `E::PAIR`; `1 <= rows <= Self::ROWS`.
     unsafe fn arrange(a: *const E, rows: usize, k: usize, numbers: *mut Self::Number);
 
-    /// `out[r] = a[r] · panel` for `r < rows`, or with `more` adds the product to `out`.
+    /// Sets `out[r] = a[r] · panel` for `r < rows`, or with `more` adds the product to `out`.
     ///
     /// # Safety
     /// `numbers` are `k` positions of `rows` rows, arranged. `panel` is `k` inner positions of a
-    /// packed panel, and `k` is a multiple of `E::PAIR`. Pieces of a product begin at multiples of
+    /// packed panel, and `k` is a multiple of `E::PAIR`. Parts of a product begin at multiples of
     /// [`Self::INNER`]. `out` has `rows` rows, and `1 <= rows <= Self::ROWS`.
     unsafe fn tile(
         numbers: *const Self::Number,
@@ -95,8 +96,8 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         out: *mut Outputs,
     );
 
-    /// `out[r] = queries[r] · keys` for `r < rows`. Prefetches the data at `ahead`: as much as the
-    /// keys, from addresses that need not be valid.
+    /// Sets `out[r] = queries[r] · keys` for `r < rows`. Prefetches as much data as the keys have,
+    /// at the addresses `ahead`, which may be invalid.
     ///
     /// # Safety
     /// `queries` are `dim` positions of `rows` rows, arranged; `keys` are groups of keys; `dim` is
@@ -110,9 +111,9 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         out: &mut Scores,
     );
 
-    /// `out[r * dim ..][.. dim] = out[r * dim ..][.. dim] * decay[r] + weights[r] · values`, for `r
-    /// < rows`. Prefetches the data at `ahead`: as much as the values, from addresses that need not
-    /// be valid.
+    /// Sets `out[r * dim ..][.. dim] = out[r * dim ..][.. dim] * decay[r] + weights[r] · values`
+    /// for `r < rows`. Prefetches as much data as the values have, at the addresses `ahead`, which
+    /// may be invalid.
     ///
     /// # Safety
     /// `weights` has `rows` rows of [`BLOCK`] numbers, and `out` has `rows` rows of `dim`. `values`
@@ -128,26 +129,26 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
         out: *mut f32,
     );
 
-    /// Converts floats to numbers.
+    /// Converts floats to the kernel's numbers.
     ///
     /// # Safety
     /// `to` can be written for [`LANES`] numbers.
     unsafe fn number(values: Self::Vector, to: *mut Self::Number);
 
-    /// `panel[d * pitch + r] = rows[r][d]` for groups of `E::PAIR` elements.
+    /// Sets `panel[d * pitch + r] = rows[r][d]` for groups of `E::PAIR` elements.
     ///
     /// # Safety
     /// Each of `rows` can be read for `k` elements, a multiple of `E::PAIR`; `panel` can be written
-    /// wherever the formula says.
+    /// at all indices of the formula.
     unsafe fn pack_rows(rows: &[*const E; LANES], k: usize, panel: *mut E, pitch: usize);
 
-    /// Rounds to elements.
+    /// Rounds floats to elements and stores them.
     ///
     /// # Safety
     /// `to` can be written for [`LANES`] elements.
     unsafe fn narrow(values: Self::Vector, to: *mut E);
 
-    /// Prefetches the cache line at `address`, which need not be valid, into the second cache.
+    /// Prefetches the cache line at `address`, which may be invalid, into the L2 cache.
     fn prefetch(address: *const E);
 }
 

@@ -1,4 +1,4 @@
-//! Products, attention and vectors of every kind of processor against the formulas.
+//! Compares the products, attention and vectors of every kind of processor with the formulas.
 
 use std::fmt::Debug;
 
@@ -9,7 +9,7 @@ use crate::isa::plain::{Array, Plain};
 use crate::isa::tests::{Check, kernels_and_emulated};
 use crate::pack::{pack, packed_len};
 
-/// Numbers between -0.5 and 0.5.
+/// Random numbers between -0.5 and 0.5.
 pub(crate) fn numbers<E: Element>(count: usize, seed: u32) -> Vec<E> {
     let mut state = seed | 1;
     let mut next = || {
@@ -47,7 +47,8 @@ fn check_tile<E: Element + Debug + PartialEq, K: Kernel<E>>(k: usize, rows: usiz
     for ahead in [Ahead::Nothing, Ahead::Half(panel.as_ptr()), Ahead::Whole(std::ptr::null())] {
         let mut out = [[f32::NAN; NR]; MAX_ROWS];
         let (to, all) = (out.as_mut_ptr(), all.as_ptr());
-        // SAFETY: `rows` rows of k positions, a panel of k; in one piece or in two.
+        // SAFETY: the rows and the panel have k positions, which are computed at once or in two
+        // parts.
         unsafe {
             if first == 0 {
                 K::tile(all, rows, panel.as_ptr(), k, ahead, false, to);
@@ -77,10 +78,11 @@ fn check_tile<E: Element + Debug + PartialEq, K: Kernel<E>>(k: usize, rows: usiz
     }
 }
 
-/// Rows in the tiles' order; nothing is written beyond them.
+/// Arranges rows in the tiles' order, and checks that nothing is written past them.
 pub(crate) fn arranged<E: Element, K: Kernel<E>>(a: &[E], rows: usize, k: usize) -> Vec<K::Number> {
     let mut room = vec![u32::MAX; rows * k + MAX_ROWS];
-    // SAFETY: rows of k elements, and room for numbers, which are no larger.
+    // SAFETY: the rows have k elements, and there is room for as many numbers, which are at most 32
+    // bits each.
     unsafe {
         let to = room.as_mut_ptr().cast::<K::Number>();
         K::arrange(a.as_ptr(), rows, k, to);
@@ -104,7 +106,7 @@ fn check_attention<E: Element, K: Kernel<E>>(
     let scores_of = |queries: &[E], rows: usize| -> Scores {
         let mut scores = [[f32::NAN; BLOCK]; MAX_ROWS];
         let queries = arranged::<E, K>(queries, rows, dim);
-        // SAFETY: queries and groups of the sizes given.
+        // SAFETY: queries and groups have the given sizes.
         unsafe {
             let groups = std::array::from_fn(group);
             K::scores(queries.as_ptr(), rows, &groups, &groups, dim, &mut scores);
@@ -124,13 +126,14 @@ fn check_attention<E: Element, K: Kernel<E>>(
         }
     }
 
-    // Floats that are exact as elements, so that their conversion to numbers changes nothing.
+    // Floats that elements represent exactly, so that their conversion to numbers changes nothing.
     let weights: Vec<E> = numbers(MAX_ROWS * BLOCK, seed ^ 77);
     let mut room = vec![0f32; weights.len()];
     let weights_at = room.as_mut_ptr().cast::<K::Number>();
     for (at, weights) in weights.chunks_exact(LANES).enumerate() {
         let floats: Vec<f32> = weights.iter().map(|weight| weight.to_f32()).collect();
-        // SAFETY: whole vectors, and room for numbers, which are no larger.
+        // SAFETY: `floats` is a whole vector. `room` has an `f32` for each weight, and a number is
+        // no larger than an `f32`.
         unsafe { K::number(K::Vector::load(floats.as_ptr()), weights_at.add(at * LANES)) };
     }
     let values: Vec<E> = numbers(groups * GROUP * padded, seed ^ 99);
@@ -165,10 +168,10 @@ fn check_attention<E: Element, K: Kernel<E>>(
     check_vector::<E, K>(seed);
 }
 
-/// The processor's vector against the plain one.
+/// Compares the processor's vector with the plain one.
 fn check_vector<E: Element, K: Kernel<E>>(seed: u32) {
     let numbers: Vec<f32> = numbers(3 * LANES, seed);
-    // SAFETY: whole vectors.
+    // SAFETY: there are whole vectors at all pointers.
     let both = |at: usize| unsafe {
         let from = numbers.as_ptr().add(at * LANES);
         (K::Vector::load(from), Array::load(from))
@@ -200,7 +203,7 @@ fn check_vector<E: Element, K: Kernel<E>>(seed: u32) {
     for special in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
         let mut lanes = x.to_array();
         lanes[count % LANES] = special;
-        // SAFETY: whole vectors.
+        // SAFETY: there are whole vectors at all pointers.
         let (odd, plain) =
             unsafe { (K::Vector::load(lanes.as_ptr()), Array::load(lanes.as_ptr())) };
         assert!(a.is_finite() && x.is_finite() && !odd.is_finite() && !plain.is_finite());
@@ -210,7 +213,7 @@ fn check_vector<E: Element, K: Kernel<E>>(seed: u32) {
         );
     }
     let mut narrow = [E::default(); LANES];
-    // SAFETY: as many as there are.
+    // SAFETY: `narrow` has room for a vector.
     unsafe { K::narrow(a, narrow.as_mut_ptr()) };
     for (found, &wanted) in narrow.iter().zip(&numbers) {
         assert_eq!(found.to_f32(), E::from_f32(wanted).to_f32());

@@ -7,42 +7,43 @@ use crate::sizes::Sizes;
 /// The experts of a layer.
 #[derive(Clone)]
 pub struct ExpertMatrices {
-    /// The router, `[count, hidden]`, not packed: of the model's type, or float32 if `in_float32`.
+    /// The router, `[count, hidden]`, not packed: elements of the model's type, or float32 if
+    /// `in_float32`.
     pub router: Bytes,
-    /// The bias of scores for the choice, float32 `[count]`.
+    /// The bias that is added to scores for the choice of experts, float32 `[count]`.
     pub correction: Option<Bytes>,
-    /// The products before the experts, `[latent, hidden]`, and after them, `[hidden, latent]`.
-    /// `None`: experts read and write the layer's states.
+    /// The projections before the experts, `[latent, hidden]`, and after them, `[hidden, latent]`.
+    /// `None` if experts read and write states of the hidden size.
     pub latent: Option<[Matrix; 2]>,
-    /// The first product of each expert: gates, then their values, `[2 * intermediate, hidden]`,
-    /// interleaved. In a model without gates `[intermediate, hidden]`, in their order. The experts'
-    /// matrices are packed one after the other. With latent states, `latent` takes the place of
-    /// `hidden`.
+    /// The gate and up projections of each expert, `[2 * intermediate, hidden]`, interleaved. In a
+    /// model without gates, the up projections `[intermediate, hidden]`, not interleaved. The
+    /// packed matrices of all experts are concatenated. With latent states, `latent` takes the
+    /// place of `hidden`.
     pub gate_up: Matrix,
-    /// The second product of each expert, `[hidden, intermediate]`.
+    /// The down projection of each expert, `[hidden, intermediate]`.
     pub down: Matrix,
-    /// The shared expert, which all tokens have.
+    /// The shared expert, which all tokens use.
     pub shared: Option<DenseMatrices>,
     /// The shared expert's gate, `[hidden]` of the model's type.
     pub shared_gate: Option<Bytes>,
-    /// Biases of the model's type.
+    /// The biases of the router and of the experts.
     pub biases: Option<ExpertBiases>,
-    /// The norms and factors of experts beside a dense part; the dense part is `shared`.
+    /// The norms and factors of experts beside a dense network; the dense network is `shared`.
     pub beside: Option<BesideWeights>,
 }
 
-/// The norms and factors of experts beside a dense part (Gemma 4, 2026). The router reads states
-/// that are normalised without weights and multiplied by `router_factors` and by the root of 1 /
-/// hidden. The sum of both parts is normalised with the layer's norm.
+/// The norms and factors of experts beside a dense network (Gemma 4, 2026). The router reads states
+/// that are normalised without weights, and multiplied by `router_factors` and by the square root
+/// of 1 / hidden. The sum of both outputs is normalised with the layer's norm.
 #[derive(Clone)]
 pub struct BesideWeights {
     /// Factors of the router's inputs, `[hidden]` of the model's type.
     pub router_factors: Bytes,
-    /// Factors of experts' weights, applied last, `[count]` of the model's type.
+    /// The factor of each expert's weight, applied last, `[count]` of the model's type.
     pub expert_factors: Bytes,
-    /// The norm in front of the experts, `[hidden]`.
+    /// The norm before the experts, `[hidden]`.
     pub before: Bytes,
-    /// The norm of the dense part's output, `[hidden]`.
+    /// The norm of the dense network's output, `[hidden]`.
     pub behind_dense: Bytes,
     /// The norm of the experts' output, `[hidden]`.
     pub behind: Bytes,
@@ -51,11 +52,11 @@ pub struct BesideWeights {
 /// The biases of the experts of a layer, of the model's type.
 #[derive(Clone)]
 pub struct ExpertBiases {
-    /// Terms of logits, `[count]`.
+    /// The biases of the router's logits, `[count]`.
     pub router: Bytes,
-    /// Of the first product: of gates and then of their values, `[count, 2 * intermediate]`.
+    /// The biases of the gate and up projections, `[count, 2 * intermediate]`.
     pub gate_up: Bytes,
-    /// Of the second product, `[count, hidden]`.
+    /// The biases of the down projection, `[count, hidden]`.
     pub down: Bytes,
 }
 
@@ -267,7 +268,7 @@ mod tests {
             assert!(wrong.is_err());
         }
         assert!(with(20, 20).check(&SIZES).is_err());
-        // Without gates, first products have half of the rows, in their order.
+        // Without gates, first projections have half of the rows, and are not interleaved.
         let ungated = Sizes { gated: false, gate: GateKind::SquaredRelu, ..SIZES };
         assert!(layer().check(&ungated).is_err());
         let with = |outputs: usize| ExpertMatrices {

@@ -7,34 +7,34 @@ use crate::packing::{Dtype, Storage, Unfit, unfit};
 use crate::quantise::stored_len;
 use crate::sizes::{LayerInputSizes, Sizes};
 
-/// What layers' own inputs are made of.
+/// The weights from which layers' own inputs are computed.
 #[derive(Clone)]
 pub struct LayerInputWeights {
-    /// The rows of tokens, `[vocabulary, layers * size]`.
+    /// The embedding rows of tokens, `[vocabulary, layers * size]`.
     pub table: Table,
-    /// The product with a token's input, `[layers * size, hidden]`.
+    /// The projection of a token's input, `[layers * size, hidden]`.
     pub projection: Matrix,
-    /// The norm of each layer's part of that product, `[size]`.
+    /// The norm of each layer's part of the outputs of `projection`, `[size]`.
     pub norm: Bytes,
 }
 
-/// What a layer does with its own input.
+/// The weights with which a layer processes its own input.
 #[derive(Clone)]
 pub struct InputMatrices {
-    /// The gates of the input, `[size, hidden]`.
+    /// The projection of the gates of the input, `[size, hidden]`.
     pub gate: Matrix,
-    /// The product with what was gated, `[hidden, size]`.
+    /// The projection of the gated input, `[hidden, size]`.
     pub output: Matrix,
-    /// The norm of that product, `[hidden]`.
+    /// The norm of the outputs of `output`, `[hidden]`.
     pub norm: Bytes,
 }
 
-/// A table of rows that ids select, in the order of the checkpoint.
+/// An embedding table, in the order of the checkpoint.
 #[derive(Clone)]
 pub struct Table {
-    /// The numbers: those of the model's type, or GGUF's blocks `Q8_0`, `Q4_0` or `Q4_1`.
+    /// The number format: the model's type, or GGUF's blocks `Q8_0`, `Q4_0` or `Q4_1`.
     pub storage: Storage,
-    /// The rows, one after the other.
+    /// The concatenated rows.
     pub rows: Bytes,
 }
 
@@ -62,7 +62,7 @@ impl InputMatrices {
 }
 
 impl Table {
-    /// True if tables can store their numbers in this form.
+    /// True if a table can store its rows in this format.
     #[must_use]
     pub fn takes(storage: Storage) -> bool {
         matches!(storage, Storage::Plain | Storage::Q8_0 | Storage::Q4_0 | Storage::Q4_1)
@@ -76,8 +76,8 @@ impl Table {
         }
     }
 
-    /// Adds `scale` times a row to `to`, which has the length of a row. Plain numbers have the type
-    /// `E`.
+    /// Adds `scale` times a row to `to`, which has the length of a row. Rows that are not quantised
+    /// have elements of type `E`.
     pub(crate) fn add_row<E: Element>(&self, row: usize, scale: f32, to: &mut [f32]) {
         let width = to.len();
         let half = |bytes: &[u8]| half_to_f32(u16::from_le_bytes([bytes[0], bytes[1]]));
@@ -90,7 +90,8 @@ impl Table {
         };
         let Some(format) = self.storage.format() else {
             let bytes = &self.rows[row * width * size_of::<E>()..][..width * size_of::<E>()];
-            // SAFETY: the row's numbers. A room begins at a cache line, so they are aligned.
+            // SAFETY: the slice is the row's elements. A room begins at a cache line, so they are
+            // aligned.
             let row = unsafe { std::slice::from_raw_parts(bytes.as_ptr().cast::<E>(), width) };
             for (to, from) in to.iter_mut().zip(row) {
                 *to += from.to_f32() * scale;
@@ -126,7 +127,7 @@ mod tests {
     #[test]
     fn rows_of_a_table_are_those_of_its_blocks() {
         let codes: Vec<u8> = (0..16).map(|at| at | (15 - at) << 4).collect();
-        // The steps 2 and 0.5, and the least value -3.
+        // The scales 2 and 0.5, and the minimum -3.
         let (step, other, least) = ([0x00, 0x40], [0x00, 0x38], [0x00, 0xc2]);
         let signed: Vec<u8> = (0..32).map(|at| (at * 8 - 128) as u8).collect();
         let with = |heads: [&[u8]; 2], codes: &[u8]| {

@@ -4,27 +4,27 @@ use super::matrix::{Bytes, Matrix, of_size};
 use crate::packing::{Packing, Storage, Unfit, unfit};
 use crate::sizes::{AttentionSizes, Sizes};
 
-/// The weights of latent attention besides its first and its last product.
+/// The weights of latent attention, except for its first and its last projection.
 #[derive(Clone)]
 pub struct LatentWeights {
-    /// The queries' low rank; `None`: queries have one product.
+    /// The low rank of the queries; `None` if queries have a single projection.
     pub query: Option<LowRankQuery>,
     /// The norm of the latent part of rows, `[rank]`.
     pub row_norm: Bytes,
-    /// The products that map queries to the latent space, `[rank, nope_dim]` for each head, packed
-    /// one after the other, in the model's type.
+    /// The projections that map queries to the latent space, `[rank, nope_dim]` per head, packed
+    /// and concatenated, in the model's type.
     pub keys: Matrix,
-    /// The products that compute values from the heads' attention results, `[value_dim, rank]` for
-    /// each head.
+    /// The projections that compute values from the heads' attention results, `[value_dim, rank]`
+    /// per head.
     pub values: Matrix,
 }
 
-/// What makes queries of their low rank.
+/// The weights that compute queries from their low rank.
 #[derive(Clone)]
 pub struct LowRankQuery {
     /// The norm of the low rank, `[query_rank]`.
     pub norm: Bytes,
-    /// The product, `[heads * (nope_dim + shared part), query_rank]`.
+    /// The up projection, `[heads * (nope_dim + shared part), query_rank]`.
     pub product: Matrix,
 }
 

@@ -1,4 +1,4 @@
-//! Packed matrices, and feed-forward parts of two of them.
+//! Packed matrices, and feed-forward networks of two matrices.
 
 use std::sync::Arc;
 
@@ -6,29 +6,29 @@ use crate::memory::Room;
 use crate::packing::{Dtype, Packing, Storage, Unfit, unfit};
 use crate::sizes::Sizes;
 
-/// Memory of weights, which other objects may read too.
+/// Memory with weights, which may have several owners.
 pub type Bytes = Arc<Room>;
 
-/// A matrix in the order of the kernels.
+/// A matrix, packed in the order that the kernels read.
 #[derive(Clone)]
 pub struct Matrix {
-    /// The number format of the matrix's products.
+    /// The number format of the packed matrix.
     pub storage: Storage,
     /// The output of [`Packing::pack`].
     pub packed: Bytes,
 }
 
-/// A feed-forward part for all tokens.
+/// A dense feed-forward network.
 #[derive(Clone)]
 pub struct DenseMatrices {
-    /// Elements between the two products: `intermediate` below.
+    /// Elements of the inner state, called `intermediate` below.
     pub inner: usize,
-    /// Gates and then values, `[2 * intermediate, hidden]`, interleaved. In a model without gates
-    /// `[intermediate, hidden]`, in their order.
+    /// The gate and up projections, `[2 * intermediate, hidden]`, interleaved. In a model without
+    /// gates, the up projection `[intermediate, hidden]`, not interleaved.
     pub gate_up: Matrix,
-    /// The bias of `gate_up`, one for each output.
+    /// The bias of `gate_up`, one value per output.
     pub gate_up_bias: Option<Bytes>,
-    /// The second product, `[hidden, intermediate]`.
+    /// The down projection, `[hidden, intermediate]`.
     pub down: Matrix,
     /// The bias of `down`, `[hidden]`.
     pub down_bias: Option<Bytes>,

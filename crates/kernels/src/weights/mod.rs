@@ -1,4 +1,4 @@
-//! The weights of a decoder in the order of the kernels.
+//! The weights of a decoder, packed in the order that the kernels read.
 
 mod experts;
 mod inputs;
@@ -17,64 +17,65 @@ pub(crate) use self::matrix::of_size;
 pub use self::matrix::{Bytes, DenseMatrices, Matrix};
 pub use self::recurrence::{RecurrenceWeights, StatePart};
 
-/// One layer. Vectors are of the model's type.
+/// The weights of one layer. Vectors are of the model's type.
 #[derive(Clone)]
 pub struct Layer {
-    /// The index of its kind of attention in [`Sizes::attentions`]. Ignored for a layer without
-    /// attention.
+    /// The index of the layer's kind of attention in [`Sizes::attentions`]. Ignored for a layer
+    /// without attention.
     pub attention: usize,
-    /// The recurrence in place of attention; `None`: the layer has attention, or mixes no
-    /// positions. `qkv` then has the rows of queries, keys, values, gates, decays and strengths,
-    /// and `output` has the values as inputs.
+    /// The recurrence in place of attention; `None` if the layer has attention, or no mixer of
+    /// positions. With a recurrence, the outputs of `qkv` are queries, keys, values, gates, decays
+    /// and strengths, and the inputs of `output` are values.
     pub recurrence: Option<RecurrenceWeights>,
-    /// A recurrence beside the attention, whose output is added too; `None`: there is none.
+    /// A recurrence beside the attention, whose output is added too; `None` if there is none.
     pub beside: Option<StatePart>,
-    /// The additional weights of latent attention; `None`: heads have their own keys and values.
-    /// With latent attention, `qkv` has the rows of the queries or their low rank. After them come
-    /// those of a position's row, `[rank + shared part, hidden]`. `output` has the values of heads
-    /// as inputs.
+    /// The additional weights of latent attention; `None` if heads have their own keys and values.
+    /// With latent attention, the outputs of `qkv` are the queries or their low rank, and then the
+    /// latent row of the position, `[rank + shared part, hidden]`. The inputs of `output` are the
+    /// values of heads.
     pub latent: Option<LatentWeights>,
-    /// The earlier layer whose keys and values this one reads; `None`: it has its own.
+    /// The earlier layer whose keys and values this layer reads; `None` if it has its own.
     pub keys_of: Option<usize>,
-    /// True if attention and feed-forward part read the same states, normalised by `input_norm`.
+    /// True if attention and feed-forward network read the same states, normalised by `input_norm`.
     pub parallel: bool,
     /// The norm before the attention, `[hidden]`.
     pub input_norm: Option<Bytes>,
     /// The norm of the attention's output, `[hidden]`.
     pub attended_norm: Option<Bytes>,
-    /// The norm of the feed-forward part's output, `[hidden]`.
+    /// The norm of the feed-forward network's output, `[hidden]`.
     pub fed_norm: Option<Bytes>,
     /// A sink for each query head: a score that takes weight but has no value, `[heads]`.
     pub sinks: Option<Bytes>,
-    /// Queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`, without those that
-    /// the layer lacks, and then the gates, if there are any. `None`: the layer has only a
-    /// feed-forward part.
+    /// The projections of queries, keys and values, `[(heads + 2 * kv_heads) * head_dim, hidden]`.
+    /// Projections that the layer lacks are left out; the projection of gates, if there is one,
+    /// follows. `None` if the layer has only a feed-forward network.
     pub qkv: Option<Matrix>,
-    /// The bias of queries, keys and values, one for each output.
+    /// The bias of `qkv`, one value per output.
     pub qkv_bias: Option<Bytes>,
     /// The norms of query heads and of key heads, `[head_dim]` each, or of all heads of a position.
-    /// The latter is `None` where the layer has no keys of its own.
+    /// The second one is `None` if the layer has no keys of its own.
     pub head_norms: Option<(Bytes, Option<Bytes>)>,
-    /// The attention's output, `[hidden, heads * head_dim]`; `None` where there is no `qkv`.
+    /// The output projection of the attention, `[hidden, heads * head_dim]`; `None` if there is no
+    /// `qkv`.
     pub output: Option<Matrix>,
-    /// The bias of the attention's output, `[hidden]`.
+    /// The bias of `output`, `[hidden]`.
     pub output_bias: Option<Bytes>,
-    /// The norm before the feed-forward part, `[hidden]`.
+    /// The norm before the feed-forward network, `[hidden]`.
     pub post_norm: Option<Bytes>,
-    /// The part after the attention; `None`: there is none.
+    /// The feed-forward network; `None` if there is none.
     pub feed: Option<FeedForward>,
-    /// The part that reads the layer's own input; `None`: the layer has none.
+    /// The weights that process the layer's own input; `None` if the layer has none.
     pub inputs: Option<InputMatrices>,
     /// The factor of the layer's output, `[1]`.
     pub factor: Option<Bytes>,
 }
 
-/// The part of a layer behind the attention.
+/// The feed-forward network of a layer.
 #[derive(Clone)]
 pub enum FeedForward {
-    /// One part for every token.
+    /// One network for all tokens.
     Dense(DenseMatrices),
-    /// Many parts, of which each token has some.
+    /// Many networks (experts), of which each token uses some.
     Experts(ExpertMatrices),
 }
 
@@ -82,19 +83,19 @@ pub enum FeedForward {
 pub struct Weights {
     /// The embedding, `[vocabulary, hidden]`, of the model's type.
     pub embedding: Bytes,
-    /// The norm of embeddings in front of the first layer, `[hidden]`.
+    /// The norm of embeddings before the first layer, `[hidden]`.
     pub embedding_norm: Option<Bytes>,
-    /// The norm behind the last layer, `[hidden]`.
+    /// The norm after the last layer, `[hidden]`.
     pub final_norm: Bytes,
-    /// The output head, `[vocabulary, hidden]`; `None`: the decoder gives vectors only.
+    /// The output head, `[vocabulary, hidden]`; `None` if the decoder returns only vectors.
     pub head: Option<Matrix>,
     /// The layers, in order.
     pub layers: Vec<Layer>,
     /// The cosines and the sines of the angles at each position, `[positions, rotary_dim / 2]`.
     pub angles: Vec<(Vec<f32>, Vec<f32>)>,
-    /// Factors of queries, `[positions]`; empty: there are none.
+    /// The factor of queries at each position, `[positions]`; empty if there are none.
     pub query_scales: Vec<f32>,
-    /// The weights of layers' own inputs; `None`: layers have none.
+    /// The weights of layers' own inputs; `None` if layers have none.
     pub layer_inputs: Option<LayerInputWeights>,
 }
 
@@ -104,12 +105,12 @@ impl Layer {
         self.qkv.is_some() && self.recurrence.is_none()
     }
 
-    /// The recurrence of the layer, in place of attention or beside it.
+    /// The layer's recurrence, whether in place of attention or beside it.
     pub(crate) fn state(&self) -> Option<&RecurrenceWeights> {
         self.recurrence.as_ref().or(self.beside.as_ref().map(|beside| &beside.recurrence))
     }
 
-    /// Outputs of the first product, and inputs of the second; 0: there is none.
+    /// The outputs of the first projection, and the inputs of the last one; 0 if there is none.
     pub(crate) fn widths(&self, sizes: &Sizes) -> (usize, usize) {
         if self.qkv.is_none() {
             return (0, 0);
@@ -202,7 +203,8 @@ impl Layer {
 }
 
 impl Layer {
-    /// Checks that the layer has at least one part, and no weights of parts that it lacks.
+    /// Checks that the layer has a mixer or a feed-forward network, and no weights of components
+    /// that it lacks.
     fn check_parts(&self) -> Result<(), Unfit> {
         let mixes = self.qkv.is_some();
         if mixes != self.output.is_some() {
@@ -276,7 +278,7 @@ impl Weights {
         (0..self.layers.len()).try_for_each(|layer| self.check_pages(sizes, layer))
     }
 
-    /// Checks that the keys and values that a layer reads exist and have its sizes.
+    /// Checks that the keys and values that a layer reads exist and match its sizes.
     fn check_pages(&self, sizes: &Sizes, layer: usize) -> Result<(), Unfit> {
         let Some(source) = self.layers[layer].keys_of else { return Ok(()) };
         let heads = |layer: &Layer| {
@@ -293,8 +295,8 @@ impl Weights {
         }
     }
 
-    /// The layer whose pages hold a layer's keys and values. Where queries see later positions,
-    /// each layer overwrites the pages, so layers of one kind share those of the first.
+    /// The layer whose pages hold a layer's keys and values. If queries see later positions, each
+    /// layer overwrites the pages, so all layers of a kind share the pages of the first one.
     pub(crate) fn pages_of(&self, sizes: &Sizes, layer: usize) -> usize {
         let of = &self.layers[layer];
         let first = |other: &Layer| other.attention == of.attention && other.attends();

@@ -1,11 +1,11 @@
-//! The weights of a recurrent layer.
+//! The weights of a recurrence.
 
 use super::matrix::{Bytes, Matrix, of_size};
 use crate::packing::{Unfit, unfit};
 use crate::sizes::{RecurrenceSizes, Sizes, StateGate};
 
-/// The weights of a recurrence besides its two products. Those that are not float32 are of the
-/// model's type.
+/// The weights of a recurrence, except for its input and output projections. Vectors are of the
+/// model's type unless they are stated to be float32.
 #[derive(Clone)]
 pub struct RecurrenceWeights {
     /// The sizes.
@@ -14,30 +14,30 @@ pub struct RecurrenceWeights {
     pub conv: Bytes,
     /// The biases of the convolution, `[channels]`.
     pub conv_bias: Option<Bytes>,
-    /// Logarithms of decays without the step, float32 `[heads]`.
+    /// `A_log`, float32 `[heads]`: the decay of a step is `exp(-exp(A_log) * step)`.
     pub decay: Option<Bytes>,
-    /// Biases of steps, float32, one for each decay.
+    /// The biases of steps, float32, one for each decay.
     pub step_bias: Option<Bytes>,
-    /// The products that follow the low ranks: of gates, `[values, low_rank]`, and of decays,
-    /// `[decays, low_rank]`. `None`: there are no low ranks.
+    /// The projections from the low ranks: of gates, `[values, low_rank]`, and of decays, `[decays,
+    /// low_rank]`. `None` if there are no low ranks.
     pub low: Option<[Matrix; 2]>,
-    /// Factors of values that are added to the output, float32 `[heads]`.
+    /// The factors of values that are added directly to the output, float32 `[heads]`.
     pub skip: Option<Bytes>,
-    /// The weight of the norm: of one head with the delta rule, otherwise of all heads.
+    /// The weight of the norm: for one head with the delta rule, otherwise for all heads.
     pub norm: Option<Bytes>,
 }
 
-/// A recurrence beside a layer's attention, with its products.
+/// A recurrence beside a layer's attention, with its projections.
 #[derive(Clone)]
 pub struct StatePart {
     /// The recurrence.
     pub recurrence: RecurrenceWeights,
-    /// The rows of queries, keys, values, gates, decays and strengths. It reads the same states as
-    /// the attention.
+    /// The projection of queries, keys, values, gates, decays and strengths. It reads the same
+    /// states as the attention.
     pub input: Matrix,
-    /// The bias of `input`, one for each output.
+    /// The bias of `input`, one value per output.
     pub input_bias: Option<Bytes>,
-    /// The product with the recurrence's values, `[hidden, values]`.
+    /// The projection of the recurrence's values, `[hidden, values]`.
     pub output: Matrix,
     /// The bias of `output`, `[hidden]`.
     pub output_bias: Option<Bytes>,

@@ -1,4 +1,4 @@
-//! An encoder as its callers use it: results are the formula's, and input is checked.
+//! The public interface of an encoder: results match the formula, and input is checked.
 
 use super::*;
 use crate::packing::Unfit;

@@ -1,4 +1,5 @@
-//! An encoder compared with the formula, at every level, with various other prompts in the batch.
+//! Compares an encoder with the formula, at every instruction level and with various other prompts
+//! in the batch.
 
 mod bert;
 
@@ -42,7 +43,7 @@ impl<E: Element> Dense<E> {
     fn new(outputs: usize, inputs: usize, seed: u32) -> Self {
         let weight: Vec<E> = numbers(outputs * inputs, seed);
         let mut packed = vec![E::default(); packed_len(outputs, inputs)];
-        // SAFETY: plain loops.
+        // SAFETY: `Plain` runs on every processor.
         unsafe { pack::<E, Plain>(&weight, outputs, inputs, false, &mut packed) };
         Self { weight, packed, bias: numbers(outputs, !seed), inputs }
     }
@@ -98,7 +99,7 @@ struct Block<E> {
     output_norm: Scales<E>,
 }
 
-/// A model by the formula.
+/// A model computed by the formula, in `f64`.
 struct Naive<E> {
     sizes: BertSizes,
     tables: [Vec<E>; 3],
@@ -247,14 +248,14 @@ fn prompts(lengths: &[usize], seed: u32) -> Vec<Prompt> {
     lengths.iter().enumerate().map(prompt).collect()
 }
 
-/// Computes a batch `[prompts, size]`, or tells why it can't.
+/// Computes a batch `[prompts, size]`, or returns the reason why it can't.
 fn encode<E: Element, K: Kernel<E>>(
     encoder: &mut Encoder<E>,
     prompts: &[Prompt],
     size: usize,
 ) -> Result<Vec<f32>, Refused> {
     let stride = POSITIONS + 3;
-    // The slots lie the other way round.
+    // The slots are in reverse order of the prompts.
     let mut table = vec![-1; prompts.len() * stride];
     let slot: Vec<i64> = (0..prompts.len() as i64).rev().collect();
     for (prompt, &slot) in prompts.iter().zip(&slot) {
@@ -272,7 +273,7 @@ fn encode<E: Element, K: Kernel<E>>(
         tokens: &table,
         token_stride: stride,
     };
-    // SAFETY: the batch is there; the caller detected what `K` needs.
+    // SAFETY: the batch is valid; the caller detected the features of `K`.
     unsafe {
         encoder.encode(&texts, &mut vectors, |threads, pass| {
             threads.compute(|member| pass.compute::<K, Portable>(&member));
@@ -303,7 +304,7 @@ fn check<E: Element, K: Kernel<E>>(model: Model, lengths: &[usize], bound: f64) 
     }
 }
 
-/// An encoder, and lengths of its prompts.
+/// An encoder's model, and the lengths of its prompts.
 struct Batch<'a>(Model, &'a [usize]);
 
 impl Check for Batch<'_> {

@@ -1,4 +1,4 @@
-//! Matrices with their values.
+//! Test matrices with their dequantised values.
 
 use std::sync::Arc;
 
@@ -13,12 +13,12 @@ use crate::quantise::{stored_len, unpacked};
 use crate::tile::tests::numbers;
 use crate::weights::{Bytes, Matrix};
 
-/// The type of models of `E`.
+/// The model type whose elements are `E`.
 pub(super) fn dtype<E: Element>() -> Dtype {
     if E::PAIR == 2 { Dtype::Bfloat16 } else { Dtype::Float32 }
 }
 
-/// One matrix, or that of all experts: packed, and with its values.
+/// One matrix, or the matrices of all experts: packed, and as values.
 pub(super) struct Matrices {
     storage: Storage,
     inputs: usize,
@@ -66,7 +66,7 @@ impl Matrices {
         Matrix { storage: self.storage, packed: self.packed.clone() }
     }
 
-    /// Products of a row with all outputs of one of the matrices.
+    /// Returns the products of a row with all outputs of one of the matrices.
     pub(super) fn of<E: Element>(&self, index: usize, outputs: usize, row: &[E]) -> Vec<f64> {
         let x = meant(self.storage.format(), row);
         let size = outputs * self.inputs;
@@ -75,12 +75,12 @@ impl Matrices {
     }
 }
 
-/// Blocks in a file's format, with small numbers.
+/// Random blocks in a format of GGUF, with small scales.
 fn blocks(format: Format, bytes: usize, seed: u32) -> Vec<u8> {
     let random = numbers::<f32>(bytes, seed);
     let mut stored: Vec<u8> = random.iter().map(|x| (x.to_bits() >> 7) as u8).collect();
     for block in stored.chunks_exact_mut(stored_len(format, 1, SHARED)) {
-        // 2^-7, and of codes of 8 bits 2^-11; least values of -2^-4.
+        // Scales of 2^-7, or 2^-11 with 8-bit values; minima of -2^-4.
         let wide = matches!(format, Format::Q8_0 | Format::Iq4Nl);
         let scale: u16 = if wide { 0x1000 } else { 0x2000 };
         match format {
@@ -94,7 +94,7 @@ fn blocks(format: Format, bytes: usize, seed: u32) -> Vec<u8> {
     stored
 }
 
-/// A row with the values that a matrix of this format multiplies.
+/// A row as a matrix of this format reads it: quantised and dequantised.
 fn meant<E: Element>(format: Option<Format>, row: &[E]) -> Vec<f32> {
     let Some(format) = format else { return row.iter().map(|x| x.to_f32()).collect() };
     let shared = format.shared(row.len());

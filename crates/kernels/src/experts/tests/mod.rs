@@ -1,5 +1,5 @@
-//! Experts compared with the formula, at every level, and a token's bits with any other tokens in
-//! the step.
+//! Compares experts with the formula at every instruction level, and a token's bits with its bits
+//! in steps of other tokens.
 
 mod matrices;
 mod rule;
@@ -47,7 +47,7 @@ const STORAGES: [Storage; 7] = [
     Storage::Iq4Nl,
 ];
 
-/// The activation between the products of a part: of the gates, or without gates of all outputs.
+/// Applies the activation of a feed-forward network: to the gates, or without gates to all outputs.
 fn activated<E: Element>(products: &[f64], kind: GateKind) -> Vec<E> {
     if kind == GateKind::SquaredRelu {
         return products.iter().map(|x| E::from_f32(x.max(0.0).powi(2) as f32)).collect();
@@ -64,11 +64,11 @@ fn activated<E: Element>(products: &[f64], kind: GateKind) -> Vec<E> {
     gates.iter().zip(ups).map(|pair| E::from_f32(gate(pair) as f32)).collect()
 }
 
-/// Two layers with experts around one without; attention adds nothing.
+/// A model of two layers with experts around one without; attention adds nothing.
 struct Tiny<E> {
-    /// With biases, gates are clamped (gpt-oss).
+    /// If there are biases, gates are clamped (gpt-oss).
     sizes: ExpertSizes,
-    /// False: there are no gates, and all layers but the first have only a feed-forward part
+    /// False if there are no gates, and all layers but the first are only a feed-forward network
     /// (Nemotron-H).
     gated: bool,
     embedding: Vec<E>,
@@ -76,16 +76,16 @@ struct Tiny<E> {
     qkv: Matrices,
     router: Vec<E>,
     correction: Vec<f32>,
-    /// The gate of the shared expert. Beside a dense part, factors of the router's inputs, and the
-    /// norm behind that part.
+    /// The gate of the shared expert. Beside a dense network: the factors of the router's inputs,
+    /// and the norm after that network.
     gate: Vec<E>,
-    /// Factors of experts' weights, beside a dense part.
+    /// The factors of the experts' weights, beside a dense network.
     factors: Vec<E>,
     gate_up: Matrices,
     down: Matrices,
-    /// The products around experts of latent states.
+    /// The projections around experts with latent states.
     latent: [Matrices; 2],
-    /// The biases of the router and of both products, large enough to be clamped.
+    /// The biases of the router and of both projections, large enough to be clamped.
     biases: [Vec<E>; 3],
     /// The matrices of the layer without experts, and of the shared expert.
     dense: [Matrices; 4],
@@ -253,8 +253,8 @@ impl<E: Number> Tiny<E> {
         }
     }
 
-    /// The final states of each of `tokens`, computed as one row of a step. `sampled`: only of
-    /// these tokens.
+    /// Returns the final states of `sampled`, indices of `tokens`, which are computed as one row of
+    /// a step.
     fn states(
         &self,
         level: Level,
@@ -289,19 +289,19 @@ impl<E: Number> Tiny<E> {
         };
         let mut states = vec![f32::NAN; sampled.len() * HIDDEN];
         let run = |threads: &Threads, view: &Step<'_, E>| {
-            // SAFETY: once a member; the caller detected the features.
+            // SAFETY: each member calls it once; the caller detected the features.
             threads.compute(|member| unsafe { E::compute(level, (view, &member)) });
         };
-        // Twice: what an earlier step left in the buffers must not matter.
+        // Twice, to check that data left in the buffers by an earlier step does not matter.
         for _ in 0..2 {
-            // SAFETY: a row of the table, and room for all results.
+            // SAFETY: the row is in the table, and there is room for all results.
             let done = unsafe { model.step(&rows, Wanted::States(&mut states), None, run) };
             assert!(done.is_ok());
         }
         states.chunks_exact(HIDDEN).map(<[f32]>::to_vec).collect()
     }
 
-    /// The same by the formula; `None` where a choice is too close to a tie.
+    /// The final states of a token by the formula; `None` if a choice is too close to a tie.
     fn expected(&self, token: i32) -> Option<Vec<f64>> {
         let row = &self.embedding[token as usize * HIDDEN..][..HIDDEN];
         let mut x: Vec<f64> = row.iter().map(|x| f64::from(x.to_f32())).collect();
@@ -445,11 +445,11 @@ fn check<E: Number>(
     }
     assert!(clear > VOCABULARY / 4, "{clear} clear choices");
     assert!((apart / size).sqrt() < bound, "{storage:?} {}", (apart / size).sqrt());
-    // A token gets the same bits with other tokens and without, for any number of members.
+    // A token gets the same bits with and without other tokens, for any number of members.
     for (threads, few) in [(1, 1), (3, 1), (2, 7), (1, 16), (3, 17), (2, 60)] {
         let first = seed as usize % (VOCABULARY - few);
         let part = &tokens[first..first + few];
-        // Only the last tokens: the last layer skips the others after their keys.
+        // Samples only the last tokens: the last layer skips the other tokens after their keys.
         let some: Vec<i64> = (few as i64 / 2..few as i64).collect();
         let again = model.states(level, part, &some, threads);
         for (&at, again) in some.iter().zip(again) {
@@ -465,7 +465,7 @@ fn check_all<E: Number>(level: Level, seed: u32) {
         let bound = if storage == Storage::Plain { exact } else { 2e-2 };
         check::<E>(level, (SOFTMAX, true), storage, seed, bound);
     }
-    // Gates of 7 and their exponentials.
+    // With clamped gates of up to 7, whose exponentials enlarge errors.
     let biased = ExpertSizes { biases: true, ..SOFTMAX };
     check::<E>(level, (biased, true), Storage::Plain, seed, 2.0 * exact);
     check::<E>(level, (biased, true), Storage::Mxfp4, seed, 2e-2);
@@ -482,7 +482,7 @@ fn check_all<E: Number>(level: Level, seed: u32) {
     ] {
         check::<E>(level, (sizes, true), storage, seed, bound);
     }
-    // Squares double errors.
+    // Squares double relative errors.
     let ungated = ROUTINGS[4];
     let wide = ExpertSizes { latent: 96, shared: 0, ..ungated };
     for (sizes, storage, bound) in [

@@ -1,4 +1,4 @@
-//! The choice of a token's experts, and the order of rows that it gives.
+//! Tests the choice of a token's experts, and the resulting order of rows.
 
 use proptest::prelude::*;
 
@@ -8,7 +8,7 @@ use crate::experts::routing::Chooser;
 use crate::sizes::ExpertSizes;
 use crate::tile::tests::numbers;
 
-/// The softmax of three of twelve experts.
+/// Softmax routing with three of twelve experts.
 pub(super) const SOFTMAX: ExpertSizes = ExpertSizes {
     count: 12,
     per_token: 3,
@@ -28,8 +28,8 @@ pub(super) const SOFTMAX: ExpertSizes = ExpertSizes {
     weighs_inputs: false,
     beside: false,
 };
-/// Sigmoids are corrected (DeepSeek-V3), and so is the softmax of a router in 32 bits without
-/// groups (ERNIE 4.5). A shared expert may have a gate (Qwen2-MoE).
+/// Routings with a correction for sigmoids (DeepSeek-V3), and for the softmax of a router in 32
+/// bits without groups (ERNIE 4.5). A shared expert may have a gate (Qwen2-MoE).
 pub(super) const ROUTINGS: [ExpertSizes; 5] = [
     SOFTMAX,
     ExpertSizes { normalise: false, scaling: 4.0, ..SOFTMAX },
@@ -55,7 +55,7 @@ pub(super) const ROUTINGS: [ExpertSizes; 5] = [
     },
 ];
 
-/// The rule, for tokens without ties: ids ascending with their weights.
+/// The reference choice, for tokens without ties: ids in ascending order with their weights.
 pub(super) fn rule(routing: &ExpertSizes, logits: &[f64], correction: &[f32]) -> Vec<(usize, f64)> {
     let scores: Vec<f64> = match routing.sigmoid {
         false => {
@@ -113,7 +113,8 @@ fn a_rule_that_differs_is_noticed() {
         for (other, wanted) in ROUTINGS.iter().enumerate() {
             let of_other = if wanted.corrected { &correction[..] } else { &[] };
             let agrees = same(&chosen(routing, own), &rule(wanted, &wide, of_other));
-            // Groups need not change a choice, but the rest of these rules does.
+            // Groups may leave a choice unchanged; every other difference of these routings changes
+            // it.
             assert!(agrees == (index == other) || (index + other == 2 && agrees));
         }
     }
@@ -132,7 +133,7 @@ proptest! {
             prop_assert!(ids.windows(2).all(|pair| pair[0] < pair[1]) && ids[2] < 12);
             if logits.iter().all(|x| x.is_finite()) {
                 let wide: Vec<f64> = logits.iter().map(|&x| x.into()).collect();
-                // With numbers of another size, different sums are equal.
+                // Group sums in `f64` may tie where those in `f32` do not, or the reverse.
                 if routing.best_of_group == 1 {
                     let wanted = rule(&routing, &wide, &[]);
                     let wanted: Vec<u32> = wanted.iter().map(|it| it.0 as u32).collect();

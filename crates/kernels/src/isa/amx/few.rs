@@ -1,9 +1,9 @@
-//! Attention of few queries with vectors of `f32`, in the order in which tiles add up.
+//! Attention of few queries with `f32` vectors, adding in the same order as tiles.
 //!
-//! A tile of few rows takes as long as a full one to load and to store. Multiply-adds of vectors
-//! give the same bits: even and odd positions are added up by themselves, then both to what was
-//! there before. The exception is denormal numbers, which tiles treat as zero: they are smaller
-//! than the rounding error of the sum.
+//! A tile of few rows takes as long as a full one to load and to store. Vector multiply-adds give
+//! the same bits: even and odd positions are summed separately, then both sums are added to the
+//! earlier sum. The exception is denormal numbers, which tiles treat as zero: they are smaller than
+//! the rounding error of the sum.
 
 use std::arch::x86_64::*;
 
@@ -12,35 +12,35 @@ use crate::isa::avx512::sums::ask;
 use crate::tile::{BLOCK, GROUP, GROUPS};
 use crate::vector::LANES;
 
-/// Up to this number of queries, vectors are faster than tiles.
+/// The largest number of queries for which vectors are faster than tiles.
 pub(super) const MOST: usize = 6;
-/// Up to this number of queries, the sums of four groups, or of four vectors of a head, fit into
-/// registers.
+/// The largest number of queries for which the sums of four groups, or of four vectors of a head,
+/// fit into registers.
 const NARROW: usize = 3;
 
-/// Even and odd elements of [`LANES`] pairs.
+/// Returns the even and the odd elements of [`LANES`] pairs.
 ///
 /// # Safety
-/// The processor has the instructions (here and below); there are as many pairs.
+/// The processor has the instructions (here and below), and `at` can be read for [`LANES`] pairs.
 #[inline(always)]
 unsafe fn halves(at: *const Bf16) -> [__m512; 2] {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { split(_mm512_loadu_si512(at.cast())) }
 }
 
-/// A pair, in every lane: its even element and its odd one.
+/// Broadcasts a pair to all lanes: its even element and its odd one.
 ///
 /// # Safety
-/// There is a pair.
+/// `at` can be read for a pair.
 #[inline(always)]
 unsafe fn splat(at: *const Bf16) -> [__m512; 2] {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { split(_mm512_set1_epi32(at.cast::<i32>().read_unaligned())) }
 }
 
 #[inline(always)]
 unsafe fn split(pairs: __m512i) -> [__m512; 2] {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let odd = _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32.cast_signed()));
         [_mm512_castsi512_ps(_mm512_slli_epi32::<16>(pairs)), _mm512_castsi512_ps(odd)]
@@ -50,11 +50,11 @@ unsafe fn split(pairs: __m512i) -> [__m512; 2] {
 /// Even and odd sums of `M` rows, `C` vectors each.
 type Sums<const M: usize, const C: usize> = [[[__m512; 2]; C]; M];
 
-/// Adds the product of a pair of each row and the pairs of each column. Rows are `pitch` elements
-/// apart.
+/// Adds to `sums` the product of one pair of each row and the pairs of each column. Rows are
+/// `pitch` elements apart.
 ///
 /// # Safety
-/// The pairs exist.
+/// Rows and columns can be read for the pairs.
 #[inline(always)]
 unsafe fn add_pair<const M: usize, const C: usize>(
     rows: *const Bf16,
@@ -62,7 +62,7 @@ unsafe fn add_pair<const M: usize, const C: usize>(
     columns: [*const Bf16; C],
     sums: &mut Sums<M, C>,
 ) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let mut mine = [[_mm512_setzero_ps(); 2]; M];
         for (r, mine) in mine.iter_mut().enumerate() {
@@ -79,7 +79,8 @@ unsafe fn add_pair<const M: usize, const C: usize>(
     }
 }
 
-/// Adds both sums of each row and column to the output, or to zero. Rows are `pitch` floats apart.
+/// Adds both sums of each row and column to the output, or to zero. Output rows are `pitch` floats
+/// apart.
 ///
 /// # Safety
 /// `out` has the rows and columns.
@@ -92,7 +93,7 @@ unsafe fn keep<const M: usize, const C: usize>(
 ) {
     for (r, sums) in sums.iter().enumerate() {
         for (c, [even, odd]) in sums.iter().enumerate() {
-            // SAFETY: the contract.
+            // SAFETY: the caller upholds the contract.
             unsafe {
                 let to = out.add(r * pitch + c * LANES);
                 let before = if more { _mm512_loadu_ps(to) } else { _mm512_setzero_ps() };
@@ -124,7 +125,8 @@ unsafe fn scored<const M: usize, const G: usize>(
     ahead: &[*const Bf16; G],
     out: *mut f32,
 ) {
-    // SAFETY: inside the queries, the keys and the scores, by the contract of `scores`.
+    // SAFETY: accesses stay inside the queries, the keys and the scores, by the contract of
+    // `scores`.
     unsafe {
         for step in 0..steps {
             let at = first + step * width;
@@ -142,11 +144,12 @@ unsafe fn scored<const M: usize, const G: usize>(
     }
 }
 
-/// Scores of `rows` queries, which are arranged as tiles of `width` positions: `steps` tiles from
-/// the position `first` on. The output already has the scores of earlier positions.
+/// Adds the scores of `rows` queries for some inner positions. The queries are arranged in tiles of
+/// `width` positions; `steps` tiles from the position `first` on are used. The output already has
+/// the scores of earlier positions.
 ///
 /// # Safety
-/// As of [`crate::tile::Kernel::scores`], of at most [`MOST`] rows.
+/// See [`crate::tile::Kernel::scores`]; `rows` is at most [`MOST`].
 #[inline(always)]
 pub(super) unsafe fn scores(
     (queries, rows): (*const Bf16, usize),
@@ -155,7 +158,7 @@ pub(super) unsafe fn scores(
     ahead: &[*const Bf16; GROUPS],
     out: *mut f32,
 ) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         if rows <= NARROW {
             return dispatch!(rows, scored::<GROUPS>(queries, positions, keys, ahead, out));
@@ -176,7 +179,8 @@ unsafe fn mixed<const M: usize, const C: usize>(
     (dim, column): (usize, usize),
     out: *mut f32,
 ) {
-    // SAFETY: inside the weights, the values and the output, by the contract of `mix`.
+    // SAFETY: accesses stay inside the weights, the values and the output, by the contract of
+    // `mix`.
     unsafe {
         for (group, (values, ahead)) in values.iter().zip(ahead).enumerate() {
             let mut sums = [[[_mm512_setzero_ps(); 2]; C]; M];
@@ -199,7 +203,7 @@ unsafe fn mixed<const M: usize, const C: usize>(
 /// Adds `rows` rows of weights times the values to the output.
 ///
 /// # Safety
-/// As of [`crate::tile::Kernel::mix`], of at most [`MOST`] rows.
+/// See [`crate::tile::Kernel::mix`]; `rows` is at most [`MOST`].
 #[inline(always)]
 pub(super) unsafe fn mix(
     (weights, rows): (*const Bf16, usize),
@@ -210,7 +214,7 @@ pub(super) unsafe fn mix(
 ) {
     let width = if rows <= NARROW { 4 * LANES } else { 2 * LANES };
     let wide = dim / width * width;
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         for column in (0..wide).step_by(width) {
             if rows <= NARROW {

@@ -1,17 +1,17 @@
-//! The processor's own tiles. Stable Rust has no intrinsics for these instructions, so they are
-//! written in assembly. The compiler does not use tiles itself: their content survives from one asm
-//! block to the next.
+//! The processor's AMX tiles. Stable Rust has no intrinsics for these instructions, so they are
+//! written in assembly. The compiler does not use tiles itself, so their content survives from one
+//! asm block to the next.
 
 use std::arch::asm;
 use std::cell::Cell;
 
 use super::unit::{Shape, Tiles};
 
-/// This processor's tiles.
+/// The tiles of this processor.
 pub(crate) struct Hardware;
 
 thread_local! {
-    /// The shape of the thread's tiles.
+    /// The current shape of the thread's tiles.
     static SHAPE: Cell<Shape> = const { Cell::new(Shape::NONE) };
 }
 
@@ -25,12 +25,12 @@ struct Config {
     rows: [u8; 16],
 }
 
-/// A thread's use of the tiles. An earlier user may have left them with another shape. When it is
-/// dropped, the operating system no longer has to save the tiles.
+/// A thread's use of the tiles. An earlier user may have left them with another shape. Dropping the
+/// `Turn` releases the tiles, so that the operating system no longer has to save them.
 pub(crate) struct Turn(());
 
 impl Turn {
-    /// Begins, with tiles that have no shape.
+    /// Begins a use of the tiles, which have no shape yet.
     ///
     /// # Safety
     /// The processor has tiles.
@@ -43,12 +43,12 @@ impl Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         SHAPE.set(Shape::NONE);
-        // SAFETY: the turn began with tiles.
+        // SAFETY: the processor has tiles, as `begin` requires.
         unsafe { asm!("tilerelease", options(nostack, nomem, preserves_flags)) };
     }
 }
 
-// SAFETY: callers have checked that the processor has tiles and the kernel permits them.
+// SAFETY: callers have checked that the processor has tiles and Linux permits their use.
 unsafe impl Tiles for Hardware {
     #[inline(always)]
     unsafe fn shape(shape: Shape) {
@@ -62,7 +62,7 @@ unsafe impl Tiles for Hardware {
             config.bytes[tile] = u16::from(shape.bytes[tile]);
             config.rows[tile] = shape.rows[tile];
         }
-        // SAFETY: a whole configuration.
+        // SAFETY: the operand is a whole configuration.
         unsafe {
             asm!(
                 "ldtilecfg [{config}]",
@@ -74,13 +74,13 @@ unsafe impl Tiles for Hardware {
 
     #[inline(always)]
     unsafe fn zero<const T: usize>() {
-        // SAFETY: the contract, here and below.
+        // SAFETY: the caller upholds the contract, here and below.
         unsafe { asm!("tilezero tmm{t}", t = const T, options(nostack, nomem, preserves_flags)) };
     }
 
     #[inline(always)]
     unsafe fn load<const T: usize>(from: *const u8, pitch: usize) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             asm!(
                 "tileloadd tmm{t}, [{from} + {pitch}]",
@@ -94,7 +94,7 @@ unsafe impl Tiles for Hardware {
 
     #[inline(always)]
     unsafe fn store<const T: usize>(to: *mut u8, pitch: usize) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             asm!(
                 "tilestored [{to} + {pitch}], tmm{t}",
@@ -108,7 +108,7 @@ unsafe impl Tiles for Hardware {
 
     #[inline(always)]
     unsafe fn pairs<const C: usize, const A: usize, const B: usize>() {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             asm!(
                 "tdpbf16ps tmm{c}, tmm{a}, tmm{b}",
@@ -122,7 +122,7 @@ unsafe impl Tiles for Hardware {
 
     #[inline(always)]
     unsafe fn quads<const C: usize, const A: usize, const B: usize>() {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             asm!(
                 "tdpbsud tmm{c}, tmm{a}, tmm{b}",

@@ -1,13 +1,14 @@
-//! bfloat16 and bytes with Intel's matrix extensions (AMX): products of whole tiles.
+//! Products of bfloat16 and of bytes with Intel's matrix extensions (AMX), in tiles.
 //!
 //! A tile is 16 rows of 64 bytes. One instruction multiplies a tile of rows with a tile of weights
-//! and adds the result to a tile of sums. Panels, groups of keys and groups of values already lie
-//! as tiles of weights have to. A row of a tile is a group of pairs, or of quads, of 16 outputs.
+//! and adds the result to a tile of sums. Panels, groups of keys and groups of values are already
+//! stored in the layout of a weight tile. Each tile row is a group of pairs, or of quads, of 16
+//! outputs.
 //!
-//! A product adds up 32 inner positions at a time. The even ones and the odd ones of them are added
-//! by themselves, then both to the sum so far (Intel's manual, `TDPBF16PS`). The order is the same
-//! for every number of rows, so a row's result does not depend on the rows beside it. Denormal
-//! numbers count as zero.
+//! An instruction adds up 32 inner positions. It sums the even and the odd positions separately,
+//! then adds both to the sum so far (Intel's manual, `TDPBF16PS`). The order is the same for every
+//! number of rows, so a row's result does not depend on the rows beside it. Denormal numbers are
+//! treated as zero.
 
 mod few;
 pub(crate) mod hardware;
@@ -31,22 +32,22 @@ use crate::element::{Bf16, Element};
 use crate::tile::{Ahead, BLOCK, GROUP, GROUPS, Kernel, MAX_ROWS, NR, Outputs, Scores, Tile};
 use crate::vector::LANES;
 
-/// Inner positions of bfloat16 that an instruction adds up.
+/// The number of bfloat16 inner positions that an instruction adds up.
 const INNER: usize = WIDE / size_of::<Bf16>();
-/// Inner positions of bytes that an instruction adds up.
+/// The number of inner positions of bytes that an instruction adds up.
 const INNER_BYTES: usize = WIDE;
 
-/// Up to this number of rows of bytes, dot products of vectors are faster than tiles. Sums of
-/// integers are exact, so the bits are the same.
+/// The largest number of rows of bytes for which vector dot products are faster than tiles. Integer
+/// sums are exact, so the bits are the same.
 const FEW_BYTES: usize = 8;
 
-/// bfloat16 with tiles.
+/// The bfloat16 kernel with tiles.
 pub(crate) struct AmxBf16<U = Hardware>(PhantomData<U>);
-/// Tiles for codes with one scale per output. Few rows, and formats with more scales, are computed
-/// by [`Vnni`].
+/// The kernel with tiles for codes with one scale per output. [`Vnni`] computes few rows, and
+/// formats with more scales.
 pub(crate) struct AmxDots<U = Hardware>(PhantomData<U>);
 
-/// Prefetches `lines` cache lines from an address that need not be valid.
+/// Prefetches `lines` cache lines from an address that may be invalid.
 #[inline(always)]
 fn ask_lines<E>(address: *const E, lines: usize) {
     for line in 0..lines {
@@ -54,11 +55,11 @@ fn ask_lines<E>(address: *const E, lines: usize) {
     }
 }
 
-/// Multiplies up to 32 rows by a panel, `width` inner positions of it at a time. There are at most
-/// two tiles of rows and two of outputs, whose sums are tiles 0 to 3.
+/// Multiplies up to 32 rows by a panel, `width` inner positions at a time. There are at most two
+/// tiles of rows and two of outputs; their sums are tiles 0 to 3.
 ///
 /// # Safety
-/// The tiles are shaped by [`Shape::product`] of `rows` and `width`; numbers and panel have `steps`
+/// The tiles have the [`Shape::product`] of `rows` and `width`; numbers and panel have `steps`
 /// times `width` positions; `out` has the rows.
 #[inline(always)]
 unsafe fn strip<U: Tiles>(
@@ -71,7 +72,7 @@ unsafe fn strip<U: Tiles>(
     const PITCH: usize = NR * 4;
     let pitch = width * size_of::<Bf16>();
     let two = rows > HIGH;
-    // SAFETY: inside the rows, the panel and the sums, by the contract.
+    // SAFETY: accesses stay inside the rows, the panel and the sums, by the function's contract.
     unsafe {
         let left = out.cast::<u8>();
         let (right, low) = (left.add(WIDE), left.wrapping_add(HIGH * PITCH));
@@ -123,7 +124,8 @@ unsafe fn strip<U: Tiles>(
     }
 }
 
-/// Scores of up to 16 queries for the groups of a block, `width` inner positions at a time.
+/// Computes the scores of up to 16 queries for the groups of a block, `width` inner positions at a
+/// time.
 ///
 /// # Safety
 /// The tiles are shaped for `width` positions; queries and keys have `steps` times as many.
@@ -137,7 +139,8 @@ unsafe fn score<U: Tiles>(
     const PITCH: usize = BLOCK * size_of::<f32>();
     macro_rules! groups {
         ($($group:literal)*) => {
-            // SAFETY: inside the queries, the keys and the scores, by the contract.
+            // SAFETY: accesses stay inside the queries, the keys and the scores, by the function's
+            // contract.
             unsafe {
                 let out = out.as_mut_ptr().cast::<u8>();
                 $(if first == 0 {
@@ -163,10 +166,10 @@ unsafe fn score<U: Tiles>(
     groups!(0 1 2 3);
 }
 
-/// `C` tiles of the output's columns, from `column` on.
+/// Computes `C` tiles of the output's columns, from `column` on.
 ///
 /// # Safety
-/// As of [`Kernel::mix`], whose tiles are shaped by [`Shape::attention`].
+/// See [`Kernel::mix`]; the tiles have the shape of [`Shape::attention`].
 #[inline(always)]
 unsafe fn mix<U: Tiles, const C: usize>(
     weights: *const Bf16,
@@ -177,7 +180,8 @@ unsafe fn mix<U: Tiles, const C: usize>(
 ) {
     macro_rules! columns {
         ($($c:literal)*) => {
-            // SAFETY: inside the weights, the values and the output, by the contract.
+            // SAFETY: accesses stay inside the weights, the values and the output, by the
+            // function's contract.
             unsafe {
                 let pitch = dim * size_of::<f32>();
                 let out = out.add(column).cast::<u8>();
@@ -200,10 +204,10 @@ unsafe fn mix<U: Tiles, const C: usize>(
     columns!(0 1 2 3);
 }
 
-/// Scores of up to 16 queries.
+/// Computes the scores of up to 16 queries.
 ///
 /// # Safety
-/// As of [`Kernel::scores`].
+/// See [`Kernel::scores`].
 #[inline(always)]
 unsafe fn tiled_scores<U: Tiles>(
     (queries, rows): (*const Bf16, usize),
@@ -212,7 +216,7 @@ unsafe fn tiled_scores<U: Tiles>(
     out: &mut Scores,
 ) {
     let whole = dim / INNER * INNER;
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         if whole > 0 {
             U::shape(Shape::attention(rows, INNER));
@@ -225,10 +229,10 @@ unsafe fn tiled_scores<U: Tiles>(
     }
 }
 
-/// Adds weights of up to 16 queries times the values.
+/// Adds the products of the weights of up to 16 queries with the values.
 ///
 /// # Safety
-/// As of [`Kernel::mix`].
+/// See [`Kernel::mix`].
 #[inline(always)]
 unsafe fn tiled_mix<U: Tiles>(
     (weights, rows): (*const Bf16, usize),
@@ -237,7 +241,7 @@ unsafe fn tiled_mix<U: Tiles>(
     out: *mut f32,
 ) {
     let wide = dim / (4 * LANES) * (4 * LANES);
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         U::shape(Shape::attention(rows, INNER));
         for column in (0..wide).step_by(4 * LANES) {
@@ -249,7 +253,7 @@ unsafe fn tiled_mix<U: Tiles>(
     }
 }
 
-// SAFETY: callers detect the extensions, and AVX-512 with bfloat16.
+// SAFETY: callers detect AMX, and AVX-512 with bfloat16.
 unsafe impl<U: Tiles> Kernel<Bf16> for AmxBf16<U> {
     const ROWS: usize = 2 * HIGH;
     const QUERIES: usize = HIGH;
@@ -264,7 +268,7 @@ unsafe impl<U: Tiles> Kernel<Bf16> for AmxBf16<U> {
         for first in (0..k).step_by(INNER) {
             let width = INNER.min(k - first);
             for row in 0..rows {
-                // SAFETY: inside the rows, and as many numbers.
+                // SAFETY: reads stay inside the rows, and `numbers` has the same size.
                 unsafe {
                     let (from, to) =
                         (a.add(row * k + first), numbers.add(first * rows + row * width));
@@ -289,7 +293,7 @@ unsafe impl<U: Tiles> Kernel<Bf16> for AmxBf16<U> {
         out: *mut Outputs,
     ) {
         let whole = k / INNER * INNER;
-        // SAFETY: the contract; the remainder lies behind the whole tiles.
+        // SAFETY: the caller upholds the contract; the remainder follows the whole tiles.
         unsafe {
             if whole > 0 {
                 U::shape(Shape::product(rows, INNER));
@@ -314,7 +318,7 @@ unsafe impl<U: Tiles> Kernel<Bf16> for AmxBf16<U> {
         dim: usize,
         out: &mut Scores,
     ) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             if rows > few::MOST {
                 return tiled_scores::<U>((queries, rows), (keys, ahead), dim, out);
@@ -339,7 +343,7 @@ unsafe impl<U: Tiles> Kernel<Bf16> for AmxBf16<U> {
         decay: &[f32; MAX_ROWS],
         out: *mut f32,
     ) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             for (row, &decay) in decay.iter().enumerate().take(rows) {
                 if decay.to_bits() == 1f32.to_bits() {
@@ -360,19 +364,19 @@ unsafe impl<U: Tiles> Kernel<Bf16> for AmxBf16<U> {
 
     #[inline(always)]
     unsafe fn number(values: Zmm, to: *mut Bf16) {
-        // SAFETY: the contract, here and below.
+        // SAFETY: the caller upholds the contract, here and below.
         unsafe { <Avx512Bf16 as Kernel<Bf16>>::number(values, to) }
     }
 
     #[inline(always)]
     unsafe fn pack_rows(rows: &[*const Bf16; LANES], k: usize, panel: *mut Bf16, pitch: usize) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { <Avx512Bf16 as Kernel<Bf16>>::pack_rows(rows, k, panel, pitch) }
     }
 
     #[inline(always)]
     unsafe fn narrow(values: Zmm, to: *mut Bf16) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { <Avx512Bf16 as Kernel<Bf16>>::narrow(values, to) }
     }
 
@@ -382,10 +386,10 @@ unsafe impl<U: Tiles> Kernel<Bf16> for AmxBf16<U> {
     }
 }
 
-/// Up to 32 rows times a panel whose outputs have one scale each.
+/// Multiplies up to 32 rows by a panel whose outputs have one scale each.
 ///
 /// # Safety
-/// As of [`Dots::tile`].
+/// See [`Dots::tile`].
 #[inline(always)]
 unsafe fn whole<U: Tiles>(given: Operands, rows: usize, out: &mut Tile) {
     const PITCH: usize = NR * QUAD;
@@ -393,13 +397,13 @@ unsafe fn whole<U: Tiles>(given: Operands, rows: usize, out: &mut Tile) {
     let two = rows > HIGH;
     let mut dots = MaybeUninit::<[[i32; NR]; MAX_ROWS]>::uninit();
     let left = dots.as_mut_ptr().cast::<u8>();
-    // SAFETY: inside the rows, the panel and the sums, by the contract.
+    // SAFETY: accesses stay inside the rows, the panel and the sums, by the function's contract.
     unsafe {
         let (right, low) = (left.add(WIDE), left.add(HIGH * PITCH));
         let low_right = low.add(WIDE);
         let mut first = 0;
         while first < k {
-            // The inner dimension is a multiple of half an instruction's positions.
+            // The inner dimension is a multiple of half the positions of an instruction.
             let width = INNER_BYTES.min(k - first);
             U::shape(Shape::bytes(rows, width));
             let steps = (k - first) / width;
@@ -454,7 +458,7 @@ unsafe fn whole<U: Tiles>(given: Operands, rows: usize, out: &mut Tile) {
     }
 }
 
-// SAFETY: callers detect the extensions, and AVX-512 with its dot products of bytes.
+// SAFETY: callers detect AMX, and AVX-512 with its byte dot products.
 unsafe impl<U: Tiles> Dots for AmxDots<U> {
     #[inline(always)]
     fn rows(format: Format) -> usize {
@@ -471,7 +475,7 @@ unsafe impl<U: Tiles> Dots for AmxDots<U> {
         ahead: usize,
         out: &mut Tile,
     ) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             if format != Format::Int8 || count <= FEW_BYTES {
                 return Vnni::tile(format, rows, (row, count), panel, k, ahead, out);

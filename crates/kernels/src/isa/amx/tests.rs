@@ -1,4 +1,5 @@
-//! This processor's tiles, and vectors in their place, against the manual.
+//! Compares this processor's tiles, and the vectors that replace them, with an emulation by the
+//! manual.
 
 use proptest::prelude::*;
 
@@ -12,7 +13,7 @@ struct Operands {
     rows: usize,
     queries: usize,
     k: usize,
-    /// `k`, in whole vectors.
+    /// `k`, rounded up to whole vectors.
     dim: usize,
     a: Vec<Bf16>,
     panel: Vec<Bf16>,
@@ -22,7 +23,7 @@ struct Operands {
 }
 
 impl Operands {
-    /// Every seventh number is multiplied by `small`; if `small` is tiny, products are denormal.
+    /// Every seventh number is multiplied by `small`; with a tiny `small`, products are denormal.
     fn new(k: usize, rows: usize, seed: u32, small: f32) -> Self {
         let scaled = |count: usize, seed: u32| -> Vec<Bf16> {
             let numbers = numbers::<f32>(count, seed).into_iter().enumerate();
@@ -47,12 +48,12 @@ impl Operands {
     }
 
     /// # Safety
-    /// The processor has what the tiles need, here and below.
+    /// The processor has the features that the tiles require, here and below.
     unsafe fn product<U: Tiles>(&self) -> Vec<u32> {
         let mut out = [[0.0; NR]; MAX_ROWS];
         let numbers = arranged::<Bf16, AmxBf16<U>>(&self.a, self.rows, self.k);
         let (numbers, panel, none) = (numbers.as_ptr(), self.panel.as_ptr(), Ahead::Nothing);
-        // SAFETY: everything has the sizes of the contracts.
+        // SAFETY: all operands have the sizes that the contracts require.
         unsafe {
             AmxBf16::<U>::tile(numbers, self.rows, panel, self.k, none, false, out.as_mut_ptr());
         }
@@ -65,7 +66,7 @@ impl Operands {
         let queries = arranged::<Bf16, AmxBf16<U>>(&self.a[..rows * self.k], rows, self.k);
         let (queries, weights, to) = (queries.as_ptr(), self.weights.as_ptr(), mixed.as_mut_ptr());
         let one = [1.0; MAX_ROWS];
-        // SAFETY: everything has the sizes of the contracts.
+        // SAFETY: all operands have the sizes that the contracts require.
         unsafe {
             if tiles {
                 tiled_scores::<U>((queries, rows), (&groups, &groups), self.k, &mut scores);
@@ -95,7 +96,7 @@ proptest! {
     ) {
         if processor::has_amx() {
             let operands = Operands::new(2 * k, rows, seed, small);
-            // SAFETY: detected.
+            // SAFETY: the features were detected.
             unsafe {
                 prop_assert_eq!(operands.product::<Hardware>(), operands.product::<Emulated>());
                 let found = operands.attention::<Hardware>(true);
@@ -112,7 +113,7 @@ proptest! {
     ) {
         if processor::has_avx512_bf16() {
             let operands = Operands::new(2 * k, rows, seed, 1.0);
-            // SAFETY: detected.
+            // SAFETY: the features were detected.
             unsafe {
                 let found = operands.attention::<Emulated>(false);
                 prop_assert_eq!(found, operands.attention::<Emulated>(true));

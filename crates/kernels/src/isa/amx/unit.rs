@@ -1,33 +1,32 @@
-//! The operations of a processor's tiles, and the same operations in plain Rust for other
-//! processors.
+//! The tile operations of a processor, and an emulation in plain Rust for other processors.
 
-/// Rows of a tile.
+/// The number of rows of a tile.
 pub(super) const HIGH: usize = 16;
-/// Bytes of a tile's row.
+/// Bytes per row of a tile.
 pub(super) const WIDE: usize = 64;
 
-/// The rows and bytes a row of the eight tiles.
+/// The number of rows, and bytes per row, of each of the eight tiles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Shape {
-    /// Rows, tile by tile.
+    /// The number of rows of each tile.
     pub(super) rows: [u8; 8],
-    /// Bytes a row, tile by tile.
+    /// The bytes per row of each tile.
     pub(super) bytes: [u8; 8],
 }
 
-/// [`WIDE`] as a shape has it.
+/// [`WIDE`] in the type of a shape.
 const FULL: u8 = WIDE as u8;
 
 impl Shape {
-    /// No tiles at all.
+    /// The shape of released tiles.
     pub(super) const NONE: Self = Self { rows: [0; 8], bytes: [0; 8] };
 
-    /// Tiles 0 to 3 hold the sums of two tiles of rows and two of outputs, 4 and 5 rows, 6 and 7
-    /// weights.
+    /// The shape for two tiles of rows by two tiles of outputs. Tiles 0 to 3 hold sums, 4 and 5
+    /// rows, 6 and 7 weights.
     #[inline(always)]
     fn four(rows: usize, bytes: usize) -> Self {
         let first = rows.min(HIGH) as u8;
-        // A tile with a shape has at least one row, even if there is no second half.
+        // A shaped tile has at least one row, even if there is no second half.
         let second = (rows.saturating_sub(HIGH) as u8).max(1);
         let (bytes, groups) = (bytes as u8, (bytes / 4) as u8);
         Self {
@@ -36,21 +35,21 @@ impl Shape {
         }
     }
 
-    /// The tiles of up to 32 rows, and `width` inner positions of bfloat16, at most 32.
+    /// The shape for up to 32 rows and `width` bfloat16 inner positions, at most 32.
     #[inline(always)]
     pub(super) fn product(rows: usize, width: usize) -> Self {
         Self::four(rows, 2 * width)
     }
 
-    /// The tiles of up to 32 rows, and `width` inner positions of bytes, at most 64.
+    /// The shape for up to 32 rows and `width` inner positions of bytes, at most 64.
     #[inline(always)]
     pub(super) fn bytes(rows: usize, width: usize) -> Self {
         Self::four(rows, width)
     }
 
-    /// The tiles of attention. Sums of up to 16 queries are in 0 to 3. For scores, `width`
-    /// positions of queries are in 4 and of keys in 5. Weights of a group are in 6 and its values
-    /// in 7.
+    /// The shape for attention. Tiles 0 to 3 hold the sums of up to 16 queries. For scores, tile 4
+    /// holds `width` positions of queries and tile 5 those of keys. Tile 6 holds the weights of a
+    /// group, and tile 7 its values.
     #[inline(always)]
     pub(super) fn attention(rows: usize, width: usize) -> Self {
         let (rows, bytes, pairs) = (rows as u8, (2 * width) as u8, (width / 2) as u8);
@@ -61,11 +60,11 @@ impl Shape {
     }
 }
 
-/// A processor's tiles. Each thread has its own.
+/// The tiles of a processor. Each thread has its own.
 ///
 /// # Safety
-/// Implementations may use instructions that not every processor has: their methods may be called
-/// only where those were detected.
+/// Implementations may use instructions that not every processor has. Their methods may be called
+/// only where those instructions were detected.
 pub(crate) unsafe trait Tiles: 'static {
     /// Shapes the tiles. Tiles that already have the shape keep their content; others become zero.
     ///
@@ -79,30 +78,30 @@ pub(crate) unsafe trait Tiles: 'static {
     /// The tile is shaped (here and below).
     unsafe fn zero<const T: usize>();
 
-    /// Fills tile `T` with rows that are `pitch` bytes apart.
+    /// Loads tile `T` from rows that are `pitch` bytes apart.
     ///
     /// # Safety
-    /// There are such rows.
+    /// All rows of the tile can be read.
     unsafe fn load<const T: usize>(from: *const u8, pitch: usize);
 
     /// Writes tile `T` as rows that are `pitch` bytes apart.
     ///
     /// # Safety
-    /// There is room for them.
+    /// All rows of the tile can be written.
     unsafe fn store<const T: usize>(to: *mut u8, pitch: usize);
 
-    /// Adds to the `f32` of tile `C` the products of pairs of bfloat16 of tiles `A` and `B`.
+    /// Adds the products of bfloat16 pairs of tiles `A` and `B` to the `f32` sums of tile `C`.
     ///
     /// # Safety
-    /// The shapes fit: `C` has the rows of `A` and the columns of `B`, whose rows are the pairs of
-    /// `A`.
+    /// The shapes match: `C` has the rows of `A` and the columns of `B`, and `B` has a row per pair
+    /// of `A`.
     unsafe fn pairs<const C: usize, const A: usize, const B: usize>();
 
-    /// Adds to the `i32` of tile `C` the products of quads of signed bytes of tile `A` and unsigned
-    /// bytes of tile `B`.
+    /// Adds the products of quads to the `i32` sums of tile `C`: signed bytes of tile `A` with
+    /// unsigned bytes of tile `B`.
     ///
     /// # Safety
-    /// As of [`Self::pairs`], of quads.
+    /// See [`Self::pairs`], with quads in place of pairs.
     unsafe fn quads<const C: usize, const A: usize, const B: usize>();
 }
 
@@ -116,7 +115,7 @@ mod emulated {
     use super::{Shape, Tiles};
     use crate::element::{Bf16, Element};
 
-    /// Tiles in memory, with the arithmetic that Intel's manual gives for each instruction.
+    /// Tiles in memory, with the arithmetic that Intel's manual specifies for each instruction.
     pub(crate) struct Emulated;
 
     struct State {
@@ -140,7 +139,8 @@ mod emulated {
             [0, 1, 2, 3].map(|byte| row[4 * column + byte])
         }
 
-        /// Sets every word of tile `c` to `sum` of the word, the row of `a` and the column of `b`.
+        /// Sets every word of tile `c` to the `sum` of its old value, a row of `a` and a column of
+        /// `b`.
         fn multiply(
             &mut self,
             (c, a, b): (usize, usize, usize),
@@ -171,7 +171,7 @@ mod emulated {
         STATE.with(|state| work(&mut state.borrow_mut()))
     }
 
-    // SAFETY: no special instructions.
+    // SAFETY: the emulation has no special instructions.
     unsafe impl Tiles for Emulated {
         unsafe fn shape(shape: Shape) {
             with(|state| {
@@ -192,7 +192,7 @@ mod emulated {
             with(|state| {
                 let (rows, bytes) = (state.shape.rows[T].into(), state.shape.bytes[T].into());
                 for (row, to) in state.tiles[T].iter_mut().enumerate().take(rows) {
-                    // SAFETY: the contract.
+                    // SAFETY: the caller upholds the contract.
                     unsafe { from.add(row * pitch).copy_to(to.as_mut_ptr(), bytes) };
                 }
             });
@@ -202,7 +202,7 @@ mod emulated {
             with(|state| {
                 let (rows, bytes) = (state.shape.rows[T].into(), state.shape.bytes[T].into());
                 for (row, from) in state.tiles[T].iter().enumerate().take(rows) {
-                    // SAFETY: the contract.
+                    // SAFETY: the caller upholds the contract.
                     unsafe { to.add(row * pitch).copy_from(from.as_ptr(), bytes) };
                 }
             });

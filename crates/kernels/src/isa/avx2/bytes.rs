@@ -1,4 +1,4 @@
-//! The common parts of 256-bit dot products of bytes, independent of the multiply instruction.
+//! The common part of 256-bit byte dot products, independent of the multiply instruction.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
@@ -6,16 +6,17 @@ use std::mem::MaybeUninit;
 use crate::dots::QUAD;
 use crate::isa::operands::format;
 
-/// Inner positions of one pass over rows with one scale. As 16-bit numbers, they and the panel's
-/// fit into the first cache.
+/// The number of inner positions of one pass over rows with one scale. As 16-bit numbers, the rows'
+/// positions and the panel's fit into the L1 cache.
 pub(super) const CHUNK: usize = 256;
-/// Room for the codes of `M` rows as 16-bit numbers, two per dword: the even ones of each quad,
+/// Memory for the codes of `M` rows as 16-bit numbers, two per dword: the even codes of each quad,
 /// then the odd ones.
 pub(in crate::isa) type Room<const M: usize> = [[[MaybeUninit<i32>; CHUNK / QUAD]; 2]; M];
 /// Dot products of `M` rows with two vectors of outputs.
 pub(in crate::isa) type Sums<const M: usize> = [[__m256i; 2]; M];
 
-/// Dwords of rows that are `apart` dwords apart: a quad's codes, or two numbers of a [`Room`].
+/// Dwords of rows, `apart` dwords from row to row. A dword is a quad of codes, or two numbers of a
+/// [`Room`].
 #[derive(Clone, Copy)]
 pub(in crate::isa) struct Quads {
     pub(super) first: *const i32,
@@ -23,26 +24,26 @@ pub(in crate::isa) struct Quads {
 }
 
 impl Quads {
-    /// A row's dword in every lane.
+    /// Broadcasts a row's dword to all lanes.
     ///
     /// # Safety
-    /// It is there; the processor has AVX2 (here and below).
+    /// The dword exists; the processor has AVX2 (here and below).
     #[inline(always)]
     pub(in crate::isa) unsafe fn splat(self, row: usize, quad: usize) -> __m256i {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { _mm256_set1_epi32(self.first.add(row * self.apart + quad).read_unaligned()) }
     }
 }
 
-/// The way to make dot products of bytes.
+/// A method of computing byte dot products.
 pub(in crate::isa) trait Bytes {
-    /// The first `count` codes of `M` rows that are `stride` apart, in the form that [`Self::add`]
-    /// takes.
+    /// Returns the first `count` codes of `M` rows in the form that [`Self::add`] takes. The rows
+    /// are `stride` codes apart.
     ///
     /// # Safety
-    /// The codes exist, and neither they nor the room move. `count` is at most [`CHUNK`] and a
-    /// multiple of [`SHARED`](crate::codes::SHARED). The processor has the instructions (here and
-    /// below).
+    /// The codes exist, and neither they nor `_room` move while the result is used. `count` is at
+    /// most [`CHUNK`] and a multiple of [`SHARED`](crate::codes::SHARED). The processor has the
+    /// instructions (here and below).
     #[inline(always)]
     unsafe fn quads<const FORMAT: u32, const M: usize>(
         codes: *const i8,
@@ -53,11 +54,11 @@ pub(in crate::isa) trait Bytes {
         Quads { first: codes.cast(), apart: stride / QUAD }
     }
 
-    /// Adds `count` quads to the dot products with a part of a panel, and prefetches the address
+    /// Adds `count` quads to the dot products with half of a panel, and prefetches the address
     /// `ahead` bytes later.
     ///
     /// # Safety
-    /// Rows and the panel, whose part's first quad is at `from`, have as many.
+    /// Rows and the panel have `count` quads; the first quad of the panel's half is at `from`.
     unsafe fn add<const FORMAT: u32, const M: usize>(
         rows: Quads,
         count: usize,
@@ -67,13 +68,14 @@ pub(in crate::isa) trait Bytes {
     );
 }
 
-/// A part's weights of a quad: in two registers, or in the two halves of one register's bytes.
+/// Loads the weights of a quad for half of a panel: two registers of bytes, or one register whose
+/// low and high nibbles are unpacked to two.
 ///
 /// # Safety
-/// They are there.
+/// The weights can be read.
 #[inline(always)]
 pub(in crate::isa) unsafe fn load<const FORMAT: u32>(from: *const u8) -> [__m256i; 2] {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let first = _mm256_loadu_si256(from.cast());
         if format(FORMAT).is_narrow() {

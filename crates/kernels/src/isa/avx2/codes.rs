@@ -1,10 +1,11 @@
-//! Codes with AVX2 alone.
+//! Products of codes with AVX2 alone.
 //!
-//! AVX2's byte products add pairs in 16 bits, and saturate. Products of small codes can be summed
-//! in 16 bits for several quads: for codes up to 15 over a whole block, for `MXFP4` over half of
-//! one. Larger codes would saturate at once. So both sides are widened to 16 bits, the even and the
-//! odd positions of a quad separately. The weights are converted once for all rows of a tile, and
-//! the rows before that. The integers are the same as at every other level.
+//! AVX2's byte multiply adds pairs in 16 bits, and saturates. Products of small codes can be summed
+//! in 16 bits for several quads: for codes up to 15 over a whole block, for `MXFP4` over half a
+//! block. Larger codes could saturate in one instruction. So both operands are widened to 16 bits,
+//! the even and the odd positions of a quad separately. The weights are widened once for all rows
+//! of a tile; the rows are widened earlier. The integers are the same as at every other instruction
+//! level.
 
 use std::arch::x86_64::*;
 
@@ -15,11 +16,11 @@ use crate::codes::{Format, LARGEST, SHARED};
 use crate::dots::{QUAD, quad_bytes};
 use crate::isa::operands::format;
 
-/// Codes with AVX2 alone.
+/// Products of codes with AVX2 alone.
 pub(crate) struct Avx2Dots;
 
-/// The number of quads that can be summed in 16 bits: those of a block, or of half a block. 0:
-/// none.
+/// The number of quads that can be summed in 16 bits: those of a block, those of half a block, or
+/// 0.
 const fn quads_of_16_bits(format: Format) -> usize {
     let of_block = SHARED / QUAD;
     match i16::MAX as usize / (2 * format.largest() as usize * LARGEST as usize) {
@@ -29,7 +30,7 @@ const fn quads_of_16_bits(format: Format) -> usize {
     }
 }
 
-// The claims above.
+// Checks the statements of the module's documentation.
 const _: () = assert!(quads_of_16_bits(Format::Q4_1) == SHARED / QUAD);
 const _: () = assert!(quads_of_16_bits(Format::Mxfp4) == SHARED / QUAD / 2);
 const _: () = assert!(quads_of_16_bits(Format::Iq4Nl) == 0);
@@ -47,7 +48,7 @@ impl Bytes for Avx2Dots {
         }
         for (r, [even, odd]) in room.iter_mut().enumerate() {
             for at in (0..count).step_by(SHARED) {
-                // SAFETY: inside the row, and the room.
+                // SAFETY: reads stay inside the row, and writes inside the room.
                 unsafe {
                     let (even, odd) = (even.as_mut_ptr(), odd.as_mut_ptr());
                     let both = _mm256_loadu_si256(codes.add(r * stride + at).cast());
@@ -68,7 +69,7 @@ impl Bytes for Avx2Dots {
         ahead: usize,
         dots: &mut Sums<M>,
     ) {
-        // SAFETY: the contract; a prefetch of a wrong address does nothing.
+        // SAFETY: the caller upholds the contract; prefetching an invalid address has no effect.
         unsafe {
             let together = const { quads_of_16_bits(format(FORMAT)) };
             if together > 0 {
@@ -108,10 +109,10 @@ impl Bytes for Avx2Dots {
     }
 }
 
-/// Adds products of weights and rows that are 16 bits.
+/// Adds products of weights and rows that were widened to 16 bits.
 ///
 /// # Safety
-/// Rows have the dword; the processor has AVX2 (here and below).
+/// Rows have the dword `at`; the processor has AVX2 (here and below).
 #[inline(always)]
 unsafe fn add_words<const M: usize>(
     rows: Quads,
@@ -119,7 +120,7 @@ unsafe fn add_words<const M: usize>(
     weights: [__m256i; 2],
     dots: &mut Sums<M>,
 ) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         for (r, dots) in dots.iter_mut().enumerate() {
             let x = rows.splat(r, at);

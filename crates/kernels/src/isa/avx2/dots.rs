@@ -1,4 +1,4 @@
-//! [`Dots`](crate::dots::Dots) of 256 bits, whatever multiplies bytes.
+//! [`Dots`](crate::dots::Dots) with 256 bits, generic over the byte multiply.
 
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
@@ -11,12 +11,12 @@ use crate::isa::operands::{MXFP4, Operands, Q4_1, format};
 use crate::tile::{NR, Tile};
 use crate::vector::LANES;
 
-/// Bytes of a quad before a part, which is half of it.
+/// Bytes of a quad that precede a part; a part is half of a panel's outputs.
 const fn part_bytes(format: Format, part: usize) -> usize {
     part * quad_bytes(format) / 2
 }
 
-/// The first outputs of a part's two vectors: neighbours, or two that share bytes.
+/// The first outputs of a part's two vectors: adjacent outputs, or two outputs that share bytes.
 const fn outputs(format: Format, part: usize) -> [usize; 2] {
     match format.is_narrow() {
         true => [part * HALF_LANES, LANES + part * HALF_LANES],
@@ -24,10 +24,10 @@ const fn outputs(format: Format, part: usize) -> [usize; 2] {
     }
 }
 
-/// `M` rows times a panel whose outputs have one scale each.
+/// Multiplies `M` rows by a panel whose outputs have one scale each.
 ///
 /// # Safety
-/// As [`Dots::tile`](crate::dots::Dots::tile).
+/// See [`Dots::tile`](crate::dots::Dots::tile).
 #[inline(always)]
 pub(in crate::isa) unsafe fn whole<B: Bytes, const FORMAT: u32, const M: usize>(
     given: Operands,
@@ -35,7 +35,7 @@ pub(in crate::isa) unsafe fn whole<B: Bytes, const FORMAT: u32, const M: usize>(
 ) {
     let Operands { codes, scales, sums, panel, k, ahead } = given;
     let format = format(FORMAT);
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let mut found = [[0i32; NR]; M];
         for (r, found) in found.iter_mut().enumerate() {
@@ -73,10 +73,10 @@ pub(in crate::isa) unsafe fn whole<B: Bytes, const FORMAT: u32, const M: usize>(
     }
 }
 
-/// Eight scales of 16 bits.
+/// Loads eight 16-bit scales.
 #[inline(always)]
 unsafe fn halves<const FORMAT: u32>(from: *const u16) -> __m256 {
-    // SAFETY: the caller has them there.
+    // SAFETY: the caller guarantees eight scales.
     unsafe {
         let halves = _mm_loadu_si128(from.cast());
         if FORMAT == MXFP4 {
@@ -87,10 +87,10 @@ unsafe fn halves<const FORMAT: u32>(from: *const u16) -> __m256 {
     }
 }
 
-/// `M` rows times a panel with a scale every [`SHARED`] positions.
+/// Multiplies `M` rows by a panel with a scale per [`SHARED`] positions.
 ///
 /// # Safety
-/// As [`Dots::tile`](crate::dots::Dots::tile).
+/// See [`Dots::tile`](crate::dots::Dots::tile).
 #[inline(always)]
 pub(in crate::isa) unsafe fn blocks<B: Bytes, const FORMAT: u32, const M: usize>(
     given: Operands,
@@ -100,7 +100,7 @@ pub(in crate::isa) unsafe fn blocks<B: Bytes, const FORMAT: u32, const M: usize>
     let format = format(FORMAT);
     let code_bytes = SHARED / QUAD * quad_bytes(format);
     let count = k / SHARED;
-    // SAFETY: the contract; a prefetch of a wrong address does nothing.
+    // SAFETY: the caller upholds the contract; prefetching an invalid address has no effect.
     unsafe {
         out[..M].fill([0.0; NR]);
         let mut room: Room<M> = [[[MaybeUninit::uninit(); CHUNK / QUAD]; 2]; M];
@@ -146,7 +146,7 @@ pub(in crate::isa) unsafe fn blocks<B: Bytes, const FORMAT: u32, const M: usize>
     }
 }
 
-/// Calls the function for this number of rows; for a larger number, the last function.
+/// Calls the function for this number of rows; for larger numbers, the last function.
 macro_rules! by_rows {
     ($function:ident, $format:ident, $count:expr, $given:expr, $out:expr) => {
         match $count {
@@ -175,7 +175,7 @@ macro_rules! dots {
                 given: Operands,
                 out: &mut Tile,
             ) {
-                // SAFETY: the caller's contract, here and below.
+                // SAFETY: the caller upholds the contract, here and below.
                 unsafe { whole::<$name, FORMAT, M>(given, out) }
             }
 

@@ -1,10 +1,10 @@
-//! The innermost loops with AVX2, for `f32` and for bfloat16 multiplied as such.
+//! The innermost loops with AVX2, for `f32`, and for bfloat16 multiplied as `f32`.
 //!
-//! As in [`wide`](crate::isa::avx512), a vector of bfloat16 weights becomes two of `f32` for all
-//! rows of a tile together, and the rows' own numbers are `f32` already. With 16 registers, the
-//! sums of six rows and 16 columns leave room for operands; more columns need further passes over
-//! the rows. Each sum stays in one register and is taken pair by pair, the even element first. So
-//! the number of other rows and columns makes no difference.
+//! As in [`wide`](crate::isa::avx512), a vector of bfloat16 weights is converted to two of `f32`
+//! once for all rows of a tile; the rows' numbers are `f32` already. With 16 registers, the sums of
+//! six rows and 16 columns leave room for operands. More columns need further passes over the rows.
+//! Each sum stays in one register and takes pair by pair, the even element first. So the result
+//! does not depend on the number of other rows and columns.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -18,22 +18,22 @@ pub(super) const HALF_LANES: usize = LANES / 2;
 /// Sums of `M` rows and `C` vectors of columns.
 type Sums<const M: usize, const C: usize> = [[[__m256; 2]; C]; M];
 
-/// Elements that become `f32` without rounding.
+/// An element type that is converted to `f32` without rounding.
 pub(crate) trait Wide: Element {
-    /// The even or the odd ones of [`HALF_LANES`] pairs, as dwords; where there are no pairs, the
-    /// elements.
+    /// Converts the even or the odd elements of [`HALF_LANES`] pairs, given as dwords. Without
+    /// pairs, converts the elements.
     ///
     /// # Safety
     /// The processor has the instructions (here and below).
     unsafe fn half_of<const ODD: bool>(pairs: __m256i) -> __m256;
 
-    /// [`Self::half_of`] what is at an address.
+    /// Converts with [`Self::half_of`] the pairs at an address.
     ///
     /// # Safety
-    /// `at` can be read for them.
+    /// `at` can be read for the pairs.
     #[inline(always)]
     unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m256 {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { Self::half_of::<ODD>(_mm256_loadu_si256(at.cast())) }
     }
 
@@ -45,13 +45,13 @@ pub(crate) trait Wide: Element {
 impl Wide for f32 {
     #[inline(always)]
     unsafe fn half_of<const ODD: bool>(dwords: __m256i) -> __m256 {
-        // SAFETY: the processor has it.
+        // SAFETY: the processor has the instruction.
         unsafe { _mm256_castsi256_ps(dwords) }
     }
 
     #[inline(always)]
     unsafe fn narrow(values: [__m256; 2], to: *mut Self) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             _mm256_storeu_ps(to, values[0]);
             _mm256_storeu_ps(to.add(HALF_LANES), values[1]);
@@ -59,13 +59,13 @@ impl Wide for f32 {
     }
 }
 
-/// The first `count` of [`HALF_LANES`] dwords; what follows is zero.
+/// Loads the first `count` of [`HALF_LANES`] dwords; the other lanes are zero.
 ///
 /// # Safety
-/// `at` can be read for as many; the processor has the instructions.
+/// `at` can be read for `count` dwords; the processor has the instructions.
 #[inline(always)]
 pub(super) unsafe fn load_dwords(at: *const i32, count: usize) -> __m256i {
-    // SAFETY: the contract; what the mask leaves out is not read.
+    // SAFETY: the caller upholds the contract; masked lanes are not read.
     unsafe {
         if count >= HALF_LANES {
             return _mm256_loadu_si256(at.cast());
@@ -78,7 +78,7 @@ pub(super) unsafe fn load_dwords(at: *const i32, count: usize) -> __m256i {
 impl Wide for Bf16 {
     #[inline(always)]
     unsafe fn half_of<const ODD: bool>(pairs: __m256i) -> __m256 {
-        // SAFETY: the processor has them.
+        // SAFETY: the processor has the instructions.
         unsafe {
             _mm256_castsi256_ps(if ODD {
                 _mm256_and_si256(pairs, _mm256_set1_epi32(0xffff_0000_u32.cast_signed()))
@@ -90,21 +90,21 @@ impl Wide for Bf16 {
 
     #[inline(always)]
     unsafe fn narrow(values: [__m256; 2], to: *mut Self) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let (low, high) = (rounded(values[0]), rounded(values[1]));
-            // The instruction packs each half of a register separately; this brings the parts
-            // together.
+            // The instruction packs each half of a register separately; the permutation restores
+            // the order.
             let words = _mm256_permute4x64_epi64::<0xd8>(_mm256_packus_epi32(low, high));
             _mm256_storeu_si256(to.cast(), words);
         }
     }
 }
 
-/// Rounded to bfloat16, as dwords.
+/// Rounds to bfloat16, as dwords.
 #[inline(always)]
 unsafe fn rounded(values: __m256) -> __m256i {
-    // SAFETY: the processor has them.
+    // SAFETY: the processor has the instructions.
     unsafe {
         let bits = _mm256_castps_si256(values);
         let high = _mm256_srli_epi32::<16>(bits);
@@ -118,30 +118,30 @@ unsafe fn rounded(values: __m256) -> __m256i {
     }
 }
 
-/// Returns the same address in a way that the compiler cannot see. Otherwise it would keep the
-/// values of even halves until it makes odd ones of them. Too few registers are left for these, and
-/// sums would spill to memory.
+/// Returns the same address, but hides from the compiler that it is the same. Otherwise the
+/// compiler would keep the values of even halves until it computes the odd ones from them. Too few
+/// registers are left for these values, and sums would spill to memory.
 #[expect(clippy::pointers_in_nomem_asm_block, reason = "nothing is read at the address")]
 #[inline(always)]
 pub(super) fn again<T>(mut address: *const T) -> *const T {
-    // SAFETY: does nothing.
+    // SAFETY: the assembly is empty.
     unsafe {
         asm!("/* {0} */", inout(reg) address, options(pure, nomem, nostack, preserves_flags));
     }
     address
 }
 
-/// The place of rows' numbers.
+/// The memory layout of the rows' numbers.
 trait Numbers {
-    /// Floats between those of two rows.
+    /// Distance in floats from one row to the next.
     const ROW: usize;
-    /// Distance in floats from one position to the next, in `M` rows.
+    /// Distance in floats from one position to the next, for `M` rows.
     fn position<const M: usize>() -> usize;
 }
 
-/// Each row's [`BLOCK`] side by side.
+/// Each row's [`BLOCK`] numbers are contiguous.
 struct ByRow;
-/// The numbers in the order of [`Kernel::arrange`](crate::tile::Kernel::arrange).
+/// The numbers are in the order of [`Kernel::arrange`](crate::tile::Kernel::arrange).
 struct Arranged;
 
 impl Numbers for ByRow {
@@ -160,9 +160,9 @@ impl Numbers for Arranged {
     }
 }
 
-/// Adds the product of each row's number at a position and each column (the even or the odd
-/// elements of its pairs) to the sums. Whichever of rows and columns has fewer values stays in
-/// registers. The values of the other are loaded one by one.
+/// Adds to the sums the product of each row's number at a position and each column; of a column,
+/// the even or the odd elements of its pairs. Of rows and columns, the operand with fewer values
+/// stays in registers. The values of the other operand are loaded one by one.
 ///
 /// # Safety
 /// Every row has a number at the position, and every column has [`LANES`] pairs.
@@ -172,7 +172,7 @@ unsafe fn add<E: Wide, N: Numbers, const ODD: bool, const M: usize, const C: usi
     columns: &[*const E; C],
     sums: &mut Sums<M, C>,
 ) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         if M > 2 * C {
             let mut weights = [[_mm256_setzero_ps(); 2]; C];
@@ -205,12 +205,13 @@ unsafe fn add<E: Wide, N: Numbers, const ODD: bool, const M: usize, const C: usi
     }
 }
 
-/// Adds the rows' numbers times columns to `out` `[M, width]`. The columns come in `runs` of
-/// `pairs` pairs that are `pitch` elements apart. Data `ahead` of each run is prefetched: as much
+/// Adds the rows' numbers times columns to `out` `[M, width]`. Each of the `runs` of columns has
+/// `pairs` pairs, which are `pitch` elements apart. Data `ahead` of each run is prefetched: as much
 /// as its columns if `LINES` is 2, half as much if it is 1.
 ///
 /// # Safety
-/// Rows and columns have as many pairs, the output has room; the processor has the instructions.
+/// `numbers` and the columns cover all pairs of all runs, and the output has room; the processor
+/// has the instructions.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES: usize>(
     mut numbers: *const f32,
@@ -218,7 +219,7 @@ unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LI
     ahead: &[[*const E; C]],
     (out, width): (*mut f32, usize),
 ) {
-    // SAFETY: the contract; a prefetch of a wrong address does nothing.
+    // SAFETY: the caller upholds the contract; prefetching an invalid address has no effect.
     unsafe {
         let mut sums = [[[_mm256_setzero_ps(); 2]; C]; M];
         for (r, sums) in sums.iter_mut().enumerate() {
@@ -230,7 +231,8 @@ unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LI
             for pair in 0..pairs {
                 let at = pair * pitch;
                 if LINES == 1 {
-                    // For later use: not into the first cache, which is full of current data.
+                    // Not into the L1 cache, which is full of current data: this data is used
+                    // later.
                     _mm_prefetch::<_MM_HINT_T1>(ahead[0].wrapping_add(at / 2).cast());
                 }
                 let mut here = *columns;
@@ -260,7 +262,7 @@ unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LI
 }
 
 /// [`add_runs`] as a separate function. If several of these loops are inlined together, or the
-/// number of runs is known, the compiler spills registers.
+/// number of runs is a constant, the compiler spills registers.
 #[inline(never)]
 unsafe fn pass<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES: usize>(
     numbers: *const f32,
@@ -268,14 +270,15 @@ unsafe fn pass<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES:
     ahead: &[[*const E; C]],
     out: (*mut f32, usize),
 ) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { add_runs::<E, N, M, C, LINES>(numbers, columns, ahead, out) }
 }
 
-/// Adds `M` rows times a panel to `out`, `C` of its halves a pass. `ahead`: as in [`add_runs`].
+/// Adds `M` rows times a panel to `out`, `C` halves of the panel per pass. `ahead`: as in
+/// [`add_runs`].
 ///
 /// # Safety
-/// As [`Kernel::tile`](crate::tile::Kernel::tile), of `M` rows; `C` is 1 or 2.
+/// See [`Kernel::tile`](crate::tile::Kernel::tile), with `M` rows; `C` is 1 or 2.
 #[inline(always)]
 pub(super) unsafe fn tile<E: Wide, const M: usize, const C: usize, const LINES: usize>(
     numbers: *const f32,
@@ -284,7 +287,7 @@ pub(super) unsafe fn tile<E: Wide, const M: usize, const C: usize, const LINES: 
     ahead: *const E,
     out: *mut f32,
 ) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let halves = [panel, panel.add(LANES * E::PAIR)];
         let (pairs, pitch) = (k / E::PAIR, NR * E::PAIR);
@@ -306,10 +309,11 @@ pub(super) unsafe fn tile<E: Wide, const M: usize, const C: usize, const LINES: 
     }
 }
 
-/// Scores of `M` queries, of `C` groups of keys a pass, [`BLOCK`] a query.
+/// Computes the scores of `M` queries, `C` groups of keys per pass. Rows of `out` are [`BLOCK`]
+/// apart.
 ///
 /// # Safety
-/// As [`Kernel::scores`](crate::tile::Kernel::scores), of `M` queries; `C` divides the number of
+/// See [`Kernel::scores`](crate::tile::Kernel::scores), with `M` queries; `C` divides the number of
 /// groups.
 #[inline(always)]
 pub(super) unsafe fn scores<E: Wide, const M: usize, const C: usize>(
@@ -318,7 +322,7 @@ pub(super) unsafe fn scores<E: Wide, const M: usize, const C: usize>(
     dim: usize,
     out: *mut f32,
 ) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         out.write_bytes(0, M * BLOCK);
         let ahead = ahead.as_chunks::<C>().0;
@@ -330,10 +334,10 @@ pub(super) unsafe fn scores<E: Wide, const M: usize, const C: usize>(
     }
 }
 
-/// `C` vectors of the output's columns, from `column` on.
+/// Computes `C` vectors of the output's columns, from `column` on.
 ///
 /// # Safety
-/// As [`Kernel::mix`](crate::tile::Kernel::mix), of `M` rows.
+/// See [`Kernel::mix`](crate::tile::Kernel::mix), with `M` rows.
 #[inline(always)]
 pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
     weights: *const f32,
@@ -342,7 +346,7 @@ pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
     decay: &[f32],
     out: *mut f32,
 ) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let out = out.add(column);
         for (r, decay) in decay.iter().enumerate().take(M) {
@@ -358,7 +362,7 @@ pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
     }
 }
 
-/// `C` vectors of columns of some groups of values, from `column` on.
+/// The addresses of `C` vectors of columns in some groups of values, from `column` on.
 #[inline(always)]
 fn columns<E: Element, const C: usize>(
     groups: &[*const E],

@@ -1,4 +1,4 @@
-//! [`Kernel`] with AVX2 and its multiply-adds, for both types.
+//! [`Kernel`] with AVX2 and FMA, for both element types.
 
 pub(super) mod bytes;
 pub(crate) mod codes;
@@ -13,13 +13,13 @@ use crate::vector::{LANES, Vector};
 use loops::{HALF_LANES, Wide};
 use vector::Ymms;
 
-/// `f32`, and bfloat16 multiplied as `f32`.
+/// The kernel for `f32`, and for bfloat16 multiplied as `f32`.
 pub(crate) struct Avx2;
 
 /// Calls the function for `M` rows (the last one if there are more), each with `C` vectors of
 /// columns at a time. The 2 `M` `C` sums take at most 12 of 16 registers, which leaves some for
-/// weights and a row's number. If possible they take at least 8, so that no sum waits for its own
-/// last addition.
+/// weights and a row's number. If possible they take at least 8, so that no addition waits for the
+/// previous one to the same sum.
 macro_rules! by_rows {
     ($rows:expr, $function:ident $arguments:tt, $last:tt, $($few:literal $columns:literal),* | $most:literal $fewest:literal) => {
         match $rows {
@@ -29,7 +29,7 @@ macro_rules! by_rows {
     };
 }
 
-/// Adds `M` rows times a panel, of which a pass takes `C` halves.
+/// Adds `M` rows times a panel, `C` halves of the panel per pass.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn tiles<E: Wide, const M: usize, const C: usize, const LINES: usize>(
     numbers: *const f32,
@@ -38,11 +38,11 @@ unsafe fn tiles<E: Wide, const M: usize, const C: usize, const LINES: usize>(
     ahead: *const E,
     out: *mut f32,
 ) {
-    // SAFETY: the contract of `Kernel::tile`.
+    // SAFETY: the caller upholds the contract of `Kernel::tile`.
     unsafe { loops::tile::<E, M, C, LINES>(numbers, panel, k, ahead, out) }
 }
 
-/// Scores of `M` queries, of `C` groups of keys a pass.
+/// Computes the scores of `M` queries, `C` groups of keys per pass.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn scored<E: Wide, const M: usize, const C: usize, const G: usize>(
     queries: *const f32,
@@ -51,13 +51,13 @@ unsafe fn scored<E: Wide, const M: usize, const C: usize, const G: usize>(
     dim: usize,
     out: &mut Scores,
 ) {
-    // SAFETY: the contract of `Kernel::scores`.
+    // SAFETY: the caller upholds the contract of `Kernel::scores`.
     unsafe {
         loops::scores::<E, M, C>(queries, (keys, ahead), dim, out.as_flattened_mut().as_mut_ptr())
     }
 }
 
-/// `C` vectors of `M` rows of the output, from `column` on.
+/// Computes `C` vectors of `M` output rows, from `column` on.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn mixed<E: Wide, const M: usize, const C: usize, const Q: usize>(
     weights: *const f32,
@@ -67,11 +67,11 @@ unsafe fn mixed<E: Wide, const M: usize, const C: usize, const Q: usize>(
     decay: &[f32; Q],
     out: *mut f32,
 ) {
-    // SAFETY: the contract of `Kernel::mix`.
+    // SAFETY: the caller upholds the contract of `Kernel::mix`.
     unsafe { loops::mix::<E, M, C>(weights, (values, ahead), columns, decay, out) }
 }
 
-// SAFETY (of every block): callers detect the features, and give what the trait wants.
+// SAFETY (of every block): callers detect the features, and uphold the trait's contracts.
 unsafe impl<E: Wide> Kernel<E> for Avx2 {
     const ROWS: usize = 6;
     type Vector = Ymms;
@@ -180,21 +180,21 @@ unsafe impl<E: Wide> Kernel<E> for Avx2 {
 
     #[inline(always)]
     fn prefetch(address: *const E) {
-        // SAFETY: a prefetch of a wrong address does nothing.
+        // SAFETY: prefetching an invalid address has no effect.
         unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
     }
 }
 
-/// [`Kernel::arrange`].
+/// Implements [`Kernel::arrange`].
 #[target_feature(enable = "avx2")]
 unsafe fn arranged<E: Wide>(a: *const E, rows: usize, k: usize, numbers: *mut f32) {
     let count = k / E::PAIR;
-    // The last row takes the place of missing ones.
+    // Missing rows are replaced by the last row.
     let mut each = [a.wrapping_add((rows - 1) * k).cast::<i32>(); HALF_LANES];
     for (r, each) in each.iter_mut().enumerate().take(rows) {
         *each = a.wrapping_add(r * k).cast();
     }
-    // SAFETY: inside the rows, and the numbers.
+    // SAFETY: reads stay inside the rows, and writes inside the numbers.
     unsafe {
         for first in (0..count).step_by(HALF_LANES) {
             let width = (count - first).min(HALF_LANES);
@@ -211,15 +211,15 @@ unsafe fn arranged<E: Wide>(a: *const E, rows: usize, k: usize, numbers: *mut f3
     }
 }
 
-/// Writes the first `rows` lanes of a register, or more if later writes overwrite the rest. Stores
-/// with a mask are slow on some processors.
+/// Writes the first `rows` lanes of a register. It writes more lanes if later writes overwrite
+/// them, since masked stores are slow on some processors.
 ///
 /// # Safety
-/// `to` has room for `left` times `rows`, at most [`HALF_LANES`].
+/// `to` has room for `left` times `rows` floats; `rows` is at most [`HALF_LANES`].
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn put(values: __m256, rows: usize, to: *mut f32, left: usize) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         if left * rows >= HALF_LANES {
             _mm256_storeu_ps(to, values);
@@ -231,7 +231,7 @@ unsafe fn put(values: __m256, rows: usize, to: *mut f32, left: usize) {
     }
 }
 
-/// `panel[d * pitch + r] = rows[r][d]` for dwords, `d < count`.
+/// Sets `panel[d * pitch + r] = rows[r][d]` for dwords, for `d < count`.
 #[target_feature(enable = "avx2")]
 unsafe fn transpose_rows(
     rows: &[*const i32; HALF_LANES],
@@ -241,19 +241,19 @@ unsafe fn transpose_rows(
 ) {
     for first in (0..count).step_by(HALF_LANES) {
         let width = (count - first).min(HALF_LANES);
-        // SAFETY: only the `width` dwords that are left of each row are read.
+        // SAFETY: only the `width` remaining dwords of each row are read.
         let block = unsafe { transposed(rows, first, width) };
         for (d, vector) in block.iter().enumerate().take(width) {
-            // SAFETY: inside the panel: first + d < count.
+            // SAFETY: the write stays inside the panel, because first + d < count.
             unsafe { _mm256_storeu_si256(panel.add((first + d) * pitch).cast(), *vector) };
         }
     }
 }
 
-/// The `width` dwords of each row from `first` on, column by column.
+/// Loads `width` dwords of each row from `first` on, and transposes them.
 ///
 /// # Safety
-/// They can be read.
+/// The dwords can be read.
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn transposed(
@@ -263,7 +263,7 @@ unsafe fn transposed(
 ) -> [__m256i; HALF_LANES] {
     let mut block = [_mm256_setzero_si256(); HALF_LANES];
     for (vector, row) in block.iter_mut().zip(rows) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         *vector = unsafe { loops::load_dwords(row.add(first), width) };
     }
     transpose(&mut block);
@@ -286,7 +286,7 @@ fn transpose(block: &mut [__m256i; 8]) {
         u[4 * i + 2] = _mm256_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
         u[4 * i + 3] = _mm256_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
     }
-    // u[4 i + j] half l holds rows 4 i .. 4 i + 4 of column 4 l + j.
+    // Half `l` of u[4 i + j] holds rows 4 i .. 4 i + 4 of column 4 l + j.
     for j in 0..4 {
         block[j] = _mm256_permute2x128_si256::<0x20>(u[j], u[4 + j]);
         block[4 + j] = _mm256_permute2x128_si256::<0x31>(u[j], u[4 + j]);

@@ -1,21 +1,21 @@
-//! Sixteen floats in two registers.
+//! A vector of sixteen floats in two registers.
 
 use std::arch::x86_64::*;
 
 use crate::vector::{Vector, VectorWork};
 
-/// The first eight lanes, then the others.
+/// The first eight lanes, then the last eight.
 #[derive(Clone, Copy)]
 pub(crate) struct Ymms(pub(super) [__m256; 2]);
 
-/// An instruction of both halves.
+/// Applies an instruction to both registers.
 macro_rules! both {
     ($instruction:ident $(, $operand:expr)*) => {
         Ymms([$instruction($($operand.0[0]),*), $instruction($($operand.0[1]),*)])
     };
 }
 
-/// Folds by halves.
+/// Reduces all lanes by halving: `$wide` for registers, `$work` for halves.
 macro_rules! fold {
     ($vector:expr, $wide:ident, $work:ident) => {{
         let v = $wide($vector.0[0], $vector.0[1]);
@@ -117,8 +117,8 @@ impl Vector for Ymms {
     unsafe fn store_codes(self, to: *mut i8) {
         unsafe {
             let [low, high] = [_mm256_cvtps_epi32(self.0[0]), _mm256_cvtps_epi32(self.0[1])];
-            // The instruction packs each half of a register separately; this brings the parts
-            // together.
+            // The instruction packs each half of a register separately; the permutation restores
+            // the order.
             let words = _mm256_permute4x64_epi64::<0xd8>(_mm256_packs_epi32(low, high));
             let (first, others) =
                 (_mm256_castsi256_si128(words), _mm256_extracti128_si256::<1>(words));
@@ -140,17 +140,17 @@ impl Vector for Ymms {
     unsafe fn compute<W: VectorWork>(work: W) {
         #[target_feature(enable = "avx2,fma,f16c")]
         unsafe fn run<W: VectorWork>(work: W) {
-            // SAFETY: the contract, here and below.
+            // SAFETY: the caller upholds the contract, here and below.
             unsafe { work.compute::<Ymms>() }
         }
         unsafe { run(work) }
     }
 }
 
-/// [`Vector::times_power`] of a half: results below the least normal power become 0.
+/// [`Vector::times_power`] for one register: results below the smallest normal power become 0.
 #[inline(always)]
 unsafe fn times_power(x: __m256, n: __m256) -> __m256 {
-    // SAFETY: the processor has them.
+    // SAFETY: the processor has the instructions.
     unsafe {
         let exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
         let power = _mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent));

@@ -1,4 +1,4 @@
-//! The innermost loops where an instruction multiplies and adds a whole group of elements.
+//! The innermost loops for instructions that multiply and add a whole group of elements.
 
 use std::arch::x86_64::*;
 
@@ -7,28 +7,28 @@ use crate::element::Element;
 use crate::tile::{BLOCK, GROUP, GROUPS, MAX_ROWS, NR, Outputs};
 use crate::vector::LANES;
 
-/// Elements in the form of these loops: [`LANES`] dwords per vector; a dword is a group of `PAIR`
-/// elements.
+/// Elements as these loops read them: [`LANES`] dwords per vector, where a dword is a group of
+/// `PAIR` elements.
 pub(in crate::isa) trait Dot: Element {
     /// # Safety
     /// `at` can be read for [`LANES`] dwords; the processor has the instructions (here and below).
     #[inline(always)]
     unsafe fn load(at: *const Self) -> __m512 {
-        // SAFETY: the contract; loads may be unaligned.
+        // SAFETY: the caller upholds the contract; loads may be unaligned.
         unsafe { _mm512_loadu_ps(at.cast()) }
     }
 
-    /// One dword in every lane.
+    /// Broadcasts one dword to all lanes.
     ///
     /// # Safety
     /// `at` can be read for a dword.
     #[inline(always)]
     unsafe fn splat(at: *const Self) -> __m512 {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { _mm512_set1_ps(at.cast::<f32>().read_unaligned()) }
     }
 
-    /// `sum + a · b`, dword by dword.
+    /// Computes `sum + a · b`, dword by dword.
     unsafe fn dot(sum: __m512, a: __m512, b: __m512) -> __m512;
 
     /// # Safety
@@ -39,32 +39,32 @@ pub(in crate::isa) trait Dot: Element {
 impl Dot for f32 {
     #[inline(always)]
     unsafe fn dot(sum: __m512, a: __m512, b: __m512) -> __m512 {
-        // SAFETY: the processor has it.
+        // SAFETY: the processor has the instruction.
         unsafe { _mm512_fmadd_ps(a, b, sum) }
     }
 
     #[inline(always)]
     unsafe fn store(values: __m512, to: *mut Self) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { _mm512_storeu_ps(to, values) }
     }
 }
 
-/// Rounds to elements.
+/// Rounds to elements and stores them.
 ///
 /// # Safety
-/// As of [`Dot::store`].
+/// See [`Dot::store`].
 #[inline(always)]
 pub(in crate::isa) unsafe fn store<E: Dot>(values: __m512, to: *mut E) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { E::store(values, to) }
 }
 
 /// # Safety
-/// Both have room for `k` elements.
+/// `from` can be read, and `to` written, for `k` elements.
 #[inline(always)]
 pub(in crate::isa) unsafe fn copy<E: Dot>(from: *const E, k: usize, to: *mut E) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { std::ptr::copy_nonoverlapping(from, to, k) }
 }
 
@@ -72,22 +72,22 @@ pub(in crate::isa) unsafe fn copy<E: Dot>(from: *const E, k: usize, to: *mut E) 
 /// `to` has room for [`LANES`] numbers.
 #[inline(always)]
 pub(in crate::isa) unsafe fn number<E: Dot>(values: __m512, to: *mut E) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { E::store(values, to) }
 }
 
-/// Writes a dword of each row.
+/// Writes one dword of each row.
 ///
 /// # Safety
 /// `to` has room for a dword of `rows` rows, at most [`LANES`].
 #[inline(always)]
 pub(in crate::isa) unsafe fn put<E: Dot>(dwords: __m512i, rows: usize, to: *mut E) {
     let mask = ((1u32 << rows) - 1) as u16;
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { _mm512_mask_storeu_epi32(to.cast(), mask, dwords) }
 }
 
-/// `M` rows times a panel: two vectors of outputs a row.
+/// Multiplies `M` rows by a panel: two vectors of outputs per row.
 #[inline(always)]
 pub(in crate::isa) unsafe fn tile<E: Dot, const M: usize, const LINES: usize>(
     numbers: *const E,
@@ -97,7 +97,7 @@ pub(in crate::isa) unsafe fn tile<E: Dot, const M: usize, const LINES: usize>(
     more: bool,
     out: *mut Outputs,
 ) {
-    // SAFETY: inside the panel and the rows, by the contract of `Kernel::tile`.
+    // SAFETY: accesses stay inside the panel and the rows, by the contract of `Kernel::tile`.
     unsafe {
         let mut sums = start::<M>(more, out);
         for inner in (0..k).step_by(E::PAIR) {
@@ -115,7 +115,7 @@ pub(in crate::isa) unsafe fn tile<E: Dot, const M: usize, const LINES: usize>(
     }
 }
 
-/// Scores of `M` queries, [`BLOCK`] apart.
+/// Computes the scores of `M` queries for `G` groups of keys. Rows of `out` are [`BLOCK`] apart.
 #[inline(always)]
 pub(in crate::isa) unsafe fn scores<E: Dot, const M: usize, const G: usize>(
     queries: *const E,
@@ -124,7 +124,8 @@ pub(in crate::isa) unsafe fn scores<E: Dot, const M: usize, const G: usize>(
     dim: usize,
     out: *mut f32,
 ) {
-    // SAFETY: inside the queries, the groups and the output, by the contract of `Kernel::scores`.
+    // SAFETY: accesses stay inside the queries, the groups and the output, by the contract of
+    // `Kernel::scores`.
     unsafe {
         let mut sums = [[_mm512_setzero_ps(); G]; M];
         for inner in (0..dim).step_by(E::PAIR) {
@@ -144,7 +145,7 @@ pub(in crate::isa) unsafe fn scores<E: Dot, const M: usize, const G: usize>(
     }
 }
 
-/// `C` vectors of the output's columns, from `column` on.
+/// Computes `C` vectors of the output's columns, from `column` on.
 #[inline(always)]
 pub(in crate::isa) unsafe fn mix<E: Dot, const M: usize, const C: usize>(
     weights: *const E,
@@ -154,7 +155,8 @@ pub(in crate::isa) unsafe fn mix<E: Dot, const M: usize, const C: usize>(
     decay: &[f32; MAX_ROWS],
     out: *mut f32,
 ) {
-    // SAFETY: inside the weights, the groups and the output, by the contract of `Kernel::mix`.
+    // SAFETY: accesses stay inside the weights, the groups and the output, by the contract of
+    // `Kernel::mix`.
     unsafe {
         let out = out.add(column);
         let mut sums = decayed::<M, C>(out, dim, decay);

@@ -1,11 +1,11 @@
-//! A macro that makes a [`Kernel`](crate::tile::Kernel) of loops of 512 bits.
+//! A macro that implements [`Kernel`](crate::tile::Kernel) with 512-bit loops.
 
-/// Up to this number of queries, four groups of keys, or four vectors of a head, fit into registers
-/// at a time. For more queries, two do.
+/// The largest number of queries for which four groups of keys, or four vectors of a head, fit into
+/// registers at a time. For more queries, only two fit.
 pub(in crate::isa) const FEW_QUERIES: usize = 6;
 
-/// Calls the function for this number of rows; for a larger number, the last function. `$second` is
-/// its second constant.
+/// Calls the function for this number of rows; for larger numbers, the last function. `$second` is
+/// the function's second constant.
 macro_rules! by_rows {
     ($rows:expr, $function:ident $arguments:tt, $second:tt, $($few:literal)* | $most:literal) => {
         match $rows {
@@ -16,8 +16,8 @@ macro_rules! by_rows {
 }
 
 /// Implements [`Kernel`](crate::tile::Kernel) with the loops of a module, compiled for `$features`.
-/// Each number of rows is a function of its own: inlined, all of them would be copied to every
-/// product.
+/// Each number of rows is a separate function: if they were inlined, all of them would be copied
+/// into every product.
 macro_rules! kernel {
     ($name:ident: $element:ty as $number:ty, $features:literal, $loops:ident) => {
         const _: () = {
@@ -38,7 +38,7 @@ macro_rules! kernel {
                 more: bool,
                 out: *mut Outputs,
             ) {
-                // SAFETY: the caller's contract, here and below.
+                // SAFETY: the caller upholds the contract, here and below.
                 unsafe { $loops::tile::<$element, M, LINES>(numbers, panel, k, ahead, more, out) }
             }
 
@@ -50,7 +50,7 @@ macro_rules! kernel {
                 numbers: *mut $number,
             ) {
                 if rows == 1 {
-                    // In order already.
+                    // One row is in the right order already.
                     return unsafe { $loops::copy(a, k, numbers) };
                 }
                 let count = k / <$element as Element>::PAIR;

@@ -1,4 +1,4 @@
-//! [`Kernel`](crate::tile::Kernel) with AVX-512: of `f32`, and of bfloat16 multiplied as such.
+//! [`Kernel`](crate::tile::Kernel) with AVX-512: for `f32`, and for bfloat16 multiplied as `f32`.
 
 pub(super) mod dot;
 pub(super) mod kernel;
@@ -11,9 +11,9 @@ mod wide;
 use self::kernel::kernel;
 use crate::element::Bf16;
 
-/// `f32` with AVX-512.
+/// The `f32` kernel with AVX-512.
 pub(crate) struct Avx512;
-/// bfloat16 with AVX-512's multiply-add of `f32`.
+/// The bfloat16 kernel with AVX-512's multiply-add of `f32`.
 pub(crate) struct Avx512Wide;
 
 kernel!(Avx512: f32 as f32, "avx512f,avx512bw,avx512dq,avx512vl", dot);

@@ -1,4 +1,4 @@
-//! The common parts of AVX-512 products, for all element types.
+//! The common part of AVX-512 products, for all element types.
 
 use std::arch::x86_64::*;
 
@@ -6,16 +6,16 @@ use crate::element::Element;
 use crate::tile::{MAX_ROWS, Outputs};
 use crate::vector::LANES;
 
-/// Two vectors of outputs a row.
+/// Two vectors of outputs per row.
 pub(in crate::isa) type Sums<const M: usize> = [[__m512; 2]; M];
 
-/// The first sums: zeros, or the content of `out`.
+/// Returns the initial sums: zeros, or the content of `out`.
 ///
 /// # Safety
 /// `out` has `M` rows; the processor has the instructions (here and below).
 #[inline(always)]
 pub(in crate::isa) unsafe fn start<const M: usize>(more: bool, out: *const Outputs) -> Sums<M> {
-    // SAFETY: the contract; whole vectors.
+    // SAFETY: the caller upholds the contract; a row of `out` is two whole vectors.
     unsafe {
         let mut sums = [[_mm512_setzero_ps(); 2]; M];
         if more {
@@ -33,7 +33,7 @@ pub(in crate::isa) unsafe fn start<const M: usize>(more: bool, out: *const Outpu
 #[inline(always)]
 pub(in crate::isa) unsafe fn keep<const M: usize>(sums: &Sums<M>, out: *mut Outputs) {
     for (r, sums) in sums.iter().enumerate() {
-        // SAFETY: the contract; whole vectors.
+        // SAFETY: the caller upholds the contract; a row of `out` is two whole vectors.
         unsafe {
             let row = out.add(r).cast::<f32>();
             _mm512_storeu_ps(row, sums[0]);
@@ -42,17 +42,17 @@ pub(in crate::isa) unsafe fn keep<const M: usize>(sums: &Sums<M>, out: *mut Outp
     }
 }
 
-/// `C` vectors of `M` rows that are `pitch` apart, times the rows' decay.
+/// Loads `C` vectors of each of `M` rows that are `pitch` apart, multiplied by the rows' decay.
 ///
 /// # Safety
-/// `out` has as many.
+/// `out` has the rows and vectors.
 #[inline(always)]
 pub(in crate::isa) unsafe fn decayed<const M: usize, const C: usize>(
     out: *const f32,
     pitch: usize,
     decay: &[f32; MAX_ROWS],
 ) -> [[__m512; C]; M] {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let mut sums = [[_mm512_setzero_ps(); C]; M];
         for (r, (sums, &decay)) in sums.iter_mut().zip(decay).enumerate() {
@@ -66,7 +66,7 @@ pub(in crate::isa) unsafe fn decayed<const M: usize, const C: usize>(
 }
 
 /// # Safety
-/// As of [`decayed`].
+/// See [`decayed`].
 #[inline(always)]
 pub(in crate::isa) unsafe fn keep_columns<const M: usize, const C: usize>(
     sums: &[[__m512; C]; M],
@@ -75,31 +75,31 @@ pub(in crate::isa) unsafe fn keep_columns<const M: usize, const C: usize>(
 ) {
     for (r, sums) in sums.iter().enumerate() {
         for (c, &sum) in sums.iter().enumerate() {
-            // SAFETY: the contract.
+            // SAFETY: the caller upholds the contract.
             unsafe { _mm512_storeu_ps(out.add(r * pitch + c * LANES), sum) };
         }
     }
 }
 
-/// Prefetches a cache line that is read later. It goes to the second cache, since the first is full
-/// of current data.
+/// Prefetches a cache line that is read later, into the L2 cache, since the L1 cache is full of
+/// current data.
 #[inline(always)]
 pub(in crate::isa) fn ask<E>(address: *const E) {
-    // SAFETY: a prefetch of a wrong address does nothing.
+    // SAFETY: prefetching an invalid address has no effect.
     unsafe { _mm_prefetch::<_MM_HINT_T1>(address.cast()) };
 }
 
-/// Prefetches the data `ahead` of the two vectors that are read at `at`: as much as they have (2
-/// `LINES`), or half of it.
+/// Prefetches the data `ahead` of the two vectors that are read at `at`: all of it if `LINES` is 2,
+/// half of it if `LINES` is 1.
 ///
 /// # Safety
-/// None but the processor's: a prefetch of a wrong address does nothing.
+/// The processor has the instructions. Prefetching an invalid address has no effect.
 #[inline(always)]
 pub(in crate::isa) unsafe fn begin_to_load<E: Element, const LINES: usize>(
     ahead: *const E,
     at: usize,
 ) {
-    // SAFETY: see above.
+    // SAFETY: prefetching an invalid address has no effect.
     unsafe {
         if LINES == 1 {
             ask(ahead.wrapping_add(at / 2));

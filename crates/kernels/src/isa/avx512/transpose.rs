@@ -1,10 +1,10 @@
-//! Rows of dwords as columns.
+//! Transposes rows of dwords into columns.
 
 use std::arch::x86_64::*;
 
 use crate::vector::LANES;
 
-/// `panel[d * pitch + r] = rows[r][d]` for dwords, `d < count`.
+/// Sets `panel[d * pitch + r] = rows[r][d]` for dwords, for `d < count`.
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(in crate::isa) unsafe fn transpose_rows(
     rows: &[*const i32; LANES],
@@ -14,16 +14,16 @@ pub(in crate::isa) unsafe fn transpose_rows(
 ) {
     for first in (0..count).step_by(LANES) {
         let width = (count - first).min(LANES);
-        // SAFETY: only the `width` dwords that are left of each row are read.
+        // SAFETY: only the `width` remaining dwords of each row are read.
         let block = unsafe { transposed(rows, first, width) };
         for (d, vector) in block.iter().enumerate().take(width) {
-            // SAFETY: inside the panel: first + d < count.
+            // SAFETY: the write stays inside the panel, because first + d < count.
             unsafe { _mm512_storeu_si512(panel.add((first + d) * pitch).cast(), *vector) };
         }
     }
 }
 
-/// The columns `first ..` of a matrix of dwords `[rows, count]`, as many as there are of [`LANES`].
+/// Returns up to [`LANES`] columns of a matrix of dwords `[rows, count]`, from `first` on.
 ///
 /// # Safety
 /// `a` is such a matrix of at most [`LANES`] rows.
@@ -34,26 +34,26 @@ pub(in crate::isa) unsafe fn columns(
     (rows, count): (usize, usize),
     first: usize,
 ) -> [__m512i; LANES] {
-    // The last row takes the place of missing ones.
+    // Missing rows are replaced by the last row.
     let mut each = [a.wrapping_add((rows - 1) * count); LANES];
     for (r, row) in each.iter_mut().enumerate().take(rows) {
         *row = a.wrapping_add(r * count);
     }
-    // SAFETY: inside the rows.
+    // SAFETY: reads stay inside the rows.
     unsafe { transposed(&each, first, (count - first).min(LANES)) }
 }
 
-/// The `width` dwords of each row from `first` on, column by column.
+/// Loads `width` dwords of each row from `first` on, and transposes them.
 ///
 /// # Safety
-/// They can be read.
+/// The dwords can be read.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn transposed(rows: &[*const i32; LANES], first: usize, width: usize) -> [__m512i; LANES] {
     let mask = ((1u32 << width) - 1) as u16;
     let mut block = [_mm512_setzero_si512(); LANES];
     for (vector, row) in block.iter_mut().zip(rows) {
-        // SAFETY: only what the mask names is read.
+        // SAFETY: masked lanes are not read.
         *vector = unsafe { _mm512_maskz_loadu_epi32(mask, row.add(first)) };
     }
     transpose(&mut block);
@@ -76,7 +76,7 @@ fn transpose(block: &mut [__m512i; 16]) {
         u[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
         u[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
     }
-    // u[4 i + j] lane l holds rows 4 i .. 4 i + 4 of column 4 l + j.
+    // Lane `l` of u[4 i + j] holds rows 4 i .. 4 i + 4 of column 4 l + j.
     for j in 0..4 {
         let low01 = _mm512_shuffle_i32x4::<0x88>(u[j], u[4 + j]);
         let high01 = _mm512_shuffle_i32x4::<0xdd>(u[j], u[4 + j]);

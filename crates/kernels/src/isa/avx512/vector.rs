@@ -1,14 +1,14 @@
-//! Sixteen floats in one register.
+//! A vector of sixteen floats in one register.
 
 use std::arch::x86_64::*;
 
 use crate::vector::{Vector, VectorWork};
 
-/// A whole vector.
+/// The register of the vector.
 #[derive(Clone, Copy)]
 pub(crate) struct Zmm(pub(in crate::isa) __m512);
 
-/// Folds by halves.
+/// Reduces all lanes by halving.
 macro_rules! fold {
     ($vector:expr, $work:ident) => {{
         let v = $vector;
@@ -72,7 +72,7 @@ impl Vector for Zmm {
     }
     #[inline(always)]
     fn times_power(self, n: Self) -> Self {
-        // Denormal results cost a processor hundreds of cycles.
+        // Denormal results would cost hundreds of cycles, so they become 0.
         unsafe {
             let normal = _mm512_cmp_ps_mask::<_CMP_NLT_UQ>(n.0, _mm512_set1_ps(-126.0));
             Self(_mm512_maskz_scalef_ps(normal, self.0, n.0))
@@ -93,7 +93,7 @@ impl Vector for Zmm {
     }
     #[inline(always)]
     fn is_finite(self) -> bool {
-        // Infinities, and what is not a number, quiet or signalling.
+        // The classes are infinities, and quiet and signalling NaN.
         unsafe { _mm512_fpclass_ps_mask::<0x99>(self.0) == 0 }
     }
     #[inline(always)]
@@ -111,7 +111,7 @@ impl Vector for Zmm {
     unsafe fn compute<W: VectorWork>(work: W) {
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl")]
         unsafe fn run<W: VectorWork>(work: W) {
-            // SAFETY: the contract, here and below.
+            // SAFETY: the caller upholds the contract, here and below.
             unsafe { work.compute::<Zmm>() }
         }
         unsafe { run(work) }

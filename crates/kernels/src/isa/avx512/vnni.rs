@@ -1,4 +1,4 @@
-//! [`Dots`] with AVX-512's dot products of bytes (VNNI).
+//! [`Dots`] with AVX-512's byte dot products (VNNI).
 
 use std::arch::x86_64::*;
 
@@ -8,13 +8,13 @@ use crate::isa::operands::{INT8, IQ4_NL, MXFP4, Operands, Q4_0, Q4_1, Q8_0, form
 use crate::tile::{NR, Tile};
 use crate::vector::LANES;
 
-/// 512 bits at a time.
+/// Products of codes with 512-bit VNNI.
 pub(crate) struct Vnni;
 
 /// Scales the dot products of a row with half of a panel whose outputs have one scale each.
 ///
 /// # Safety
-/// The row and its place in `out` are there; the processor has AVX-512.
+/// The row exists in `given` and `out`; the processor has AVX-512.
 #[inline(always)]
 pub(in crate::isa) unsafe fn scale(
     given: &Operands,
@@ -23,7 +23,7 @@ pub(in crate::isa) unsafe fn scale(
     own: __m512,
     out: &mut Tile,
 ) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let scale = _mm512_mul_ps(own, _mm512_set1_ps(*given.scales.add(row)));
         let total = _mm512_mul_ps(_mm512_cvtepi32_ps(dots), scale);
@@ -31,10 +31,11 @@ pub(in crate::isa) unsafe fn scale(
     }
 }
 
-/// Dot products of `M` rows with `quads` quads of a panel, added to the start values of `dots`.
+/// Adds to `dots` the dot products of `M` rows with `quads` quads of a panel.
 ///
 /// # Safety
-/// The rows, `stride` apart, and the panel have as many quads; the processor has the instructions.
+/// The rows, `stride` codes apart, and the panel have `quads` quads; the processor has the
+/// instructions.
 #[inline(always)]
 unsafe fn add_quads<const FORMAT: u32, const M: usize, const AHEAD: bool>(
     codes: *const i8,
@@ -43,7 +44,7 @@ unsafe fn add_quads<const FORMAT: u32, const M: usize, const AHEAD: bool>(
     quads: usize,
     dots: &mut [[__m512i; 2]; M],
 ) {
-    // SAFETY: the contract; a prefetch of a wrong address does nothing.
+    // SAFETY: the caller upholds the contract; prefetching an invalid address has no effect.
     unsafe {
         for quad in 0..quads {
             let from = panel.add(quad * quad_bytes(format(FORMAT)));
@@ -63,7 +64,8 @@ unsafe fn add_quads<const FORMAT: u32, const M: usize, const AHEAD: bool>(
                     None => codes,
                     Some(table) => {
                         let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
-                        // No closure: it would not be compiled with the processor's features.
+                        // No closure: it would be compiled without the target features of this
+                        // code.
                         (_mm512_shuffle_epi8(table, codes.0), _mm512_shuffle_epi8(table, codes.1))
                     }
                 }
@@ -80,10 +82,10 @@ unsafe fn add_quads<const FORMAT: u32, const M: usize, const AHEAD: bool>(
     }
 }
 
-/// `M` rows times a panel whose outputs have one scale each.
+/// Multiplies `M` rows by a panel whose outputs have one scale each.
 ///
 /// # Safety
-/// As [`Dots::tile`].
+/// See [`Dots::tile`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn whole<const FORMAT: u32, const M: usize, const AHEAD: bool>(
     given: Operands,
@@ -91,7 +93,7 @@ unsafe fn whole<const FORMAT: u32, const M: usize, const AHEAD: bool>(
 ) {
     let Operands { codes, sums, panel, k, ahead, .. } = given;
     let offset = format(FORMAT).offset();
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         let mut dots = [[_mm512_setzero_si512(); 2]; M];
         for (r, dots) in dots.iter_mut().enumerate() {
@@ -110,10 +112,10 @@ unsafe fn whole<const FORMAT: u32, const M: usize, const AHEAD: bool>(
     }
 }
 
-/// `M` rows times a panel with a scale every [`SHARED`] positions.
+/// Multiplies `M` rows by a panel with a scale per [`SHARED`] positions.
 ///
 /// # Safety
-/// As [`Dots::tile`].
+/// See [`Dots::tile`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")]
 unsafe fn blocks<const FORMAT: u32, const M: usize, const AHEAD: bool>(
     given: Operands,
@@ -124,7 +126,7 @@ unsafe fn blocks<const FORMAT: u32, const M: usize, const AHEAD: bool>(
     let code_bytes = SHARED / QUAD * quad_bytes(format(FORMAT));
     let block_bytes = code_bytes + scale_bytes(format(FORMAT));
     let count = k / SHARED;
-    // SAFETY: the contract; a prefetch of a wrong address does nothing.
+    // SAFETY: the caller upholds the contract; prefetching an invalid address has no effect.
     unsafe {
         let mut totals = [[_mm512_setzero_ps(); 2]; M];
         for index in 0..count {
@@ -180,7 +182,7 @@ unsafe fn blocks<const FORMAT: u32, const M: usize, const AHEAD: bool>(
     }
 }
 
-/// Calls the function for this number of rows; for a larger number, the last function.
+/// Calls the function for this number of rows; for larger numbers, the last function.
 macro_rules! by_rows {
     ($function:ident, $format:ident, $count:expr, $given:expr, $out:expr, $($few:literal)* | $most:literal) => {
         match ($count, $given.ahead > 0) {
@@ -198,7 +200,7 @@ macro_rules! by_rows {
 unsafe impl Dots for Vnni {
     #[inline(always)]
     fn rows(format: Format) -> usize {
-        // With many scales, each row keeps sums of integers and of floats in registers.
+        // With a scale per block, each row keeps sums of integers and of floats in registers.
         if format == Format::Int8 { 12 } else { 6 }
     }
 
@@ -212,7 +214,7 @@ unsafe impl Dots for Vnni {
         ahead: usize,
         out: &mut Tile,
     ) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let given = Operands::new(format, rows, row, (panel, ahead), k);
             match format {

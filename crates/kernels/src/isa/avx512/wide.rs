@@ -1,9 +1,9 @@
-//! The innermost loops for bfloat16 where `f32` is multiplied: on processors without dot products
-//! of pairs, or with slow ones.
+//! The innermost loops for bfloat16 multiplied as `f32`: for processors without dot products of
+//! bfloat16 pairs, or with slow ones.
 //!
-//! A vector of weights becomes two of `f32`, once for all rows of a tile. The rows' own numbers are
-//! `f32` already, once for all panels. Products are exact, and sums are taken pair by pair, the
-//! even one first.
+//! A vector of weights is converted to two of `f32` once for all rows of a tile. The rows' numbers
+//! are converted to `f32` once for all panels. Products are exact, and sums take pair by pair, the
+//! even element first.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -13,25 +13,25 @@ use crate::element::Element;
 use crate::tile::{BLOCK, GROUP, GROUPS, MAX_ROWS, NR, Outputs};
 use crate::vector::LANES;
 
-/// Pairs of elements, which become `f32` without rounding.
+/// An element type whose pairs are converted to `f32` without rounding.
 pub(super) trait Wide: Element {
-    /// The even or the odd ones of [`LANES`] pairs.
+    /// Converts the even or the odd elements of [`LANES`] pairs.
     ///
     /// # Safety
     /// The processor has the instructions (here and below).
     unsafe fn half_of<const ODD: bool>(pairs: __m512i) -> __m512;
 
-    /// [`Self::half_of`] what is at an address.
+    /// Converts with [`Self::half_of`] the pairs at an address.
     ///
     /// # Safety
     /// `at` can be read for [`LANES`] pairs.
     #[inline(always)]
     unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m512 {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe { Self::half_of::<ODD>(_mm512_loadu_si512(at.cast())) }
     }
 
-    /// The first `count` of [`LANES`] elements; what follows is zero.
+    /// Converts the first `count` of [`LANES`] elements; the other lanes are zero.
     ///
     /// # Safety
     /// `at` can be read for `count` elements.
@@ -45,7 +45,7 @@ pub(super) trait Wide: Element {
 impl Wide for crate::element::Bf16 {
     #[inline(always)]
     unsafe fn half_of<const ODD: bool>(pairs: __m512i) -> __m512 {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             _mm512_castsi512_ps(if ODD {
                 _mm512_and_si512(pairs, _mm512_set1_epi32(0xffff_0000_u32.cast_signed()))
@@ -57,7 +57,7 @@ impl Wide for crate::element::Bf16 {
 
     #[inline(always)]
     unsafe fn widen(at: *const Self, count: usize) -> __m512 {
-        // SAFETY: the contract; what the mask leaves out is not read.
+        // SAFETY: the caller upholds the contract; masked lanes are not read.
         unsafe {
             let mask = ((1u32 << count.min(LANES)) - 1) as u16;
             let bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, at.cast()));
@@ -67,7 +67,7 @@ impl Wide for crate::element::Bf16 {
 
     #[inline(always)]
     unsafe fn narrow(values: __m512, to: *mut Self) {
-        // SAFETY: the contract.
+        // SAFETY: the caller upholds the contract.
         unsafe {
             let bits = _mm512_castps_si512(values);
             let high = _mm512_srli_epi32::<16>(bits);
@@ -83,25 +83,25 @@ impl Wide for crate::element::Bf16 {
     }
 }
 
-/// Rounds to elements.
+/// Rounds to elements and stores them.
 ///
 /// # Safety
-/// As of [`Wide::narrow`].
+/// See [`Wide::narrow`].
 #[inline(always)]
 pub(super) unsafe fn store<E: Wide>(values: __m512, to: *mut E) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { E::narrow(values, to) }
 }
 
-/// Adds a number times the columns to the sums. The number is that of row `R`, of rows that are
-/// `APART` floats apart.
+/// Adds the product of row `R`'s number and the columns to the sums. The rows' numbers are `APART`
+/// floats apart.
 ///
-/// With two columns, each multiplication reads the number from memory. The compiler does this only
-/// for a number that is used once. It saves an instruction per row, which matters on a core with
-/// two hardware threads.
+/// With two columns, each multiplication reads the number from memory, which the compiler would do
+/// only for a number that is used once. This saves an instruction per row, which matters on a core
+/// with two hardware threads.
 ///
 /// # Safety
-/// There is such a number.
+/// The number can be read.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn add_row<const R: usize, const APART: usize, const C: usize>(
@@ -109,7 +109,7 @@ unsafe fn add_row<const R: usize, const APART: usize, const C: usize>(
     columns: &[__m512; C],
     sums: &mut [__m512; C],
 ) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         if C == 2 {
             for (sum, column) in sums.iter_mut().zip(columns) {
@@ -131,10 +131,11 @@ unsafe fn add_row<const R: usize, const APART: usize, const C: usize>(
     }
 }
 
-/// Adds each row's number times the columns to the row's sums. Numbers are `APART` floats apart.
+/// Adds each row's number times the columns to the row's sums. The numbers are `APART` floats
+/// apart.
 ///
 /// # Safety
-/// There is a number of each row.
+/// The number of each row can be read.
 #[inline(always)]
 unsafe fn add<const M: usize, const APART: usize, const C: usize>(
     numbers: *const f32,
@@ -143,7 +144,7 @@ unsafe fn add<const M: usize, const APART: usize, const C: usize>(
 ) {
     macro_rules! rows {
         ($($row:literal)*) => {
-            // SAFETY: the contract.
+            // SAFETY: the caller upholds the contract.
             $(if $row < M {
                 unsafe { add_row::<$row, APART, C>(numbers, &columns, &mut sums[$row]) };
             })*
@@ -154,11 +155,11 @@ unsafe fn add<const M: usize, const APART: usize, const C: usize>(
 }
 
 /// Adds a pair of each row's numbers times the pairs of `columns`: first the even elements, then
-/// the odd ones, since registers do not suffice for both. Odd numbers are `odd` floats behind even
-/// ones. Rows are `APART` floats apart.
+/// the odd ones, since there are too few registers for both. A pair's odd number is `odd` floats
+/// after its even one. Rows are `APART` floats apart.
 ///
 /// # Safety
-/// There is a pair of each row; every column has [`LANES`] pairs.
+/// The pair of each row can be read; every column has [`LANES`] pairs.
 #[inline(always)]
 unsafe fn add_pair<E: Wide, const M: usize, const APART: usize, const C: usize>(
     numbers: *const f32,
@@ -166,9 +167,9 @@ unsafe fn add_pair<E: Wide, const M: usize, const APART: usize, const C: usize>(
     columns: [*const E; C],
     sums: &mut [[__m512; C]; M],
 ) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
-        // No closures: they would not be compiled with the processor's features.
+        // No closures: they would be compiled without the target features of this code.
         let mut here = [_mm512_setzero_ps(); C];
         for (here, column) in here.iter_mut().zip(&columns) {
             *here = E::every_other::<false>(*column);
@@ -181,15 +182,15 @@ unsafe fn add_pair<E: Wide, const M: usize, const APART: usize, const C: usize>(
     }
 }
 
-/// Makes `f32` of `k` elements.
+/// Converts `k` elements to `f32`.
 ///
 /// # Safety
-/// There are as many, and room for them.
+/// `from` can be read, and `to` written, for `k` elements.
 #[inline(always)]
 pub(super) unsafe fn copy<E: Wide>(from: *const E, k: usize, to: *mut f32) {
     for at in (0..k).step_by(LANES) {
         let count = (k - at).min(LANES);
-        // SAFETY: the contract; no more than `count` are written.
+        // SAFETY: the caller upholds the contract; only `count` floats are written.
         unsafe {
             let mask = ((1u32 << count) - 1) as u16;
             _mm512_mask_storeu_ps(to.add(at), mask, E::widen(from.add(at), count));
@@ -201,25 +202,25 @@ pub(super) unsafe fn copy<E: Wide>(from: *const E, k: usize, to: *mut f32) {
 /// `to` has room for [`LANES`] numbers.
 #[inline(always)]
 pub(super) unsafe fn number<E: Wide>(values: __m512, to: *mut f32) {
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe { _mm512_storeu_ps(to, values) }
 }
 
-/// Writes the numbers of the rows' pairs: those of even positions, then those of odd ones.
+/// Writes the numbers of one pair of each row: those of even positions, then those of odd ones.
 ///
 /// # Safety
-/// `to` has room for a pair of `rows` rows, at most [`LANES`].
+/// `to` has room for a pair of each of `rows` rows, at most [`LANES`].
 #[inline(always)]
 pub(super) unsafe fn put<E: Wide>(pairs: __m512i, rows: usize, to: *mut f32) {
     let mask = ((1u32 << rows) - 1) as u16;
-    // SAFETY: the contract.
+    // SAFETY: the caller upholds the contract.
     unsafe {
         _mm512_mask_storeu_ps(to, mask, E::half_of::<false>(pairs));
         _mm512_mask_storeu_ps(to.add(rows), mask, E::half_of::<true>(pairs));
     }
 }
 
-/// `M` rows times a panel: two vectors of outputs a row.
+/// Multiplies `M` rows by a panel: two vectors of outputs per row.
 #[inline(always)]
 pub(super) unsafe fn tile<E: Wide, const M: usize, const LINES: usize>(
     numbers: *const f32,
@@ -229,7 +230,7 @@ pub(super) unsafe fn tile<E: Wide, const M: usize, const LINES: usize>(
     more: bool,
     out: *mut Outputs,
 ) {
-    // SAFETY: inside the panel and the rows, by the contract of `Kernel::tile`.
+    // SAFETY: accesses stay inside the panel and the rows, by the contract of `Kernel::tile`.
     unsafe {
         let mut sums = start::<M>(more, out);
         for inner in (0..k).step_by(E::PAIR) {
@@ -242,7 +243,7 @@ pub(super) unsafe fn tile<E: Wide, const M: usize, const LINES: usize>(
     }
 }
 
-/// Scores of `M` queries, [`BLOCK`] apart.
+/// Computes the scores of `M` queries for `G` groups of keys. Rows of `out` are [`BLOCK`] apart.
 #[inline(always)]
 pub(super) unsafe fn scores<E: Wide, const M: usize, const G: usize>(
     queries: *const f32,
@@ -251,7 +252,8 @@ pub(super) unsafe fn scores<E: Wide, const M: usize, const G: usize>(
     dim: usize,
     out: *mut f32,
 ) {
-    // SAFETY: inside the queries, the groups and the output, by the contract of `Kernel::scores`.
+    // SAFETY: accesses stay inside the queries, the groups and the output, by the contract of
+    // `Kernel::scores`.
     unsafe {
         let mut sums = [[_mm512_setzero_ps(); G]; M];
         for inner in (0..dim).step_by(E::PAIR) {
@@ -266,7 +268,7 @@ pub(super) unsafe fn scores<E: Wide, const M: usize, const G: usize>(
     }
 }
 
-/// `C` vectors of the output's columns, from `column` on.
+/// Computes `C` vectors of the output's columns, from `column` on.
 #[inline(always)]
 pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
     weights: *const f32,
@@ -276,7 +278,8 @@ pub(super) unsafe fn mix<E: Wide, const M: usize, const C: usize>(
     decay: &[f32; MAX_ROWS],
     out: *mut f32,
 ) {
-    // SAFETY: inside the weights, the groups and the output, by the contract of `Kernel::mix`.
+    // SAFETY: accesses stay inside the weights, the groups and the output, by the contract of
+    // `Kernel::mix`.
     unsafe {
         let out = out.add(column);
         let mut sums = decayed::<M, C>(out, dim, decay);
