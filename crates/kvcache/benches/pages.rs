@@ -1,9 +1,8 @@
 //! The cost of pages and blocks, with 64 to 4096 prompts of 4096 tokens whose blocks the pool
 //! holds. `cargo bench -p forebay-kvcache`.
 //!
-//! Every operation is O(1) for each page, whatever else the pool holds. What grows with the pool is
-//! the memory that the operations touch: from some size on each one costs a miss of the processor's
-//! caches.
+//! Every operation is O(1) per page, whatever else the pool holds. Only the memory that the
+//! operations touch grows with the pool: from some size on each operation costs a CPU cache miss.
 
 use std::hint::black_box;
 use std::time::Duration;
@@ -37,7 +36,8 @@ fn block_names(prompt: &[i32]) -> Vec<BlockHash> {
     Namer::open().chain(0, prompt, PAGE_SIZE as usize)
 }
 
-/// A pool full of unused blocks, and their names by prompt. `spare` more pages are free.
+/// Creates a pool full of unused blocks, and `spare` free pages. Also returns the names of the
+/// blocks, by prompt.
 fn resident(prompts: u32, spare: u32) -> (PagePool, Vec<Vec<BlockHash>>) {
     let mut pool = PagePool::<forebay_kvcache::Hot>::new(prompts * BLOCKS + spare);
     let names: Vec<_> = (0..prompts).map(|number| block_names(&prompt(number))).collect();
@@ -58,7 +58,7 @@ fn allocate(pool: &mut PagePool, pages: u32) -> Vec<Lease> {
     leases
 }
 
-/// Computes the names of a prompt's blocks. An element is a block.
+/// Computes the names of a prompt's blocks. Throughput is in blocks.
 fn names(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("names");
     let prompt = prompt(0);
@@ -67,7 +67,7 @@ fn names(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// Allocates, finds and evicts pages. An element is a page.
+/// Allocates, finds and evicts pages. Throughput is in pages.
 fn pages(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("pages");
     group.throughput(Throughput::Elements(u64::from(BLOCKS)));
@@ -96,7 +96,7 @@ fn pages(criterion: &mut Criterion) {
                 assert_eq!(found, 0, "the prompt is new");
             });
         });
-        // Every allocated page was the oldest block's and becomes the newest one's. So the pool
+        // Each allocated page held the oldest block, and then gets the newest one. So the pool
         // stays full of named blocks.
         let mut held = allocate(&mut pool, BLOCKS);
         let namer = Namer::open();

@@ -1,4 +1,4 @@
-//! Changes of the blocks that a replica's tiers hold, for readers outside.
+//! Changes of the blocks that a replica's tiers hold, for external readers.
 
 use crate::hash::BlockHash;
 
@@ -13,7 +13,7 @@ pub enum Place {
     Both,
 }
 
-/// A change of the tiers' content. A reader that applies all of them in order knows their blocks.
+/// A change of the tiers' content. A reader that applies all events in order can list their blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockEvent {
     /// The block is in these tiers from now on, or will be when the planned steps are done. It may

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3::{xxh3_64_with_secret, xxh3_128_with_secret, xxh3_128_with_seed};
 
-/// Tokens that are hashed at a time, in a stack buffer. A page of the usual size takes one pass.
+/// The number of tokens hashed at a time, in a stack buffer. A page of the usual size fits into one
+/// chunk.
 const CHUNK: usize = 64;
 /// Bytes of a name.
 const NAME: usize = 16;
@@ -42,7 +43,7 @@ impl fmt::Debug for Namer {
 }
 
 impl Namer {
-    /// A namer with a secret of any length. 32 random bytes are enough.
+    /// Creates a namer with a secret of any length. 32 random bytes are enough.
     #[must_use]
     pub fn new(secret: &[u8]) -> Self {
         let mut expanded = [0; SECRET];
@@ -52,7 +53,8 @@ impl Namer {
         Self(Arc::new(expanded))
     }
 
-    /// A namer without a secret, for tests and simulations. Its names are the same everywhere.
+    /// Creates a namer without a secret, for tests and simulations. Its names are the same
+    /// everywhere.
     #[must_use]
     pub fn open() -> Self {
         Self::new(&[])
@@ -64,8 +66,8 @@ impl Namer {
         xxh3_64_with_secret(b"forebay namer 2", &*self.0)
     }
 
-    /// The salt of these texts, never 0. Without the secret nobody can find other texts with the
-    /// same salt.
+    /// Hashes these texts to a salt, never 0. Without the secret nobody can find other texts with
+    /// the same salt.
     #[must_use]
     pub fn salt(&self, texts: &[&[u8]]) -> u64 {
         let mut bytes = b"forebay salt 1".to_vec();
@@ -76,7 +78,8 @@ impl Namer {
         xxh3_64_with_secret(&bytes, &*self.0).max(1)
     }
 
-    /// The parent of every first block. Requests with different salts share nothing.
+    /// The parent of every first block of requests with this salt. Requests with different salts
+    /// share nothing.
     #[must_use]
     pub fn root(&self, salt: u64) -> BlockHash {
         let mut bytes = *b"forebay block 2\0\0\0\0\0\0\0\0\0";
@@ -99,8 +102,9 @@ impl Namer {
         })
     }
 
-    /// The name of a block with images. Each image adds three numbers: its index in the block, its
-    /// identity, and its first position in the block. Without images this is [`Self::child`].
+    /// The name of a block with images. Each image adds three values: its first position in the
+    /// block, its identity, and the number of its positions before the block. Without images this
+    /// is [`Self::child`].
     #[must_use]
     pub fn child_with(
         &self,

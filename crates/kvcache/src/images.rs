@@ -35,14 +35,14 @@ fn name(ImageId(image): ImageId, page: usize) -> BlockHash {
 }
 
 impl ImagePool {
-    /// A pool of `pages` free pages, numbered from 0.
+    /// Creates a pool of `pages` free pages, numbered from 0.
     #[must_use]
     pub fn new(pages: u32) -> Self {
         Self { pages: PagePool::new(pages) }
     }
 
-    /// Leases the `pages` pages of an image. Others may lease them too. `None`: no pages hold the
-    /// image.
+    /// Leases the `pages` pages of an image. Other owners may lease them too. `None`: no pages hold
+    /// the image.
     pub fn find(&mut self, image: ImageId, pages: u32) -> Option<ImageLease> {
         let mut found = Vec::with_capacity(pages as usize);
         for page in 0..pages as usize {
@@ -74,7 +74,7 @@ impl ImagePool {
         }
     }
 
-    /// A second lease of leased pages.
+    /// Returns another lease of leased pages.
     pub fn join(&mut self, lease: &ImageLease) -> ImageLease {
         ImageLease(lease.0.iter().map(|lease| self.pages.join(lease)).collect())
     }

@@ -5,12 +5,13 @@ use std::fmt;
 
 use crate::hash::{BlockHash, BuildNameHasher};
 
-/// The name of a loan at its lender.
+/// Identifies a loan at its lender.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LoanId(pub u64);
 
 /// Blocks in the host tier of another replica, whose pages keep their content until the loan is
-/// dropped. The request that may read them holds a reference, and so does each copy that reads one.
+/// dropped. The request that may read the blocks holds a reference, and so does each copy that
+/// reads a block.
 pub struct Loan {
     lender: u32,
     pages: HashMap<BlockHash, u32, BuildNameHasher>,
@@ -20,8 +21,8 @@ pub struct Loan {
 }
 
 impl Loan {
-    /// A loan of these blocks on these pages, by the replica with number `lender`. `give_back` is
-    /// called once, on any thread, when no reader is left.
+    /// Creates a loan of these blocks on these pages, by the replica with number `lender`.
+    /// `give_back` is called once, on any thread, when no reader is left.
     #[must_use]
     pub fn new(
         lender: u32,
@@ -32,7 +33,8 @@ impl Loan {
         Self { lender, pages, states, give_back: Some(give_back) }
     }
 
-    /// The same loan, with the recurrent states after some of its blocks on these state pages.
+    /// Returns the same loan, extended by the states after some of its blocks, on these state
+    /// pages.
     #[must_use]
     pub fn with_states(mut self, states: Vec<(BlockHash, u32)>) -> Self {
         self.states = states.into_iter().collect();
@@ -51,7 +53,7 @@ impl Loan {
         self.pages.get(&name).copied()
     }
 
-    /// The state page that holds the state after a block; `None`: it is not lent.
+    /// The state page that holds the state after a block; `None`: that state is not lent.
     #[must_use]
     pub fn state(&self, name: BlockHash) -> Option<u32> {
         self.states.get(&name).copied()

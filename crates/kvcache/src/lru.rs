@@ -1,7 +1,7 @@
 //! A doubly linked list threaded through an array: O(1) push, pop and removal from the middle, no
 //! allocation.
 
-/// No page.
+/// The value that means that there is no page.
 const NIL: u32 = u32::MAX;
 
 #[derive(Debug, Clone, Copy)]
@@ -20,7 +20,7 @@ pub(crate) struct Lru {
 }
 
 impl Lru {
-    /// An empty list of pages below `pages`.
+    /// Creates an empty list, for pages with numbers below `pages`.
     pub(crate) fn new(pages: u32) -> Self {
         let links = vec![Links { previous: NIL, next: NIL }; pages as usize];
         Self { links, oldest: NIL, newest: NIL, len: 0 }
@@ -30,12 +30,12 @@ impl Lru {
         self.len
     }
 
-    /// The longest unused page.
+    /// The least recently used page.
     pub(crate) fn oldest(&self) -> Option<u32> {
         (self.oldest != NIL).then_some(self.oldest)
     }
 
-    /// Adds a page, which is not in the list, as the most recently used.
+    /// Adds a page that is not in the list, as the most recently used one.
     pub(crate) fn push_newest(&mut self, page: u32) {
         self.links[page as usize] = Links { previous: self.newest, next: NIL };
         match self.newest {
@@ -46,7 +46,7 @@ impl Lru {
         self.len += 1;
     }
 
-    /// Removes a page, which is in the list.
+    /// Removes a page that is in the list.
     pub(crate) fn remove(&mut self, page: u32) {
         let Links { previous, next } = self.links[page as usize];
         match previous {
@@ -60,7 +60,7 @@ impl Lru {
         self.len -= 1;
     }
 
-    /// Takes the longest unused page out.
+    /// Removes and returns the least recently used page.
     pub(crate) fn pop_oldest(&mut self) -> Option<u32> {
         if self.oldest == NIL {
             return None;

@@ -60,7 +60,7 @@ pub struct Evicted {
 /// The number of pages in each state.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Pages that hold nothing.
+    /// Pages without content.
     pub free: u32,
     /// Pages that hold a named block and have no lease.
     pub cached: u32,
@@ -72,11 +72,11 @@ pub struct Counts {
 struct Page {
     leases: u32,
     name: Option<BlockHash>,
-    /// Another tier holds its block too.
+    /// True if another tier holds its block too.
     saved: bool,
 }
 
-/// All pages of one tier. Every operation is O(1) for each page.
+/// All pages of one tier. Every operation is O(1) per page.
 #[derive(Debug)]
 pub struct PagePool<T = Hot> {
     pages: Vec<Page>,
@@ -91,7 +91,7 @@ pub struct PagePool<T = Hot> {
 }
 
 impl<T> PagePool<T> {
-    /// A pool of `pages` free pages, numbered from 0.
+    /// Creates a pool of `pages` free pages, numbered from 0.
     #[must_use]
     pub fn new(pages: u32) -> Self {
         Self {
@@ -104,8 +104,7 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// Records from now on which blocks the pool gets and loses. The caller has to take the
-    /// changes.
+    /// Starts recording which blocks the pool gets and loses. The caller has to take the changes.
     pub fn note_changes(&mut self) {
         self.changed.get_or_insert_default();
     }
@@ -133,7 +132,7 @@ impl<T> PagePool<T> {
         Some((Lease::new(page), evicted))
     }
 
-    /// Leases the page that holds a block. Others may lease it too. `None`: no page holds the
+    /// Leases the page that holds a block. Other owners may lease it too. `None`: no page holds the
     /// block.
     #[must_use]
     pub fn share(&mut self, name: BlockHash) -> Option<Lease<T>> {
@@ -146,7 +145,7 @@ impl<T> PagePool<T> {
         Some(Lease::new(page))
     }
 
-    /// A second lease of a leased page.
+    /// Returns another lease of a leased page.
     pub fn join(&mut self, lease: &Lease<T>) -> Lease<T> {
         self.pages[lease.page as usize].leases += 1;
         Lease::new(lease.page)
@@ -158,8 +157,8 @@ impl<T> PagePool<T> {
         self.named.contains_key(&name)
     }
 
-    /// Notes that another tier holds a block too, or no longer. Such pages are evicted before
-    /// others. Without a page for the block in this tier, nothing happens.
+    /// Records whether another tier holds a block too. Pages of such blocks are evicted before
+    /// other pages. Does nothing if no page of this tier holds the block.
     pub fn set_saved(&mut self, name: BlockHash, saved: bool) {
         let Some(&page) = self.named.get(&name) else { return };
         let entry = &mut self.pages[page as usize];
@@ -172,7 +171,7 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// True if this tier and another one hold a block.
+    /// True if both this tier and another tier hold a block.
     #[must_use]
     pub fn is_saved(&self, name: BlockHash) -> bool {
         self.named.get(&name).is_some_and(|&page| self.pages[page as usize].saved)
@@ -214,7 +213,7 @@ impl<T> PagePool<T> {
         self.pages.iter().filter_map(|page| page.name)
     }
 
-    /// Makes an unused block the latest used one.
+    /// Makes an unused block the most recently used one.
     pub fn touch(&mut self, name: BlockHash) {
         if let Some(&page) = self.named.get(&name)
             && let Page { leases: 0, saved, .. } = self.pages[page as usize]
@@ -240,7 +239,8 @@ impl<T> PagePool<T> {
     }
 
     /// Names the block that a full page holds. False, and nothing is done, if the page has a name
-    /// already, or another page holds that block. The older page stays, since others share it.
+    /// already, or another page holds that block. The older page keeps the name, since it may be
+    /// shared.
     pub fn name(&mut self, lease: &Lease<T>, name: BlockHash) -> bool {
         let entry = &mut self.pages[lease.page as usize];
         if entry.name.is_some() || self.named.contains_key(&name) {
@@ -278,7 +278,7 @@ impl<T> PagePool<T> {
     }
 
     /// Makes the pool forget the page of a block, because its content cannot be trusted. A lease of
-    /// the page stays valid. False: no page holds it.
+    /// the page stays valid. Returns false if no page holds it.
     pub fn forget(&mut self, name: BlockHash) -> bool {
         let Some(&page) = self.named.get(&name) else {
             return false;
@@ -304,13 +304,13 @@ impl<T> PagePool<T> {
         }
     }
 
-    /// The number of pages that [`Self::allocate`] can give: the free and the cached ones.
+    /// The number of pages that [`Self::allocate`] can lease: the free and the cached ones.
     #[must_use]
     pub fn available(&self) -> u32 {
         self.free.len() as u32 + self.unleased()
     }
 
-    /// The number of available pages that hold nothing, or a block that another tier holds too.
+    /// The number of available pages without content, or with a block that another tier holds too.
     #[must_use]
     pub fn spare(&self) -> u32 {
         self.free.len() as u32 + self.cached[1].len()

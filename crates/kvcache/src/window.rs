@@ -1,42 +1,42 @@
-//! The pages of layers with a window, which read only the last positions of a request.
+//! The pages of sliding-window layers, which read only the last positions of a request.
 
 use crate::hash::BlockHash;
 use crate::pool::{Counts, Lease, PagePool};
 
-/// The pool of the window part of pages.
+/// The tier of the window part of pages, on the device.
 #[derive(Debug, PartialEq, Eq)]
 pub enum WindowTier {}
 
 /// The pages of the window part, and the blocks in them.
 ///
-/// A request *passes* a page when its window is behind it, and gives it back. A request can
-/// continue a cached prefix only if the window part has the blocks within the window. So the pages
-/// at which a request ended are worth more than passed ones, and are kept longer.
+/// A request *passes* a page when its window has moved beyond the page, and then gives it back. A
+/// request can continue a cached prefix only if the window part has the blocks within the window.
+/// So the pages at the end of a request are worth more than passed ones, and are kept longer.
 #[derive(Debug)]
 pub struct WindowPool {
     /// In this pool *saved* means that a block was passed: it is evicted first.
     pool: PagePool<WindowTier>,
-    /// Blocks that a row reads before its first position, if that begins a page.
+    /// The number of earlier blocks that a row reads if its first position begins a page.
     tail: usize,
 }
 
 impl WindowPool {
-    /// A pool of `pages` free pages of `page_size` positions, for layers whose queries see `window`
-    /// positions, their own among them.
+    /// Creates a pool of `pages` free pages of `page_size` positions, for layers whose queries
+    /// attend to `window` positions, including their own.
     #[must_use]
     pub fn new(pages: u32, page_size: u32, window: u32) -> Self {
         let tail = window.saturating_sub(1).div_ceil(page_size.max(1)) as usize;
         Self { pool: PagePool::new(pages), tail }
     }
 
-    /// The number of a prefix's last blocks that are needed to continue it, if the prefix is that
-    /// long.
+    /// The number of a prefix's last blocks that are needed to continue it. A shorter prefix needs
+    /// all its blocks.
     #[must_use]
     pub fn tail(&self) -> usize {
         self.tail
     }
 
-    /// The largest number of these leading blocks that a request can continue after.
+    /// The largest number of these leading blocks after which a request can continue.
     #[must_use]
     pub fn longest(&self, names: &[BlockHash]) -> usize {
         let mut end = names.len();
@@ -51,10 +51,10 @@ impl WindowPool {
         end
     }
 
-    /// Leases the last blocks of a prefix that a request continues, in order.
+    /// Leases the last blocks of the prefix that a request continues, in order.
     ///
     /// # Panics
-    /// One of them is not there: see [`Self::longest`].
+    /// If the pool lacks one of these blocks: see [`Self::longest`].
     pub fn share_tail(&mut self, names: &[BlockHash]) -> Vec<Lease<WindowTier>> {
         let tail = &names[names.len().saturating_sub(self.tail)..];
         let share = |&name| self.pool.share(name).expect("the prefix was found here");
@@ -72,13 +72,13 @@ impl WindowPool {
         self.pool.name(lease, name)
     }
 
-    /// Gives back the lease of a page that a request has passed. Without another lease, it is
+    /// Gives back the lease of a page that a request has passed. Once no lease is left, the page is
     /// evicted before pages at which a request ended.
     pub fn release_passed(&mut self, lease: Lease<WindowTier>) {
         self.release(lease, true);
     }
 
-    /// Gives back the lease of a page at which a request ended, or lost its pages.
+    /// Gives back the lease of a page at which a request ended, or was preempted.
     pub fn release_kept(&mut self, lease: Lease<WindowTier>) {
         self.release(lease, false);
     }
@@ -101,13 +101,13 @@ impl WindowPool {
         self.pool.blocks() == 0
     }
 
-    /// The number of pages that [`Self::allocate`] can give.
+    /// The number of pages that [`Self::allocate`] can lease.
     #[must_use]
     pub fn available(&self) -> u32 {
         self.pool.available()
     }
 
-    /// The number of available pages that hold nothing, or a block that was passed.
+    /// The number of available pages without content, or with a block that was passed.
     #[must_use]
     pub fn spare(&self) -> u32 {
         self.pool.spare()
@@ -134,7 +134,7 @@ impl WindowPool {
     /// Checks the pool, as [`PagePool::check_integrity`] does.
     ///
     /// # Errors
-    /// The fault, in words.
+    /// A description of the fault.
     pub fn check_integrity(&self) -> Result<(), String> {
         self.pool.check_integrity()
     }
@@ -149,7 +149,7 @@ mod tests {
         Namer::open().chain(0, &vec![1; 4 * count], 4)
     }
 
-    /// A pool in which a request has passed all of these blocks.
+    /// Creates a pool in which a request has passed all of these blocks.
     fn passed(pages: u32, window: u32, names: &[BlockHash]) -> WindowPool {
         let mut pool = WindowPool::new(pages, 4, window);
         for &name in names {
@@ -163,13 +163,13 @@ mod tests {
     #[test]
     fn a_prefix_needs_the_blocks_within_the_window() {
         let names = names(6);
-        // A window of one position reads nothing before its own.
+        // A window of one position reads no earlier position.
         for (window, tail) in [(1, 0), (2, 1), (5, 1), (6, 2), (9, 2), (10, 3)] {
             assert_eq!(WindowPool::new(1, 4, window).tail(), tail, "{window}");
         }
         let mut pool = passed(8, 9, &names);
         assert_eq!(pool.longest(&names), 6);
-        // The search goes back from the longest match.
+        // The search tries the longest match first, and then shorter ones.
         assert!(pool.forget(names[4]));
         assert_eq!((pool.longest(&names), pool.longest(&names[..4])), (4, 4));
         assert!(pool.forget(names[2]));
@@ -206,7 +206,7 @@ mod tests {
             pool.name(lease, name);
         }
         let last = leases.pop().expect("three");
-        // The end's block is the least recently used.
+        // The block at the request's end is released first, so it is the least recently used one.
         pool.release_kept(last);
         leases.into_iter().for_each(|lease| pool.release_passed(lease));
         assert_eq!((pool.spare(), pool.available()), (2, 3));

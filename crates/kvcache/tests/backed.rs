@@ -14,11 +14,12 @@ const PAGE: u32 = 2;
 
 #[derive(Debug, Clone)]
 enum Op {
-    /// A request allocates a page with its host page, computes it, and names it or not.
+    /// A request allocates a page with its host page and computes it. The flag decides whether it
+    /// also names the block.
     Compute(Option<usize>, bool),
     /// A request names a page that it has computed.
     Name(usize),
-    /// A request finds a block and has it restored: all of it, or only its index keys.
+    /// A request finds a block and has it restored: the whole block, or only its index keys.
     Find(usize, bool),
     Look(usize),
     /// A request gives up its hot page and keeps the host page, if it can.
@@ -67,7 +68,7 @@ struct Held {
     /// Copies that have to end before the content is valid.
     pending: HashSet<u32>,
     /// While the block is being computed: the rows that were saved one by one. The plan that
-    /// computes a row saves it, so before the block has its name.
+    /// computes a row saves it, so this happens before the block has its name.
     rows: Option<HashSet<u32>>,
 }
 
@@ -135,7 +136,7 @@ impl World {
         }
         assert!(self.tiers.ended(ticket, fine));
         if !fine {
-            // Requests that waited for the failed copy compute instead.
+            // Requests that waited for the failed copy compute the block instead.
             let (gone, kept) = self.held.drain(..).partition(|held| held.pending.contains(&ticket));
             self.held = kept;
             for held in Vec::from_iter::<Vec<Held>>(gone) {

@@ -1,5 +1,5 @@
-//! Tiers that lend to each other, checked against the content of their memory. A borrower reads the
-//! content that the block's name stands for, and every loan is given back.
+//! Tiers that lend to each other, checked against the content of their memory. A borrower must read
+//! the content that belongs to the block's name, and every loan must be given back.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -15,14 +15,15 @@ const NAMES: usize = 6;
 
 #[derive(Debug, Clone)]
 enum Op {
-    /// A request computes a block at a replica, has it saved, and ends or not.
+    /// A request computes a block at a replica and has it saved; the flag decides whether it then
+    /// ends.
     Compute(usize, usize, bool),
     Release(usize, usize),
     SendSaves(usize),
     SendRestores(usize),
-    /// A copy ends: at which replica, which copy, and whether it succeeded.
+    /// A copy ends: the replica, the copy's index, and whether it succeeded.
     Ended(usize, usize, bool),
-    /// A replica lends the blocks from this one on.
+    /// A replica lends the blocks from this index on.
     Lend(usize, usize),
     /// A request at a replica borrows a block of a loan.
     Borrow(usize, usize, usize),
@@ -32,7 +33,7 @@ enum Op {
     Forget(usize, usize),
     Flush(usize),
     Died(usize),
-    /// The worker restarts with other memory.
+    /// The worker restarts with new memory.
     Resized(usize),
 }
 
@@ -57,7 +58,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op, 1..250)
 }
 
-/// A page of host memory: the replica, the number of its memory, and the page.
+/// A page of host memory: the replica, the number of its host memory, and the page.
 type Place = (usize, usize, u32);
 
 /// A copy under way: the content of its source when it began, and its page of host memory.
@@ -79,7 +80,7 @@ struct World {
     replicas: Vec<Replica>,
     names: Vec<BlockHash>,
     host: BTreeMap<Place, usize>,
-    /// Loans, with the number of the memory that they are in.
+    /// Loans, each with the number of the lender's host memory.
     loans: Vec<(Arc<Loan>, usize)>,
     returned: Arc<Mutex<Vec<(usize, LoanId)>>>,
     borrowed: usize,
@@ -310,7 +311,7 @@ proptest! {
     }
 }
 
-/// Tiers with blocks that are saved on the host.
+/// Creates tiers whose blocks are all saved on the host.
 fn with_saved(count: i32, host: u32) -> (Tiers, Vec<BlockHash>) {
     let names = Namer::open().chain(0, &(0..count).collect::<Vec<i32>>(), 1);
     let mut tiers = Tiers::new(count.cast_unsigned(), host);

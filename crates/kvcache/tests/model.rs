@@ -43,7 +43,7 @@ struct Model {
     pages: Vec<(u32, Option<usize>)>,
     /// Cached pages, the least recently used first.
     cached: Vec<u32>,
-    /// Of the names cached here, those that another tier has too.
+    /// The names of blocks cached here that another tier also has.
     saved: HashSet<usize>,
 }
 
@@ -66,7 +66,7 @@ impl Model {
         }
     }
 
-    /// Models an allocation; returns the name that was evicted.
+    /// Models an allocation; returns the name of the evicted block.
     fn allocated(&mut self, page: Option<u32>) -> Option<usize> {
         let counts = self.counts();
         let Some(page) = page else {
@@ -100,7 +100,7 @@ fn check(ops: Vec<Op>) {
     let names: Vec<BlockHash> = (0..NAMES).map(name).collect();
     let mut pool = PagePool::<Hot>::new(PAGES);
     pool.note_changes();
-    // The names that an observer knows from events alone.
+    // The names that an observer can derive from events alone.
     let mut known = HashSet::new();
     let mut model =
         Model { pages: vec![(0, None); PAGES as usize], cached: vec![], saved: HashSet::new() };

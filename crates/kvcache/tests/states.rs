@@ -1,4 +1,4 @@
-//! Tiers of state pages, beside those of keys and values.
+//! Tiers of state pages, and tiers of keys and values beside them.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ fn name() -> BlockHash {
     Namer::open().chain(0, &[1], 1)[0]
 }
 
-/// Has a block or state saved and evicted from the device. Returns the copy.
+/// Has a block or state saved, and then evicted from the device. Returns the copy.
 fn pushed_out(tiers: &mut Tiers) -> PageCopy {
     let lease = tiers.allocate().expect("a page");
     assert!(tiers.name(&lease, name()));

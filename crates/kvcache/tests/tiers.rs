@@ -1,5 +1,5 @@
-//! The tiers, checked against the content of their memory: copies move contents, and a found block
-//! has the content that its name stands for.
+//! The tiers, checked against the content of their memory: copies move content, and a found block
+//! has the content that belongs to its name.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -23,7 +23,7 @@ enum Op {
     SendRestores,
     SendSaves(u32),
     Sweep(u32),
-    /// A copy ends: which one, and whether it succeeded.
+    /// A copy ends: its index, and whether it succeeded.
     Ended(usize, bool),
     Touch(usize),
     Forget(usize),
@@ -119,7 +119,7 @@ impl World {
         assert!(self.tiers.ended(ticket, fine));
         assert!(!self.tiers.ended(ticket, fine), "a copy ended twice");
         if !fine {
-            // Requests that waited for the failed copy compute instead.
+            // Requests that waited for the failed copy compute the block instead.
             let (gone, kept) = self.leases.drain(..).partition(|lease| lease.2 == Some(ticket));
             self.leases = kept;
             for (lease, _, _) in Vec::from_iter::<Vec<_>>(gone) {
@@ -289,7 +289,7 @@ proptest! {
     }
 }
 
-/// Tiers with one block, computed and released.
+/// Creates tiers with one block, computed and released.
 fn one_block(host: u32) -> (Tiers, BlockHash) {
     let name = Namer::open().chain(0, &[1], 1)[0];
     let mut tiers = Tiers::new(2, host);
@@ -380,8 +380,8 @@ fn a_host_tier_that_copies_fill_refuses_and_does_not_wait() {
     let copy = tiers.next_save(9).expect("a save");
     assert_eq!(tiers.next_save(9), None);
     assert_eq!(tiers.moves().refused, 1);
-    // Of two cached blocks, the one that the host lacks is evicted: the other one's page is held by
-    // its save.
+    // There are two cached blocks. The one that the host lacks is evicted, because a save holds the
+    // page of the other one.
     let lease = tiers.allocate().expect("a page");
     assert_eq!(tiers.moves().dropped_unsaved, 1);
     assert!(tiers.allocate().is_none() && tiers.expects_pages());

@@ -19,20 +19,21 @@ use super::copies::HostPage;
 use crate::hash::{BlockHash, BuildNameHasher};
 use crate::pool::{Host, Hot, Lease};
 
-/// After this many failed saves in a row, the next one will hardly succeed.
+/// The number of consecutive failed saves after which the next save is assumed to fail too.
 const MOST_FAILED: u32 = 8;
 
 /// State that only backed tiers need.
 #[derive(Debug)]
 pub(super) struct BackedTiers {
     page_size: u32,
-    /// For each hot page, how many of its positions were saved row by row since it was allocated.
+    /// The number of positions of each hot page that [`Tiers::save_rows`] has saved since the page
+    /// was allocated.
     rows_saved: Vec<u32>,
-    /// For each hot page, how many saves of all or some of its rows are in flight.
+    /// The number of saves in flight of each hot page, or of some of its rows.
     leaving: Vec<u32>,
     /// Host pages whose index keys are not on the device.
     unindexed: Vec<bool>,
-    /// Saves that failed since the last successful one.
+    /// The number of saves that failed since the last successful one.
     failed: u32,
     /// The copies of index keys, by block.
     indexing: HashMap<BlockHash, u32, BuildNameHasher>,
@@ -64,7 +65,7 @@ pub struct BackedBlock {
 }
 
 impl Tiers {
-    /// Tiers of `hot_pages` and `host_pages` free pages. A page has `page_size` positions.
+    /// Creates tiers of `hot_pages` and `host_pages` free pages. A page has `page_size` positions.
     #[must_use]
     pub fn backed(hot_pages: u32, host_pages: u32, page_size: u32) -> Self {
         let backed = BackedTiers {
@@ -78,7 +79,7 @@ impl Tiers {
         Self { backed: Some(backed), ..Self::new(hot_pages, host_pages) }
     }
 
-    /// Pages of the host tier that can be leased.
+    /// The number of host pages that can be leased.
     #[must_use]
     pub fn host_available(&self) -> u32 {
         self.host.available()
@@ -90,8 +91,8 @@ impl Tiers {
         self.host.leases(page)
     }
 
-    /// Leases a hot page and the host page behind it, both without content. `None`, and nothing is
-    /// leased: one tier has no page.
+    /// Leases a hot page and its host page, both without content. `None`, and nothing is leased:
+    /// one tier has no page.
     #[must_use]
     pub fn allocate_backed(&mut self) -> Option<(Lease<Hot>, Lease<Host>)> {
         if self.hot.available() == 0 {
@@ -127,8 +128,8 @@ impl Tiers {
             Some((ticket, hot)) => (Some(ticket), Some(self.hot.join(hot))),
             None => (None, None),
         };
-        // The hot tier has evicted it. Evicting an unsaved block would have forgotten it in the
-        // host tier too, so it is saved.
+        // The hot tier has evicted the block. Evicting an unsaved block would have forgotten it in
+        // the host tier too, so this block is saved.
         Some(BackedBlock { host, hot, pending, saved: true, indexed })
     }
 
@@ -160,9 +161,9 @@ impl Tiers {
         ticket
     }
 
-    /// Names the block of a hot page and of the host page behind it. False if other leased pages
-    /// hold that block already; unleased ones lose the name. A page without a name is never saved,
-    /// so its request could not give it up.
+    /// Names the block of a hot page and of its host page. False if other leased pages hold that
+    /// block already; unleased ones lose the name. A page without a name is never saved, so its
+    /// request could not give it up.
     pub fn name_backed(&mut self, hot: &Lease<Hot>, host: &Lease<Host>, name: BlockHash) -> bool {
         if self.hot.name_of(hot).is_none() && self.host.leases_of(name) == Some(0) {
             self.forget(name);
@@ -191,8 +192,8 @@ impl Tiers {
         self.hot.name_of(hot)
     }
 
-    /// Takes a hot page out of the cache, so that its content may be overwritten. Only one request
-    /// may lease it, and the host must have its content. Otherwise false, and nothing is done.
+    /// Removes a hot page from the cache, so that its content may be overwritten. Only one request
+    /// may lease it, and the host must have its content. Otherwise returns false and does nothing.
     pub fn take_over(&mut self, hot: &Lease<Hot>) -> bool {
         if self.hot.leases(hot.page()) > 1 || !self.can_drop(hot) {
             return false;
@@ -231,7 +232,8 @@ impl Tiers {
     pub(super) fn save_backed(&mut self, name: BlockHash) -> Option<PageCopy> {
         let hot = self.hot.share(name)?;
         let leaving = self.backed.as_ref().map_or(0, |b| b.leaving[hot.page() as usize]);
-        // A save that fails later would spoil the page after another one has ended.
+        // With two saves of one page, one that fails later would spoil the page after the other has
+        // ended.
         let Some(host) = (leaving == 0).then(|| self.host.share(name)).flatten() else {
             self.hot.release(hot);
             return None;
@@ -257,7 +259,7 @@ impl Tiers {
         }
     }
 
-    /// A copy of rows has ended.
+    /// Records the end of a copy of rows.
     pub(super) fn rows_left(&mut self, hot: &Lease<Hot>, span: Span, fine: bool) {
         if let Some(backed) = &mut self.backed {
             backed.rows_saved[hot.page() as usize] += if fine { span.count } else { 0 };
@@ -265,7 +267,7 @@ impl Tiers {
         self.note_rows(hot);
     }
 
-    /// A page whose rows are all saved counts as saved as soon as it has a name.
+    /// Marks a page as saved if all its rows are saved and it has a name.
     fn note_rows(&mut self, hot: &Lease<Hot>) {
         let Some(backed) = &self.backed else { return };
         let whole = backed.rows_saved[hot.page() as usize] == backed.page_size;
@@ -295,7 +297,8 @@ impl Tiers {
         }
     }
 
-    /// Forgets what is lost with the device: all index keys, and every block that was not saved.
+    /// Forgets the data that is lost with the device: all index keys, and every block that was not
+    /// saved.
     pub(super) fn index_is_gone(&mut self) {
         let Some(backed) = &mut self.backed else { return };
         backed.unindexed.fill(true);

@@ -39,7 +39,7 @@ impl HostPage {
         }
     }
 
-    /// The lender, if the page is another replica's.
+    /// The lender, if the page belongs to another replica.
     fn lender(&self) -> Option<u32> {
         match self {
             Self::Own(_) => None,
@@ -48,7 +48,7 @@ impl HostPage {
     }
 }
 
-/// A copy whose end was not reported.
+/// A copy whose end was not reported yet.
 #[derive(Debug)]
 pub(super) struct Copying {
     pub(super) direction: Direction,
@@ -59,7 +59,7 @@ pub(super) struct Copying {
     pub(super) span: Option<Span>,
     /// True if the block can be found at the target after the copy.
     pub(super) publish: bool,
-    /// A plan has named it.
+    /// True if a plan has named the copy.
     pub(super) sent: bool,
 }
 
@@ -115,8 +115,8 @@ impl Tiers {
         if enough || self.saving >= most || self.host.available() == 0 || self.sweeping_fails {
             return None;
         }
-        // Evicting a host page whose hot page would then be unsaved gains nothing, and would repeat
-        // for ever.
+        // Evicting a host page whose hot page would then be unsaved gains nothing, and the next
+        // sweep would repeat it.
         if self.host.next_evicted().is_some_and(|name| self.hot.contains(name)) {
             return None;
         }
@@ -156,7 +156,7 @@ impl Tiers {
         host: HostPage,
     ) -> u32 {
         let ticket = self.next_ticket + if self.of_states { STATE_TICKETS } else { 0 };
-        // Tickets wrap around, but no copy stays in flight for a billion others.
+        // Tickets wrap around, but no copy stays in flight while a billion others start.
         self.next_ticket = (self.next_ticket + 1) % STATE_TICKETS;
         if let Some(name) = name {
             self.moving(direction).insert(name, ticket);
@@ -191,7 +191,7 @@ impl Tiers {
         }
     }
 
-    /// Ends a copy that the hand has reported as ended. False: no copy has this ticket.
+    /// Ends a copy that the hand has reported as ended. Returns false if no copy has this ticket.
     pub fn ended(&mut self, ticket: u32, fine: bool) -> bool {
         let Some(copy) = self.copies.remove(&ticket) else { return false };
         let Copying { direction, name, hot, host, span, publish, .. } = copy;

@@ -1,4 +1,4 @@
-//! Pages of the host tier that other replicas read, and blocks that come from theirs.
+//! Pages of the host tier that other replicas read, and blocks borrowed from other replicas.
 //!
 //! A lent page is leased until its loan is taken back, so it keeps its content even if its block is
 //! forgotten. Only a named block is lent: its save was reported as done. The borrower copies from
@@ -59,7 +59,7 @@ impl Tiers {
         Some((id, lent))
     }
 
-    /// Takes back a loan that has no reader any more. False: there is no such loan.
+    /// Takes back a loan that has no reader any more. Returns false if there is no such loan.
     pub fn take_back(&mut self, id: LoanId) -> bool {
         let Some(mut leases) = self.loans.leases.remove(&id) else { return false };
         for lease in &leases {
@@ -80,13 +80,13 @@ impl Tiers {
         self.loans.pages.len()
     }
 
-    /// Host pages that loans lease, once for each.
+    /// Host pages that loans lease, once per lease.
     pub fn host_leased_by_loans(&self) -> impl Iterator<Item = u32> {
         self.loans.leases.values().flatten().map(Lease::page)
     }
 
-    /// Ends all loans and lends nothing more, because these tiers move to other memory or end.
-    /// Borrowers may still read the pages in the old memory.
+    /// Ends all loans and lends nothing more, because these tiers move to other memory or are
+    /// dropped. Borrowers may still read the pages in the old memory.
     pub fn end_loans(&mut self) {
         let loans: Vec<LoanId> = self.loans.leases.keys().copied().collect();
         for id in loans {
@@ -95,7 +95,7 @@ impl Tiers {
         self.loans.ended = true;
     }
 
-    /// Goes on with the numbers of earlier tiers.
+    /// Continues the loan numbers of earlier tiers.
     pub(super) fn lend_as(&mut self, earlier: &Self) {
         (self.loans.made, self.loans.ended) = (earlier.loans.made, earlier.loans.ended);
     }

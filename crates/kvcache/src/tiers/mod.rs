@@ -10,11 +10,11 @@
 //! has no page, a block is not saved.
 //!
 //! In *backed* tiers ([`Tiers::backed`]) every hot page of a request has a page of the host tier
-//! from the start. The hot page can then be given up while the request goes on; `backed` has the
+//! from the start. The hot page can then be given up while the request continues; `backed` has the
 //! rules.
 //!
-//! Kept states of recurrent layers have tiers of their own ([`Tiers::of_states`]), by the same
-//! rules. Their pages are state pages, and the state after a block has the block's name.
+//! Kept states of recurrent layers have separate tiers ([`Tiers::of_states`]), with the same rules.
+//! Their pages are state pages, and the state after a block has the block's name.
 
 mod backed;
 mod copies;
@@ -66,15 +66,17 @@ pub struct Tiers {
     host: PagePool<Host>,
     /// The copies by ticket. Those that no plan has named yet are in `unsent` too.
     copies: BTreeMap<u32, Copying>,
-    /// The copies whose blocks can be found when they have ended.
+    /// The copy of each block that can be found once the copy has ended.
     under_way: HashMap<BlockHash, u32, BuildNameHasher>,
     /// Restores that no plan has named yet.
     unsent: VecDeque<u32>,
-    /// Requested saves, oldest first, and the same as a set. Some of the blocks may be gone.
+    /// The blocks of requested saves, oldest first, and the same blocks as a set. Some of them may
+    /// have been evicted.
     wanted: VecDeque<BlockHash>,
     is_wanted: HashSet<BlockHash, BuildNameHasher>,
     saving: u32,
-    /// A save has failed since the last block was named. Sweeping on would repeat it for ever.
+    /// True if a save has failed since the last block was named. Further sweeps would repeat that
+    /// save for ever.
     sweeping_fails: bool,
     next_ticket: u32,
     moves: Moves,
@@ -87,7 +89,8 @@ pub struct Tiers {
 }
 
 impl Tiers {
-    /// Tiers of `hot_pages` and `host_pages` free pages. With 0 host pages there is no host tier.
+    /// Creates tiers of `hot_pages` and `host_pages` free pages. 0 host pages: there is no host
+    /// tier.
     #[must_use]
     pub fn new(hot_pages: u32, host_pages: u32) -> Self {
         Self {
@@ -110,7 +113,8 @@ impl Tiers {
         }
     }
 
-    /// Tiers of `pages` and `host_pages` free state pages. Their copies have tickets of their own.
+    /// Creates tiers of `pages` and `host_pages` free state pages. Their copies have a separate
+    /// range of tickets.
     #[must_use]
     pub fn of_states(pages: u32, host_pages: u32) -> Self {
         Self { of_states: true, ..Self::new(pages, host_pages) }
@@ -128,13 +132,13 @@ impl Tiers {
         self.host.counts()
     }
 
-    /// Counts of the work so far.
+    /// Counts of the tiers' work so far.
     #[must_use]
     pub fn moves(&self) -> Moves {
         self.moves
     }
 
-    /// Copies under way: started, and not reported as ended yet.
+    /// The number of copies under way: started, and not reported as ended yet.
     #[must_use]
     pub fn outstanding(&self) -> usize {
         self.copies.len()
@@ -152,7 +156,7 @@ impl Tiers {
         self.copies.get(&ticket).is_some_and(|copy| copy.sent)
     }
 
-    /// True if only copies hold some page. The page becomes free when they end.
+    /// True if some page is leased only by copies. It becomes free when they end.
     #[must_use]
     pub fn expects_pages(&self) -> bool {
         self.copies_of_pages().iter().any(|(&page, &copies)| self.hot.leases(page) == copies)
@@ -198,7 +202,7 @@ impl Tiers {
         self.host.contains(name)
     }
 
-    /// True if a block is in a tier, or on its way to the hot one.
+    /// True if a block is in a tier, or is being restored to the hot tier.
     #[must_use]
     pub fn knows(&self, name: BlockHash) -> bool {
         self.hot.contains(name) || self.under_way.contains_key(&name) || self.host.contains(name)
@@ -220,7 +224,7 @@ impl Tiers {
         self.hot.release(lease);
     }
 
-    /// Gives back an unneeded lease of the host tier from [`Self::find`].
+    /// Gives back a lease of the host tier from [`Self::find`] that is not needed.
     pub fn release_host(&mut self, lease: Lease<Host>) {
         self.host.release(lease);
     }
@@ -277,9 +281,10 @@ impl Tiers {
         self.note_cleared()
     }
 
-    /// Clears the hot tier and all copies, because the hand died. All other leases of the hot tier
-    /// have been given back. The host tier stays. If copies are to `blame`, blocks that were being
-    /// restored are forgotten, since another try would kill the next hand too.
+    /// Clears the hot tier and all copies, because the hand died. All leases of the hot tier except
+    /// those of copies must have been given back. The host tier stays. If copies are to `blame`,
+    /// blocks that were being restored are forgotten, since another try would kill the next hand
+    /// too.
     pub fn hand_died(&mut self, blame: bool) {
         self.index_is_gone();
         for (_, copy) in std::mem::take(&mut self.copies) {
@@ -303,8 +308,8 @@ impl Tiers {
         self.note_cleared();
     }
 
-    /// Continues the counts and tickets of earlier tiers of other sizes. Those had no lease, and
-    /// their blocks are gone.
+    /// Continues the counts and tickets of earlier tiers of other sizes. The earlier tiers must
+    /// have no lease, and their blocks are lost.
     pub fn go_on_from(&mut self, earlier: &Self) {
         self.moves = earlier.moves;
         self.next_ticket = earlier.next_ticket;
@@ -325,14 +330,14 @@ impl Tiers {
         empty
     }
 
-    /// Records from now on which blocks the tiers get and lose. The caller has to take the events.
+    /// Starts recording which blocks the tiers get and lose. The caller has to take the events.
     pub fn note_events(&mut self) {
         self.noting = true;
         self.hot.note_changes();
         self.host.note_changes();
     }
 
-    /// Appends the events since the last time.
+    /// Appends the events since the last call.
     pub fn take_events(&mut self, into: &mut Vec<BlockEvent>) {
         if !self.noting {
             return;
@@ -352,12 +357,12 @@ impl Tiers {
         }));
     }
 
-    /// Hot pages that copies lease, once for each.
+    /// Hot pages that copies lease, once per lease.
     pub fn leased_by_copies(&self) -> impl Iterator<Item = u32> {
         self.copies.values().filter_map(|copy| copy.hot.as_ref()).map(Lease::page)
     }
 
-    /// For each hot page that copies lease, how many do. Two saves can: one that began before a
+    /// The number of copies that lease each hot page. It can be two: a save that began before a
     /// flush, and one that began after it.
     fn copies_of_pages(&self) -> BTreeMap<u32, u32> {
         let mut copies = BTreeMap::new();
@@ -365,7 +370,7 @@ impl Tiers {
         copies
     }
 
-    /// Host pages that copies lease, once for each.
+    /// Host pages that copies lease, once per lease.
     pub fn host_leased_by_copies(&self) -> impl Iterator<Item = u32> {
         self.copies.values().filter_map(|copy| copy.host.own()).map(Lease::page)
     }
