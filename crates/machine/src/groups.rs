@@ -1,20 +1,21 @@
-//! The folders of a process's control groups, from its own to the highest one that is mounted.
+//! The folders of the control groups (cgroups) of a process: its own group and all groups above it
+//! that are mounted.
 
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
 use crate::Machine;
 
-/// The version of a hierarchy of control groups.
+/// The version of a cgroup hierarchy.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Version {
-    /// A hierarchy of one or a few controllers.
+    /// Version 1: a hierarchy with one or several controllers.
     One,
-    /// The unified hierarchy.
+    /// Version 2: the unified hierarchy.
     Two,
 }
 
-/// A control group on the way up from the process.
+/// The process's control group, or a group above it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Group {
     pub(crate) version: Version,
@@ -26,43 +27,44 @@ impl Group {
         fs::read_to_string(self.folder.join(name)).ok()
     }
 
-    /// The number in a file; `None` also for `max` and -1, which mean no limit.
+    /// Reads a file that contains one number; `None`: there is no number. `max` and -1, which mean
+    /// no limit, also give `None`.
     pub(crate) fn number(&self, name: &str) -> Option<u64> {
         self.text(name)?.trim().parse().ok()
     }
 
-    /// The number after a word at the beginning of a line.
+    /// Returns the number after `name` at the beginning of a line of a file.
     pub(crate) fn field(&self, file: &str, name: &str) -> Option<u64> {
         field(&self.text(file)?, name)
     }
 }
 
-/// The number after `name` at the beginning of a line.
+/// Returns the number after `name` at the beginning of a line.
 pub(crate) fn field(text: &str, name: &str) -> Option<u64> {
     let mut lines = text.lines().map(str::split_whitespace);
     lines
         .find_map(|mut words| if words.next()? == name { words.next()?.parse().ok() } else { None })
 }
 
-/// True if a relative path has names only.
+/// True if a relative path contains only names, without `..`.
 pub(crate) fn stays_inside(path: &Path) -> bool {
     path.components().all(|part| matches!(part, Component::Normal(_)))
 }
 
-/// A line of `/proc/self/mountinfo` about control groups.
+/// A cgroup mount, from a line of `/proc/self/mountinfo`.
 #[derive(Debug, PartialEq, Eq)]
 struct Mount {
     version: Version,
-    /// Options of the file system, which include the controllers of a version 1 hierarchy.
+    /// The options of the file system. For version 1, they include the hierarchy's controllers.
     options: Vec<String>,
-    /// The group whose folder is mounted.
+    /// The path of the group whose folder is mounted.
     top: PathBuf,
-    /// The place where it is mounted.
+    /// The path at which it is mounted.
     at: PathBuf,
 }
 
-/// The groups of the process that have this controller, in both versions: its own first, then each
-/// group above it.
+/// Finds the process's groups with this controller, in both versions: its own group first, then
+/// each group above it.
 pub(crate) fn find(machine: &Machine, controller: &str) -> Vec<Group> {
     let own = machine.text("/proc/self/cgroup").unwrap_or_default();
     let mounts = mounts(&machine.text("/proc/self/mountinfo").unwrap_or_default());
@@ -89,7 +91,7 @@ fn is_folder(machine: &Machine, at: &Path) -> bool {
     machine.path(at).is_some_and(|path| path.is_dir())
 }
 
-/// The path of the process in a hierarchy, as `/proc/self/cgroup` has it.
+/// Returns the path of the process's group in a hierarchy, from `/proc/self/cgroup`.
 fn path_of(text: &str, version: Version, controller: &str) -> PathBuf {
     let path = text.lines().find_map(|line| {
         let mut fields = line.splitn(3, ':');
@@ -120,7 +122,7 @@ fn mounts(text: &str) -> Vec<Mount> {
     text.lines().filter_map(mount).collect()
 }
 
-/// Where distributions mount control groups, for a system without a list of mounts.
+/// Returns where distributions usually mount cgroups, for systems without a list of mounts.
 fn usual(version: Version, controller: &str) -> Vec<Mount> {
     let names = match version {
         Version::One => vec![
@@ -139,22 +141,24 @@ fn usual(version: Version, controller: &str) -> Vec<Mount> {
     names.into_iter().map(mount).collect()
 }
 
-/// The mount that shows the most groups above the process. If none contains the process, because
-/// the path belongs to another namespace, any mount is a group above it.
+/// Returns the mount that contains the most groups above the process. If no mount contains the
+/// process, because its path belongs to another namespace, returns any mount: its top is a group
+/// above the process.
 fn best<'a>(mounts: &[&'a Mount], path: &Path) -> Option<&'a Mount> {
     let above = mounts.iter().filter(|mount| path.starts_with(&mount.top));
     let widest = above.min_by_key(|mount| mount.top.components().count());
     widest.or_else(|| mounts.first()).copied()
 }
 
-/// The folders of the group with this path and of all above it, as far as they are mounted.
+/// Returns the folders of the group with this path and of all groups above it that are mounted.
 fn folders(machine: &Machine, mount: &Mount, path: &Path) -> Vec<PathBuf> {
     let Some(top) = machine.path(&mount.at) else { return Vec::new() };
     let inner = path.strip_prefix(&mount.top).ok().filter(|inner| stays_inside(inner));
     inner.unwrap_or(Path::new("")).ancestors().map(|folder| top.join(folder)).collect()
 }
 
-/// A field of a list of mounts, in which blanks and similar characters are octal numbers.
+/// Decodes a field of a list of mounts, in which white space and similar characters are octal
+/// escapes.
 fn unescape(text: &str) -> String {
     let mut parts = text.split('\\');
     let mut plain = parts.next().unwrap_or_default().to_owned();

@@ -1,12 +1,12 @@
-//! The part of a machine that this process may use: memory, processors, and kills for lack of
-//! memory.
+//! The resources of a machine that this process may use: memory and CPUs. Also counts processes
+//! that were killed because memory ran out.
 //!
-//! The kernel divides a machine among control groups, in two versions that may be mounted beside
-//! each other. Each group from the process upwards may have a limit, and the tightest one counts.
-//! Only this crate reads these files, for `doctor`, the brain and the hands.
+//! The kernel divides a machine among control groups (cgroups), in two versions that may be mounted
+//! at the same time. The process's group and each group above it may have a limit, and the tightest
+//! limit applies. Only this crate reads these files, for `doctor`, the brain and the hands.
 //!
-//! Every file is read below a folder given by the caller, at its usual path. Files that are missing
-//! or damaged count as no limit.
+//! Every file is read at its usual path below a root folder. A missing or damaged file counts as no
+//! limit.
 //!
 //! ```
 //! let memory = forebay_machine::Machine::here().memory();
@@ -23,7 +23,8 @@ use std::path::{Path, PathBuf};
 pub use memory::MachineMemory;
 pub use processors::{Processors, cpu_list, stand_back};
 
-/// Names a folder with another machine's files, for tests: `proc` and `sys` as below `/`.
+/// The variable with the root folder of another machine's files, for tests. It contains `proc` and
+/// `sys` as `/` does.
 pub const ROOT_VARIABLE: &str = "FOREBAY_MACHINE_ROOT";
 
 /// The files in which the kernel describes the machine and this process.
@@ -33,44 +34,45 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// The machine that this process runs on, or the one in the folder that [`ROOT_VARIABLE`]
-    /// names.
+    /// Returns the machine on which this process runs, or the one in the folder that
+    /// [`ROOT_VARIABLE`] names.
     #[must_use]
     pub fn here() -> Self {
         Self::at(std::env::var_os(ROOT_VARIABLE).map_or_else(|| "/".into(), PathBuf::from))
     }
 
-    /// A machine whose files are below `root`.
+    /// Returns the machine whose files are below `root`.
     #[must_use]
     pub fn at(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into() }
     }
 
-    /// The memory that the process may use, as it is now.
+    /// Reads how much memory the process may use now.
     #[must_use]
     pub fn memory(&self) -> MachineMemory {
         memory::read(self)
     }
 
-    /// The processors that the calling thread may use, and the time on them.
+    /// Reads which CPUs the calling thread may use, and how much time on them.
     #[must_use]
     pub fn processors(&self) -> Processors {
         processors::read(self)
     }
 
-    /// The number of processes that the kernel has killed for lack of memory: in this process's
-    /// control group if it counts them, otherwise on the machine.
+    /// Reads the number of processes that the kernel has killed because memory ran out. Counts
+    /// those in the process's cgroup if the kernel counts them there, otherwise those on the whole
+    /// machine.
     #[must_use]
     pub fn memory_kills(&self) -> Option<u64> {
         memory::kills(self)
     }
 
-    /// The text of the file at this absolute path.
+    /// Reads the file at this absolute path.
     fn text(&self, path: &str) -> Option<String> {
         fs::read_to_string(self.path(Path::new(path))?).ok()
     }
 
-    /// An absolute path moved below the root. `None`: it would lead out of there.
+    /// Moves an absolute path below the root; `None`: the path contains `..`.
     fn path(&self, path: &Path) -> Option<PathBuf> {
         let inner = path.strip_prefix("/").ok()?;
         groups::stays_inside(inner).then(|| self.root.join(inner))

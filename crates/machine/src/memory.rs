@@ -1,22 +1,22 @@
-//! Memory: the machine's, and that of each control group above the process.
+//! The memory of the machine, and the memory limits of the control groups above the process.
 
 use crate::Machine;
 use crate::groups::{Group, Version, field, find};
 
-/// Bytes of memory. `None`: the system does not report the number.
+/// Sizes of memory in bytes. `None`: the system does not report the size.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MachineMemory {
-    /// All memory of the machine.
+    /// The memory of the machine.
     pub total: Option<u64>,
-    /// The tightest limit of a control group, if it is below the total.
+    /// The tightest limit of a control group; `None`: no limit is below the total.
     pub limit: Option<u64>,
-    /// Memory that can still be allocated without a kill and without a wait. Files in the page
+    /// Memory that can still be allocated without a kill and without throttling. Files in the page
     /// cache count as free, because the kernel drops them when memory is needed.
     pub available: Option<u64>,
 }
 
 impl MachineMemory {
-    /// The most that the process may ever use.
+    /// The largest amount of memory that the process can ever use.
     #[must_use]
     pub fn usable(&self) -> Option<u64> {
         least(self.total, self.limit)
@@ -29,7 +29,7 @@ pub(crate) fn read(machine: &Machine) -> MachineMemory {
     let total = bytes("MemTotal:");
     let (mut limit, mut left) = (None, bytes("MemAvailable:"));
     for group in charged(machine) {
-        // A limit that is not below the machine's memory does not count.
+        // A limit that is not below the machine's memory is ignored.
         let Some(of_group) = limit_of(&group).filter(|limit| total.is_none_or(|all| *limit < all))
         else {
             continue;
@@ -55,12 +55,12 @@ pub(crate) fn kills(machine: &Machine) -> Option<u64> {
     counted.or_else(|| field(&machine.text("/proc/vmstat")?, NAME))
 }
 
-/// The groups that pay for the process's memory.
+/// Returns the groups to which the kernel charges the process's memory.
 fn charged(machine: &Machine) -> Vec<Group> {
     let mut charged: Vec<Group> = Vec::new();
     for group in find(machine, "memory") {
         let below = charged.last().filter(|below| below.version == group.version);
-        // In version 1 a group may be set not to count towards its parent.
+        // In version 1, a group may be configured not to count towards its parent.
         let apart = group.number("memory.use_hierarchy") == Some(0);
         if below.is_some() && group.version == Version::One && apart {
             continue;
@@ -72,17 +72,17 @@ fn charged(machine: &Machine) -> Vec<Group> {
 
 fn limit_of(group: &Group) -> Option<u64> {
     match group.version {
-        // The second value includes groups above that are not mounted here.
+        // The second value includes the limits of groups above that are not mounted here.
         Version::One => least(
             group.number("memory.limit_in_bytes"),
             group.field("memory.stat", "hierarchical_memory_limit"),
         ),
-        // Beyond `memory.high` nothing is killed, but every allocation is slowed down.
+        // Above `memory.high` no process is killed, but every allocation is throttled.
         Version::Two => least(group.number("memory.max"), group.number("memory.high")),
     }
 }
 
-/// Memory of a group, without files that the kernel can drop.
+/// Returns the memory that a group uses, without files that the kernel can drop.
 fn used_by(group: &Group) -> u64 {
     let (usage, files) = match group.version {
         Version::One => ("memory.usage_in_bytes", ["total_inactive_file", "total_active_file"]),

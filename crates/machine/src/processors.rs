@@ -1,4 +1,4 @@
-//! Processors: those that a thread may run on, and the CPU time that control groups allow.
+//! CPUs: those on which a thread may run, and the CPU time that control groups allow.
 
 use std::collections::BTreeSet;
 
@@ -7,28 +7,29 @@ use rustix::thread::{CpuSet, sched_getaffinity};
 use crate::Machine;
 use crate::groups::{Group, Version, find};
 
-/// The niceness of threads that stand back.
+/// The niceness of threads with lowered priority.
 const NICENESS: i32 = 10;
 
-/// The processors that a thread may use.
+/// The CPUs that a thread may use.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Processors {
-    /// Processor numbers grouped by core, because hardware threads share a core.
+    /// CPU numbers, grouped by core: hardware threads share a core.
     pub cores: Vec<Vec<usize>>,
-    /// The tightest control group limit on CPU time, in numbers of processors.
+    /// The tightest control group limit on CPU time, in CPUs; `None`: there is no limit.
     pub quota: Option<f64>,
 }
 
 impl Processors {
-    /// The number of threads that compute at a time: one for each core, within the CPU quota,
-    /// rounded up. A further thread would only take time from the others, which wait for it at
+    /// The number of threads to compute with: one per core, and at most the CPU quota, rounded up.
+    /// More threads would only take CPU time from the other threads, which wait for all threads at
     /// every barrier.
     #[must_use]
     pub fn threads(&self) -> usize {
         self.threads_on(&[])
     }
 
-    /// The same for a thread that may only run on some of these processors; empty: any.
+    /// Like [`Self::threads`], for a thread that may only run on some of these CPUs; empty: on any
+    /// CPU.
     #[must_use]
     pub fn threads_on(&self, cpus: &[usize]) -> usize {
         let on = |core: &&Vec<usize>| cpus.is_empty() || core.iter().any(|cpu| cpus.contains(cpu));
@@ -38,17 +39,17 @@ impl Processors {
     }
 }
 
-/// Lowers the calling thread's priority, so that it waits if processors are short. For long work
-/// beside threads that pass messages.
+/// Lowers the calling thread's priority, so that it waits if all CPUs are busy. For long
+/// computations beside threads that pass messages.
 pub fn stand_back() {
-    // Every process may do this. If it is refused anyway, nothing else can be done.
+    // Every process is allowed to do this. If it fails anyway, nothing else can be done.
     let _ = rustix::process::nice(NICENESS);
 }
 
-/// Reads a list of processors: `0-3,8` is 0, 1, 2, 3 and 8.
+/// Parses a list of CPUs: `0-3,8` means 0, 1, 2, 3 and 8.
 ///
 /// # Errors
-/// It is not such a list.
+/// The text is not a list of CPUs.
 pub fn cpu_list(text: &str) -> Result<Vec<usize>, String> {
     let wrong = || format!("`{text}` is not a list of processors such as 0-3,8");
     let number = |text: &str| text.trim().parse::<usize>().map_err(|_| wrong());
@@ -82,7 +83,7 @@ fn quota_of(group: &Group) -> Option<f64> {
     (quota > 0 && period > 0).then(|| quota as f64 / period as f64)
 }
 
-/// The processors that the calling thread may run on.
+/// Returns the CPUs on which the calling thread may run.
 fn allowed(machine: &Machine) -> Vec<usize> {
     let status = machine.text("/proc/thread-self/status").unwrap_or_default();
     let list = status.lines().find_map(|line| line.strip_prefix("Cpus_allowed_list:"));

@@ -1,4 +1,5 @@
-//! Machines as folders of files: cgroup versions, mounts, nested groups, namespaces, damaged files.
+//! Tests with machines as folders of files: cgroup versions, mounts, nested groups, namespaces,
+//! damaged files.
 
 use std::fs;
 use std::path::Path;
@@ -9,7 +10,8 @@ use tempfile::TempDir;
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
-/// A machine with 16 GiB, 12 of them available, and two cores with two threads each.
+/// A machine with 16 GiB of memory, of which 12 GiB are available, and two cores with two threads
+/// each.
 const BASE: [(&str, &str); 6] = [
     ("proc/meminfo", "MemTotal:       16777216 kB\nMemFree: 9 kB\nMemAvailable:   12582912 kB\n"),
     ("proc/thread-self/status", "Name:\tx\nCpus_allowed_list:\t0-3\n"),
@@ -33,7 +35,7 @@ fn write(root: &Path, file: &str, content: impl AsRef<[u8]>) {
     fs::write(path, content).expect("a file");
 }
 
-/// The base machine with more files, each given as `path|content`.
+/// Creates the base machine with more files, each given as `path|content`.
 fn machine(files: &[&str]) -> (TempDir, Machine) {
     let root = tempfile::tempdir().expect("a folder");
     for (file, content) in BASE {
@@ -51,7 +53,7 @@ fn memory(files: &[&str]) -> MachineMemory {
     machine(files).1.memory()
 }
 
-/// The memory limit, and the available memory.
+/// Returns the memory limit and the available memory.
 fn limits(files: &[&str]) -> (Option<u64>, u64) {
     let MachineMemory { limit, available, .. } = memory(files);
     (limit, available.expect("known"))
@@ -168,7 +170,7 @@ fn a_parent_without_hierarchy_does_not_pay() {
 
 #[test]
 fn hybrid_mounts_count_in_both_versions() {
-    // Older distributions with systemd have the memory controller in version 1 by default.
+    // On older distributions with systemd, the memory controller is in version 1 by default.
     let files = [
         FIRST,
         "proc/self/cgroup|4:memory:/user.slice\n0::/user.slice/user-0.slice\n",
@@ -184,21 +186,21 @@ fn hybrid_mounts_count_in_both_versions() {
 fn containers_have_their_limits_at_the_top() {
     let limit = "sys/fs/cgroup/memory.max|1073741824\n";
     let half = "sys/fs/cgroup/cpu.max|50000 100000\n";
-    // Paths of a group in its own namespace, of a group moved from outside, and of the host without
-    // a namespace.
+    // The group's path in its own namespace, for a group moved from outside (twice), and on the
+    // host without a namespace.
     for group in ["0::/\n", "0::/../..\n", "0::/../other\n", "0::/docker/0123\n"] {
         let group = format!("proc/self/cgroup|{group}");
         let files = [UNIFIED, &group, limit, half];
         assert_eq!(limits(&files).0, Some(GIB), "{group}");
         assert_eq!(threads(&files), (Some(0.5), 1), "{group}");
     }
-    // Version 1 in a container: only the group's own folder is mounted.
+    // Version 1 in a container: only the folder of the container's group is mounted.
     let files = [
         "proc/self/mountinfo|9 8 0:1 /docker/0123 /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n",
         "proc/self/cgroup|4:memory:/docker/0123/inner\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes|2147483648\n",
         "sys/fs/cgroup/memory/inner/memory.limit_in_bytes|1073741824\n",
-        // A group that this process is not in.
+        // The process is not in this group.
         "sys/fs/cgroup/memory/docker/0123/inner/memory.limit_in_bytes|1\n",
     ];
     assert_eq!(limits(&files).0, Some(GIB));
@@ -299,7 +301,7 @@ fn a_folder_with_nothing_is_a_machine_without_facts() {
     );
 }
 
-/// All files that are read, with valid content.
+/// All files that this crate reads, with valid content.
 const WHOLE: [(&str, &str); 16] = [
     ("proc/meminfo", "MemTotal: 16777216 kB\nMemAvailable: 12582912 kB\n"),
     ("proc/vmstat", "oom_kill 7\n"),
@@ -327,7 +329,8 @@ const WHOLE: [(&str, &str); 16] = [
     ("sys/fs/cgroup/unified/a/b/cpu.max", "150000 100000\n"),
 ];
 
-/// Damage of one file: which file, where, how many bytes, and what replaces them.
+/// A change to one file: the file's index, the position, the number of bytes, and what replaces
+/// them.
 fn damage() -> impl Strategy<Value = (usize, usize, usize, Vec<u8>)> {
     let numbers =
         prop::sample::select(vec!["18446744073709551615", "-1", "/../..", " - ", "4294967295"]);
