@@ -1,8 +1,10 @@
-//! Times a step's round trip to a hand here and to the same hand behind an outpost, in turns, for
-//! `benchmarks/outposts.py`: `round_trip PYTHON FAKE_HAND ROWS STEPS`.
+//! Measures the round trip of a step to a local hand and to the same hand on an outpost,
+//! alternating between them, for `benchmarks/outposts.py`: `round_trip PYTHON FAKE_HAND ROWS
+//! STEPS`.
 //!
-//! The hand computes nothing, and the outpost is on the loopback interface. A line each says the
-//! median and the 99th percentile in microseconds, from the plan's submission to its result.
+//! The hand computes nothing, and the outpost is on the loopback interface. Prints one line for
+//! each hand: the median and the 99th percentile in microseconds, from submitting the plan to its
+//! result.
 
 use std::net::TcpListener;
 use std::process::Command;
@@ -18,10 +20,10 @@ use forebay_protocol::{Row, StepPlan, Want};
 
 type Failure = Box<dyn std::error::Error + Send + Sync>;
 
-/// Steps before the first that counts.
+/// The number of steps before the first measured step.
 const WARM_UP: usize = 200;
 
-/// A step in which so many requests decode.
+/// A step in which `rows` requests decode.
 fn plan(step: u64, rows: u32) -> StepPlan {
     let mut plan = StepPlan::default();
     plan.begin(step);
@@ -31,7 +33,7 @@ fn plan(step: u64, rows: u32) -> StepPlan {
     plan
 }
 
-/// The next signal that is no progress.
+/// Waits for the next signal that is not a progress report.
 fn next(executor: &mut HandExecutor) -> Result<Signal, Failure> {
     loop {
         match executor.wait(None) {
@@ -42,7 +44,7 @@ fn next(executor: &mut HandExecutor) -> Result<Signal, Failure> {
     }
 }
 
-/// Microseconds of each step, in order of length.
+/// Measures steps, and returns their times in microseconds, sorted.
 fn measure(mut executor: HandExecutor, rows: u32, steps: usize) -> Result<Vec<f64>, Failure> {
     executor.start();
     next(&mut executor)?;

@@ -1,4 +1,4 @@
-//! The brain's side: outposts that have joined, and the rank groups that run there.
+//! The brain's side: the outposts that have joined, and the rank groups that run on them.
 
 use std::collections::HashMap;
 use std::io;
@@ -34,21 +34,21 @@ use crate::tls::acceptor;
 
 type Stream = TlsStream<TcpStream>;
 
-/// How long an outpost may take from an order to the rank's connection.
+/// How long an outpost may take from the order for a hand to the rank's connection.
 const STARTING: Duration = Duration::from_secs(30);
-/// How long a rank's last words may take on the other connection.
+/// How long to wait for an outpost's report on a hand's end, which arrives on another connection.
 const LAST_WORDS: Duration = Duration::from_millis(300);
-/// How long a killed hand may hold its device.
+/// The longest time for which a killed hand is assumed to occupy its device.
 const BURIAL: Duration = Duration::from_secs(10);
-/// The interval of progress messages of ranks that wait for an outpost.
+/// The interval at which ranks that wait for an outpost send progress messages.
 const WAITING: Duration = Duration::from_secs(1);
 /// The largest number of hands of an outpost.
 const MOST_HANDS: u32 = 256;
 /// The longest name of an outpost, in characters.
 const LONGEST_NAME: usize = 64;
-/// The longest text about a hand's end, in characters.
+/// The longest description of a hand's end, in characters.
 const LONGEST_STATUS: usize = 1000;
-/// The largest number of an outpost's unread messages.
+/// The largest number of an outpost's messages that are queued before they are processed.
 const UNREAD: usize = 64;
 
 /// The outposts of one brain.
@@ -58,9 +58,9 @@ pub struct Outposts {
 
 pub(crate) struct Shared {
     state: Mutex<State>,
-    /// Runs the bulk connections.
+    /// The thread on which bulk connections run.
     aside: Aside,
-    /// Signals that an outpost has joined or has a free hand again.
+    /// Signals that an outpost has joined, or that one of its hands is free again.
     pub(crate) changed: Notify,
 }
 
@@ -69,14 +69,14 @@ struct State {
     members: Vec<Arc<Member>>,
     last_id: u64,
     ranks: HashMap<u64, OrderedRank>,
-    /// The waiting sides of bulk connections.
+    /// The tasks that wait for bulk connections, by the id of the order.
     bulk: HashMap<u64, oneshot::Sender<Stream>>,
 }
 
-/// A rank between its order and its end.
+/// A rank, from its order until it has ended.
 struct OrderedRank {
     life: Arc<Life>,
-    /// Gets the connection, once.
+    /// The channel to the task that waits for the rank's connection, until it is used.
     connection: Option<oneshot::Sender<Stream>>,
 }
 
@@ -94,19 +94,19 @@ impl Member {
         self.taken.lock().iter().filter(|taken| !**taken).count()
     }
 
-    /// Waits until the outpost is lost.
+    /// Waits until the connection to the outpost is lost.
     async fn lost(&self) {
         let _ = self.gone.subscribe().wait_for(|gone| *gone).await;
     }
 }
 
-/// Ranks that are to run on outposts.
+/// The ranks of a group that is to run on outposts.
 struct Group {
     hand: String,
-    /// The network interface of their collectives; `None`: they have to be on one outpost.
+    /// The network interface for their collectives; `None`: all ranks have to be on one outpost.
     interface: Option<String>,
     ranks: Vec<Rank>,
-    /// The relays' ends of the sockets, in the same order.
+    /// The relays' ends of the hands' sockets, one for each rank.
     near: Vec<Socket>,
 }
 
@@ -117,8 +117,8 @@ struct Rank {
 }
 
 impl Outposts {
-    /// Accepts outposts that have the token. The second value is a future that does all the work,
-    /// and has to be run on a runtime.
+    /// Accepts outposts that have the token. The second value is a future that does all the work;
+    /// it has to be polled on a Tokio runtime.
     ///
     /// # Errors
     /// The certificate can't be used.
@@ -132,9 +132,9 @@ impl Outposts {
         Ok((Self { groups }, serving))
     }
 
-    /// A site that runs each group on one outpost with room for all of its ranks. With the name of
-    /// a network interface, ranks may also be on several outposts, and communicate over it. `hand`
-    /// is `rust` or `torch`. Replicas may share the site.
+    /// Returns a site that runs each group on one outpost with enough free hands for all of its
+    /// ranks. If `interface` names a network interface, ranks may also be on several outposts, and
+    /// communicate over this interface. `hand` is `rust` or `torch`. Replicas may share the site.
     #[must_use]
     pub fn site(&self, hand: &str, interface: Option<&str>) -> Arc<dyn Site> {
         let (groups, interface) = (self.groups.clone(), interface.map(str::to_owned));
@@ -142,7 +142,7 @@ impl Outposts {
     }
 }
 
-/// A site whose groups run wherever there is room.
+/// A site whose groups run on any outposts with enough free hands.
 struct AnySite {
     groups: mpsc::UnboundedSender<Group>,
     hand: String,
@@ -191,7 +191,8 @@ async fn serve(
                         continue;
                     }
                 };
-                // Beyond the limit of unauthenticated connections, a peer has to reconnect.
+                // At the limit of unauthenticated connections, the connection is dropped, and the
+                // peer has to reconnect.
                 let Some(place) = strangers.place(from.ip()) else { continue };
                 let (acceptor, shared) = (acceptor.clone(), Arc::clone(&shared));
                 tokio::spawn(async move {
@@ -207,7 +208,7 @@ async fn serve(
     }
 }
 
-/// Admits or refuses a connection, and serves its purpose.
+/// Authenticates a new connection, and handles it according to its purpose.
 async fn greet(
     stream: TcpStream,
     from: SocketAddr,
@@ -248,20 +249,20 @@ async fn greet(
                 return write(&mut stream, &Answer::Refused(reason)).await;
             };
             write(&mut stream, &Answer::Welcome).await?;
-            // The waiting task may have given up.
+            // The waiting task may have timed out.
             let _ = waiting.send(stream);
         }
     }
     Ok(())
 }
 
-/// An outpost's text for logs and errors, shortened and without control characters.
+/// Makes an outpost's text safe for logs and errors: shortens it and removes control characters.
 fn line(text: &str, characters: usize) -> String {
     text.chars().filter(|c| !c.is_control()).take(characters).collect()
 }
 
-/// Checks whether the sender of these first bytes is admitted; if not, returns a message for both
-/// logs.
+/// Checks the first bytes of a connection. Returns an error message, for the logs of both sides, if
+/// the sender is not admitted.
 fn admit(bytes: &[u8; KNOCK_BYTES], secret: &[u8; 32]) -> Result<(), String> {
     let knock = Knock::read(bytes).ok_or("the other end is not an outpost")?;
     if !bool::from(knock.secret[..].ct_eq(&secret[..])) {
@@ -277,7 +278,7 @@ fn admit(bytes: &[u8; KNOCK_BYTES], secret: &[u8; 32]) -> Result<(), String> {
     Ok(())
 }
 
-/// An outpost from its joining to its loss.
+/// Serves an outpost from its joining until its connection is lost.
 async fn member(stream: Stream, name: String, hands: usize, shared: Arc<Shared>) {
     let (reading, mut writing) = split(stream);
     let (orders, mut ordered) = mpsc::unbounded_channel();
@@ -334,7 +335,7 @@ async fn member(stream: Stream, name: String, hands: usize, shared: Arc<Shared>)
     member.gone.send_replace(true);
 }
 
-/// Reads an outpost's messages; ends with an error.
+/// Reads an outpost's messages until there is an error, which is passed on too.
 async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<FromOutpost>>) {
     loop {
         let message = read(&mut reading).await;
@@ -346,14 +347,14 @@ async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<Fr
 }
 
 impl Shared {
-    /// A number that no other rank had.
+    /// Returns an id that no other order has had.
     fn next_id(&self) -> u64 {
         let mut state = self.state.lock();
         state.last_id += 1;
         state.last_id
     }
 
-    /// The channel to the task that waits for a connection; only the first caller gets it.
+    /// Takes the channel to the task that waits for a connection; only the first caller gets it.
     fn connection(&self, purpose: &Purpose) -> Option<oneshot::Sender<Stream>> {
         let mut state = self.state.lock();
         match purpose {
@@ -363,7 +364,8 @@ impl Shared {
         }
     }
 
-    /// Makes an outpost mirror an arena of `bytes` bytes, from before its first hand on.
+    /// Makes an outpost mirror an arena of `bytes` bytes. The order precedes that of its first
+    /// hand.
     fn mirror(&self, member: &Member, bytes: u32) {
         if bytes == 0 || !member.mirror.is_to_be_ordered() {
             return;
@@ -375,25 +377,26 @@ impl Shared {
         state.bulk.insert(id, sender);
         drop(state);
         self.aside.run(Arc::clone(&member.mirror).run(connection));
-        // If the member is gone, it has closed its mirror.
+        // An outpost that is lost has closed its mirror.
         let _ = member.orders.send(ToOutpost::Mirror { id, bytes });
     }
 
-    /// Records an outpost's report about the end of a hand.
+    /// Records an outpost's report that a hand has ended.
     fn ended(&self, id: u64, exit: Exit) {
         let life = self.state.lock().ranks.get(&id).map(|rank| Arc::clone(&rank.life));
-        // A report that is no longer awaited is obsolete.
+        // A report about a rank that was removed is ignored.
         if let Some(life) = life {
             life.report.send_replace(Some(exit));
         }
     }
 
-    /// Claims `count` hands, of several outposts only if `apart`.
+    /// Claims `count` hands. Unless `apart`, they have to be on one outpost.
     fn claim(self: &Arc<Self>, count: usize, apart: bool) -> Option<Claim> {
         Claim::take(&self.state.lock().members, count, apart, self)
     }
 
-    /// The number of free hands: on one outpost, or on all if a group may be `apart`.
+    /// The number of free hands: on the outpost with the most, or on all outposts if a group may be
+    /// `apart`.
     fn free(&self, apart: bool) -> usize {
         let state = self.state.lock();
         let free = state.members.iter().map(|member| member.free());
@@ -401,7 +404,7 @@ impl Shared {
     }
 }
 
-/// A group from its order to its end.
+/// Runs a group: waits for free hands, and starts its ranks.
 async fn run(group: Group, shared: Arc<Shared>) {
     let Group { hand, interface, ranks, near } = group;
     let apart = interface.is_some();
@@ -445,15 +448,15 @@ async fn run(group: Group, shared: Arc<Shared>) {
         let (id, hand, collectives) = (shared.next_id(), hand.clone(), collectives.clone());
         let order = HandOrder { id, place: *place, hand, env, collectives };
         let (member, claim) = (Arc::clone(member), Arc::clone(&claim));
-        // A life has one outpost.
+        // Only this call sets the mirror, since a rank runs on one outpost only.
         let _ = life.mirror.set(Arc::clone(&member.mirror));
         shared.mirror(&member, arena_bytes);
         tokio::spawn(run_rank(order, life, near, member, claim, Arc::clone(&shared)));
     }
 }
 
-/// Writes a progress message for the executor to each rank's socket. It fails once the executor has
-/// closed them.
+/// Writes a progress message for the executor to each rank's socket. Fails once the executor has
+/// closed the sockets.
 async fn say_that_it_waits(
     near: &mut [UnixStream],
     shared: &Shared,
@@ -471,7 +474,7 @@ async fn say_that_it_waits(
     Ok(())
 }
 
-/// A rank from its order to its end.
+/// Runs a rank from its order until it has ended.
 async fn run_rank(
     order: HandOrder,
     life: Arc<Life>,
@@ -484,7 +487,7 @@ async fn run_rank(
     let id = order.id;
     let ordered = OrderedRank { life: Arc::clone(&life), connection: Some(sender) };
     shared.state.lock().ranks.insert(id, ordered);
-    // A member that is gone is noticed below.
+    // If the outpost is lost, the `select!` below reports it.
     let _ = member.orders.send(ToOutpost::Spawn(order));
     let lost = || Exit::from(format!("outpost {} is lost", member.name));
     let far = tokio::select! {
@@ -520,7 +523,7 @@ async fn run_rank(
     };
     life.end(&how);
     drop(near);
-    // The rank's device is free once the outpost has reported the end.
+    // The rank's device is free once the outpost has reported that the hand has ended.
     tokio::select! {
         _ = timeout(BURIAL, life.reported()) => {}
         () = member.lost() => {}

@@ -1,8 +1,10 @@
-//! The bulk connection of an outpost: bytes of the arena one way, counts of written bytes back.
+//! The bulk connection of an outpost: the brain sends bytes of the arena, and the outpost returns
+//! counts of written bytes.
 //!
-//! A piece has a head of eight bytes (offset and length), then its bytes. The outpost answers each
-//! with the total number of bytes that it has written so far. Pieces arrive in the order in which
-//! they were sent, so an arena region may be reused as soon as the brain no longer needs its bytes.
+//! A chunk has a header of eight bytes (offset and length), followed by its data. The outpost
+//! responds to each chunk with the total number of bytes that it has written so far. Chunks arrive
+//! in the order in which they were sent, so an arena region may be reused as soon as the brain no
+//! longer needs its bytes.
 
 use std::io;
 
@@ -10,17 +12,17 @@ use forebay_engine::Payload;
 use forebay_hand::Arena;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// Bytes of the head of a piece.
+/// The size of a chunk's header in bytes.
 pub(crate) const HEAD_BYTES: usize = 8;
-/// The largest number of bytes of a piece.
+/// The largest size of a chunk's data in bytes.
 pub(crate) const PIECE_BYTES: usize = 256 << 10;
 
-/// The head of a piece.
+/// The header of a chunk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Head {
     /// The offset in the arena.
     pub(crate) offset: u32,
-    /// Bytes; from 1 to [`PIECE_BYTES`].
+    /// The size of the data in bytes, from 1 to [`PIECE_BYTES`].
     pub(crate) length: u32,
 }
 
@@ -29,10 +31,10 @@ impl Head {
         (u64::from(self.length) << 32 | u64::from(self.offset)).to_le_bytes()
     }
 
-    /// The head of a piece for an arena of `arena` bytes.
+    /// Parses the header of a chunk for an arena of `arena` bytes.
     ///
     /// # Errors
-    /// It is empty, too long, or not inside.
+    /// The chunk is empty, too long, or not within the arena.
     pub(crate) fn read(bytes: [u8; HEAD_BYTES], arena: u32) -> io::Result<Self> {
         let both = u64::from_le_bytes(bytes);
         let (offset, length) = (both as u32, (both >> 32) as u32);
@@ -44,8 +46,8 @@ impl Head {
     }
 }
 
-/// Sends a payload in pieces. Returns its number of bytes. `written` is called with the number of
-/// bytes before each send.
+/// Sends a payload in chunks, and returns its size in bytes. Before each chunk is sent, `written`
+/// is called with the number of bytes up to the end of this chunk.
 ///
 /// # Errors
 /// The connection broke, or the arena can't be read.
@@ -62,7 +64,7 @@ pub(crate) async fn send(
         if count == 0 {
             return Ok(at as u64);
         }
-        // Arena offsets and lengths of pieces fit into 32 bits.
+        // Arena offsets and lengths of chunks fit into 32 bits.
         let head = Head { offset: payload.offset() + at as u32, length: count as u32 };
         buffer[..HEAD_BYTES].copy_from_slice(&head.bytes());
         at += count;
@@ -72,10 +74,10 @@ pub(crate) async fn send(
     }
 }
 
-/// Writes incoming bytes to the arena and acknowledges them, until the connection ends.
+/// Writes received bytes to the arena and acknowledges them, until the connection is closed.
 ///
 /// # Errors
-/// Always: the connection broke, or the peer sent a wrong message.
+/// Always: the connection was closed, or the peer sent an invalid message.
 pub(crate) async fn receive(
     mut reading: impl AsyncRead + Unpin,
     mut writing: impl AsyncWrite + Unpin,

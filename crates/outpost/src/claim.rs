@@ -1,20 +1,21 @@
-//! Claims the hands of a group: on one outpost if it has room, otherwise on as few as possible.
+//! Claims the hands of a group: on one outpost if it has enough free hands, otherwise on as few
+//! outposts as possible.
 
 use std::sync::Arc;
 
 use crate::brain::{Member, Shared};
 
-/// Hands on outposts that a group has claimed. Dropping it frees all of them together, so that the
-/// group's next start finds them side by side.
+/// Hands on outposts that a group has claimed. Dropping the claim frees all of them at once, so
+/// that the next start of the group finds them free together.
 pub(crate) struct Claim {
-    /// The hands in rank order. Those of one outpost are adjacent.
+    /// The claimed hands in rank order. Hands on the same outpost are adjacent.
     pub(crate) hands: Vec<(Arc<Member>, u32)>,
     shared: Arc<Shared>,
 }
 
 impl Claim {
-    /// Claims `count` hands of these outposts, on several only if `apart`. Nobody else may claim
-    /// their hands meanwhile.
+    /// Claims `count` free hands on these outposts, on several outposts only if `apart`. The caller
+    /// has to prevent concurrent claims.
     pub(crate) fn take(
         members: &[Arc<Member>],
         count: usize,
@@ -36,13 +37,13 @@ impl Claim {
         Some(Self { hands, shared: Arc::clone(shared) })
     }
 
-    /// True if ranks are on several outposts.
+    /// True if the claimed hands are on several outposts.
     pub(crate) fn is_apart(&self) -> bool {
         let mut pairs = self.hands.iter().zip(self.hands.iter().skip(1));
         pairs.any(|((one, _), (other, _))| !Arc::ptr_eq(one, other))
     }
 
-    /// The names of the claim's outposts, for logs.
+    /// The names of the outposts, for logs.
     pub(crate) fn names(&self) -> String {
         let mut names: Vec<&str> = self.hands.iter().map(|(member, _)| &*member.name).collect();
         names.dedup();
@@ -59,9 +60,10 @@ impl Drop for Claim {
     }
 }
 
-/// How many hands to take from each outpost, given the free ones. The outpost with the fewest free
-/// hands that suffice provides all. If none suffices and the group may be `apart`, the largest
-/// provides all it has, and the rest is taken from the smallest that suffices.
+/// Returns how many hands to take from each outpost, given the numbers of free hands. The outpost
+/// with the fewest free hands that suffice provides all of them. If none has enough and the group
+/// may be `apart`, the outpost with the most provides all its free hands, and the rule applies
+/// again to the rest.
 fn shares(free: &[usize], count: usize, apart: bool) -> Option<Vec<(usize, usize)>> {
     let mut shares = Vec::new();
     let mut left: Vec<(usize, usize)> = free.iter().copied().enumerate().collect();

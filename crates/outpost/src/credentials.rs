@@ -1,4 +1,4 @@
-//! The brain's certificate and the token that identifies it, stored in two files.
+//! The brain's certificate, and the token that identifies the certificate, stored in two files.
 
 use std::fs::{self, File};
 use std::io::{self, Write};
@@ -11,10 +11,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::token::JoinToken;
 
-/// The name in the certificate, which is not checked.
+/// The host name in the certificate, which nobody checks.
 pub(crate) const NAME: &str = "forebay";
 
-/// A certificate with its key, and the token for outposts.
+/// The brain's certificate with its private key, and the token for outposts.
 #[derive(Debug, Clone)]
 pub struct Credentials {
     pub(crate) token: JoinToken,
@@ -22,7 +22,8 @@ pub struct Credentials {
     pub(crate) key: Vec<u8>,
 }
 
-/// The content of the file beside the token, which only the brain has: both parts in base64.
+/// The content of the file beside the token, which stays on the brain's machine. Both fields are
+/// base64.
 #[derive(Serialize, Deserialize)]
 struct Kept {
     certificate: String,
@@ -30,10 +31,10 @@ struct Kept {
 }
 
 impl Credentials {
-    /// New credentials.
+    /// Creates new credentials.
     ///
     /// # Errors
-    /// The system has no random numbers.
+    /// The system can't provide random numbers.
     pub fn make() -> io::Result<Self> {
         let made =
             rcgen::generate_simple_self_signed([NAME.to_owned()]).map_err(io::Error::other)?;
@@ -44,11 +45,11 @@ impl Credentials {
         Ok(Self { token, certificate, key: made.signing_key.serialize_der() })
     }
 
-    /// The credentials in the file `token` and its neighbour `token.key`. If neither file exists,
-    /// both are created. Only the owner may read them.
+    /// Reads the credentials in the files `token` and `token.key`. If neither file exists, both are
+    /// created. Only the owner may read them.
     ///
     /// # Errors
-    /// A file can't be read or written, only one of them exists, or they belong to different
+    /// A file can't be read or written, only one of the files exists, or they belong to different
     /// certificates.
     pub fn open(token: &Path) -> io::Result<Self> {
         let beside = neighbour(token);
@@ -72,14 +73,14 @@ impl Credentials {
         }
     }
 
-    /// The token that admits outposts.
+    /// The token with which outposts join.
     #[must_use]
     pub fn token(&self) -> &JoinToken {
         &self.token
     }
 }
 
-/// The file with the certificate and its key.
+/// The path of the file with the certificate and its key.
 fn neighbour(token: &Path) -> PathBuf {
     let mut name = token.as_os_str().to_owned();
     name.push(".key");

@@ -1,5 +1,5 @@
-//! Damaged messages for the parsers of both ends of an outpost's connections. Each parser accepts
-//! or refuses them, without a panic and within its memory limit.
+//! Fuzz tests: feeds damaged messages to the parsers of both ends of an outpost's connections. Each
+//! parser has to accept or refuse a message without a panic and within its memory limit.
 
 use std::io::Cursor;
 
@@ -12,10 +12,10 @@ use crate::messages::{
     write,
 };
 
-/// Messages in the ordinary test.
+/// The number of messages in the ordinary test.
 const MESSAGES: u64 = 20_000;
 
-/// Reads messages of one kind to the end. Returns their number.
+/// Reads messages of one kind until the first error. Returns the number of messages.
 async fn all<T: DeserializeOwned>(bytes: &[u8]) -> usize {
     let mut stream = Cursor::new(bytes);
     let mut count = 0;

@@ -1,21 +1,21 @@
 //! Hands on other machines.
 //!
 //! An *outpost* is this program on another machine. It joins the brain, spawns hands as the brain
-//! would, and relays frames between their sockets and the brain. Nothing changes for the hand, and
-//! the executor of its group has a socket like any other:
+//! would, and relays frames between their sockets and the brain. The hand does not notice the
+//! difference, and the executor of its group uses an ordinary socket:
 //!
 //! ```text
 //! executor -- socket -- Outposts ==TLS== work() -- socket -- hand
 //! ```
 //!
-//! Each rank has its own connection, so that no plan waits behind another's. Each outpost has two
-//! further connections: one carries orders and a ping every second, the other payloads (`bulk`). An
-//! outpost has a mirror of the brain's arena, and the engine plans a request once its bytes are
-//! there. When a rank's connection ends, so does the rank: the outpost kills the process, and the
-//! brain sees its socket close.
+//! Each rank has its own connection, so that no plan waits for the plan of another rank. Each
+//! outpost has two further connections: one carries orders and a ping every second, the other
+//! payloads (`bulk`). An outpost has a mirror of the brain's arena, and the engine plans a request
+//! once its payload has arrived there. When a rank's connection is closed, the rank ends: the
+//! outpost kills the process, and the brain's end of the socket is closed.
 //!
 //! Every connection is TLS 1.3. The brain's certificate is self-signed, and the [`JoinToken`]
-//! identifies it by its SHA-256. The token's secret is checked before anything else is read.
+//! contains its SHA-256. The token's secret is checked before anything else is parsed.
 
 mod aside;
 mod brain;

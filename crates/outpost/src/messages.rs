@@ -1,4 +1,4 @@
-//! Messages between brain and outposts, besides the ranks' frames.
+//! Messages between the brain and outposts, apart from the relayed frames of ranks.
 
 use std::io;
 
@@ -7,17 +7,17 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// The version of these messages and of the relayed frames.
+/// The version of these messages, and of the protocol of the relayed frames.
 const OWN_VERSION: u16 = 3;
-/// Begins every connection.
+/// The first bytes of every connection.
 const MAGIC: [u8; 4] = *b"fbw1";
-/// Bytes of a [`Knock`].
+/// The size of a [`Knock`] in bytes.
 pub(crate) const KNOCK_BYTES: usize = 40;
-/// The largest number of bytes of a message.
+/// The largest size of a message in bytes.
 const LONGEST: usize = 1 << 20;
 
-/// The first bytes of a connection. Their number is fixed, so that nothing from a stranger has to
-/// be parsed.
+/// The first message of a connection. Its size is fixed, so that nothing has to be parsed before
+/// the sender is authenticated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Knock {
     pub(crate) versions: [u16; 2],
@@ -36,7 +36,8 @@ impl Knock {
         found
     }
 
-    /// The knock; `None`: it is from another program.
+    /// Reads the first message of a connection. `None`: it does not begin with [`MAGIC`], so the
+    /// sender is not an outpost.
     pub(crate) fn read(bytes: &[u8; KNOCK_BYTES]) -> Option<Self> {
         let version = |at: usize| u16::from_le_bytes([bytes[at], bytes[at + 1]]);
         let mut secret = [0; 32];
@@ -45,13 +46,13 @@ impl Knock {
     }
 }
 
-/// The brain's answer to a knock.
+/// The brain's response to a knock.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Answer {
-    /// The outpost may go on.
+    /// The connection is accepted.
     Welcome,
-    /// The outpost must not continue, and another attempt would fail too.
+    /// The outpost must not continue, because another attempt would fail too.
     Refused(String),
 }
 
@@ -59,76 +60,76 @@ pub(crate) enum Answer {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Purpose {
-    /// An outpost offers itself.
+    /// A machine joins as an outpost.
     Join {
-        /// The name for people.
+        /// The name for logs.
         name: String,
-        /// The largest number of hands at a time.
+        /// The largest number of hands at the same time.
         hands: u32,
     },
-    /// Frames of a rank that was ordered.
+    /// Relays the frames of a rank that the brain has ordered.
     Rank {
-        /// The number of the order.
+        /// The id of the order.
         id: u64,
     },
-    /// Bytes for the mirror of the arena.
+    /// Transfers bytes for the mirror of the arena.
     Bulk {
-        /// The number of the order.
+        /// The id of the order.
         id: u64,
     },
 }
 
-/// Brain to outpost.
+/// A message from the brain to an outpost.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum ToOutpost {
-    /// Asks for a [`FromOutpost::Pong`].
+    /// Requests a [`FromOutpost::Pong`].
     Ping,
-    /// Keep a mirror of the brain's arena, and open a connection for its bytes. Sent once, before
-    /// the first hand.
+    /// Creates a mirror of the brain's arena, and opens a connection for its bytes. Sent once,
+    /// before the first hand.
     Mirror {
-        /// The connection's id, unique among all that the brain has ordered.
+        /// The id of the order, unique among all orders of the brain.
         id: u64,
-        /// Bytes of the arena.
+        /// The size of the arena in bytes.
         bytes: u32,
     },
-    /// Makes a hand run.
+    /// Starts a hand.
     Spawn(HandOrder),
 }
 
-/// Outpost to brain.
+/// A message from an outpost to the brain.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum FromOutpost {
-    /// The outpost lives.
+    /// The response to a ping.
     Pong,
     /// A hand has ended, or could not be started.
     Ended {
-        /// The number of the order.
+        /// The id of the order.
         id: u64,
-        /// A description of the end.
+        /// A description of how the hand ended.
         status: String,
-        /// True if the kernel killed it for lack of memory on the outpost.
+        /// True if the kernel killed the hand because the outpost's machine was out of memory.
         out_of_memory: bool,
     },
 }
 
-/// A hand to run.
+/// An order to start a hand.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct HandOrder {
-    /// The rank's id, unique among all that the brain has ordered.
+    /// The id of the order, unique among all orders of the brain.
     pub(crate) id: u64,
     /// The index of the hand on the outpost, from 0.
     pub place: u32,
     /// The kind of the hand: `rust` or `torch`.
     pub hand: String,
-    /// Variables of the hand.
+    /// Environment variables of the hand.
     pub env: Vec<(String, String)>,
-    /// How the hand reaches the other ranks of its group.
+    /// How the hand communicates with the other ranks of its group.
     pub collectives: Collectives,
 }
 
-/// How a hand reaches the other ranks of its group.
+/// How a hand communicates with the other ranks of its group.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Collectives {
@@ -136,12 +137,12 @@ pub enum Collectives {
     None,
     /// All other ranks are on the same machine.
     Machine,
-    /// Some ranks are on other machines, behind the network interface of this name. The outpost's
-    /// own setting overrides the name.
+    /// Some ranks are on other machines, which are reached over the network interface of this name.
+    /// A setting of the outpost overrides the name.
     Network(String),
 }
 
-/// Writes a message: four bytes with its length, then JSON.
+/// Writes a message: its length in four bytes, then JSON.
 pub(crate) async fn write<T: Serialize>(
     stream: &mut (impl AsyncWrite + Unpin),
     message: &T,
@@ -156,7 +157,7 @@ pub(crate) async fn write<T: Serialize>(
 /// Reads a message.
 ///
 /// # Errors
-/// The connection ended, or the bytes are not such a message.
+/// The connection was closed, or the bytes are not a valid message.
 pub(crate) async fn read<T: DeserializeOwned>(
     stream: &mut (impl AsyncRead + Unpin),
 ) -> io::Result<T> {

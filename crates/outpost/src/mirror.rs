@@ -1,8 +1,9 @@
-//! The brain's side of an outpost's mirror of the arena: which bytes have arrived there, and which
-//! are in transit.
+//! The brain's side of an outpost's mirror of the arena: tracks which payloads have arrived there,
+//! and which are in transit.
 //!
-//! Only the brain's arena is allocated. A payload is kept until the outpost has written it, so its
-//! region is not reused before. Later bytes for the region are sent after it.
+//! Space is allocated only in the brain's arena. The brain keeps a payload until the outpost has
+//! written it, so its region is not reused before. Bytes for a later payload in the same region are
+//! sent after it.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -21,18 +22,18 @@ use tracing::warn;
 use crate::bulk::send;
 use crate::relay::said;
 
-/// How long an outpost may take from an order to its bulk connection.
+/// How long an outpost may take from the order for a mirror to its bulk connection.
 const OPENING: Duration = Duration::from_secs(30);
-/// How long an outpost may take to acknowledge writes.
+/// How long an outpost may go without acknowledging writes.
 const STALLED: Duration = Duration::from_secs(30);
-/// The number of known payloads at which dropped ones are removed.
+/// The smallest number of entries at which the entries of dropped payloads are removed.
 const SWEEP_AT: usize = 64;
 
-/// The mirror on one outpost, as long as it is joined.
+/// The mirror on an outpost. It exists as long as the outpost is joined.
 #[derive(Default)]
 pub(crate) struct Mirror {
     state: Mutex<State>,
-    /// Notified when a payload was queued.
+    /// Notified when a payload is queued.
     queued: Notify,
     closed: watch::Sender<bool>,
 }
@@ -41,14 +42,14 @@ pub(crate) struct Mirror {
 struct State {
     ordered: bool,
     closed: bool,
-    /// Payloads by their address, which is unique while the payload is kept here.
+    /// Payloads by their memory address, which is unique while the payload exists.
     payloads: HashMap<usize, Known>,
     sweep_at: usize,
     queue: VecDeque<(usize, Arc<dyn Payload>)>,
-    /// Payloads that were sent and are not written yet, oldest first, with the connection's total
-    /// bytes up to each.
+    /// Payloads that were sent but are not written yet, oldest first. Each has the total number of
+    /// bytes that were sent up to its end.
     sent: VecDeque<(u64, usize, Arc<dyn Payload>)>,
-    /// The numbers of bytes sent, and of bytes written by the outpost.
+    /// The total numbers of bytes sent, and of bytes that the outpost has written.
     bytes: Counts,
 }
 
@@ -65,7 +66,7 @@ struct Known {
 
 enum Way {
     There,
-    /// The callbacks for the arrival.
+    /// The payload is queued or in transit. These callbacks are called when it has arrived.
     Coming(Vec<There>),
 }
 
@@ -76,13 +77,14 @@ impl fmt::Debug for Mirror {
 }
 
 impl Mirror {
-    /// True, once, if the outpost was not yet told to mirror the arena.
+    /// Returns true at the first call only. The caller then has to order the outpost to mirror the
+    /// arena.
     pub(crate) fn is_to_be_ordered(&self) -> bool {
         !std::mem::replace(&mut self.state.lock().ordered, true)
     }
 
-    /// Sends a payload unless it is there already, and then calls `there`. If the outpost is lost
-    /// first, `there` is dropped.
+    /// Sends a payload unless it was sent before, and calls `there` when it has arrived. If the
+    /// outpost is lost first, `there` is dropped without being called.
     pub(crate) fn carry(&self, payload: &Arc<dyn Payload>, there: There) {
         let mut state = self.state.lock();
         if state.closed {
@@ -107,23 +109,24 @@ impl Mirror {
         }
     }
 
-    /// Waits until nothing can be sent to the outpost any more.
+    /// Waits until the mirror is closed.
     pub(crate) async fn closed(&self) {
         let _ = self.closed.subscribe().wait_for(|closed| *closed).await;
     }
 
-    /// Ends the transfer. Nothing reaches the outpost from now on, and no callback is called.
+    /// Closes the mirror: nothing more is sent to the outpost, and no callback is called.
     pub(crate) fn close(&self) {
         let mut state = self.state.lock();
         state.closed = true;
         let left = (take(&mut state.payloads), take(&mut state.queue), take(&mut state.sent));
         drop(state);
-        // Dropping payloads and waiters runs their callbacks.
+        // Dropping payloads and callbacks may run code that takes locks.
         drop(left);
         self.closed.send_replace(true);
     }
 
-    /// Sends queued payloads over the connection, as soon as it exists, until either side ends.
+    /// Sends queued payloads over the connection, as soon as it is open, until either side closes
+    /// it.
     pub(crate) async fn run<S>(self: Arc<Self>, connection: oneshot::Receiver<S>)
     where
         S: AsyncRead + AsyncWrite + Send,
@@ -162,7 +165,7 @@ impl Mirror {
             before += send(&*payload, &mut buffer, &mut writing, sent).await?;
             let mut state = self.state.lock();
             state.sent.push_back((before, address, payload));
-            // The outpost may have been quicker.
+            // The outpost may have acknowledged the payload already.
             let arrived = state.arrived();
             drop(state);
             arrived.tell();
@@ -198,10 +201,10 @@ impl Mirror {
 }
 
 impl Counts {
-    /// Checks a count of written bytes.
+    /// Checks and stores a count of written bytes.
     ///
     /// # Errors
-    /// It is less than before, or more than was sent.
+    /// The count is smaller than the previous one, or larger than the number of bytes sent.
     fn check(&mut self, written: u64) -> io::Result<()> {
         if !(self.written..=self.sent).contains(&written) {
             return Err(io::Error::other(format!("{written} bytes, of {} sent", self.sent)));
@@ -212,7 +215,7 @@ impl Counts {
 }
 
 impl State {
-    /// Removes the payloads that the outpost has written by now.
+    /// Removes the payloads that the outpost has written, and returns them with their callbacks.
     fn arrived(&mut self) -> WrittenBytes {
         let mut arrived = WrittenBytes::default();
         while self.sent.front().is_some_and(|(end, ..)| *end <= self.bytes.written)
@@ -228,7 +231,7 @@ impl State {
         arrived
     }
 
-    /// Now and then forgets payloads that were dropped, because their addresses may be reused.
+    /// Occasionally removes the entries of dropped payloads, because their addresses may be reused.
     fn sweep(&mut self) {
         if self.payloads.len() < self.sweep_at.max(SWEEP_AT) {
             return;
@@ -238,7 +241,7 @@ impl State {
     }
 }
 
-/// Payloads that the outpost has just written, and their callbacks.
+/// Payloads that have just arrived at the outpost, and their callbacks.
 #[derive(Default)]
 struct WrittenBytes {
     waiting: Vec<There>,
@@ -246,14 +249,14 @@ struct WrittenBytes {
 }
 
 impl WrittenBytes {
-    /// Called without the lock, because the callbacks do their own work.
+    /// Calls the callbacks. The lock must not be held, because they run code of their owners.
     fn tell(self) {
         drop(self.payloads);
         self.waiting.into_iter().for_each(|there| there());
     }
 }
 
-/// Closes the mirror however its task ends.
+/// Closes the mirror when its task ends, for whatever reason.
 struct MirrorGuard(Arc<Mirror>);
 
 impl Drop for MirrorGuard {
@@ -279,8 +282,8 @@ mod tests {
         runtime.unwrap().block_on(work)
     }
 
-    /// A mirror of an arena, with an outpost that keeps it, over a connection that accepts few
-    /// bytes at a time.
+    /// A mirror of an arena, and an outpost that writes it. The connection between them accepts
+    /// only a few bytes at a time.
     struct Pair {
         near: Arena,
         far: Arena,
@@ -310,14 +313,14 @@ mod tests {
             Some(payload)
         }
 
-        /// The bytes of a payload at the outpost.
+        /// Reads a payload's bytes in the outpost's arena.
         fn far(&self, payload: &Arc<dyn Payload>, length: usize) -> Vec<u8> {
             self.far.look(payload.offset(), length).unwrap()
         }
 
         fn carry(&self, payload: &Arc<dyn Payload>) -> oneshot::Receiver<()> {
             let (sender, arrived) = oneshot::channel();
-            // The test may no longer wait.
+            // The test may have dropped the receiver.
             self.mirror.carry(payload, Box::new(move || _ = sender.send(())));
             arrived
         }
@@ -336,7 +339,7 @@ mod tests {
             }
             assert!(pair.far(&payload, bytes.len()) == bytes);
             let sent = pair.mirror.state.lock().bytes.sent;
-            // Another request for the payload comes late, for a replay after the worker's death.
+            // A later request for the same payload, as for a replay after the hand's death.
             pair.carry(&payload).await.unwrap();
             assert_eq!(pair.mirror.state.lock().bytes.sent, sent, "the payload was sent again");
             assert_eq!(sent, bytes.len() as u64);
@@ -401,7 +404,7 @@ mod tests {
     }
 
     proptest! {
-        /// One payload's region is reused by another while bytes are in transit.
+        /// The region of one payload is reused by another payload while bytes are in transit.
         #[test]
         fn what_has_arrived_stays_right_until_it_is_given_back(
             room in 1..5000_usize, ops in prop::collection::vec(op(), 1..80),

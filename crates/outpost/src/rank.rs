@@ -1,4 +1,4 @@
-//! The state of one rank, shared by the engine's thread and the relaying tasks.
+//! The state of a rank, shared by the engine's thread and the relaying tasks.
 
 use std::time::Duration;
 
@@ -11,20 +11,20 @@ use std::sync::{Arc, OnceLock};
 
 use crate::mirror::Mirror;
 
-/// How long to wait for a report about the end of a rank whose connection broke.
+/// How long to wait for a report on how a rank ended after its connection broke.
 const LAST_BREATH: Duration = Duration::from_millis(500);
 
-/// The life of one rank.
+/// The state of a rank.
 #[derive(Debug)]
 pub(crate) struct Life {
-    /// The end of the hand, once it has ended.
+    /// How the hand ended; `None`: it is still running.
     ended: Mutex<Option<Exit>>,
     changed: Condvar,
-    /// Asks for the end of the hand.
+    /// Requests that the hand be stopped.
     pub(crate) doom: Notify,
-    /// The outpost's report on the end of the hand.
+    /// The outpost's report on how the hand ended.
     pub(crate) report: watch::Sender<Option<Exit>>,
-    /// The mirror of the rank's outpost, once the rank has one.
+    /// The mirror of the outpost on which the rank runs, once that is chosen.
     pub(crate) mirror: OnceLock<Arc<Mirror>>,
 }
 
@@ -41,7 +41,7 @@ impl Default for Life {
 }
 
 impl Life {
-    /// Records the end of the hand; only the first record counts.
+    /// Records how the hand ended. Only the first call has an effect.
     pub(crate) fn end(&self, how: &Exit) {
         self.ended.lock().get_or_insert_with(|| how.clone());
         self.changed.notify_all();
@@ -55,7 +55,7 @@ impl Life {
     }
 }
 
-/// The engine's handle of the rank.
+/// The engine's handle to a rank.
 #[derive(Debug)]
 pub(crate) struct Handle(pub(crate) Arc<Life>);
 
@@ -73,7 +73,7 @@ impl Distant for Handle {
     }
 
     fn carry(&self, payload: &Arc<dyn Payload>, there: There) {
-        // Without an outpost there is no hand to send orders to.
+        // A rank without an outpost has no hand that could read the payload.
         if let Some(mirror) = self.0.mirror.get() {
             mirror.carry(payload, there);
         }

@@ -6,33 +6,34 @@ use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncWrite, copy, split};
 use tokio::net::{TcpStream, UnixStream};
 
-/// How long sent bytes may stay unacknowledged before the system closes a connection.
+/// How long sent bytes may stay unacknowledged before the kernel closes a connection.
 const UNACKNOWLEDGED: Duration = Duration::from_secs(5);
-/// After this long a silence, four pings, the other side counts as lost.
+/// After this long without a message (four pings), the peer counts as lost.
 pub(crate) const SILENCE: Duration = Duration::from_secs(4);
-/// The time from one ping to the next.
+/// The interval between pings.
 pub(crate) const PING: Duration = Duration::from_secs(1);
-/// How long one side may take to open a connection.
+/// How long the peer may take to open a connection.
 pub(crate) const OPENING: Duration = Duration::from_secs(5);
 
-/// The side whose end ended a relay.
+/// The side that closed a relayed connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Side {
-    /// The socket here.
+    /// The local socket.
     Near,
-    /// The network.
+    /// The network connection.
     Far,
 }
 
-/// Makes a connection send small frames at once, and notice missing acknowledgements.
+/// Configures a connection: small frames are sent immediately, and missing acknowledgements close
+/// it.
 pub(crate) fn prepare(stream: &TcpStream) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let limit = u32::try_from(UNACKNOWLEDGED.as_millis()).unwrap_or(u32::MAX);
     Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, limit)?)
 }
 
-/// Why a connection ended, as text. A killed process sends no TLS closing message, which TLS
-/// reports at length.
+/// Describes why a connection was lost. A killed process does not close its TLS session, for which
+/// TLS has a long error message.
 pub(crate) fn said(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => "its connection ended".to_owned(),
@@ -40,7 +41,8 @@ pub(crate) fn said(error: &io::Error) -> String {
     }
 }
 
-/// Copies bytes both ways until one side ends. Everything that it had sent has arrived by then.
+/// Copies bytes in both directions until one side closes. All bytes that the closing side had sent
+/// are copied first.
 pub(crate) async fn relay(near: &mut UnixStream, far: impl AsyncRead + AsyncWrite) -> Side {
     let (mut near_read, mut near_write) = near.split();
     let (mut far_read, mut far_write) = split(far);

@@ -1,4 +1,4 @@
-//! Limits connections that have not shown the token yet, by address.
+//! Limits the number of connections that are not authenticated yet, in total and per address.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr};
@@ -6,14 +6,14 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 
-/// Connections of strangers at a time.
+/// The largest number of unauthenticated connections.
 const STRANGERS: usize = 256;
 /// The limit for one address. An outpost opens one connection for each of its hands.
 const AT_ONE_ADDRESS: usize = 16;
-/// The bits of an IPv6 address that its owner cannot choose.
+/// The length of the prefix of an IPv6 address that its owner can't choose, in bits.
 const PREFIX_BITS: u32 = 64;
 
-/// The unauthenticated connections. Those from one address leave room for those from others.
+/// The unauthenticated connections. Connections from one address can't take all permits.
 #[derive(Debug, Default)]
 pub(crate) struct Strangers {
     at: Mutex<HashMap<IpAddr, usize>>,
@@ -27,7 +27,7 @@ pub(crate) struct Place {
 }
 
 impl Strangers {
-    /// A permit for a connection from `address`; `None`: there are too many.
+    /// Returns a permit for a connection from `address`; `None`: a limit is reached.
     pub(crate) fn place(self: &Arc<Self>, address: IpAddr) -> Option<Place> {
         let address = owner(address);
         let mut at = self.at.lock();
@@ -54,7 +54,7 @@ impl Drop for Place {
     }
 }
 
-/// The address range that one owner can choose from.
+/// Returns an address that represents all addresses from which one owner can choose.
 fn owner(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => {

@@ -1,5 +1,5 @@
-//! TLS 1.3 between a brain and holders of the token. The certificate's fingerprint identifies the
-//! brain.
+//! TLS 1.3 between a brain and the owners of its token. The fingerprint of the certificate
+//! identifies the brain.
 
 use std::io;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub(crate) fn acceptor(credentials: &Credentials) -> io::Result<TlsAcceptor> {
     Ok(TlsAcceptor::from(Arc::new(config)))
 }
 
-/// A connector that only accepts the certificate with this SHA-256.
+/// Creates a connector that only accepts the certificate with this SHA-256.
 pub(crate) fn connector(fingerprint: [u8; 32]) -> io::Result<TlsConnector> {
     let crypto = Arc::new(provider::default_provider());
     let verifier = Arc::new(Pinned { fingerprint, crypto: Arc::clone(&crypto) });

@@ -1,4 +1,5 @@
-//! The token for outposts. It identifies the brain's certificate, and contains a secret.
+//! The token with which outposts join. It identifies the brain's certificate, and contains a
+//! secret.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,17 +9,17 @@ use thiserror::Error;
 const KIND: &str = "fbw1";
 const BYTES: usize = 32;
 
-/// A line such as `fbw1.CERTIFICATE.SECRET`, both in hexadecimal. A holder of the token can run
-/// hands for the brain, and read its requests.
+/// The token, a line such as `fbw1.CERTIFICATE.SECRET`, with both values in hexadecimal. Anyone who
+/// has it can run hands for the brain, and read its requests.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JoinToken {
-    /// SHA-256 of the brain's certificate.
+    /// The SHA-256 hash of the brain's certificate.
     pub(crate) fingerprint: [u8; BYTES],
     /// 256 random bits.
     pub(crate) secret: [u8; BYTES],
 }
 
-/// The error for a text that is not a token.
+/// The error for a text that is not a valid token.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error("no token: it is one line, `{KIND}.` and two numbers of 64 hexadecimal digits")]
 pub struct TokenError;

@@ -1,4 +1,5 @@
-//! The outpost's side: it joins, runs the ordered hands, and kills them when the brain is gone.
+//! The outpost's side: joins the brain, runs hands on its orders, and kills them when the
+//! connection is lost.
 
 use std::io;
 use std::os::unix::net::UnixStream as Socket;
@@ -27,36 +28,37 @@ type Stream = TlsStream<TcpStream>;
 
 /// The pause between two attempts to join.
 const PAUSE: Duration = Duration::from_secs(1);
-/// The largest number of the brain's unread messages.
+/// The largest number of the brain's messages that are queued before they are processed.
 const UNREAD: usize = 64;
 
 /// The settings of an outpost, fixed at its start.
 #[derive(Debug, Clone)]
 pub struct WorkSettings {
-    /// `HOST:PORT` of the brain.
+    /// The address of the brain, `HOST:PORT`.
     pub brain: String,
     /// The token that the brain accepts.
     pub token: JoinToken,
     /// The name of this outpost in the brain's log.
     pub name: String,
-    /// The largest number of hands that run here at a time.
+    /// The largest number of hands that run here at the same time.
     pub hands: u32,
 }
 
-/// Starts a hand with this arena, and returns the process and the near end of its socket. It is
+/// Starts a hand with this arena. Returns the process, and this end of the socket to it. It is
 /// called on the thread that runs [`work`], and the kernel kills the process when that thread ends.
 pub type Spawn = Arc<dyn Fn(&HandOrder, &Arena) -> io::Result<(RankProcess, Socket)> + Send + Sync>;
 
-/// Why an outpost ends. Losing the brain is no reason, because the outpost joins again.
+/// Why an outpost stops. Losing the connection is not a reason, because the outpost then joins
+/// again.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum OutpostEnd {
-    /// The server at the brain's address has another certificate than the token says.
+    /// The server at the brain's address has a different certificate from the one in the token.
     #[error("{0} has another certificate than the token names: the token is another server's")]
     Stranger(String),
     /// The brain refuses this outpost.
     #[error("{0} refuses: {1}")]
     Refused(String, String),
-    /// The system refuses a thread.
+    /// The system can't start a thread.
     #[error("no thread: {0}")]
     Thread(String),
     /// TLS can't be set up.
@@ -64,7 +66,7 @@ pub enum OutpostEnd {
     Tls(String),
 }
 
-/// The reason for the end of one attempt.
+/// Why an attempt to join, or the session after it, ended.
 enum Over {
     Ended(OutpostEnd),
     Lost(String),
@@ -76,10 +78,10 @@ impl From<io::Error> for Over {
     }
 }
 
-/// Joins the brain, and again after each loss, until `stop` is done.
+/// Joins the brain, and joins again after each lost connection, until `stop` completes.
 ///
 /// # Errors
-/// Another attempt would fail in the same way.
+/// The outpost can't join, and another attempt would fail in the same way.
 pub async fn work(
     settings: WorkSettings,
     spawn: Spawn,
@@ -111,7 +113,7 @@ pub async fn work(
     }
 }
 
-/// The way to the brain.
+/// Opens connections to the brain.
 #[derive(Clone)]
 struct Door {
     connector: TlsConnector,
@@ -119,7 +121,7 @@ struct Door {
 }
 
 impl Door {
-    /// A connection that the brain has let in.
+    /// Opens a connection, and waits until the brain has accepted it.
     async fn open(&self, purpose: &Purpose) -> Result<Stream, Over> {
         let opened = timeout(OPENING, self.knock(purpose)).await;
         opened.map_err(|_| Over::Lost("it does not answer".into()))?
@@ -148,7 +150,7 @@ impl Door {
     }
 }
 
-/// Runs from joining the brain to losing it. No hand is left behind.
+/// Joins the brain, and runs hands until the connection is lost. All hands are then killed.
 async fn session(door: &Door, spawn: &Spawn, aside: &Aside) -> Over {
     let WorkSettings { brain, name, hands, .. } = &door.settings;
     let purpose = Purpose::Join { name: name.clone(), hands: *hands };
@@ -186,7 +188,7 @@ async fn session(door: &Door, spawn: &Spawn, aside: &Aside) -> Over {
                         let id = order.id;
                         let exit = run(&door, &spawn, &order, &arena, gone).await;
                         let Exit { text: status, out_of_memory } = exit;
-                        // The session may be over.
+                        // The session may have ended.
                         let _ = said.send(FromOutpost::Ended { id, status, out_of_memory });
                     });
                     continue;
@@ -202,7 +204,7 @@ async fn session(door: &Door, spawn: &Spawn, aside: &Aside) -> Over {
                     let (door, bulk, gone) = (door.clone(), bulk.clone(), gone.subscribe());
                     aside.run(async move {
                         let over = reflect(&door, id, &arena, gone).await;
-                        // The session may be over.
+                        // The session may have ended.
                         let _ = bulk.send(over).await;
                     });
                     continue;
@@ -220,12 +222,12 @@ async fn session(door: &Door, spawn: &Spawn, aside: &Aside) -> Over {
     gone.send_replace(true);
     drop(heard);
     drop(writing);
-    // Each task waits until its hand is dead.
+    // Each task waits until its hand has exited.
     while ranks.join_next().await.is_some() {}
     over
 }
 
-/// Reads the brain's messages; ends with an error.
+/// Reads the brain's messages until there is an error, which is passed on too.
 async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<ToOutpost>>) {
     loop {
         let message = tokio::select! {
@@ -239,7 +241,7 @@ async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<To
     }
 }
 
-/// Writes the brain's bytes into the mirror, until the connection or the session ends.
+/// Writes bytes that the brain sends into the mirror, until the connection or the session ends.
 async fn reflect(door: &Door, id: u64, arena: &Arena, mut gone: watch::Receiver<bool>) -> Over {
     let receiving = async {
         match door.open(&Purpose::Bulk { id }).await {
@@ -248,7 +250,8 @@ async fn reflect(door: &Door, id: u64, arena: &Arena, mut gone: watch::Receiver<
                 let over = receive(reading, writing, arena).await;
                 over.map_or_else(Over::from, |()| Over::Lost("the bulk connection ended".into()))
             }
-            // The brain has ended this session: try again with a new one.
+            // The brain no longer expects this connection, because it has ended the session: start
+            // a new session.
             Err(Over::Ended(ended)) => Over::Lost(ended.to_string()),
             Err(over) => over,
         }
@@ -259,7 +262,7 @@ async fn reflect(door: &Door, id: u64, arena: &Arena, mut gone: watch::Receiver<
     }
 }
 
-/// Runs a hand from its order to its end. Returns a description of the end.
+/// Runs a hand from its order until it has exited. Returns a description of how it ended.
 async fn run(
     door: &Door,
     spawn: &Spawn,
@@ -280,7 +283,7 @@ async fn run(
         let far = door.open(&Purpose::Rank { id: order.id }).await;
         let Ok(mut far) = far else { return Side::Far };
         let side = relay(&mut near, &mut far).await;
-        // The hand's last words are sent before the connection is closed.
+        // Sends everything that the hand has written before the connection is closed.
         let _ = timeout(SILENCE, far.shutdown()).await;
         side
     };
@@ -289,7 +292,7 @@ async fn run(
         () = alone => Side::Far,
     };
     let by_itself = side == Side::Near;
-    // The brain reads it unless it has closed the connection itself.
+    // The brain gets this description unless it has closed the connection itself.
     let ended = format!("outpost {}: the connection to the brain broke", door.settings.name);
     let buried = tokio::task::spawn_blocking(move || {
         if by_itself {

@@ -1,4 +1,4 @@
-//! Which outposts a group runs on, and deaths of its workers.
+//! Tests which outposts a group runs on, and what happens when hands die.
 
 use std::time::Duration;
 
@@ -26,7 +26,7 @@ fn a_group_waits_for_an_outpost_with_room_for_all_of_it() {
         }
     }
     assert_eq!(step(&mut executor, 1, &[7; 3]), [7]);
-    // A worker is free again once its group has ended.
+    // A hand of an outpost is free again once its group has ended.
     executor.stop();
     assert_eq!(ready(&mut executor).page_count, 100);
 }
@@ -51,7 +51,7 @@ fn a_group_is_on_several_outposts_where_none_has_room_for_all_of_it() {
     };
     assert_eq!(ways("FAKE_COLLECTIVES=Network(\"eth7\")\0"), 3);
 
-    // When one outpost ends, all ranks end. They are started again when there is room.
+    // When one outpost stops, all ranks end. They are started again once enough hands are free.
     small.end().expect("no error");
     let (reason, after) = death(&mut executor);
     assert!(reason.contains("outpost here"), "{reason}");

@@ -1,5 +1,5 @@
-//! A server and its outposts over the loopback interface, with workers that compute nothing, and a
-//! network between them that fails on demand.
+//! Tests a brain and its outposts over the loopback interface, with hands that compute nothing, and
+//! a network between them that fails on demand.
 
 mod groups;
 mod network;
@@ -18,7 +18,8 @@ fn plans_and_results_go_over_the_network() {
     for number in 1..=50 {
         assert_eq!(step(&mut executor, number, &[number as i32; 3]), [number as i32]);
     }
-    // A plan that is too long for the socket alone: locally it would go through the arena.
+    // A plan that is too long for the socket alone: on one machine, it would be sent through the
+    // arena.
     assert_eq!(step(&mut executor, 51, &[4; 100_000]), [4]);
     drop(executor);
     assert_eq!(outpost.end(), Ok(()));

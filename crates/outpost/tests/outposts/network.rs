@@ -1,4 +1,4 @@
-//! A network between an outpost and its server that fails on demand.
+//! A network between an outpost and its brain that fails on demand.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
@@ -13,10 +13,10 @@ use crate::rig::*;
 
 pub(crate) const CUT: u8 = 1;
 pub(crate) const SILENT: u8 = 2;
-/// Breaks only the newest connection, which is a rank's.
+/// Breaks only the newest connection, which is that of a rank.
 pub(crate) const LAST_CUT: u8 = 3;
 
-/// A network between an outpost and its server.
+/// A network between an outpost and its brain.
 pub(crate) struct Network {
     pub(crate) address: SocketAddr,
     pub(crate) state: Arc<AtomicU8>,
@@ -58,7 +58,7 @@ fn carry(mut from: TcpStream, mut to: TcpStream, state: &AtomicU8, is_last: impl
                 let _ = to.shutdown(std::net::Shutdown::Both);
                 return;
             }
-            // Both ends stay open, and no bytes arrive any more.
+            // Both connections stay open, but no more bytes arrive.
             SILENT => thread::sleep(Duration::from_millis(5)),
             _ => match from.read(&mut buffer) {
                 Ok(0) => {
@@ -97,7 +97,7 @@ fn a_network_that_breaks_or_falls_silent_ends_the_hands_on_both_sides() {
         assert!(reason.contains("outpost here"), "{reason}");
         assert!(after < limit, "{behaviour}: {after:?}");
         eventually("the hand is gone", || hands_of(behaviour) == 0);
-        // The outpost is used again.
+        // The brain uses the outpost again.
         network.state.store(0, Ordering::SeqCst);
         ready(&mut executor);
     }

@@ -1,4 +1,4 @@
-//! Payloads that are copied to the workers that read them.
+//! Tests that payloads are copied to the outposts whose hands read them.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -13,22 +13,22 @@ use forebay_protocol::{NewSlot, Row, SlotSpec, StepPlan, Want, tell_group};
 use crate::network::{CUT, Network};
 use crate::rig::*;
 
-/// A payload of this many words, all equal.
+/// Reserves a payload of `words` equal words.
 fn payload(brain: &Brain, word: i32, words: usize) -> Arc<dyn Payload> {
     let payload: Arc<dyn Payload> = brain.arena.reserve(4 * words).expect("room").into();
     payload.write(0, &word.to_le_bytes().repeat(words)).expect("inside");
     payload
 }
 
-/// Carries a payload to the workers of the only member; returns whether it arrived.
+/// Copies a payload to the outposts of the only member. Returns true if it arrived.
 fn bring(executor: &mut HandExecutor, payload: &Arc<dyn Payload>) -> bool {
     bring_to(executor, 0, payload)
 }
 
-/// Carries a payload to the workers of a member; returns whether it arrived.
+/// Copies a payload to the outposts of a member. Returns true if it arrived.
 fn bring_to(executor: &mut HandExecutor, member: usize, payload: &Arc<dyn Payload>) -> bool {
     let (sender, arrived) = channel();
-    // The receiver is gone if the test has ended.
+    // The receiver is dropped if the test has ended.
     executor.carry(member, payload, Box::new(move || _ = sender.send(())));
     match arrived.recv_timeout(Duration::from_secs(60)) {
         Ok(()) => true,
@@ -37,7 +37,7 @@ fn bring_to(executor: &mut HandExecutor, member: usize, payload: &Arc<dyn Payloa
     }
 }
 
-/// The word that every rank finds at the payload's offset.
+/// The word that every rank reads at the payload's offset.
 fn found(executor: &mut HandExecutor, step: u64, payload: &Arc<dyn Payload>) -> i32 {
     executor.submit(&[reading(step, payload)]);
     match next(executor) {
@@ -46,7 +46,7 @@ fn found(executor: &mut HandExecutor, step: u64, payload: &Arc<dyn Payload>) -> 
     }
 }
 
-/// A plan that reads the payload.
+/// A plan whose request reads the payload.
 fn reading(step: u64, payload: &Arc<dyn Payload>) -> StepPlan {
     let mut plan = StepPlan::default();
     plan.begin(step);
@@ -66,7 +66,7 @@ fn payloads_reach_every_rank_and_follow_the_group_to_another_outpost() {
     let first = payload(&brain, 77, 360_000);
     assert!(bring(&mut executor, &first));
     assert_eq!(found(&mut executor, 1, &first), 77);
-    // The room of the first payload is used again.
+    // The region of the first payload is reused.
     let offset = first.offset();
     drop(first);
     let second = payload(&brain, 78, 1000);
@@ -131,7 +131,7 @@ fn an_outpost_that_is_lost_while_bytes_are_on_their_way_tells_nobody_and_keeps_n
     network.state.store(CUT, Ordering::SeqCst);
     death(&mut executor);
     drop((payloads, sender));
-    // The callbacks of payloads that did not arrive are dropped uncalled.
+    // The callbacks of payloads that did not arrive are dropped without being called.
     assert!(arrived.iter().count() < 3, "the connection was cut too late");
     eventually("all room has come back", || brain.arena.used() == 0);
 }

@@ -1,4 +1,4 @@
-//! A server, its outposts, and workers that compute nothing.
+//! A brain, its outposts, and hands that compute nothing.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener};
@@ -20,7 +20,7 @@ use tokio::sync::oneshot;
 
 pub(crate) const MINUTE_US: u64 = 60_000_000;
 
-/// A server that accepts outposts.
+/// A brain that accepts outposts.
 pub(crate) struct Brain {
     /// The site that all replicas share.
     pub(crate) site: Arc<dyn Site>,
@@ -39,7 +39,7 @@ impl Brain {
         Self::of(None)
     }
 
-    /// A server; with an interface named, its groups may spread over several outposts.
+    /// Creates a brain. With an interface, its groups may run on several outposts.
     pub(crate) fn of(interface: Option<&str>) -> Self {
         let credentials = Credentials::make().expect("no error");
         let listener = TcpListener::bind("127.0.0.1:0").expect("no error");
@@ -63,7 +63,7 @@ impl Brain {
         HandExecutor::new(self.spec(behaviour, ranks)).expect("no error")
     }
 
-    /// A step group with a member for each rank.
+    /// A step group with one member per rank.
     pub(crate) fn step_group(&self, behaviour: &str, ranks: usize) -> HandExecutor {
         let mut spec = self.spec(behaviour, ranks);
         spec.config.step_group = true;
@@ -88,7 +88,7 @@ impl Brain {
         WorkSettings { brain, token, name: "here".into(), hands }
     }
 
-    /// Settings with this server's certificate and the secret of another server.
+    /// Settings with this brain's certificate and the secret of another brain.
     pub(crate) fn mixed_up(&self, other: &Credentials) -> WorkSettings {
         let (right, wrong) = (self.token.to_string(), other.token().to_string());
         let mixed = format!("{}{}", &right[..right.len() - 64], &wrong[wrong.len() - 64..]);
@@ -96,7 +96,7 @@ impl Brain {
     }
 }
 
-/// An outpost on a thread of its own. Dropping it ends it like a signal.
+/// An outpost on a separate thread. Dropping it stops the outpost as a signal would.
 pub(crate) struct Outpost {
     pub(crate) stop: Option<oneshot::Sender<()>>,
     pub(crate) thread: Option<thread::JoinHandle<Result<(), OutpostEnd>>>,
@@ -133,7 +133,7 @@ impl Outpost {
         self.thread.take().expect("no error").join().expect("no error")
     }
 
-    /// Waits until the outpost ends by itself.
+    /// Waits until the outpost stops without being asked to.
     pub(crate) fn ended(mut self) -> OutpostEnd {
         let thread = self.thread.as_ref().expect("the thread was not joined");
         eventually("the outpost ends by itself", || thread.is_finished());
@@ -158,7 +158,7 @@ pub(crate) fn ready(executor: &mut HandExecutor) -> Ready {
     ready_at_last(executor)
 }
 
-/// Waits until the group has started; returns its facts.
+/// Waits until the group has started. Returns what its hands report.
 pub(crate) fn ready_at_last(executor: &mut HandExecutor) -> Ready {
     loop {
         match next(executor) {
@@ -169,7 +169,7 @@ pub(crate) fn ready_at_last(executor: &mut HandExecutor) -> Ready {
     }
 }
 
-/// Waits for the group's death; returns the reason and the time that it took.
+/// Waits for the group's death. Returns the reason and the time that it took.
 pub(crate) fn death(executor: &mut HandExecutor) -> (String, Duration) {
     let began = Instant::now();
     loop {
@@ -208,12 +208,12 @@ pub(crate) fn step(executor: &mut HandExecutor, step: u64, tokens: &[i32]) -> Ve
     }
 }
 
-/// The number of live workers below this process that have `marker`.
+/// The number of running hands that have `marker` in their environment.
 pub(crate) fn hands_of(marker: &str) -> usize {
     environments(marker).len()
 }
 
-/// The environments of those workers.
+/// The environments of the running hands that have `marker` in their environment.
 pub(crate) fn environments(marker: &str) -> Vec<String> {
     let wanted = format!("FAKE_BEHAVIOUR={marker}\0");
     let processes = std::fs::read_dir("/proc").expect("no error").flatten();

@@ -1,4 +1,4 @@
-//! Connections that are not outposts.
+//! Tests connections that do not come from authenticated outposts.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -18,7 +18,8 @@ fn strangers_are_few_and_have_little_time() {
     for _ in 0..16 {
         strangers.push(TcpStream::connect(brain.address).unwrap());
     }
-    // One connection more is dropped at once, the others when their time is over.
+    // One more connection is closed immediately; the others are closed when their time limit has
+    // passed.
     let mut late = TcpStream::connect(brain.address).unwrap();
     assert!(ended(&mut late), "the 17th connection is dropped");
     assert!(began.elapsed() < Duration::from_secs(3));
@@ -49,7 +50,7 @@ fn strangers_at_one_address_leave_places_to_others() {
     let mut late = connect_from("127.0.0.2", brain.address);
     assert!(ended(&mut late), "the 17th connection of an address is dropped");
     let other = Credentials::make().expect("no error");
-    // All places of the other address are still taken, but this outpost's secret is read.
+    // The other address still holds all its permits, but this outpost's secret is checked.
     let refused = Outpost::start(brain.mixed_up(&other)).ended();
     assert!(matches!(&refused, OutpostEnd::Refused(..)), "{refused}");
     for stranger in &strangers {
@@ -59,7 +60,7 @@ fn strangers_at_one_address_leave_places_to_others() {
     }
 }
 
-/// Waits until the other side has closed a connection.
+/// Returns true once the other side has closed the connection.
 fn ended(stream: &mut TcpStream) -> bool {
     stream.set_read_timeout(Some(Duration::from_secs(20))).expect("a time limit");
     match stream.read(&mut [0; 64]) {
@@ -84,7 +85,7 @@ fn an_outpost_with_too_many_hands_is_refused() {
 fn groups_that_start_together_are_not_mixed_up() {
     let brain = Brain::start();
     let _outposts: Vec<Outpost> = (0..4).map(|_| Outpost::start(brain.settings(2))).collect();
-    // Each replica's thread starts its group.
+    // Each replica has a separate thread, which starts its group.
     thread::scope(|scope| {
         for _ in 0..4 {
             let mut executor = brain.executor("echo", 2);
@@ -100,14 +101,14 @@ fn groups_that_start_together_are_not_mixed_up() {
 fn strangers_stay_outside() {
     let brain = Brain::start();
     let other = Credentials::make().expect("no error");
-    // The complete token of another server.
+    // The complete token of another brain.
     let stranger = WorkSettings { token: other.token().clone(), ..brain.settings(1) };
     assert!(matches!(Outpost::start(stranger).ended(), OutpostEnd::Stranger(_)));
-    // The right certificate with another server's secret.
+    // The right certificate with the secret of another brain.
     let ended = Outpost::start(brain.mixed_up(&other)).ended();
     assert!(matches!(&ended, OutpostEnd::Refused(_, why) if why.contains("secret")), "{ended}");
 
-    // Bytes that are not TLS, and connections that send nothing, block no other connection.
+    // Bytes that are not TLS, and connections that send nothing, do not block other connections.
     let silent: Vec<_> =
         (0..8).map(|_| TcpStream::connect(brain.address).expect("no error")).collect();
     for seed in 0..200_u32 {
