@@ -1,4 +1,4 @@
-//! The blocks of the prefix cache that each replica holds.
+//! An index of the blocks that each replica has in its prefix cache.
 
 use std::sync::Arc;
 
@@ -7,22 +7,23 @@ use forebay_balance::PrefixIndex;
 use forebay_engine::{BlockEvent, BlockHash};
 use parking_lot::Mutex;
 
-/// News for the index.
+/// A change for the index.
 pub(crate) enum News {
     /// A replica's cache has changed.
     Changed(usize, Vec<BlockEvent>),
-    /// A request with these blocks was sent to this replica.
+    /// A request with these blocks was sent to this replica, so its cache will contain them.
     Sent(usize, Arc<[BlockHash]>),
-    /// The request has computed its blocks, or never will.
+    /// The request with these blocks has computed them, or never will.
     Settled(usize, Arc<[BlockHash]>),
 }
 
-/// The index, and a channel of changes that are not applied yet. Lookups apply them first, so
-/// engine threads never wait for the index. Only changes between two requests are ever pending.
+/// The index, and a channel of changes that are not applied yet. Lookups apply pending changes
+/// first, so engine threads never wait for the index's lock. Every request looks its blocks up, so
+/// only changes between two requests are ever pending.
 pub(crate) struct Blocks {
     index: Mutex<PrefixIndex<BlockHash>>,
     news: Receiver<News>,
-    /// The sending end, to be cloned.
+    /// The sender of changes, to be cloned.
     pub(crate) lane: Sender<News>,
     page_size: u64,
 }
@@ -34,7 +35,8 @@ impl Blocks {
         Self { index, news, lane, page_size: page_size.into() }
     }
 
-    /// How many tokens of a prompt with these leading blocks each replica has cached.
+    /// Returns the number of tokens that each replica has cached of a prompt with these leading
+    /// blocks.
     pub(crate) fn cached(&self, names: &[BlockHash]) -> Vec<u64> {
         let mut index = self.index.lock();
         for news in self.news.try_iter() {
@@ -56,7 +58,7 @@ impl Blocks {
         blocks.into_iter().map(|blocks| blocks * self.page_size).collect()
     }
 
-    /// The receiver lives as long as this.
+    /// Sends a change. This can't fail, because `self` owns the receiver.
     pub(crate) fn tell(&self, news: News) {
         let _ = self.lane.send(news);
     }

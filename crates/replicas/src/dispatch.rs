@@ -1,4 +1,4 @@
-//! Chooses replicas, and keeps the records for the choice.
+//! Chooses replicas for requests, and keeps the records that the choice needs.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,32 +12,33 @@ use forebay_engine::{BlockHash, Preference};
 
 use crate::roles::LocalCounts;
 
-/// The newest answer counts for 1/32 in the running mean.
+/// The newest answer has a weight of 1/32 in the running mean of answer lengths.
 const NEWEST: u64 = 32;
 
-/// The facts about a request that the choice depends on.
+/// The properties of a request that the choice of a replica depends on.
 pub(crate) struct RequestProfile<'a> {
     pub(crate) id: u64,
     pub(crate) preference: &'a Preference,
-    /// Tokens to compute before the next one is generated, if nothing is cached.
+    /// The number of tokens to compute before the next one can be sampled, if nothing is cached.
     pub(crate) tokens: u64,
-    /// The largest number of tokens that it may still generate.
+    /// The largest number of tokens that the request may still generate.
     pub(crate) room: u64,
-    /// Tokens that each replica has cached; empty: none.
+    /// The number of tokens that each replica has cached; empty: none.
     pub(crate) cached: Vec<u64>,
-    /// The leading blocks of the request, recorded as expected until it has computed them.
+    /// The leading blocks of the request. The index counts them as expected until the request has
+    /// computed them.
     pub(crate) names: Arc<[BlockHash]>,
-    /// True if the request borrows blocks that its replica lacks.
+    /// True if the request may borrow blocks that its replica lacks.
     pub(crate) borrows: bool,
 }
 
 impl RequestProfile<'_> {
-    /// The facts for a policy.
+    /// Returns the properties that a policy needs.
     pub(crate) fn ask(&self) -> Ask<'_> {
         Ask { tokens: self.tokens, cached: &self.cached }
     }
 
-    /// Tokens that a replica has to compute.
+    /// Returns the number of tokens that a replica has to compute for the request.
     fn uncached(&self, at: usize) -> u64 {
         let most = if self.borrows { self.cached.iter().copied().max() } else { None };
         self.ask().uncached(at).min(self.tokens - most.unwrap_or(0))
@@ -50,27 +51,29 @@ pub(crate) struct ExpectedBlocks {
     pub(crate) names: Arc<[BlockHash]>,
 }
 
-/// Everything under the dispatch lock.
+/// All data under the dispatch lock.
 pub(crate) struct Dispatch {
     pub(crate) ledger: Ledger,
     balancer: Balancer,
-    /// Loads that are only polled, for comparison with exact loads.
+    /// Loads that are only polled, for comparison with exact loads. `None`: loads are exact.
     polled: Option<PolledReplica>,
-    /// The replicas whose hand takes plans.
+    /// Whether each replica's hand takes plans.
     pub(crate) up: Vec<bool>,
-    /// The replicas that take no new requests although they are up.
+    /// Whether each replica takes no new requests although it may be up.
     pub(crate) drained: Vec<bool>,
-    /// Blocks of requests that have not begun to generate.
+    /// Expected blocks of requests that have not generated a token yet, by request id.
     coming: HashMap<u64, ExpectedBlocks>,
     lengths: Lengths,
-    /// Requests that each replica serves alone although there are roles, counted by reason.
+    /// For each replica: the number of requests that it serves alone although there are roles, by
+    /// reason.
     pub(crate) local: Vec<LocalCounts>,
     /// The roles of the replicas.
     pub(crate) roles: Vec<Role>,
-    /// Requests that wait for a loan before they go to their replica. True: aborted meanwhile.
+    /// Requests that wait for a loan before they go to their replica. True: the request was aborted
+    /// while it waited.
     pub(crate) borrowing: HashMap<u64, bool>,
     pub(crate) pressure: Pressure,
-    /// How often each replica began to hold prompts back.
+    /// The number of times that each replica began to hold prompts back.
     pub(crate) holds: Vec<u64>,
 }
 
@@ -113,12 +116,12 @@ impl Dispatch {
         self.up[at] && !self.drained[at]
     }
 
-    /// The rule by which roles divide requests.
+    /// Returns the rule that divides requests by roles.
     pub(crate) fn rule(&self, local_tokens: u32) -> RoleRule<'_> {
         RoleRule { roles: &self.roles, local_tokens: local_tokens.into() }
     }
 
-    /// True if prefill replicas should admit no further prompt that leaves.
+    /// True if prefill replicas should not admit further prompts that are to be handed on.
     pub(crate) fn is_pressed(&self) -> bool {
         self.pressure.exceeds(|at| self.roles[at].decodes() && self.open(at))
     }
@@ -128,8 +131,8 @@ impl Dispatch {
         self.balancer.method() == Method::TotalTokens
     }
 
-    /// Chooses one of the `open` replicas and records the request there. `None`: none is open.
-    /// `poll` returns the loads that the replicas report.
+    /// Chooses one of the `open` replicas and records that the request was sent there. `None`: no
+    /// replica is open. `poll` returns the loads that the replicas report.
     pub(crate) fn send(
         &mut self,
         asked: &RequestProfile<'_>,
@@ -164,20 +167,21 @@ impl Dispatch {
         Some(target)
     }
 
-    /// The replica with the most to compute and the one with the least, if requests may move
-    /// between them.
+    /// Returns the replica with the most work and the one with the least, if their loads differ so
+    /// much that requests should move.
     pub(crate) fn drifted(&self) -> Option<(usize, usize)> {
         drifted(self.ledger.loads(), |at| self.open(at))
     }
 
-    /// True if a request with this many uncached tokens gains by a move.
+    /// True if a request with this many uncached tokens would get its first token sooner after a
+    /// move.
     pub(crate) fn move_pays(&self, from: usize, to: usize, uncached: u64) -> bool {
         let loads = self.ledger.loads();
         self.open(to) && move_pays(&loads[from], &loads[to], uncached)
     }
 
-    /// A request has generated a token. Returns the expected blocks that its replica has published
-    /// itself by now.
+    /// Records a generated token of a request. Returns the request's expected blocks if its replica
+    /// has reported the actual ones by now.
     pub(crate) fn token(&mut self, at: usize, id: u64) -> Option<ExpectedBlocks> {
         if self.counts_tokens()
             && let Some(generated) = self.lengths.generated.get_mut(&id)
@@ -189,14 +193,14 @@ impl Dispatch {
         if self.ledger.generated(id, 1) { self.coming.remove(&id) } else { None }
     }
 
-    /// Takes a request from its replica. Returns the expected blocks that it will not add there any
-    /// more.
+    /// Records that a request leaves its replica. Returns the expected blocks that it will not add
+    /// there any more.
     pub(crate) fn moved(&mut self, id: u64) -> Option<ExpectedBlocks> {
         self.pressure.gone(id);
         self.coming.remove(&id)
     }
 
-    /// Records that a request has ended.
+    /// Records that a request has ended. Returns its expected blocks, if any are left.
     pub(crate) fn ended(&mut self, id: u64) -> Option<ExpectedBlocks> {
         self.pressure.gone(id);
         self.ledger.ended(id);

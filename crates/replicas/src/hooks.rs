@@ -1,4 +1,4 @@
-//! Connects an engine's reports to its set of replicas.
+//! Connects the engines to their set of replicas.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,7 +12,7 @@ use tracing::info;
 use crate::blocks::News;
 use crate::replicas::Shared;
 
-/// Removes requests from the ledger when their ends are delivered.
+/// A sink that removes requests from the ledger when their last outputs are delivered.
 pub(crate) struct CountingSink {
     pub(crate) shared: Arc<Shared>,
     pub(crate) at: usize,
@@ -48,8 +48,8 @@ impl OutputSink for CountingSink {
 }
 
 impl Drop for CountingSink {
-    /// The engine has ended, perhaps by a panic, so no other call reports the end of its remaining
-    /// requests.
+    /// Ends the remaining requests. The engine has ended, perhaps by a panic, so it will report no
+    /// more ends.
     fn drop(&mut self) {
         let mut settled = Vec::new();
         let left: Vec<u64> = {
@@ -79,16 +79,16 @@ pub(crate) struct Observer {
 
 impl BlockObserver for Observer {
     fn changed(&mut self, events: Vec<BlockEvent>) {
-        // The set may be gone before its engines.
+        // The set of replicas may be dropped before its engines.
         let _ = self.lane.send(News::Changed(self.at, events));
     }
 }
 
-/// Several observers of one cache.
+/// Several observers of one prefix cache.
 pub(crate) struct Observers(Vec<Box<dyn BlockObserver>>);
 
 impl Observers {
-    /// Combines several observers into one; `None`: there are none.
+    /// Combines several observers into one. `None`: there are no observers.
     pub(crate) fn join(mut all: Vec<Box<dyn BlockObserver>>) -> Option<Box<dyn BlockObserver>> {
         match all.len() {
             0 | 1 => all.pop(),
@@ -105,7 +105,7 @@ impl BlockObserver for Observers {
     }
 }
 
-/// The access of replica `at` to the others.
+/// The access of replica `at` to the other replicas.
 pub(crate) struct OtherReplicas {
     pub(crate) shared: Arc<Shared>,
     pub(crate) at: usize,

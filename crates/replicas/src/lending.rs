@@ -10,14 +10,15 @@ use forebay_engine::{Entrant, Loan, LoanReply, Orphan, SubmitError};
 use crate::dispatch::{Dispatch, RequestProfile};
 use crate::replicas::Shared;
 
-/// A replica that is asked to lend blocks, and the index of the first block.
+/// The replica that is to lend blocks, and the index of the first block to borrow.
 pub(crate) struct Lender {
     at: usize,
     first: usize,
 }
 
 impl Shared {
-    /// The replica that can lend a request blocks which replica `at` lacks; `None`: none has more.
+    /// Returns the replica that can lend blocks which replica `at` lacks for a request. `None`: no
+    /// replica has more of them.
     pub(crate) fn lender(&self, asked: &RequestProfile<'_>, at: usize) -> Option<Lender> {
         if !asked.borrows {
             return None;
@@ -27,7 +28,7 @@ impl Shared {
         Some(Lender { at: lender, first: self.blocks_in(own) })
     }
 
-    /// Sends a request to replica `at`, with a loan if a replica can lend.
+    /// Sends a request to replica `at`, with a loan if there is a lender.
     pub(crate) fn enter(
         self: &Arc<Self>,
         at: usize,
@@ -40,7 +41,7 @@ impl Shared {
         let names = names.get(first..).unwrap_or_default().to_vec();
         self.dispatch.lock().borrowing.insert(id, false);
         let shared = Arc::clone(self);
-        // The lender's engine thread answers, or drops the closure when it ends.
+        // The lender's engine thread replies, or drops the closure when it ends.
         let reply = LoanReply::new(move |loan| shared.enter_with(at, entrant, loan));
         engines[lender].lend(names, reply);
         Ok(())
@@ -52,16 +53,17 @@ impl Shared {
         let mut dispatch = self.dispatch.lock();
         let aborted = dispatch.borrowing.remove(&id.0).unwrap_or(false);
         let engine = &self.engines()[at];
-        // If the engine thread has ended, so has the request, like all requests there.
+        // If the engine thread has ended, the request has been ended like all others at that
+        // engine.
         let _ = engine.send(entrant);
-        // Still under the lock, so that no abort overtakes the request.
+        // Done under the lock, so that no abort overtakes the request.
         if aborted {
             engine.abort(id);
         }
     }
 
-    /// Sends a request that has left its prefill replica to a decode replica; returns it if no
-    /// decode replica is up, or if its own replica decodes by now.
+    /// Sends a request that has left its prefill replica to a decode replica. Returns the request
+    /// if no decode replica is up, or if its own replica decodes by now.
     pub(crate) fn hand_on(&self, from: usize, orphan: Orphan) -> Option<Orphan> {
         if self.pd.is_none() || self.dispatch.lock().roles[from].decodes() {
             return Some(orphan);
@@ -78,7 +80,7 @@ impl Shared {
         left
     }
 
-    /// Records the pages that replica `at` had left after its last step.
+    /// Records the number of free tokens in the pages of replica `at` after its last step.
     pub(crate) fn note_room(&self, dispatch: &mut Dispatch, at: usize) {
         if self.pd.is_some()
             && let Some(engine) = self.engines().get(at)
@@ -89,7 +91,7 @@ impl Shared {
         }
     }
 
-    /// Makes prefill replicas hold prompts back or resume, depending on the room of decode
+    /// Makes prefill replicas hold prompts back or resume, depending on the free pages of decode
     /// replicas.
     pub(crate) fn press(&self, dispatch: &mut Dispatch) {
         if self.pd.is_none() {
@@ -97,7 +99,8 @@ impl Shared {
         }
         let pressed = dispatch.is_pressed();
         for (at, holding) in self.holding.iter().enumerate() {
-            // Prompts at a replica that decodes stay there, so they need no other's pages.
+            // Prompts at a replica that decodes are not handed on, so they need no pages of other
+            // replicas.
             let holds = pressed && !dispatch.roles[at].decodes();
             if holding.swap(holds, Ordering::AcqRel) == holds {
                 continue;

@@ -1,10 +1,10 @@
-//! Data parallel replicas in one brain: N engines that look like one.
+//! Data parallel replicas in one brain: N engines behind the interface of one.
 //!
-//! [`Replicas::submit`] chooses the replica on the caller's thread, with an exact ledger
-//! ([`forebay_balance::Ledger`]). A request counts at its replica as soon as it is chosen, and its
-//! end is recorded before the client can read it. So a client that sends a request after another
-//! has ended finds that slot free. Load reports are not needed, because all replicas are in this
-//! process.
+//! [`Replicas::submit`] chooses a replica on the caller's thread, with an exact ledger
+//! ([`forebay_balance::Ledger`]). A request counts at its replica as soon as the replica is chosen,
+//! and its end is recorded before the client can read it. So a client that sends its next request
+//! after the last one has ended finds that slot free. Load reports are not needed, because all
+//! replicas are in this process.
 //!
 //! | lock | what | held by |
 //! |---|---|---|
@@ -15,7 +15,8 @@
 //! only means that they die together.
 //!
 //! A replica whose hand dies leaves the set, and its engine gives its requests back to be sent to
-//! the others ([`forebay_engine::Peers`]); the respawned hand joins again.
+//! the other replicas ([`forebay_engine::Peers`]). When the hand has been respawned, the replica
+//! joins again.
 
 mod blocks;
 mod dispatch;

@@ -1,4 +1,4 @@
-//! N engines that look like one.
+//! N engines behind the interface of one.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,21 +21,22 @@ use crate::hooks::{CountingSink, Observer, Observers, OtherReplicas};
 use crate::roles::{self, PdConfig};
 use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_status};
 
-/// The settings that decide how requests are spread over replicas.
+/// Settings for the distribution of requests over replicas.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct ReplicasConfig {
-    /// The policy.
+    /// The policy that chooses replicas.
     pub load_balance_method: Method,
-    /// 0: exact loads. Otherwise the replicas' loads are only read at this interval, and the policy
-    /// is that of [`forebay_balance::Budget`], for comparison.
+    /// The interval at which the loads of replicas are read; the policy is then that of
+    /// [`forebay_balance::Budget`], for comparison. With 0, loads are exact.
     #[serde(serialize_with = "as_seconds")]
     pub load_watch_interval: Duration,
-    /// True if queued requests move to a replica with less to do. It has no effect with roles.
+    /// True if queued requests move to a replica with less work. Ignored if replicas have roles.
     pub queue_moves: bool,
-    /// The roles of the replicas; `None`: each replica does everything.
+    /// The roles of the replicas; `None`: each replica computes whole requests.
     #[serde(flatten)]
     pub pd: Option<PdConfig>,
-    /// True if somebody asks what is cached ([`Replicas::cached`]), whatever the policy.
+    /// True if cached blocks are indexed even if the policy does not need this, for
+    /// [`Replicas::cached`].
     #[serde(skip)]
     pub tells_cached: bool,
 }
@@ -49,48 +50,49 @@ impl Default for ReplicasConfig {
     }
 }
 
-/// A rank group, and the observers of the replicas that it computes.
+/// A rank group, and the listeners of the replicas whose plans it executes.
 pub struct Member {
-    /// The limits of each replica; the queue's limits hold for all replicas together. All replicas
-    /// share one namer.
+    /// The settings of each replica. The limit on queued requests holds for all replicas together.
+    /// All replicas share one namer.
     pub config: EngineConfig,
-    /// The hands of the engine.
+    /// The rank group.
     pub executor: Box<dyn Executor>,
-    /// The listeners of each replica: one, or one for each rank of a step group.
+    /// The listeners of each replica: one, or one per rank of a step group.
     pub replicas: Vec<Listeners>,
 }
 
 /// The listeners of a replica.
 pub struct Listeners {
-    /// The receiver of its outputs.
+    /// Receives the replica's outputs.
     pub sink: Box<dyn OutputSink>,
-    /// Another observer of its prefix cache, besides the dispatcher.
+    /// Another observer of the replica's prefix cache, besides the dispatcher.
     pub blocks: Option<Box<dyn BlockObserver>>,
 }
 
 pub(crate) struct Shared {
     pub(crate) dispatch: Mutex<Dispatch>,
-    /// `None`: the policy does not use cached blocks.
+    /// The index of cached blocks; `None`: it is not needed.
     blocks: Option<Blocks>,
     clock: Arc<dyn Clock>,
     engines: OnceLock<Vec<EngineHandle>>,
     draining: AtomicBool,
-    /// Names blocks, with the number of tokens in each; `None`: requests share no blocks.
+    /// Computes the names of blocks, with the number of tokens per block. `None`: requests share no
+    /// blocks.
     naming: Option<(Namer, usize)>,
-    /// How often a queued request may move.
+    /// The number of times that a queued request may move.
     most_moves: u8,
     pub(crate) pd: Option<PdConfig>,
-    /// True for each replica that admits no prompt that leaves.
+    /// Whether each replica holds back prompts that are to be handed on.
     pub(crate) holding: Vec<AtomicBool>,
 }
 
-/// The replicas of one brain. Cheap to clone; no call blocks.
+/// The replicas of one brain. Cheap to clone. Its methods never block.
 #[derive(Clone)]
 pub struct Replicas(Arc<Shared>);
 
 impl Replicas {
-    /// Starts an engine thread for each member; replicas get numbers in the same order. `on_exit`
-    /// is called when the first engine ends.
+    /// Starts an engine thread per member. Replicas are numbered in the order of `members`.
+    /// `on_exit` is called when the first engine ends.
     ///
     /// # Errors
     /// A thread could not be created.
@@ -111,7 +113,7 @@ impl Replicas {
         let informed = count > 1 && (looks || config.pd.is_some()) || config.tells_cached;
         let roles = roles::at_start(config.pd, count);
         let mut dispatch = Dispatch::new(roles, method, config.load_watch_interval);
-        // With one replica there is no choice.
+        // With one replica there is no choice, so it always counts as up.
         dispatch.up = vec![count == 1; count];
         let shared = Arc::new(Shared {
             dispatch: Mutex::new(dispatch),
@@ -177,17 +179,17 @@ impl Replicas {
                 }
             }
         }
-        // It is set only once.
+        // `set` can't fail, because this is the only call.
         let _ = shared.engines.set(engines);
         Ok((Self(shared), threads))
     }
 
-    /// Gives a request to a replica. If this returns `Ok`, exactly one output with `finish`
+    /// Submits a request to a replica. If this returns `Ok`, exactly one output with `finish`
     /// follows.
     ///
     /// # Errors
     ///
-    /// The queue is full, the server drains, or no replica will ever take the request.
+    /// The queue is full, the server is draining, or no replica will ever take the request.
     pub fn submit(&self, mut request: EngineRequest) -> Result<(), SubmitError> {
         let shared = &self.0;
         if shared.draining.load(Ordering::Acquire) {
@@ -238,8 +240,8 @@ impl Replicas {
         })
     }
 
-    /// Ends a request, wherever it is. Its terminal output has
-    /// [`forebay_engine::FinishReason::Abort`], unless it has ended by itself first.
+    /// Aborts a request at whichever replica has it. Its last output has
+    /// [`forebay_engine::FinishReason::Abort`], unless the request ended earlier.
     pub fn abort(&self, id: RequestId) {
         // Under the lock, so that a request that moves between replicas is found at one of them.
         let mut dispatch = self.0.dispatch.lock();
@@ -250,8 +252,8 @@ impl Replicas {
         }
     }
 
-    /// Drops every unreferenced block of all prefix caches; `reply` gets false when running
-    /// requests kept some.
+    /// Drops all blocks of all prefix caches that no request uses. `reply` gets false if running
+    /// requests still use some.
     pub fn flush_cache(&self, reply: Box<dyn FnOnce(bool) + Send>) {
         let engines = self.0.engines();
         let waiting = Arc::new(Mutex::new((engines.len(), true, Some(reply))));
@@ -269,7 +271,8 @@ impl Replicas {
         }
     }
 
-    /// Tells all replicas that later requests may use an adapter, or that none will any more.
+    /// Allows later requests at all replicas to use an adapter, or announces that no request will
+    /// use it any more.
     pub fn adapter(&self, order: &AdapterOrder) {
         self.0.engines().iter().for_each(|engine| engine.adapter(order.clone()));
     }
@@ -287,7 +290,8 @@ impl Replicas {
         self.0.engines().iter().for_each(EngineHandle::drain);
     }
 
-    /// Stops or resumes new requests to a replica; false: no replica has this number.
+    /// Stops or resumes sending new requests to a replica. Returns false if no replica has this
+    /// number.
     pub fn drain_replica(&self, at: usize, drained: bool) -> bool {
         let mut dispatch = self.0.dispatch.lock();
         let found = dispatch.drained.get_mut(at).map(|place| *place = drained);
@@ -295,8 +299,8 @@ impl Replicas {
         found.is_some()
     }
 
-    /// Gives a replica another role. Its requests end there, or leave as planned. False: no replica
-    /// has this number, or replicas have no roles.
+    /// Gives a replica another role. Requests already there finish there, or are handed on as
+    /// planned. Returns false if no replica has this number, or replicas have no roles.
     pub fn set_role(&self, at: usize, role: Role) -> bool {
         if self.0.pd.is_none() {
             return false;
@@ -313,7 +317,7 @@ impl Replicas {
         self.0.pd.is_some()
     }
 
-    /// True if every replica is draining: none takes new requests.
+    /// True if every replica is drained, so that none takes new requests.
     #[must_use]
     pub fn drained(&self) -> bool {
         self.0.dispatch.lock().drained.iter().all(|&drained| drained)
@@ -328,7 +332,7 @@ impl Replicas {
     /// The number of replicas.
     #[must_use]
     pub fn count(&self) -> u32 {
-        // The number of replicas fits: it was given as a `u32`.
+        // The cast is lossless, because the number of replicas was given as a `u32`.
         self.0.engines().len() as u32
     }
 
@@ -340,20 +344,20 @@ impl Replicas {
         combined_status(all.collect(), &drained)
     }
 
-    /// All counted together.
+    /// The statistics of all replicas, added up.
     #[must_use]
     pub fn stats(&self) -> Stats {
         combined_stats(self.0.engines().iter().map(EngineHandle::stats))
     }
 
-    /// The facts that hold for every replica that has been ready; `None` until one has. A replica
-    /// that becomes ready later may have less room; requests that do not fit there go to others.
+    /// Facts that hold for every replica that has been ready; `None` until one has. A replica that
+    /// becomes ready later may have less memory; requests that do not fit there go to others.
     #[must_use]
     pub fn facts(&self) -> Option<Facts> {
         combined_facts(self.0.engines().iter().filter_map(EngineHandle::facts))
     }
 
-    /// The report of each replica.
+    /// Returns a report of each replica.
     #[must_use]
     pub fn reports(&self) -> Vec<ReplicaReport> {
         let dispatch = self.0.dispatch.lock();
@@ -371,28 +375,28 @@ impl Replicas {
         self.0.engines().iter().enumerate().map(report).collect()
     }
 
-    /// The engines' clock, in microseconds.
+    /// The present time of the engines' clock, in microseconds.
     #[must_use]
     pub fn now_us(&self) -> u64 {
         self.0.clock.now_us()
     }
 
-    /// The handles that watch each engine.
+    /// Returns a handle of each engine.
     #[must_use]
     pub fn handles(&self) -> Vec<EngineHandle> {
         self.0.engines().to_vec()
     }
 
-    /// The number of tokens in these leading blocks that a replica has cached, of the replica with
-    /// most; 0 if nobody follows what is cached ([`ReplicasConfig::tells_cached`]).
+    /// The largest number of tokens in these leading blocks that one replica has cached; 0 if
+    /// cached blocks are not indexed ([`ReplicasConfig::tells_cached`]).
     #[must_use]
     pub fn cached(&self, names: &[BlockHash]) -> u64 {
         let blocks = self.0.blocks.as_ref();
         blocks.and_then(|blocks| blocks.cached(names).into_iter().max()).unwrap_or(0)
     }
 
-    /// The names of a prompt's full blocks for requests with this salt; empty where nothing is
-    /// shared.
+    /// Returns the names of a prompt's full blocks for requests with this salt. Empty if requests
+    /// share no blocks.
     #[must_use]
     pub fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash> {
         self.0.names(salt, prompt, &[])
@@ -400,7 +404,7 @@ impl Replicas {
 }
 
 impl Shared {
-    /// True if a replica other than `at` serves, or may again. Waits until all have been started.
+    /// True if a replica other than `at` has not failed. Waits until all engines have been started.
     pub(crate) fn others_live(&self, at: usize) -> bool {
         let engines = self.engines.wait().iter().enumerate();
         let mut others = engines.filter(|&(other, _)| other != at);
@@ -412,12 +416,12 @@ impl Shared {
         self.most_moves > 0
     }
 
-    /// The engines; empty until all have been started.
+    /// Returns the engines; empty until all have been started.
     pub(crate) fn engines(&self) -> &[EngineHandle] {
         self.engines.get().map_or(&[], Vec::as_slice)
     }
 
-    /// The number of full blocks in this many tokens.
+    /// Returns the number of full blocks in this many tokens.
     pub(crate) fn blocks_in(&self, tokens: u64) -> usize {
         self.naming.as_ref().map_or(0, |(_, size)| tokens as usize / size)
     }
@@ -441,7 +445,7 @@ impl Shared {
         })
     }
 
-    /// The facts for the choice of a replica, looked up without the dispatch lock.
+    /// Collects the properties of a request for the choice of a replica, without the dispatch lock.
     fn ask<'a>(&self, request: &Request, preference: &'a Preference) -> RequestProfile<'a> {
         let known = (request.prompt.len() + request.generated.len()) as u64;
         let names = &request.names;
@@ -491,7 +495,7 @@ impl Shared {
         Some(at)
     }
 
-    /// Drops the expected blocks of requests that have published theirs by now.
+    /// Removes the expected blocks of these requests from the index.
     pub(crate) fn settled(&self, coming: impl IntoIterator<Item = ExpectedBlocks>) {
         if let Some(blocks) = &self.blocks {
             for ExpectedBlocks { target, names } in coming {
@@ -500,7 +504,8 @@ impl Shared {
         }
     }
 
-    /// True if a request that waits at replica `from` has its first token sooner at replica `to`.
+    /// True if a request that waits at replica `from` would get its first token sooner at replica
+    /// `to`.
     pub(crate) fn move_pays(&self, from: usize, to: usize, request: &QueuedRequest<'_>) -> bool {
         let cached = self.blocks.as_ref().map(|blocks| blocks.cached(request.names));
         let cached = cached.and_then(|cached| cached.get(to).copied()).unwrap_or(0);
@@ -508,22 +513,22 @@ impl Shared {
         self.dispatch.lock().move_pays(from, to, uncached)
     }
 
-    /// Moves a waiting request to replica `to`; returns it if `to` takes none now.
+    /// Moves a waiting request to replica `to`. Returns the request if `to` takes none now.
     pub(crate) fn take(&self, to: usize, orphan: Orphan) -> Option<Orphan> {
         let fits = self.engines().get(to).is_some_and(|engine| engine.fits(&orphan.request));
         self.hand_to(orphan, false, |at, dispatch| at == to && dispatch.open(at) && fits)
     }
 
-    /// Sends a request that replica `from` has lost to another replica; returns it if none takes
-    /// it.
+    /// Sends a request that replica `from` has lost to another replica. Returns the request if no
+    /// replica takes it.
     pub(crate) fn adopt(&self, from: usize, orphan: Orphan) -> Option<Orphan> {
         let fits: Vec<bool> =
             self.engines().iter().map(|engine| engine.fits(&orphan.request)).collect();
         self.hand_to(orphan, true, |at, dispatch| at != from && dispatch.open(at) && fits[at])
     }
 
-    /// Sends a request to one of the replicas for which `may` is true; returns it if none takes it.
-    /// `routed`: it goes by roles.
+    /// Sends a request to one of the replicas for which `may` is true. Returns the request if there
+    /// is none. `routed`: roles also restrict the choice.
     pub(crate) fn hand_to(
         &self,
         mut orphan: Orphan,
@@ -555,7 +560,7 @@ impl Shared {
             self.note_room(&mut dispatch, at);
         }
         self.press(&mut dispatch);
-        // A loan from this replica is useless there: it has the blocks in its own tiers.
+        // A loan from the chosen replica is useless, because it has the blocks in its own tiers.
         request.loan.take_if(|loan| loan.lender() as usize == at);
         // Under the lock, so that an abort reaches the engine that has the request.
         self.engines()[at].adopt(orphan);

@@ -1,4 +1,4 @@
-//! Replicas that compute prompts, and replicas that continue after the first token.
+//! The roles of replicas: some compute prompts, others continue requests after the first token.
 
 use forebay_balance::{Ask, LocalReason, Role, RoleRule};
 use forebay_engine::Request;
@@ -6,15 +6,14 @@ use serde::Serialize;
 
 use crate::dispatch::RequestProfile;
 
-/// The roles of replicas at the start: the first `prefill` replicas compute prompts, and the others
-/// decode.
+/// Settings of the roles of replicas. At the start, the first `prefill` replicas compute prompts,
+/// and the others decode.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct PdConfig {
     /// The number of replicas that compute prompts.
     #[serde(rename = "pd_prefill")]
     pub prefill: u32,
-    /// A decode replica serves a request alone if at most this many tokens are left to compute
-    /// there.
+    /// A decode replica serves a request alone if at most this many tokens are left to compute.
     #[serde(rename = "pd_local_tokens")]
     pub local_tokens: u32,
 }
@@ -26,7 +25,7 @@ impl Default for PdConfig {
     }
 }
 
-/// The numbers of requests that one replica served alone, by reason.
+/// The number of requests that one replica served alone, by reason.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct LocalCounts([u64; LocalReason::ALL.len()]);
 
@@ -35,14 +34,15 @@ impl LocalCounts {
         self.0[reason as usize] += 1;
     }
 
-    /// The number for a reason.
+    /// The number of requests for one reason.
     #[must_use]
     pub fn of(&self, reason: LocalReason) -> u64 {
         self.0[reason as usize]
     }
 }
 
-/// The roles of `replicas` replicas at the start; without a division each replica has both.
+/// Returns the roles of all replicas at the start. Without a configuration each replica has both
+/// roles.
 pub(crate) fn at_start(pd: Option<PdConfig>, replicas: usize) -> Vec<Role> {
     let of = |at: usize| match pd {
         None => Role::Both,
@@ -52,8 +52,8 @@ pub(crate) fn at_start(pd: Option<PdConfig>, replicas: usize) -> Vec<Role> {
     (0..replicas).map(of).collect()
 }
 
-/// Narrows the `open` replicas to those that the request may go to. Returns the reason if the
-/// request stays at its replica, whichever is chosen.
+/// Narrows the `open` replicas to those that may get the request. Returns a reason if the request
+/// is not to be handed on, whichever replica is chosen.
 pub(crate) fn narrow(
     rule: &RoleRule<'_>,
     asked: &RequestProfile<'_>,

@@ -1,35 +1,36 @@
-//! The status of many replicas, aggregated.
+//! Combines the states of several replicas.
 
 use forebay_balance::{Load, Role};
 use forebay_engine::{Facts, Stats, Status};
 
 use crate::roles::LocalCounts;
 
-/// One replica.
+/// A report of one replica.
 #[derive(Debug, Clone)]
 pub struct ReplicaReport {
     /// The engine's status.
     pub status: Status,
-    /// The counts after the last step.
+    /// The statistics after the last step.
     pub stats: Stats,
-    /// The load at this moment, by the ledger.
+    /// The present load according to the ledger.
     pub load: Load,
     /// True if the replica finishes its requests and gets no new ones.
     pub drained: bool,
-    /// Requests that it serves alone although there are roles.
+    /// The number of requests that the replica serves alone although there are roles.
     pub local: LocalCounts,
     /// The role of the replica.
     pub role: Role,
-    /// Tokens of requests that were handed on to it and wait for pages.
+    /// The number of tokens of requests that were handed on to the replica and wait for pages.
     pub ahead_tokens: u64,
-    /// True if it admits no prompt that leaves, because decode replicas lack pages.
+    /// True if the replica holds back prompts that are to be handed on, because decode replicas
+    /// lack pages.
     pub holding: bool,
-    /// How often the replica began to hold prompts back.
+    /// The number of times that the replica began to hold prompts back.
     pub holds: u64,
 }
 
-/// The state of all replicas: ready as soon as one is. If none is ready, a replica that is being
-/// restarted decides rather than one that loads for the first time, because requests may wait for
+/// Combines the states of all replicas: ready as soon as one is. If none is ready, a recovering
+/// replica takes precedence over one that loads for the first time, because requests may wait for
 /// it. A failed replica counts only if all have failed, and a drained one only if all are drained.
 #[must_use]
 pub fn combined_status(all: Vec<Status>, drained: &[bool]) -> Status {
@@ -47,7 +48,7 @@ pub fn combined_status(all: Vec<Status>, drained: &[bool]) -> Status {
     first.unwrap_or_else(|| Status::Failed("there is no replica".into()))
 }
 
-/// The counters and gauges of the engine.
+/// Adds up the statistics of all engines.
 #[must_use]
 pub fn combined_stats(all: impl IntoIterator<Item = Stats>) -> Stats {
     let mut sum = Stats::default();
@@ -55,7 +56,8 @@ pub fn combined_stats(all: impl IntoIterator<Item = Stats>) -> Stats {
     sum
 }
 
-/// Facts that hold for every replica, so that any request fits into any replica.
+/// Returns the facts of the replica with the shortest context length. A request within these limits
+/// fits into any replica.
 #[must_use]
 pub fn combined_facts(all: impl IntoIterator<Item = Facts>) -> Option<Facts> {
     all.into_iter().reduce(|a, b| if b.context_length < a.context_length { b } else { a })

@@ -17,7 +17,8 @@ struct Rig {
     _threads: Vec<EngineThread>,
 }
 
-/// One replica for each number of pages. `breaking` is called for each before it starts.
+/// Starts one replica per entry of `pages`, which is its number of pages. `breaking` is called for
+/// each replica before it starts.
 fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
     let clock = SimClock::real();
     let (sender, outputs) = channel();
@@ -80,7 +81,7 @@ impl Rig {
         }
     }
 
-    /// The ends of the next `count` requests.
+    /// Returns the finish reasons of the next `count` requests.
     fn ends(&self, count: usize) -> Vec<(u64, FinishReason)> {
         let mut ends = Vec::new();
         while ends.len() < count {
@@ -125,7 +126,7 @@ fn the_process_is_told_to_end_when_the_last_one_has_failed_and_not_before() {
     }
 }
 
-/// The first replica to be ready cannot tell how many pages the others will have.
+/// When the first replica is ready, the page counts of the others are not known yet.
 #[test]
 fn a_request_goes_where_it_fits() {
     let rig = start(&[20, 100], |_, _| {});

@@ -1,5 +1,6 @@
-//! Prefill apart from decode, on simulated workers with host tiers, in real time. Whichever worker
-//! dies, every request ends once, gives the tokens of a run alone, and leaves no page lent.
+//! Separate prefill and decode replicas, on simulated hands with host tiers, in real time.
+//! Whichever hand dies, every request ends once, generates the same tokens as when it runs alone,
+//! and leaves no page lent.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -18,7 +19,8 @@ use forebay_sim::{
     CopyModel, DeviceModel, PageBytes, SimClock, SimConfig, SimControl, SimExecutor, Timing,
 };
 
-/// Twice the pages of all prompts of a test. At most half of them may be lent at a time.
+/// Twice the pages of all prompts of a test, because at most half of the pages may be lent at a
+/// time.
 const HOST_PAGES: u32 = 6000;
 
 struct Rig {
@@ -35,8 +37,8 @@ impl Rig {
         Self::with(prefill, decode, local_tokens, host_pages, [2000; 2], 0.02)
     }
 
-    /// `pages` are the hot pages of each prefill replica, and of each decode replica. At 1 GB/s a
-    /// page is copied in a sixth of the time that its tokens take to compute.
+    /// `pages`: how many hot pages each prefill replica and each decode replica has. At
+    /// 1 GB/s, copying a page takes a sixth of the time that computing its tokens takes.
     fn with(
         prefill: u32,
         decode: u32,
@@ -98,7 +100,7 @@ impl Rig {
         rig
     }
 
-    /// Polls until the reports are as wanted, because no event reports them.
+    /// Polls until the reports satisfy `wanted`, because no event announces a new report.
     fn until(&self, wanted: impl Fn(&[ReplicaReport]) -> bool) {
         let began = Instant::now();
         while !wanted(&self.replicas.reports()) {
@@ -127,7 +129,7 @@ impl Rig {
         }
     }
 
-    /// Checks that every request gave the tokens of a run alone, or was aborted before its end.
+    /// Checks that every request generated the same tokens as alone, or was aborted early.
     fn assert_exact(&self) {
         for (id, (prompt, max_tokens)) in &self.prompts {
             let (story, whole) = (&self.stories[id], alone(prompt.clone(), *max_tokens));
@@ -140,7 +142,7 @@ impl Rig {
         }
     }
 
-    /// Waits until this many requests have ended, and changes roles meanwhile, one by one.
+    /// Waits until this many requests have ended, and meanwhile changes roles one by one.
     fn follow_with_roles(&mut self, mut count: usize, changes: &[(usize, Role)]) {
         let mut outputs = 0;
         while count > 0 {
@@ -153,7 +155,7 @@ impl Rig {
         }
     }
 
-    /// Checks that no page is lent or held, and no copy is under way.
+    /// Checks that no page is lent or held, and no copy is in flight.
     fn assert_idle(&self) {
         self.until(|all| {
             all.iter().all(|report| {
@@ -177,7 +179,7 @@ impl Rig {
     }
 }
 
-/// Prompts, some with a common beginning.
+/// Returns the prompt of request `id`. Some prompts have a common prefix.
 fn prompt(id: u64) -> Vec<i32> {
     let length = 1 + (id as usize * 37) % 120;
     let common = (id % 3) as i32;
@@ -218,7 +220,7 @@ fn tokens_are_those_of_one_replica() {
     }
 }
 
-/// Blocks that another server has computed are borrowed as if from one more replica.
+/// Blocks that another server has computed are borrowed like those of a replica.
 #[test]
 fn a_loan_of_another_server_is_restored_and_comes_back() {
     let mut rig = Rig::start(1, 1, 30, HOST_PAGES);
@@ -235,7 +237,8 @@ fn a_loan_of_another_server_is_restored_and_comes_back() {
     has_come_back.recv_timeout(PATIENCE).expect("the loan is given back");
     rig.assert_exact();
     rig.assert_idle();
-    // With the lent blocks little is left to compute, so a decode replica serves the request alone.
+    // With the lent blocks only a few tokens are left to compute, so a decode replica serves the
+    // request alone.
     assert_eq!(rig.local(LocalReason::Short), 1);
     let stats = rig.replicas.reports()[1].stats;
     assert_eq!((stats.scheduler.host.blocks_restored, stats.scheduler.prompt_tokens), (24, 4));
@@ -256,7 +259,7 @@ fn what_is_nearly_cached_or_named_or_alone_stays() {
     rig.send(named, (200..300).collect(), 5);
     rig.follow(1);
     assert_eq!((rig.handed(), rig.local(LocalReason::Named)), (1, 1));
-    // The decode replica has the blocks of the second request now.
+    // By now the decode replica has the blocks of the second request.
     rig.submit(4, (100..200).collect(), 5);
     rig.follow(1);
     assert_eq!((rig.handed(), rig.local(LocalReason::Short)), (1, 2));
@@ -325,10 +328,10 @@ fn the_next_turn_borrows_back_what_decode_replicas_have() {
         for turn in 0..4 {
             rig.submit(turn, said.clone(), 42);
             rig.follow(1);
-            // Wait until all saves have ended.
+            // Wait until all saves have finished.
             rig.assert_idle();
             let cached = rig.stories[&turn].cached_tokens as usize;
-            // The last token of the turn before was not computed.
+            // The last generated token of the previous turn was not computed.
             let known = if turn == 0 { 0 } else { said.len() - 10 - 1 };
             assert_eq!(cached, known / 4 * 4, "turn {turn} with {prefill} prefill replicas");
             said.extend(&rig.stories[&turn].tokens);
@@ -340,7 +343,7 @@ fn the_next_turn_borrows_back_what_decode_replicas_have() {
             .iter()
             .map(|report| report.stats.scheduler.prompt_tokens)
             .sum();
-        // The new tokens of each turn, and those of the turn before that are on no full page.
+        // Each turn computes its new tokens, and earlier tokens that are not on a full page.
         assert!((130..=100 + 3 * 14).contains(&computed), "{computed} were computed");
         assert_eq!(rig.handed(), 4);
     }
@@ -352,7 +355,7 @@ fn a_prefill_replica_borrows_from_another_one() {
     rig.submit(0, (0..200).collect(), 2);
     rig.follow(1);
     rig.assert_idle();
-    // The replica with the blocks takes no request, so the other one does.
+    // The replica with the blocks takes no new requests, so the other one serves this request.
     let has = usize::from(rig.replicas.reports()[0].stats.scheduler.prompt_tokens == 0);
     rig.replicas.drain_replica(has, true);
     rig.replicas.drain_replica(2, true);
@@ -414,7 +417,7 @@ fn roles_that_change_under_load_lose_nothing() {
 
 #[test]
 fn prompts_wait_while_decode_replicas_have_no_pages() {
-    // Pages for two requests at a time.
+    // The decode replica has pages for two requests at a time.
     let mut rig = Rig::with(1, 1, 0, HOST_PAGES, [2000, 90], 1.0);
     for id in 0..60 {
         rig.submit(id, (0..100).map(|at| (id as i32 * 7 + at) % 1000).collect(), 60);
@@ -432,20 +435,20 @@ fn prompts_wait_while_decode_replicas_have_no_pages() {
     let reports = rig.replicas.reports();
     assert!(held && reports[0].holds > 0 && reports[1].holds == 0, "{}", reports[0].holds);
     assert_eq!(rig.handed(), 60);
-    // The pages of the replica, and the prompts that were admitted before.
+    // At most the pages of the decode replica, plus prompts admitted before the hold, may wait.
     assert!(most <= 90 * 4 + 4 * 100, "{most} tokens waited");
     assert!(!reports[0].holding, "no request waits any more");
 }
 
 #[test]
 fn roles_that_swap_while_prompts_wait_lose_nothing() {
-    // Replica 0 has pages for two requests at a time, and replica 1 for more than it runs.
+    // Replica 0 has pages for two requests at a time; replica 1 has more pages than it can use.
     let mut rig = Rig::with(1, 1, 0, HOST_PAGES, [90, 2000], 1.0);
     let long = |id: u64| (0..100).map(|at| (id as i32 * 7 + at) % 1000).collect();
     for id in 0..60 {
         rig.submit(id, long(id), 60);
     }
-    // Prompts that were to leave replica 0 stay there, and others are handed on to it.
+    // Prompts that replica 0 was to hand on stay there, and others are handed on to it.
     assert!(rig.replicas.set_role(0, Role::Decode) && rig.replicas.set_role(1, Role::Prefill));
     for id in 60..120 {
         rig.submit(id, long(id), 60);
@@ -455,12 +458,12 @@ fn roles_that_swap_while_prompts_wait_lose_nothing() {
     rig.assert_idle();
 }
 
-/// Kills the workers of `victims` in turn while requests run, each time after some tokens.
+/// Kills the hands of `victims` in turn while requests run, each time after some tokens.
 fn under_kills(victims: &[usize], kills: usize) {
     let mut rig = Rig::start(2, 2, 0, HOST_PAGES);
     let (mut next, mut ended, mut killed, mut outputs) = (0, 0, 0, 0);
-    // A replica whose worker dies twice while it tries the same suspect alone has to blame it. So
-    // kill again only when all requests have gone on.
+    // A replica whose hand dies twice while it tries the same suspect alone has to blame that
+    // suspect. So kill again only when all requests have made progress.
     let mut before: HashMap<u64, usize> = HashMap::new();
     while ended < next || killed < kills {
         while next < ended + 24 && killed < kills {
@@ -479,7 +482,7 @@ fn under_kills(victims: &[usize], kills: usize) {
             rig.controls[victim].kill();
             let dead = killed as u64 + 1;
             rig.until(|all| all.iter().map(|report| report.stats.hand.deaths).sum::<u64>() == dead);
-            // The outputs of the dead worker may still arrive; they do not count as progress.
+            // The outputs of the dead hand may still arrive; they do not count as progress.
             while let Ok(said) = rig.outputs.try_recv() {
                 ended += tell(&mut rig.stories, said).len();
             }

@@ -1,5 +1,5 @@
-//! Prefill apart from decode with recurrent states, on simulated workers that refuse rows without
-//! the state before them. A state is lent together with its blocks.
+//! Separate prefill and decode replicas with recurrent states, on simulated hands that reject a row
+//! if the state before it is missing. A state is lent together with its blocks.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use forebay_sim::{
 
 const REQUESTS: u64 = 60;
 
-/// A prefill and a decode replica.
+/// Creates a prefill replica and a decode replica.
 fn members(host_state_pages: u32, clock: &SimClock, outputs: &Sender<Vec<Output>>) -> Vec<Member> {
     let member = |_| {
         let states = StateModel { bytes: 5000, pages: 200, copy_gbps: None };
@@ -67,7 +67,7 @@ fn prompt(id: u64) -> Vec<i32> {
     (0..length as i32).map(|at| (id as i32 * 7 + at) % 1000).collect()
 }
 
-/// Polls until the reports are as wanted, because no event reports them.
+/// Polls until the reports satisfy `wanted`, because no event announces a new report.
 fn until(replicas: &Replicas, wanted: impl Fn(&ReplicaReport) -> bool) {
     let began = Instant::now();
     while !replicas.reports().iter().all(&wanted) {
@@ -76,7 +76,7 @@ fn until(replicas: &Replicas, wanted: impl Fn(&ReplicaReport) -> bool) {
     }
 }
 
-/// Serves the requests. Returns the reports of both replicas, once nothing is lent any more.
+/// Serves all requests. Returns the reports of both replicas, once nothing is lent any more.
 fn serve(host_state_pages: u32) -> Vec<ReplicaReport> {
     let (clock, (sender, outputs)) = (SimClock::real(), channel());
     let members = members(host_state_pages, &clock, &sender);
@@ -108,7 +108,7 @@ fn serve(host_state_pages: u32) -> Vec<ReplicaReport> {
 #[test]
 fn a_state_is_lent_with_its_blocks() {
     let reports = serve(2000);
-    // A replica may serve a request alone if the other one has no room at its turn.
+    // A replica may serve a few requests alone if the other one has no room for them.
     assert!(reports[0].stats.hand.handed >= REQUESTS - 3, "{:?}", reports[0].stats.hand);
     let decode = &reports[1].stats.scheduler;
     assert!(decode.states.restored > REQUESTS / 2, "{decode:?}");
@@ -119,7 +119,7 @@ fn a_state_is_lent_with_its_blocks() {
 #[test]
 fn where_no_state_can_be_lent_prompts_are_computed() {
     let reports = serve(0);
-    // A replica may serve a request alone if the other one has no room at its turn.
+    // A replica may serve a few requests alone if the other one has no room for them.
     assert!(reports[0].stats.hand.handed >= REQUESTS - 3, "{:?}", reports[0].stats.hand);
     let decode = &reports[1].stats.scheduler;
     assert_eq!((decode.states.restored, decode.host.blocks_restored), (0, 0));

@@ -1,5 +1,5 @@
-//! Engines with simulated workers, in real time. Whatever dies, every request ends once and gives
-//! the tokens of a run alone.
+//! Engines with simulated hands, in real time. Whatever dies, every request ends once and generates
+//! the same tokens as when it runs alone.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -54,7 +54,8 @@ fn config() -> EngineConfig {
 }
 
 impl Rig {
-    /// Replicas whose queued requests do not move, because a moved request counts at both.
+    /// Starts replicas whose queued requests do not move, because a moved request would be counted
+    /// at both replicas.
     fn start(count: usize, method: Method) -> Self {
         let how = ReplicasConfig {
             load_balance_method: method,
@@ -100,7 +101,7 @@ impl Rig {
         self.replicas.reports().into_iter().map(|report| report.status).collect()
     }
 
-    /// Polls until the states are as wanted, because no event reports them.
+    /// Polls until the states satisfy `wanted`, because no event announces a new state.
     fn settled(&self, wanted: impl Fn(&[Status]) -> bool) {
         let began = Instant::now();
         while !wanted(&self.states()) {
@@ -117,13 +118,13 @@ impl Rig {
         }
     }
 
-    /// Waits for the next outputs; returns the ids that have ended with them.
+    /// Waits for the next outputs. Returns the ids of requests that have ended with them.
     fn next(&mut self) -> Vec<u64> {
         let outputs = self.outputs.recv_timeout(PATIENCE).expect("outputs");
         self.take(outputs)
     }
 
-    /// Takes the outputs that are there already.
+    /// Takes the outputs that have already arrived.
     fn catch_up(&mut self) -> Vec<u64> {
         let outputs = self.outputs.try_iter().flatten().collect();
         self.take(outputs)
@@ -145,7 +146,7 @@ impl Rig {
         assert_eq!(story.end, Some(FinishReason::Length), "request {id}");
     }
 
-    /// Checks that no replica has requests, according to its reports.
+    /// Checks that all replicas report that they have no requests.
     fn assert_idle(&self) {
         for report in self.replicas.reports() {
             let load = report.load;
@@ -158,7 +159,7 @@ impl Rig {
     }
 }
 
-/// Prompts of different lengths, some with a common beginning.
+/// Returns the prompt of request `id`. Lengths differ, and some prompts have a common prefix.
 fn prompt(id: u64) -> Vec<i32> {
     testing::prompt(id, 40)
 }
@@ -226,11 +227,11 @@ fn a_hundred_clients_of_four_replicas_are_never_more_than_25_at_one() {
 fn streams_survive_twenty_kills_and_the_hands_come_back() {
     for method in METHODS {
         let how = ReplicasConfig { load_balance_method: method, ..ReplicasConfig::default() };
-        // A worker that is killed before its first step counts as one that did not start.
+        // A hand that is killed before its first step counts as one that did not start.
         let mut rig = Rig::with(4, how, EngineConfig { hand_restarts: 1000, ..config() });
         let (mut next, mut ended, mut kills) = (0, 0, 0);
-        // A replica whose worker dies twice while it tries the same suspect alone has to blame it.
-        // So kill again only when all requests have gone on.
+        // A replica whose hand dies twice while it tries the same suspect alone has to blame that
+        // suspect. So kill again only when all requests have made progress.
         let mut before: HashMap<u64, usize> = HashMap::new();
         while next < 60 {
             rig.replicas.submit(request(next, prompt(next), 150)).expect("room");
@@ -247,7 +248,7 @@ fn streams_survive_twenty_kills_and_the_hands_come_back() {
                 rig.controls[kills % 4].kill();
                 kills += 1;
                 rig.wait_for(|stats| stats.hand.deaths == kills as u64);
-                // The outputs of the dead worker may still arrive; they do not count as progress.
+                // The outputs of the dead hand may still arrive; they do not count as progress.
                 ended += rig.catch_up().len() as u64;
                 let tokens = |id: &u64| rig.stories.get(id).map_or(0, |story| story.tokens.len());
                 let over = |id: &u64| rig.stories.get(id).is_some_and(|s| s.end.is_some());
@@ -301,8 +302,8 @@ fn when_all_hands_are_gone_requests_wait_for_the_first_to_come_back() {
     for id in 0..30 {
         rig.replicas.submit(request(id, prompt(id), 300)).expect("room");
     }
-    // All replicas die with their own requests in flight. If one died alone with another's suspect,
-    // it would have to blame that request.
+    // Every replica dies with its own requests in flight. A replica that died while it tried the
+    // suspect of another replica alone would have to blame that request.
     while rig.replicas.reports().iter().any(|report| report.stats.scheduler.steps == 0) {
         std::thread::yield_now();
     }
@@ -360,7 +361,7 @@ fn aborts_find_requests_on_their_way() {
             assert!(open.remove(&id));
         }
     }
-    // Quick requests may have ended by themselves.
+    // Short requests may have finished before the abort.
     let fine = |end: &FinishReason| matches!(end, FinishReason::Abort | FinishReason::Length);
     assert!(rig.stories.values().all(|story| story.end.as_ref().is_some_and(fine)));
     rig.assert_idle();
@@ -420,7 +421,7 @@ fn prompts_with_the_same_beginning_find_it() {
         5 * 4 * 80,
         "each common beginning is computed once: {stats:?}"
     );
-    // The 20 blocks of each common beginning, and one block that each turn's answer fills.
+    // The 20 blocks of each common prefix, and one block that each turn's answer fills.
     assert_eq!(
         rig.stored.0.load(Ordering::SeqCst),
         4 * 20 + 6 * 4,
@@ -446,7 +447,7 @@ fn requests_with_different_salts_share_nothing_at_any_replica() {
             rig.follow(1);
             rig.replicas.stats().scheduler.prefix_hits - before
         };
-        // No salt, one salt, another salt, and each again.
+        // Two requests without a salt, two with salt 7, and two with salt 8.
         assert_eq!([0, 7, 8, 0, 7, 8].map(&mut hits), [0, 0, 0, 76, 76, 76], "{count} replicas");
         let names = |salt| rig.replicas.block_names(salt, &(0..80).collect::<Vec<_>>());
         assert!(names(7).iter().all(|name| !names(8).contains(name) && !names(0).contains(name)));
@@ -462,8 +463,8 @@ fn polled_loads_are_not_looked_at_in_between() {
         ..ReplicasConfig::default()
     };
     let mut rig = Rig::with(3, polled, config());
-    // The only report showed idle replicas, so requests go to the replicas in turn, however long
-    // they are.
+    // Loads are polled only once, when all replicas are idle. So requests go to the replicas in
+    // turn, whatever their length.
     for id in 0..30 {
         let long = if id % 3 == 0 { 300 } else { 1 };
         rig.replicas.submit(request(id, prompt(id), long)).expect("room");
@@ -491,7 +492,7 @@ fn the_queues_limit_holds_for_all_together() {
     rig.assert_idle();
 }
 
-/// Room in the arena that reports when it is given back.
+/// A payload that counts its drops.
 #[derive(Debug)]
 struct Room(Arc<AtomicUsize>);
 
