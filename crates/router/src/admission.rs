@@ -8,11 +8,11 @@ use forebay_http::{KeyId, Keys};
 use http::HeaderMap;
 use thiserror::Error;
 
-/// The key of a client that may send requests.
+/// Returns the key of a client, which may then send requests.
 ///
 /// # Errors
 ///
-/// Keys are required, and the request has none of them.
+/// Keys are required, and the request has no valid one.
 pub(crate) fn client(headers: &HeaderMap, keys: &Keys) -> Result<KeyId, ApiError> {
     match keys.shown(headers) {
         None if !keys.is_empty() => Err(ApiError::Unauthorized),
@@ -20,12 +20,12 @@ pub(crate) fn client(headers: &HeaderMap, keys: &Keys) -> Result<KeyId, ApiError
     }
 }
 
-/// Checks that a request may read the router's reports on backends. It needs the operator's key, or
-/// a client's key if there is no operator's key.
+/// Checks that a request may read the router's reports on backends. It needs the operator's key. If
+/// no operator's key is set, a client's key suffices.
 ///
 /// # Errors
 ///
-/// The request has neither key.
+/// The request has no sufficient key.
 pub(crate) fn operator(headers: &HeaderMap, keys: &Keys, admin: &Keys) -> Result<(), ApiError> {
     if admin.is_empty() {
         return client(headers, keys).map(|_| ());
@@ -33,14 +33,14 @@ pub(crate) fn operator(headers: &HeaderMap, keys: &Keys, admin: &Keys) -> Result
     admin.shown(headers).map(|_| ()).ok_or(ApiError::Unauthorized)
 }
 
-/// A text that is not a valid pattern.
+/// The error for a text that is not a valid pattern.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[error(
     "`{0}` is neither a host, nor *.DOMAIN, nor an address with a prefix length, each with :PORT or without"
 )]
 pub struct PatternError(String);
 
-/// Backends that may register.
+/// A pattern of backends that may register.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AllowedBackends {
     host: Hosts,
@@ -49,11 +49,11 @@ pub struct AllowedBackends {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Hosts {
-    /// A single host, in small letters.
+    /// A single host, in lower case.
     One(String),
-    /// All hosts below a domain, which is written with a leading dot.
+    /// All hosts below a domain, which is stored with a leading dot.
     Below(String),
-    /// Addresses that begin with the same bits.
+    /// Addresses whose first `bits` bits equal those of `address`.
     Network { address: IpAddr, bits: u8 },
 }
 
@@ -64,7 +64,7 @@ impl FromStr for AllowedBackends {
     fn from_str(text: &str) -> Result<Self, PatternError> {
         let wrong = || PatternError(text.to_owned());
         let text = text.trim();
-        // Colons of an IPv6 address are inside brackets.
+        // A colon inside brackets belongs to an IPv6 address.
         let (host, port) = match text.rsplit_once(':') {
             Some((host, port)) if !port.contains(']') => {
                 (host, Some(port.parse().map_err(|_| wrong())?))
@@ -91,7 +91,7 @@ impl FromStr for AllowedBackends {
 }
 
 impl AllowedBackends {
-    /// True if a backend is one of these.
+    /// True if the pattern matches a backend's URL.
     pub(crate) fn allows(&self, url: &BackendUrl) -> bool {
         let (host, port) = url.address();
         let host = host.to_ascii_lowercase();

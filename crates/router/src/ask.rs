@@ -34,12 +34,12 @@ use crate::tape::IdShare;
 
 const ROUTING_KEY: &str = "x-routing-key";
 const ROUTING_KEY_OF_SGLANG: &str = "x-smg-routing-key";
-/// The prefix of headers that only routers and brains exchange, except those of [`TOLD`].
+/// The prefix of headers that only routers and brains exchange, except for those in [`TOLD`].
 const OURS: &str = "x-forebay-";
-/// The headers with that prefix that are for clients.
+/// The headers with the prefix [`OURS`] that clients may receive.
 const TOLD: [&str; 3] =
     ["x-forebay-ignored", "x-forebay-responses-evicted", forebay_api::peer::RESPONSE_HEADER];
-/// An estimate of the bytes of a body for each token.
+/// The estimated number of bytes of a body per token.
 const BYTES_A_TOKEN: usize = 4;
 
 /// A client's request.
@@ -51,57 +51,58 @@ pub(crate) struct Ask {
     body: Bytes,
     /// The body's share of the memory budget for bodies.
     _held: Held,
-    /// The seed to sample with if the client gave none.
+    /// The sampling seed if the client gave none.
     seed: u64,
-    /// The time by which the request must be answered.
+    /// The deadline of the answer.
     pub(crate) deadline: Instant,
     /// The client that sent the request.
     pub(crate) client: ClientId,
-    /// The client's key, for `session`.
+    /// The routing key of the request, for policies that keep requests with the same key together.
     pub(crate) key: Option<u64>,
-    /// Names of the prompt's beginnings, for `cache_aware`.
+    /// Names of the prompt's prefixes, for `cache_aware`.
     pub(crate) texts: Option<Texts>,
     /// The response that the request names or continues.
     pub(crate) response: Option<Box<str>>,
     /// The model or adapter that the request names.
     pub(crate) model: Option<Box<str>>,
-    /// True if the request names a key or a replica, so it stays where its policy has sent it.
+    /// True if the request names a routing key or a replica, so that it must not move to another
+    /// backend.
     pinned: bool,
-    /// The requirements for a pair of servers that computes the request; `None`: one backend
+    /// The requirements for a pair of servers that computes the request. `None`: a single backend
     /// computes it.
     pub(crate) pair: Option<PairNeeds>,
-    /// How often the request has moved from one queue to another.
+    /// The number of times that the request has moved from one queue to another.
     moves: AtomicU8,
-    /// Backends that died while they computed the request.
+    /// The request's history: the backends that died while they computed it.
     pub(crate) past: Mutex<Past>,
 }
 
-/// The purpose of a look at a request.
+/// The fields that [`Ask::new`] is to read from a request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Reading {
     /// True if a policy keeps requests with the same key together.
     pub(crate) keys: bool,
-    /// A policy goes by cached prompts.
+    /// True if a policy uses the caches of backends.
     pub(crate) texts: bool,
     /// The client that sent the request.
     pub(crate) client: ClientId,
-    /// The seed of text names for requests of a client that name no salt.
+    /// The seed for the names of texts if a request gives no salt.
     pub(crate) root: u64,
 }
 
-/// The data with which another brain continues a stream.
+/// The data with which another brain can continue a stream.
 #[derive(Debug, Clone)]
 pub(crate) struct Resume {
     /// The stream's name, as the first brain gave it.
     pub(crate) name: HeaderValue,
-    /// Ids of the tokens that the client has, in decimal, each followed by a comma.
+    /// The ids of the tokens that the client has received, in decimal, each followed by a comma.
     pub(crate) ids: Bytes,
     /// The share of the memory budget that the ids take.
     pub(crate) share: Arc<IdShare>,
 }
 
 impl Ask {
-    /// Reads the fields of a request that a policy needs.
+    /// Parses the fields of a request that policies need.
     pub(crate) fn new(
         mut parts: Parts,
         (body, held): (Bytes, Held),
@@ -112,7 +113,7 @@ impl Ask {
         let pinned = key.is_some() || is_pinned(&parts.headers, &body);
         let texts = by_texts.then(|| texts(&body, root)).flatten();
         keep_end_to_end(&mut parts.headers);
-        // A request from the router's own page may go to a backend, where its origin would be
+        // A request from the router's own page may go to a backend, where its origin would count as
         // foreign.
         if is_from_own_page(&parts.headers) {
             parts.headers.remove(ORIGIN);
@@ -143,7 +144,7 @@ impl Ask {
         }
     }
 
-    /// The request as one that a pair computes.
+    /// Returns the request with the requirements for the pair that is to compute it.
     pub(crate) fn for_pair(self, needs: PairNeeds) -> Self {
         Self { pair: Some(needs), ..self }
     }
@@ -153,7 +154,7 @@ impl Ask {
         &self.body
     }
 
-    /// True if a backend may compute the request, or its part of a pair's work.
+    /// True if the backend may compute the request, alone or as a member of a pair.
     pub(crate) fn is_for(&self, backend: &Backend) -> bool {
         match (&self.pair, backend.duty) {
             (None, duty) => !duty.is_prefill(),
@@ -169,18 +170,18 @@ impl Ask {
         free && moved < MOST_MOVES && self.past.lock().deaths() == 0
     }
 
-    /// Records that the request is moved.
+    /// Counts a move of the request.
     pub(crate) fn note_move(&self) {
         self.moves.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// An estimate of the request's tokens.
+    /// Returns an estimate of the number of tokens of the request.
     pub(crate) fn tokens(&self) -> u32 {
         u32::try_from(self.body.len() / BYTES_A_TOKEN).unwrap_or(u32::MAX)
     }
 
-    /// The request for a backend, with the router's name and key. `body` replaces the client's
-    /// body.
+    /// Builds the request for a backend, with the router's name and key. `body` replaces the
+    /// client's body.
     pub(crate) fn request(
         &self,
         (router, router_key): (u64, Option<&HeaderValue>),
@@ -206,7 +207,7 @@ impl Ask {
         let headers = request.headers_mut();
         headers.clone_from(&self.headers);
         headers.insert(HOST, sent.backend.host.clone());
-        // Digits, letters and semicolons.
+        // The tag consists of digits, letters and semicolons.
         if let Ok(tag) = HeaderValue::from_str(&tag.encode()) {
             headers.insert(HeaderName::from_static(ROUTER_HEADER), tag);
         }
@@ -222,7 +223,7 @@ impl Ask {
     }
 }
 
-/// Removes headers that are not meant for the other end.
+/// Removes hop-by-hop headers, and headers that only routers and brains exchange.
 pub(crate) fn keep_end_to_end(headers: &mut HeaderMap) {
     let mut named: Vec<HeaderName> = Vec::new();
     for value in headers.get_all(CONNECTION) {
@@ -250,7 +251,7 @@ pub(crate) fn keep_end_to_end(headers: &mut HeaderMap) {
     }
 }
 
-/// The key that keeps a client's requests together.
+/// Returns the routing key, which keeps a client's requests together.
 fn routing_key(headers: &HeaderMap, body: &[u8]) -> Option<u64> {
     let header = headers.get(ROUTING_KEY).or_else(|| headers.get(ROUTING_KEY_OF_SGLANG));
     if let Some(key) = header {
@@ -267,7 +268,7 @@ fn routing_key(headers: &HeaderMap, body: &[u8]) -> Option<u64> {
     Some(xxh3_64(plain_string(key).unwrap_or(key)))
 }
 
-/// True if a request names a replica, or a key that keeps it with other requests.
+/// True if a request names a replica, or a routing key.
 fn is_pinned(headers: &HeaderMap, body: &[u8]) -> bool {
     let fields: [&[u8]; 3] = [b"routing_key", b"routed_dp_rank", b"data_parallel_rank"];
     let named = |(name, value): (&[u8], &[u8])| fields.contains(&name) && value != b"null";
@@ -275,13 +276,13 @@ fn is_pinned(headers: &HeaderMap, body: &[u8]) -> bool {
         || members(body).any(named)
 }
 
-/// Names of the prompt's leading parts. Prompts with different salts share none.
+/// Returns the names of the prompt's prefixes. Prompts with different salts have no common names.
 fn texts(body: &[u8], root: u64) -> Option<Texts> {
     let (prompt, salt) = prompt(body)?;
     Some(Texts::new(salt.map_or(root, |salt| xxh3_64_with_seed(salt, root)), prompt))
 }
 
-/// The prompt and its salt, as the body's JSON writes them.
+/// Returns the prompt and its salt, as they are written in the JSON body.
 fn prompt(body: &[u8]) -> Option<(&[u8], Option<&[u8]>)> {
     let fields: [&[u8]; 5] = [b"messages", b"prompt", b"text", b"input_ids", b"input"];
     let (mut prompt, mut salt) = (None, None);
@@ -292,7 +293,7 @@ fn prompt(body: &[u8]) -> Option<(&[u8], Option<&[u8]>)> {
             salt = Some(value);
         }
     }
-    // Drop the closing quote or bracket, so that a longer prompt can begin with a shorter one.
+    // Drop the closing quote or bracket, so that a longer prompt can start with a shorter one.
     prompt?.split_last().map(|(_, text)| (text, salt))
 }
 

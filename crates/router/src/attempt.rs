@@ -1,4 +1,4 @@
-//! One attempt at a request: one backend gets it, and answers or fails.
+//! One attempt at a request: one backend gets the request, and answers or fails.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -24,55 +24,55 @@ use crate::payload::Payload;
 use crate::shared::Worker;
 use crate::tape::{FREE, Tape};
 
-/// The largest part of a non-streamed answer that is held back. If a held answer breaks, the
-/// request can be tried again.
+/// The largest number of bytes of a non-streamed answer that are held back. As long as an answer is
+/// held back, a failed request can be retried.
 const HOLD: usize = 1 << 20;
 
-/// The largest error answer that is kept while other backends are tried.
+/// The largest error response that is kept while other backends are tried, in bytes.
 const MAX_REFUSAL: usize = 64 << 10;
-/// The longest name of a stream that another brain may continue.
+/// The longest name of a stream that another brain may continue, in bytes.
 const MAX_NAME: usize = 2 << 10;
 
-/// Media types of answers that come in pieces.
+/// Media types of streamed responses.
 const PIECES: [&[u8]; 2] = [b"text/event-stream", b"application/x-ndjson"];
 
-/// How a response's body is passed on.
+/// How a response's body is forwarded.
 pub(crate) enum Kind {
-    /// Bytes.
+    /// Unchanged bytes.
     Plain,
-    /// Events of a stream that only this backend can continue.
+    /// Events of a stream that no other backend can continue.
     Events,
-    /// Events after which another brain can continue.
+    /// Events of a stream that another brain can continue; with the name of the stream.
     Tape(Box<Tape>, HeaderValue),
 }
 
-/// A response that has begun.
+/// A response whose head and first bytes have arrived.
 pub(crate) struct Reached {
     pub(crate) head: http::response::Parts,
     pub(crate) kind: Kind,
-    /// The first bytes of its body.
+    /// The first bytes of the body.
     pub(crate) first: Bytes,
-    /// The rest; `None`: there is none.
+    /// The rest of the body; `None`: `first` is the whole body.
     pub(crate) flow: Option<Flow>,
     /// The value of a Forebay decode server's header about its request to the prefill server.
     pub(crate) fetched: Option<HeaderValue>,
 }
 
-/// The reason for another attempt.
+/// The reason why an attempt failed.
 #[derive(Debug)]
 pub(crate) enum Trouble {
     Connect(LinkError),
-    /// A connection that had been idle was closed already.
+    /// A reused connection had already been closed.
     Stale,
     Broken(Broken),
-    /// The request goes to this other backend, where its turn comes sooner.
+    /// The request is moved to this other backend, which will start it sooner.
     Moved(u32),
     Refused(Response<Bytes>),
     /// The backend does not have the response that the request names.
     Unkept(Response<Bytes>),
-    /// The backend is a router that has given the request up.
+    /// The backend is a router, and has given the request up because its backends died.
     GivenUp(Response<Bytes>),
-    /// The prefill server rejects the request itself; this is its answer.
+    /// The prefill server rejects the request itself, with this response.
     Answered(Response<Bytes>),
 }
 
@@ -88,14 +88,14 @@ impl Trouble {
     }
 }
 
-/// An attempt that came to nothing.
+/// A failed attempt. The backend may have refused the request, with a response in `trouble`.
 #[derive(Debug)]
 pub(crate) struct Failed {
     pub(crate) trouble: Trouble,
-    /// The prefill server, if it failed rather than the backend that was to answer.
+    /// The prefill server, if that server failed rather than the decode server.
     pub(crate) leg: Option<Arc<Backend>>,
-    /// The dispatch, if the backend may have died of it. It is kept open, so that no other suspect
-    /// is tried there before the cause is known.
+    /// The dispatch, if the request may have killed the backend. It is kept open, so that no other
+    /// suspect is tried there before the cause is known.
     pub(crate) sent: Option<Sent>,
 }
 
@@ -105,7 +105,8 @@ impl From<Trouble> for Failed {
     }
 }
 
-/// A failed attempt without an answer. `was_sent`: the request may have killed the backend.
+/// Creates the failure of an attempt without a response. `was_sent`: true if the request may have
+/// killed the backend.
 pub(crate) fn unanswered(trouble: Trouble, sent: Sent, was_sent: bool) -> Failed {
     if trouble.is_failure() || matches!(trouble, Trouble::Connect(_)) {
         sent.failed();
@@ -113,18 +114,18 @@ pub(crate) fn unanswered(trouble: Trouble, sent: Sent, was_sent: bool) -> Failed
     Failed { sent: was_sent.then_some(sent), ..trouble.into() }
 }
 
-/// The router's own part of a request that a pair computes.
+/// The data that the router adds to a request that a pair computes.
 #[derive(Default)]
 pub(crate) struct Beside {
-    /// The body in place of the client's.
+    /// A body that replaces the client's.
     pub(crate) body: Option<Payload>,
     /// The request to the prefill server.
     pub(crate) leg: Option<Leg>,
-    /// The prefill server that a Forebay decode server is to ask.
+    /// The URL of the prefill server from which a Forebay decode server is to borrow.
     pub(crate) prefill: Option<HeaderValue>,
 }
 
-/// Makes one attempt; with `fresh`, on a new connection.
+/// Makes one attempt. With `fresh`, it opens a new connection.
 pub(crate) async fn attempt(
     worker: &Arc<Worker>,
     ask: &Arc<Ask>,
@@ -149,10 +150,10 @@ pub(crate) async fn attempt(
     };
     let (mut head, body) = response.into_parts();
     let report = report(&head.headers).filter(|_| shared.uses_reports());
-    // The header is also for routers in front of this one.
+    // Routers in front of this one need this header too, so it is put back below.
     let given_up = head.headers.remove(DEATHS_HEADER);
     let fetched = head.headers.remove(PREFILL_HEADER);
-    // Of a pair, one server fails at what the other has failed at.
+    // In a pair, one server's error may be caused by the other server.
     let by_others = ask.pair.is_some() && !sent.backend.is_forebay();
     let paired = by_others && head.status.is_server_error();
     let retriable = is_failure(head.status) || is_refusal(head.status) || paired;
@@ -193,7 +194,7 @@ pub(crate) async fn attempt(
         let response = Response::from_parts(reached.head, reached.first);
         return Err(Trouble::Unkept(response).into());
     }
-    // A client that has half of a stream must not get an error page after it.
+    // A client that has received part of a stream must not get an error response after it.
     if retriable || resume.is_some() && !goes_on {
         let response = Response::from_parts(reached.head, reached.first);
         return Err(match given_up {
@@ -204,8 +205,8 @@ pub(crate) async fn attempt(
     Ok(reached)
 }
 
-/// Sends a request and waits for a response's head. An error carries a flag: true if the backend
-/// may have received the request.
+/// Sends a request and waits for the head of the response. The flag of an error is true if the
+/// backend may have received the request.
 pub(crate) async fn answered(
     worker: &Worker,
     sent: &Sent,
@@ -238,7 +239,8 @@ pub(crate) async fn answered(
     match response {
         Ok(response) => Ok((link, response)),
         Err(Broken::Link(error)) if stale => {
-            // The connection was closed before anything was sent.
+            // hyper reports the request as cancelled if the connection was closed before anything
+            // was sent.
             let unsent = error.is_canceled();
             Err((Trouble::Stale, !unsent))
         }
@@ -248,8 +250,8 @@ pub(crate) async fn answered(
     }
 }
 
-/// Waits for the first bytes of a response's body. An answer that is no stream is read whole,
-/// unless it is large; a `kept` answer has to be read whole.
+/// Waits for the first bytes of a response's body. A response that is not streamed is read
+/// completely, unless it is large; a `kept` response has to be read completely.
 async fn first(mut reached: Reached, mut flow: Flow, kept: bool) -> Result<Reached, Failed> {
     let mut held = BytesMut::new();
     let mut share = Held::new(&flow.sent.backend.memory);
@@ -312,7 +314,7 @@ async fn first(mut reached: Reached, mut flow: Flow, kept: bool) -> Result<Reach
     Ok(reached)
 }
 
-/// Updates the backend's ledger from the load reports in its stream.
+/// Updates the backend's ledger with the load reports in its stream.
 pub(crate) fn tell(tape: &mut Tape, flow: &Flow) {
     if let Some(report) = tape.take_report()
         && flow.worker().shared.uses_reports()
@@ -331,7 +333,7 @@ fn kind(head: &http::response::Parts, resume: Option<&Resume>, backend: &Backend
     let memory = &backend.memory;
     let short = |name: &&HeaderValue| name.len() <= MAX_NAME;
     let name = head.headers.get(STREAM_HEADER).filter(short);
-    // Skip the comment's head, of which the name is only a part.
+    // Copies the name alone, because the header value shares the buffer of the whole head.
     match name.and_then(|name| HeaderValue::from_bytes(name.as_bytes()).ok()) {
         Some(name) => {
             let tape = match resume {
@@ -350,12 +352,12 @@ fn report(headers: &HeaderMap) -> Option<LoadReport> {
     LoadReport::decode(headers.get(LOAD_HEADER)?.to_str().ok()?).ok()
 }
 
-/// True if this backend takes no more requests for now. Another may.
+/// True if the status means that this backend takes no more requests for now. Another one may.
 pub(crate) fn is_refusal(status: StatusCode) -> bool {
     matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE)
 }
 
-/// True if the backend is itself a proxy whose server has failed.
+/// True if the status means that the backend is a proxy, and that its own server has failed.
 fn is_failure(status: StatusCode) -> bool {
     matches!(status, StatusCode::BAD_GATEWAY | StatusCode::GATEWAY_TIMEOUT)
 }

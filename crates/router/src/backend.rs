@@ -1,4 +1,4 @@
-//! A backend: its ledger, its health and its counters.
+//! A backend: its ledger, health and counters.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -27,31 +27,31 @@ use crate::past::{Role, Trial};
 use crate::policy::Candidate;
 use crate::trials::Trials;
 
-/// The memory that unfinished parts of a backend's answers may take, in bytes.
+/// The memory limit for unfinished parts of a backend's answers, in bytes.
 const MEMORY: usize = 256 << 20;
 
-/// The findings of health checks.
+/// The accumulated results of health checks.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 struct Health {
     up: bool,
     was_up: bool,
-    /// The number of failed checks in a row.
+    /// The number of consecutive failed checks.
     failures: u32,
     successes: u32,
 }
 
-/// The finding of a health check.
+/// The result of a health check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Check {
     /// The backend takes requests.
     Fine,
-    /// The backend answers, but takes no new requests: it is loading or draining. Requests that it
-    /// has may finish there.
+    /// The backend responds, but takes no new requests: it is loading or draining. Its running
+    /// requests may finish.
     Refuses,
-    /// Nobody listens at the address. Open connections may still work: some servers shut down in
-    /// this way.
+    /// The address refuses connections. Open connections may still work, because some servers shut
+    /// down in this way.
     Absent,
-    /// The backend does not answer.
+    /// The backend does not respond.
     Silent,
 }
 
@@ -67,7 +67,7 @@ struct State {
     reported: Option<Instant>,
 }
 
-/// Counts for /metrics.
+/// Counters for /metrics.
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub(crate) dispatched: AtomicU64,
@@ -82,35 +82,37 @@ pub(crate) struct Counters {
 pub(crate) struct Backend {
     pub(crate) id: u32,
     pub(crate) url: BackendUrl,
-    /// The value of the `host` header.
+    /// The value of the `Host` header.
     pub(crate) host: HeaderValue,
-    /// The part of requests that it computes.
+    /// The part of requests that the backend computes.
     pub(crate) duty: Duty,
-    /// Its engine for pairs, or why it can't be in a pair; `None`: it was not asked yet.
+    /// The backend's engine for pairs, or the reason why it can't be in a pair. `None`: not known
+    /// yet.
     peer: Mutex<Option<Result<Peer, String>>>,
     name: u64,
     state: Mutex<State>,
-    /// True if the backend is a Forebay server: it reports its load, and resumes streams.
+    /// True if the backend is a Forebay server, which reports its load and resumes streams.
     forebay: AtomicBool,
-    /// The id of its block names; backends with the same id give the same names.
+    /// The id of the backend's namer. Backends with the same id give blocks the same names.
     names: AtomicU64,
-    /// The blocks in its prefix cache.
+    /// The blocks in the backend's prefix cache.
     pub(crate) stored: Mutex<Stored>,
-    /// The models that it lists.
+    /// The models that the backend lists.
     pub(crate) models: Models,
-    /// The lock for checking whether the backend is alive, with the time at which it last was.
+    /// The lock for checking whether the backend is alive. It holds the time of the last check that
+    /// found it alive.
     pub(crate) inquest: tokio::sync::Mutex<Option<Instant>>,
     /// The queue of suspects that wait for a trial at any backend.
     trials: Arc<Trials>,
-    /// Its dispatches that may be moved.
+    /// The backend's dispatches that may be moved.
     pub(crate) movable: Arc<Movable>,
-    /// The memory that unfinished parts of its answers take.
+    /// The memory that unfinished parts of the backend's answers take.
     pub(crate) memory: Arc<Budget>,
-    /// Wakes tasks that wait for the backend when nothing more will come.
+    /// Wakes tasks that wait for a response of the backend, once it has been found hung.
     pub(crate) gone: Arc<Notify>,
-    /// Wakes its health check.
+    /// Wakes the backend's health check.
     pub(crate) suspected: Notify,
-    /// True if the backend was taken off the list.
+    /// True if the backend was removed from the list of backends.
     pub(crate) removed: AtomicBool,
     pub(crate) counters: Counters,
 }
@@ -125,7 +127,7 @@ impl Backend {
     ) -> Self {
         Self {
             id,
-            // Every byte of a URL's authority is allowed in a header.
+            // All bytes of a URL's authority are allowed in a header.
             host: HeaderValue::from_str(url.authority())
                 .unwrap_or(HeaderValue::from_static("backend")),
             name: xxh3_64(url.authority().as_bytes()),
@@ -155,7 +157,7 @@ impl Backend {
         }
     }
 
-    /// True if the backend takes requests, as far as the router knows.
+    /// True if the backend takes requests, according to its health checks.
     pub(crate) fn is_up(&self) -> bool {
         self.state.lock().health.up
     }
@@ -164,17 +166,17 @@ impl Backend {
         self.forebay.load(Ordering::Relaxed)
     }
 
-    /// How the backend takes part in pairs, if it does.
+    /// The backend's engine and port for pairs; `None` if it is not in a pair.
     pub(crate) fn peer(&self) -> Option<Peer> {
         self.peer.lock().as_ref()?.as_ref().ok().copied()
     }
 
-    /// Why the backend can't be in a pair although it was configured for one.
+    /// The reason why the backend can't be in a pair although it was configured for one.
     pub(crate) fn fault(&self) -> Option<String> {
         self.peer.lock().as_ref()?.as_ref().err().cloned()
     }
 
-    /// Records what the backend has reported about its part in pairs.
+    /// Records what the backend reported about its engine for pairs.
     pub(crate) fn set_peer(&self, peer: Result<Peer, String>) {
         let before = self.peer.lock().replace(peer.clone());
         match &peer {
@@ -183,8 +185,8 @@ impl Backend {
         }
     }
 
-    /// The backend as a candidate, with true if a suspect is on trial there; `None`: it takes no
-    /// requests.
+    /// Returns the backend as a candidate, and whether a suspect is on trial there. `None`: it
+    /// takes no requests now.
     pub(crate) fn candidate(&self, now: Instant) -> Option<(Candidate, bool)> {
         let state = self.state.lock();
         let candidate = || Candidate {
@@ -197,7 +199,7 @@ impl Backend {
         takes.then(|| (candidate(), state.life.trial.is_some()))
     }
 
-    /// Records a dispatch, and its trial if it has one.
+    /// Records a dispatch, and the request's trial if there is one.
     pub(crate) fn begin(self: Arc<Self>, tokens: u32, trial: Option<Trial>) -> Sent {
         let now = Instant::now();
         let mut state = self.state.lock();
@@ -209,7 +211,7 @@ impl Backend {
         let life = state.life.deaths;
         drop(state);
         self.counters.dispatched.fetch_add(1, Ordering::Relaxed);
-        // The trial's own timer: reading the answer may be delayed by a slow client.
+        // The trial has its own timer, because a slow client may delay the reading of the answer.
         let clock = trial.and_then(Trial::longest).map(|time| {
             let backend = Arc::clone(&self);
             let end = async move {
@@ -227,7 +229,7 @@ impl Backend {
         self.state.lock().life.trial.is_some()
     }
 
-    /// Ends a dispatch's trial, if it is the one on trial.
+    /// Ends the trial of a dispatch, if that dispatch is on trial.
     pub(crate) fn end_trial(&self, seq: u64) {
         let mut state = self.state.lock();
         if state.life.trial == Some(seq) {
@@ -237,12 +239,12 @@ impl Backend {
         }
     }
 
-    /// Deaths so far.
+    /// The number of deaths so far.
     pub(crate) fn deaths(&self) -> u64 {
         self.state.lock().life.deaths
     }
 
-    /// The role of dispatch `seq` in the death that ended life number `life`.
+    /// Returns the role of dispatch `seq` in the backend's death number `life`, counted from 0.
     pub(crate) fn role(&self, seq: u64, life: u64) -> Role {
         match self.state.lock().life.last {
             Some((ended, Some(tried))) if ended == life && tried == seq => Role::OnTrial,
@@ -251,17 +253,17 @@ impl Backend {
         }
     }
 
-    /// Notes a failure for the circuit breaker.
+    /// Records a failure in the circuit breaker.
     pub(crate) fn charge(&self, origin: FailureOrigin) {
         self.state.lock().breaker.fail(Instant::now(), origin);
     }
 
-    /// The id of its block names; backends with the same id give the same names.
+    /// The id of the backend's namer. Backends with the same id give blocks the same names.
     pub(crate) fn names(&self) -> u64 {
         self.names.load(Ordering::Relaxed)
     }
 
-    /// Takes a backend's report of its load.
+    /// Applies a load report of the backend.
     pub(crate) fn report(&self, report: LoadReport) {
         self.forebay.store(true, Ordering::Relaxed);
         self.names.store(report.names, Ordering::Relaxed);
@@ -272,14 +274,15 @@ impl Backend {
         }
     }
 
-    /// The number of requests it has, the number of these from this router, and its last report.
+    /// Returns the number of the backend's requests, the number of those that this router sent, and
+    /// the last report.
     pub(crate) fn load(&self) -> (u32, u32, Option<LoadReport>) {
         let state = self.state.lock();
         let ledger = &state.ledger;
         (ledger.requests(), ledger.own(), ledger.last_report())
     }
 
-    /// Its load, for decisions about moves. Only requests that may move count as queued.
+    /// Returns the load for decisions about moves. Only requests that may move count as queued.
     pub(crate) fn balance(&self) -> Load {
         let ledger = &self.state.lock().ledger;
         let requests = ledger.requests().into();
@@ -288,27 +291,28 @@ impl Backend {
         Load { requests, work, in_prefill, ..Load::default() }
     }
 
-    /// True if this dispatch of the router has not ended.
+    /// True if dispatch `seq` of this router has not ended.
     pub(crate) fn has(&self, seq: u64) -> bool {
         self.state.lock().ledger.has(seq)
     }
 
-    /// The time of its last report.
+    /// The time of the last report.
     pub(crate) fn reported(&self) -> Option<Instant> {
         self.state.lock().reported
     }
 
-    /// When this router's last request there ended.
+    /// The time at which this router's last request to the backend ended.
     pub(crate) fn ended(&self) -> Option<Instant> {
         self.state.lock().ended
     }
 
-    /// The state of its circuit breaker.
+    /// The name of the circuit breaker's state.
     pub(crate) fn breaker(&self) -> &'static str {
         self.state.lock().breaker.name()
     }
 
-    /// Applies the outcome of a health check or of a request. True: the backend is up afterwards.
+    /// Applies the result of a health check or of a request. Returns whether the backend is up
+    /// afterwards.
     pub(crate) fn checked(&self, check: Check, config: &HealthConfig) -> bool {
         let mut state = self.state.lock();
         let State { ledger, breaker, health, life, .. } = &mut *state;
@@ -350,7 +354,7 @@ impl Backend {
         if gone {
             self.stored.lock().clear();
         }
-        // Connections to a dead process break by themselves; those to a hung one do not.
+        // Connections to a dead process fail by themselves; those to a hung process do not.
         if gone && check == Check::Silent {
             self.gone.notify_waiters();
         }
@@ -358,24 +362,24 @@ impl Backend {
     }
 }
 
-/// A dispatch that has not ended. Dropping it ends it.
+/// A dispatch that has not ended. Dropping this value ends the dispatch.
 #[derive(Debug)]
 pub(crate) struct Sent {
     pub(crate) backend: Arc<Backend>,
     pub(crate) seq: u64,
     pub(crate) floor: u64,
-    /// The backend's deaths before it.
+    /// The number of the backend's deaths before this dispatch.
     pub(crate) life: u64,
-    /// The time of the send.
+    /// The time at which the request was dispatched.
     pub(crate) since: Instant,
     on_trial: bool,
-    /// Ends the trial when its time is over.
+    /// A timer that ends the trial.
     clock: Option<AbortHandle>,
     judged: bool,
 }
 
 impl Sent {
-    /// Records that the backend has answered, with its load report.
+    /// Records that the backend has responded, with its load report.
     pub(crate) fn answered(&self, report: Option<LoadReport>) {
         if let Some(report) = report {
             self.backend.report(report);
@@ -383,7 +387,7 @@ impl Sent {
         self.backend.state.lock().ledger.acknowledge(self.seq);
     }
 
-    /// Records that the client gets a part of the answer.
+    /// Records that the client gets some of the answer.
     pub(crate) fn produced(&mut self) {
         if !std::mem::replace(&mut self.judged, true) {
             self.backend.state.lock().breaker.answer();
@@ -396,13 +400,13 @@ impl Sent {
         self.backend.state.lock().breaker.succeed();
     }
 
-    /// The backend refuses the request for now.
+    /// Counts that the backend refused the request for now.
     pub(crate) fn refused(&self) {
         self.backend.counters.refused.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Marks the backend as failed. The breaker counts the failure later, when it is known whether
-    /// other backends fail too.
+    /// Counts a failure of the backend and triggers a health check. The breaker counts the failure
+    /// later, when it is known whether other backends fail too.
     pub(crate) fn failed(&self) {
         self.backend.counters.failed.fetch_add(1, Ordering::Relaxed);
         self.backend.suspected.notify_one();
@@ -553,7 +557,7 @@ mod tests {
             assert!(backend.is_trying());
             tokio::time::sleep(2 * SECOND).await;
             assert_eq!(backend.is_trying(), trial == Trial::Whole);
-            // A later trial must not be ended by the timer of an earlier one.
+            // The timer of an earlier trial must not end a later trial.
             let next = Arc::clone(&backend).begin(1, Some(trial));
             drop(sent);
             tokio::time::sleep(8 * SECOND).await;

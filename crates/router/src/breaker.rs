@@ -1,16 +1,17 @@
-//! A circuit breaker: a backend that fails repeatedly gets no requests for a while, and then a few.
+//! A circuit breaker: a backend that fails repeatedly gets no requests for a while, and then one at
+//! a time.
 //!
-//! A client may send requests that always fail, so the failures of one client say little. A breaker
-//! opens for failures of several clients' requests, or for failures that the router sees by itself.
-//! Each success cancels a failure.
+//! A client may send requests that always fail, so the failures of one client prove little. A
+//! breaker opens only for failures of several clients' requests, or for failures that the router
+//! detects by itself. Each success cancels one failure.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-/// When a breaker opens and closes.
+/// Limits at which a breaker opens and closes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BreakerConfig {
-    /// The number of failures within `window` that open it; 0: it never opens.
+    /// The number of failures within `window` that open the breaker; 0: it never opens.
     pub failures: usize,
     /// The number of successes that close an open breaker.
     pub successes: usize,
@@ -35,9 +36,9 @@ impl Default for BreakerConfig {
 /// The origin of a failure.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum FailureOrigin {
-    /// A request of this client.
+    /// The failure of a request of this client.
     Client(u64),
-    /// The router itself, by a connection that did not open or an unanswered health check.
+    /// The router itself: a connection could not be opened, or a health check got no response.
     Router,
 }
 
@@ -63,7 +64,7 @@ pub struct Breaker {
 }
 
 impl Breaker {
-    /// A closed breaker.
+    /// Creates a closed breaker.
     #[must_use]
     pub fn new(config: BreakerConfig) -> Self {
         Self { config, state: State::Closed, failures: VecDeque::new() }
@@ -79,7 +80,7 @@ impl Breaker {
         }
     }
 
-    /// Notes that a request passes.
+    /// Records that a request passes.
     pub fn pass(&mut self, now: Instant) {
         match &mut self.state {
             State::Open { until } if now >= *until => {
@@ -90,7 +91,7 @@ impl Breaker {
         }
     }
 
-    /// Notes that a request which passed is answered.
+    /// Records that a request which passed was answered.
     pub fn answer(&mut self) {
         if let State::Trying { successes, under_way } = &mut self.state {
             *successes += 1;
@@ -101,14 +102,14 @@ impl Breaker {
         }
     }
 
-    /// Records that an allowed request was answered to its end, which cancels a failure.
+    /// Records that the answer to a request was completed, which cancels a failure.
     pub fn succeed(&mut self) {
         if self.state == State::Closed {
             self.failures.pop_front();
         }
     }
 
-    /// Records that an allowed request ended without an answer, perhaps by its own fault.
+    /// Records that a request which passed ended without an answer, perhaps by its own fault.
     pub fn forgo(&mut self) {
         if let State::Trying { under_way, .. } = &mut self.state {
             *under_way = false;
@@ -139,20 +140,21 @@ impl Breaker {
         }
     }
 
-    /// True if the failures do not come from one client alone.
+    /// True if the failures do not all come from one client.
     fn is_agreed(&self) -> bool {
         let mut origins = self.failures.iter().map(|&(_, origin)| origin);
         let first = origins.next();
         first == Some(FailureOrigin::Router) || origins.any(|origin| Some(origin) != first)
     }
 
-    /// Forgets earlier failures, because the backend was gone and answers health checks again.
+    /// Closes the breaker and forgets earlier failures, because the backend was down and is up
+    /// again.
     pub fn reset(&mut self) {
         self.state = State::Closed;
         self.failures.clear();
     }
 
-    /// `closed`, `open` or `trying`.
+    /// The name of the state: `closed`, `open` or `trying`.
     #[must_use]
     pub fn name(&self) -> &'static str {
         match self.state {

@@ -1,9 +1,9 @@
-//! Bounds on the memory that bodies of requests and unfinished parts of answers take.
+//! Limits on the memory that request bodies and unfinished parts of answers take.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// A memory budget, and the part of it that is taken.
+/// A memory budget, and the number of bytes taken from it.
 #[derive(Debug)]
 pub(crate) struct Budget {
     limit: usize,
@@ -20,13 +20,13 @@ impl Budget {
         self.limit
     }
 
-    /// Bytes that are taken.
+    /// The number of bytes that are taken.
     pub(crate) fn taken(&self) -> usize {
         self.taken.load(Ordering::Relaxed)
     }
 }
 
-/// The share of a budget that one request has taken. Dropping it gives all back.
+/// The share of a budget that one request has taken. Dropping it gives the whole share back.
 #[derive(Debug)]
 pub(crate) struct Held {
     budget: Arc<Budget>,
@@ -34,7 +34,7 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// A share of nothing yet.
+    /// Creates an empty share.
     pub(crate) fn new(budget: &Arc<Budget>) -> Self {
         Self { budget: Arc::clone(budget), bytes: 0 }
     }
@@ -47,7 +47,7 @@ impl Held {
         &self.budget
     }
 
-    /// Takes more bytes; false if the budget does not have them.
+    /// Takes more bytes. Returns false if the budget does not have them.
     #[must_use]
     pub(crate) fn take(&mut self, more: usize) -> bool {
         let Budget { limit, taken } = &*self.budget;
@@ -62,7 +62,7 @@ impl Held {
         self.budget.taken.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Changes the share to `bytes`; false if the budget does not have them.
+    /// Changes the size of the share to `bytes`. Returns false if the budget does not have them.
     #[must_use]
     pub(crate) fn hold(&mut self, bytes: usize) -> bool {
         if bytes > self.bytes {

@@ -14,15 +14,15 @@ use crate::policy::{Policy, Thresholds};
 /// How the router learns the load of its backends.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Watch {
-    /// Reports come with responses, and say which requests they count. Idle backends are asked to
-    /// report changes.
+    /// Reports come with responses, and state which requests they count. Idle backends are also
+    /// polled for changes.
     #[default]
     Acknowledged,
-    /// Reports come with responses. A report drops the requests that were dispatched after it was
-    /// made.
+    /// Reports come with responses. A report erases from the ledger the requests that were
+    /// dispatched after it was made.
     Unacknowledged,
-    /// Each backend is asked at this interval. The answer drops the requests that were dispatched
-    /// meanwhile.
+    /// Each backend is polled at this interval. The report erases from the ledger the requests that
+    /// were dispatched since the query.
     Polled(Duration),
 }
 
@@ -31,30 +31,31 @@ pub enum Watch {
 pub struct Sources {
     /// Fixed URLs.
     pub urls: Vec<String>,
-    /// A file with one URL on each line. It is read again when it changes.
+    /// A file with one URL per line. It is read again when it changes.
     pub file: Option<PathBuf>,
-    /// Names as `name:port`, which are resolved repeatedly. Every address is a backend.
+    /// DNS names in the form `name:port`, which are resolved repeatedly. Every address is a
+    /// backend.
     pub dns: Vec<String>,
-    /// The interval for the file and for names.
+    /// The interval at which the file is read and names are resolved.
     pub interval: Duration,
     /// The key with which backends may register over HTTP; `None`: registration is off.
     pub registration_key: Option<String>,
-    /// The backends that sources may name; empty: any.
+    /// The backends that sources may name; empty: all.
     pub allowed: Vec<AllowedBackends>,
 }
 
 /// The health checks of backends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HealthConfig {
-    /// The path. A backend that takes requests answers it with 200.
+    /// The path of the check. A backend that takes requests responds with status 200.
     pub path: String,
     /// The interval between two checks. A backend that is down is checked at least every second.
     pub interval: Duration,
-    /// The longest time of a check.
+    /// The timeout of a check.
     pub timeout: Duration,
-    /// The number of consecutive failures that take a backend out.
+    /// The number of consecutive failures after which a backend is down.
     pub failures: u32,
-    /// The number of consecutive successes that bring a backend back.
+    /// The number of consecutive successes after which a backend is up again.
     pub successes: u32,
 }
 
@@ -70,18 +71,18 @@ impl Default for HealthConfig {
     }
 }
 
-/// Retries of a request that has produced nothing yet.
+/// The retries of a request whose client has received nothing yet.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RetryConfig {
     /// The number of attempts after the first.
     pub retries: u32,
-    /// The pause after every backend was tried.
+    /// The pause after all backends have been tried once.
     pub first_pause: Duration,
     /// The longest pause.
     pub last_pause: Duration,
-    /// The factor by which each pause is longer than the last.
+    /// The ratio between one pause and the previous one.
     pub factor: f64,
-    /// The random share of a pause.
+    /// The largest random deviation of a pause, as a share of the pause.
     pub jitter: f64,
 }
 
@@ -99,8 +100,8 @@ impl Default for RetryConfig {
 }
 
 impl RetryConfig {
-    /// The pause after all backends have been tried `rounds` times, from 1 on. `chance` is a random
-    /// number from 0 to 1.
+    /// Returns the pause after all backends have been tried `rounds` times (at least 1). `chance`
+    /// is a random number from 0 to 1.
     pub(crate) fn pause(&self, rounds: u32, chance: f64) -> Duration {
         let exponent = i32::try_from(rounds.saturating_sub(1)).unwrap_or(i32::MAX);
         let longest = self.last_pause.as_secs_f64();
@@ -114,51 +115,51 @@ impl RetryConfig {
 pub struct RouterConfig {
     /// The policy that chooses a backend.
     pub policy: Policy,
-    /// The limits above which `cache_aware` uses loads.
+    /// The load limits above which `cache_aware` chooses by load.
     pub thresholds: Thresholds,
-    /// The way in which the router learns load.
+    /// How the router learns the load of backends.
     pub watch: Watch,
-    /// True if queued requests move to a brain with less to do.
+    /// True if queued requests move to a brain with less work.
     pub queue_moves: bool,
-    /// The places that name backends.
+    /// The sources of backends.
     pub sources: Sources,
-    /// The servers that form pairs, in place of ordinary backends.
+    /// The servers that form pairs. They replace ordinary backends.
     pub pairs: PairConfig,
     /// The health checks of backends.
     pub health: HealthConfig,
-    /// When a failing backend gets no requests.
+    /// Limits at which a failing backend gets no requests for a while.
     pub breaker: BreakerConfig,
     /// The retries of requests.
     pub retry: RetryConfig,
-    /// How long a request whose backend died waits at most for another that takes requests.
+    /// The longest time that a request whose backend died waits for another backend.
     pub trial_wait: Duration,
-    /// The longest time of a request.
+    /// The longest duration of a request.
     pub request_timeout: Duration,
-    /// How long opening a connection to a backend may take.
+    /// The timeout for opening a connection to a backend.
     pub connect_timeout: Duration,
-    /// How long a request's head may take to arrive, and then its body.
+    /// The timeout for receiving a request's head, and then again for its body.
     pub receive_timeout: Duration,
     /// The largest number of client connections at a time. Further ones are closed.
     pub max_connections: usize,
     /// The limits on request bodies, in bytes.
     pub bodies: BodyLimits,
-    /// How long running requests may continue after the shutdown signal.
+    /// The time for which running requests may continue after the shutdown signal.
     pub drain_timeout: Duration,
-    /// Keys of clients. If there are any, each client must send one, which is passed on. The
-    /// router's own requests to backends carry the first one.
+    /// Keys of clients. If there are any, each client must send one, which is forwarded to the
+    /// backend. The router's own requests to backends carry the first key.
     pub api_keys: Vec<String>,
-    /// The key for reports on backends. Without it, a client's key suffices.
+    /// The key for reports on backends. If it is `None`, a client's key suffices.
     pub admin_key: Option<String>,
-    /// The key that the router sends to brains. They tell their blocks and loads only to routers
-    /// with the key.
+    /// The key that the router sends to brains. Brains report their blocks and loads only to
+    /// routers with this key.
     pub router_key: Option<String>,
     /// True if clients with different keys share cached blocks at the backends.
     pub share_cache_across_keys: bool,
-    /// Hosts and pages whose requests are answered.
+    /// Hosts and origins whose requests are accepted.
     pub access: Access,
-    /// True if there is a page at `/`.
+    /// True if the web page is served at `/`.
     pub webui: bool,
-    /// The number of threads that pass on requests.
+    /// The number of threads that forward requests.
     pub threads: usize,
 }
 

@@ -1,4 +1,4 @@
-//! A backend's response, frame by frame.
+//! A backend's response, read frame by frame.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::link::Link;
 use crate::movable::Place;
 use crate::shared::Worker;
 
-/// Why a response does not come, or does not come to its end.
+/// The reason why a response does not arrive, or breaks off.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Broken {
     #[error("the connection to the backend broke: {0}")]
@@ -36,15 +36,16 @@ pub(crate) enum Broken {
     Deadline,
 }
 
-/// A future that is ready when waiting for a backend is pointless.
+/// A future that is ready when waiting for the backend has become pointless.
 pub(crate) struct Vigil {
     gone: Pin<Box<OwnedNotified>>,
     deadline: Pin<Box<Sleep>>,
-    /// Lets the router move the request; `None`: the request stays with this backend.
+    /// The request's entry in the list of requests that may move; `None`: the request stays with
+    /// this backend.
     place: Option<Place>,
     /// The request to the prefill server, if it may still fail.
     leg: Option<Leg>,
-    /// The failure of that request.
+    /// The failure of the request to the prefill server, once it has failed.
     failed: Option<Failed>,
 }
 
@@ -60,12 +61,12 @@ impl Vigil {
         Self { gone, deadline: Box::pin(sleep_until(deadline.into())), place, leg, failed: None }
     }
 
-    /// The failure of the prefill server that leaves the response without an answer.
+    /// Takes the prefill server's failure, because of which the response will not arrive.
     pub(crate) fn failed_leg(&mut self) -> Option<Failed> {
         self.failed.take()
     }
 
-    /// Ends the request to the prefill server.
+    /// Aborts the request to the prefill server.
     pub(crate) fn end_leg(&mut self) {
         self.leg = None;
     }
@@ -106,7 +107,7 @@ impl Flow {
         Self { sent, link, body, vigil, worker }
     }
 
-    /// The next bytes; `None` at the end.
+    /// Polls for the next bytes of the body; `None` at the end.
     pub(crate) fn poll_data(
         &mut self,
         context: &mut Context<'_>,
@@ -118,7 +119,7 @@ impl Flow {
                 Poll::Ready(None) => return Poll::Ready(None),
                 Poll::Pending => return self.vigil.poll(context).map(|broken| Some(Err(broken))),
             };
-            // Trailers are for nobody.
+            // Trailers are dropped.
             if let Ok(data) = frame.into_data()
                 && !data.is_empty()
             {
@@ -128,17 +129,17 @@ impl Flow {
         }
     }
 
-    /// The failure of the prefill server that has ended the response.
+    /// Takes the prefill server's failure that has ended the response.
     pub(crate) fn failed_leg(&mut self) -> Option<Failed> {
         self.vigil.failed_leg()
     }
 
-    /// The dispatch alone, once nothing more can come.
+    /// Returns the dispatch, and drops the connection.
     pub(crate) fn into_sent(self) -> Sent {
         self.sent
     }
 
-    /// The worker that the response belongs to.
+    /// The worker of the thread that handles the response.
     pub(crate) fn worker(&self) -> &Arc<Worker> {
         &self.worker
     }

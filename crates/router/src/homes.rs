@@ -1,5 +1,5 @@
 //! Records which backend keeps each response, because a request that continues a response has to go
-//! there.
+//! to that backend.
 
 use std::num::NonZeroUsize;
 
@@ -7,18 +7,18 @@ use forebay_api::{members, plain_string};
 use lru::LruCache;
 use parking_lot::Mutex;
 
-/// The largest number of responses whose backends are remembered. For others every backend is
-/// asked.
+/// The largest number of responses whose backends are remembered. For other responses, all backends
+/// are tried.
 const MOST: NonZeroUsize = NonZeroUsize::new(1 << 16).expect("not zero");
-/// The longest name of a response, in bytes.
+/// The longest id of a response, in bytes.
 const LONGEST: usize = 128;
 /// The prefix of the paths of single responses.
 const PATH: &str = "/v1/responses/";
 
-/// The path among them that names no response.
+/// The path that begins with [`PATH`] but names no response.
 const COUNT: &str = "/v1/responses/input_tokens";
 
-/// The backends that keep responses, by the names of the responses.
+/// The backends that keep responses, by response id.
 #[derive(Debug)]
 pub(crate) struct Homes(Mutex<LruCache<Box<str>, u32>>);
 
@@ -29,19 +29,19 @@ impl Default for Homes {
 }
 
 impl Homes {
-    /// Notes that a backend keeps a response.
+    /// Records that a backend keeps a response.
     pub(crate) fn keeps(&self, backend: u32, response: &str) {
         if response.len() <= LONGEST {
             self.0.lock().put(response.into(), backend);
         }
     }
 
-    /// The backend that keeps a response, if it is known.
+    /// Returns the backend that keeps a response, if it is known.
     pub(crate) fn of(&self, response: &str) -> Option<u32> {
         self.0.lock().get(response).copied()
     }
 
-    /// Records that a backend has answered that it does not keep the response.
+    /// Records that a backend has reported that it does not keep the response.
     pub(crate) fn lacks(&self, backend: u32, response: &str) {
         let mut homes = self.0.lock();
         if homes.peek(response) == Some(&backend) {
@@ -50,12 +50,12 @@ impl Homes {
     }
 }
 
-/// True if a path names a single response, or a part of it.
+/// True if a path names a single response, or a resource below it.
 pub(crate) fn is_of_response(path: &str) -> bool {
     path.starts_with(PATH)
 }
 
-/// The response that a request names or continues.
+/// Returns the id of the response that a request names or continues.
 pub(crate) fn wanted(path: &str, body: &[u8]) -> Option<Box<str>> {
     if path != "/v1/responses" && path != COUNT {
         let rest = path.strip_prefix(PATH)?;

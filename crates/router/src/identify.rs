@@ -1,4 +1,4 @@
-//! The engine of a prefill or decode server, as the server reports it.
+//! Identifies the engine of a prefill or decode server.
 
 use http::StatusCode;
 use serde::Deserialize;
@@ -8,30 +8,31 @@ use crate::pairs::{BOOTSTRAP_PORT, Duty, PairEngine, Peer};
 use crate::shared::Shared;
 use crate::watch::{question, report_of};
 
-/// The longest answer about a server, in bytes.
+/// The largest response with information about a server, in bytes.
 const MAX_INFO: usize = 4 << 20;
 /// The routes of SGLang's server information: the present one, and that of versions up to 0.5.
 const INFO: [&str; 2] = ["/server_info", "/get_server_info"];
-/// SGLang's flag for the duty of a server.
+/// The SGLang flag that sets the duty of a server.
 const MODE: &str = "--disaggregation-mode";
 
-/// The fields of SGLang's server information that pairs need.
+/// The fields of SGLang's server information that are needed for pairs.
 #[derive(Deserialize)]
 struct Info {
     disaggregation_mode: String,
     disaggregation_bootstrap_port: Option<u16>,
 }
 
-/// The field of our load reports that pairs need.
+/// The field of Forebay's load reports that is needed for pairs.
 #[derive(Deserialize)]
 struct OwnLoads {
     disaggregation_mode: Option<String>,
 }
 
-/// Asks a server for its engine; `None`: it has not answered. Its models are known.
+/// Queries a server for its engine. `None`: the server has not responded. Its list of models must
+/// be known already.
 ///
 /// # Errors
-/// A sentence: it can be in no pair, or not with this duty.
+/// The server can't be in a pair, or not with this duty. The error is the message that says so.
 pub(crate) async fn identify(shared: &Shared, backend: &Backend) -> Result<Option<Peer>, String> {
     let mut link = None;
     if let Some(loads) = report_of(shared, backend, &mut link, "/v1/loads").await {
@@ -77,7 +78,7 @@ pub(crate) async fn identify(shared: &Shared, backend: &Backend) -> Result<Optio
     }
 }
 
-/// A Forebay server, recognized by its load report.
+/// Identifies a Forebay server by its load report.
 fn own(backend: &Backend, loads: &[u8]) -> Result<Peer, String> {
     let loads = serde_json::from_slice::<OwnLoads>(loads).ok();
     let mode = loads.and_then(|loads| loads.disaggregation_mode);
@@ -90,13 +91,13 @@ fn own(backend: &Backend, loads: &[u8]) -> Result<Peer, String> {
     }
 }
 
-/// The sentence about a server that was started for something else.
+/// Returns the message about a server that was started with another duty.
 fn other_mode(backend: &Backend, engine: PairEngine, mode: &str) -> String {
     let (url, duty, engine) = (backend.url.url(), backend.duty.name(), engine.name());
     format!("{url} is {engine} with {MODE} {mode}, and --{duty} names servers with {duty}")
 }
 
-/// The message about a Forebay server that answers nothing to a router without its key.
+/// Returns the message about a Forebay server that reports nothing to a router without its key.
 fn silent(backend: &Backend) -> String {
     let url = backend.url.url();
     format!("{url} is a Forebay server that tells this router nothing: give both one --router-key")

@@ -1,9 +1,9 @@
-//! The share of a prompt that each backend has in its prefix cache.
+//! Estimates the share of a prompt that each backend has in its prefix cache.
 //!
-//! The router sees texts, while backends cache blocks of tokens. The head of a backend's response
-//! names the blocks of the prompt, and from then on the router maps the texts of that prompt to
-//! these blocks. A backend reports each block that it stores or drops. A text without known blocks
-//! counts as cached by the backend that it was sent to last. See ADR 13.
+//! The router gets texts, while backends cache blocks of tokens. The head of a backend's response
+//! lists the block names of the prompt, and from then on the router maps the texts of that prompt
+//! to these blocks. A backend reports each block that it stores or drops. A text without known
+//! blocks counts as cached by the backend to which it was last sent. See ADR 13.
 
 use std::collections::HashSet;
 
@@ -11,21 +11,21 @@ use lru::LruCache;
 use rustc_hash::FxBuildHasher;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// Bytes of text in a text block: about two pages of 16 tokens.
+/// The number of bytes in a text block, about two pages of 16 tokens.
 const TEXT_BLOCK: usize = 128;
-/// The largest number of known text blocks; the least recently used are forgotten.
+/// The largest number of known text blocks. The least recently used are forgotten.
 const MAX_TEXTS: usize = 1 << 20;
-/// The largest number of namers whose blocks are known for one text. Brains with the same secret
-/// give the same names, and count as one namer.
+/// The largest number of namers whose block names are stored for one text. Brains with the same
+/// secret give the same names, and count as one namer.
 const MAX_NAMERS: usize = 8;
 
-/// Names of a prompt's leading parts: of its first 128 bytes, its first 256, and so on. The last
-/// part is the whole prompt.
+/// Names of a prompt's prefixes: of its first 128 bytes, its first 256 bytes, and so on. The last
+/// prefix is the whole prompt.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Texts(Vec<u64>);
 
 impl Texts {
-    /// Names the leading parts of `prompt`. Prompts of another `salt` share none.
+    /// Names the prefixes of `prompt`. Prompts with different salts have no common names.
     pub(crate) fn new(salt: u64, prompt: &[u8]) -> Self {
         let names = prompt.chunks(TEXT_BLOCK).scan(salt, |parent, block| {
             *parent = xxh3_64_with_seed(block, *parent);
@@ -35,18 +35,18 @@ impl Texts {
     }
 }
 
-/// The blocks that a text stands for.
+/// What is known about a text.
 #[derive(Debug, Clone)]
 struct Known {
-    /// The last block inside the text, as each namer names it whose backend has reported it. The
-    /// latest is last.
+    /// The name of the text's last full block, from each namer whose backend has reported it. The
+    /// newest entry is last.
     blocks: Vec<(u64, u64)>,
-    /// The backend that the text was sent to last.
+    /// The backend to which the text was last sent.
     sent_to: u32,
 }
 
 impl Known {
-    /// The name of the text's last block, as namer `names` gives it.
+    /// Returns the name that namer `names` gives to the text's last block.
     fn block(&self, names: u64) -> Option<u64> {
         self.blocks.iter().find(|(namer, _)| *namer == names).map(|&(_, block)| block)
     }
@@ -63,15 +63,15 @@ impl Known {
     }
 }
 
-/// A prompt's beginning, and its blocks.
+/// A prefix of a prompt, with what is known about it.
 #[derive(Debug, Clone)]
 pub(crate) struct Part {
-    /// The share of the prompt, more than 0 and at most 1.
+    /// The prefix's share of the prompt, more than 0 and at most 1.
     share: f32,
     known: Known,
 }
 
-/// Texts, and the blocks that they stand for.
+/// All known texts.
 #[derive(Debug)]
 pub(crate) struct TextIndex {
     known: LruCache<u64, Known, FxBuildHasher>,
@@ -80,13 +80,13 @@ pub(crate) struct TextIndex {
 
 impl Default for TextIndex {
     fn default() -> Self {
-        // A bounded table would allocate all its memory at once.
+        // A bounded cache would allocate all its memory at once.
         Self { known: LruCache::unbounded_with_hasher(FxBuildHasher), limit: MAX_TEXTS }
     }
 }
 
 impl TextIndex {
-    /// The known leading parts of a prompt, the longest first.
+    /// Returns the known prefixes of a prompt, longest first.
     pub(crate) fn parts(&mut self, texts: &Texts) -> Vec<Part> {
         let count = texts.0.len();
         let mut parts: Vec<Part> = Vec::new();
@@ -103,7 +103,7 @@ impl TextIndex {
         parts
     }
 
-    /// Notes that a prompt goes to a backend.
+    /// Records that a prompt was sent to a backend.
     pub(crate) fn sent(&mut self, texts: &Texts, backend: u32) {
         for &text in &texts.0 {
             let none = || Known { blocks: Vec::new(), sent_to: backend };
@@ -114,8 +114,8 @@ impl TextIndex {
         }
     }
 
-    /// Records that namer `names` calls a prompt's blocks `blocks`. They are spread evenly over it,
-    /// the last ending at its end.
+    /// Records the names `blocks` that namer `names` gives to a prompt's blocks. The blocks are
+    /// assumed to be of equal size, and the last one to end at the prompt's end.
     pub(crate) fn learn(&mut self, texts: &Texts, names: u64, blocks: &[u64]) {
         let count = texts.0.len();
         for (index, text) in texts.0.iter().enumerate() {
@@ -129,15 +129,15 @@ impl TextIndex {
     }
 }
 
-/// The bits of a block event that say which tiers hold the block.
+/// The bits of a block event that state which tiers hold the block.
 const TIERS: u64 = 3;
 
-/// The largest number of blocks that are recorded for a backend. Further ones do not count as
+/// The largest number of blocks that are stored for a backend. Further blocks do not count as
 /// cached.
 pub(crate) const MAX_BLOCKS: usize = 1 << 22;
 
-/// The blocks that a backend has in its prefix cache. The backend chooses their names, so they are
-/// hashed with a secret.
+/// The blocks that a backend has in its prefix cache. The backend chooses their names, so the hash
+/// table uses a secret key.
 #[derive(Debug)]
 pub(crate) struct Stored {
     names: HashSet<u64>,
@@ -151,9 +151,9 @@ impl Default for Stored {
 }
 
 impl Stored {
-    /// Applies a batch of events. An event is a name whose lowest two bits are the tiers that hold
-    /// the block; both are 0 for a dropped block. Blocks of either tier count, since restoring is
-    /// faster than computing.
+    /// Applies a batch of events. An event is a block name whose two lowest bits state which tiers
+    /// hold the block; both are 0 for a dropped block. Blocks of either tier count as cached, since
+    /// restoring is faster than computing.
     pub(crate) fn apply(&mut self, events: impl Iterator<Item = u64>) {
         for event in events {
             if event & TIERS == 0 {
@@ -164,17 +164,18 @@ impl Stored {
         }
     }
 
-    /// Forgets everything.
+    /// Removes all blocks.
     pub(crate) fn clear(&mut self) {
         self.names = HashSet::new();
     }
 
-    /// Blocks.
+    /// The number of blocks.
     pub(crate) fn len(&self) -> usize {
         self.names.len()
     }
 
-    /// The share of a prompt that `backend` has. These are its blocks, named by namer `names`.
+    /// Returns the share of a prompt that `backend` has cached. `self` has the backend's blocks;
+    /// `names` is the id of the backend's namer.
     pub(crate) fn share(&self, parts: &[Part], backend: u32, names: u64) -> f32 {
         let has = |part: &&Part| match part.known.block(names) {
             Some(block) => self.names.contains(&(block & !TIERS)),
@@ -206,7 +207,7 @@ mod tests {
         assert_eq!((stored(&[]).share(&parts, 7, 1), stored(&[]).share(&parts, 8, 1)), (1.0, 0.0));
         index.learn(&texts, 1, &[20, 40, 60, 80]);
         let parts = index.parts(&texts);
-        // From here on, only reported blocks count.
+        // From here on, only reported blocks count, because the blocks of the text are known.
         assert_eq!(stored(&[]).share(&parts, 7, 1), 0.0);
         assert_eq!(stored(&[20, 40]).share(&parts, 8, 1), 0.5);
         assert_eq!(stored(&[20, 40, 60, 80]).share(&parts, 8, 1), 1.0);
@@ -277,7 +278,7 @@ mod tests {
             }
         }
 
-        /// A longer common beginning never lowers the known share.
+        /// Prompts with a common prefix have the same names for it.
         #[test]
         fn texts_share_their_beginnings(length in 1usize..2000, more in 0usize..500) {
             let long: Vec<u8> = (0..length + more).map(|at| (at % 251) as u8).collect();

@@ -1,4 +1,4 @@
-//! Reads bodies of clients' requests, within the router's memory budget.
+//! Reads the bodies of clients' requests, within the router's memory budget.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,12 +13,12 @@ use tokio::time::timeout;
 
 use crate::budget::{Budget, Held};
 
-/// The first and the largest allocation for a body. So a client that sends byte by byte takes no
-/// more memory than others.
+/// The first and the largest allocation for a body. Allocations grow, so a client that sends byte
+/// by byte takes no more memory than others.
 const FIRST_PIECE: usize = 4 << 10;
 const LARGEST_PIECE: usize = 256 << 10;
-/// A body that is larger than the JSON limit has to have one of these fields: embeddings, and
-/// images in each API's spelling. The backend checks more closely.
+/// A body that is larger than the JSON limit has to contain one of these fields: embeddings, or
+/// images in the spelling of each API. The backend checks more closely.
 const LARGE: [&[u8]; 6] = [
     b"\"prompt_embeds\"",
     b"\"image_url\"",
@@ -27,7 +27,7 @@ const LARGE: [&[u8]; 6] = [
     b"\"source\"",
     b"\"input_image\"",
 ];
-/// The length of the longest of them.
+/// The length of the longest entry of [`LARGE`].
 const LONGEST: usize = 15;
 
 /// The limits on bodies, in bytes.
@@ -35,7 +35,7 @@ const LONGEST: usize = 15;
 pub struct BodyLimits {
     /// The largest body in bytes.
     pub whole: usize,
-    /// The largest body of a request in bytes, without `prompt_embeds` and images.
+    /// The largest body in bytes of a request without `prompt_embeds` and images.
     pub json: usize,
     /// The largest total size of all requests' bodies in bytes.
     pub all: usize,
@@ -48,7 +48,7 @@ impl Default for BodyLimits {
     }
 }
 
-/// Takes room for a body.
+/// Takes memory for a body from the budget.
 fn take(held: &mut Held, more: usize) -> Result<(), ApiError> {
     if held.take(more) {
         return Ok(());
@@ -58,13 +58,13 @@ fn take(held: &mut Held, more: usize) -> Result<(), ApiError> {
     Err(ApiError::Overloaded { reason })
 }
 
-/// A body while it arrives.
+/// A body that is being received.
 struct Arriving {
     limits: BodyLimits,
     held: Held,
-    /// The whole body, as long as it came in one piece: most do, and are not copied.
+    /// The whole body, as long as it consists of one chunk. Most bodies do, and are not copied.
     only: Bytes,
-    /// Filled one after the other; all but the last are full.
+    /// Buffers that are filled one after the other; all but the last are full.
     pieces: Vec<BytesMut>,
     length: usize,
 }
@@ -117,12 +117,12 @@ impl Arriving {
         Ok(())
     }
 
-    /// True if the beginning of the body has a field that large bodies are for. Checked once, when
-    /// the limit is first exceeded.
+    /// True if the body received so far has a field for which large bodies are allowed. Checked
+    /// when the JSON limit is first exceeded.
     fn may_be_large(&mut self) -> bool {
         let has = |piece: &[u8]| LARGE.iter().any(|field| memmem::find(piece, field).is_some());
         let found = has(&self.only) || self.pieces.iter().any(|piece| has(piece));
-        // The field may lie across two pieces.
+        // The field may be split between two buffers.
         let found = found
             || self.pieces.windows(2).any(|pair| {
                 let end = &pair[0][pair[0].len().saturating_sub(LONGEST)..];
@@ -135,7 +135,7 @@ impl Arriving {
         found
     }
 
-    /// Joins the pieces, which takes the same memory again while they are copied.
+    /// Joins the buffers. While they are copied, the body takes twice its memory.
     fn join(mut self) -> Result<(Bytes, Held), ApiError> {
         if self.pieces.is_empty() {
             return Ok((self.only, self.held));
@@ -143,7 +143,7 @@ impl Arriving {
         take(&mut self.held, self.length)?;
         let mut whole = Vec::with_capacity(self.length);
         for piece in self.pieces {
-            // Each piece is freed before the next one is copied.
+            // Each buffer is freed before the next one is copied.
             whole.extend_from_slice(&piece);
         }
         self.held.give(self.held.bytes() - self.length);
@@ -151,8 +151,8 @@ impl Arriving {
     }
 }
 
-/// Reads a body that has to arrive within `time`. A compressed body is inflated, and the limits
-/// apply to its inflated size.
+/// Reads a body that has to arrive within `time`. A compressed body is decompressed, and the limits
+/// apply to its decompressed size.
 pub(crate) async fn collect(
     (mut body, inflater): (RequestBody, Option<Inflater>),
     limits: BodyLimits,
@@ -229,7 +229,7 @@ mod tests {
         assert_eq!(error, ApiError::BodyTooLarge { limit: LIMITS.json, flag: "--max-json-bytes" });
         drop(body);
         assert_eq!(LARGE.iter().map(|field| field.len()).max(), Some(LONGEST));
-        // The field may lie anywhere in the body.
+        // The field may be anywhere in the body.
         let places = [0, FIRST_PIECE - 7, 3 * FIRST_PIECE - 1, LIMITS.json - LONGEST];
         for (field, at) in LARGE.iter().flat_map(|field| places.map(|at| (field, at))) {
             let mut with = large.clone();
@@ -263,7 +263,7 @@ mod tests {
     }
 
     proptest! {
-        /// A body comes out whole, however it was cut.
+        /// A body is joined correctly, however it was split into chunks.
         #[test]
         fn bodies_are_put_together_again(cuts in prop::collection::vec(1usize..9000, 0..20)) {
             let budget = Budget::new(usize::MAX);

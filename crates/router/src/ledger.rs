@@ -1,26 +1,26 @@
-//! The work of a backend: its last report, and the requests that were sent to it and have not
+//! The ledger of a backend: its last report, and the requests that were sent to it and have not
 //! ended.
 //!
-//! A report is always late. It says how many of this router's requests it counts
+//! A report is always outdated on arrival. It states how many of this router's requests it counts
 //! ([`LoadReport::own`]), up to which dispatch ([`LoadReport::seen`]). So the router takes only the
-//! load of *other* requests from it, and counts its own requests exactly.
+//! load of *other* requests from the report, and counts its own requests exactly.
 
 use std::collections::BTreeMap;
 
 use forebay_api::peer::LoadReport;
 
-/// The effect of a load report on this router's requests that were dispatched after the report was
-/// made.
+/// The effect of a load report on those of this router's requests that were dispatched after the
+/// report was made.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Accounting {
     /// No effect: dispatched requests count until they end.
     Acknowledged,
-    /// The report replaces them, for comparison. Routers that poll loads work like this, as do
-    /// routers whose reports do not list the requests that they count.
+    /// The report replaces the count of these requests. Routers work like this if they poll loads,
+    /// or if reports do not state which requests they count. It exists only for comparison.
     Overwritten,
 }
 
-/// The work of a dispatch that has not ended.
+/// A dispatch that has not ended.
 #[derive(Debug, Clone, Copy)]
 struct Dispatched {
     tokens: u32,
@@ -35,12 +35,12 @@ pub struct Ledger {
     next: u64,
     alive: BTreeMap<u64, Dispatched>,
     report: Option<LoadReport>,
-    /// Dispatches since the last report.
+    /// The number of dispatches since the last report.
     since: u32,
 }
 
 impl Ledger {
-    /// An empty ledger.
+    /// Creates an empty ledger.
     #[must_use]
     pub fn new(accounting: Accounting) -> Self {
         Self { accounting, next: 1, alive: BTreeMap::new(), report: None, since: 0 }
@@ -57,7 +57,7 @@ impl Ledger {
         (seq, unseen.map_or(seq, |(&first, _)| first))
     }
 
-    /// Records that the backend has begun to answer a dispatch.
+    /// Records that the backend has started to answer a dispatch.
     pub fn acknowledge(&mut self, seq: u64) {
         if let Some(dispatched) = self.alive.get_mut(&seq) {
             dispatched.acknowledged = true;
@@ -69,7 +69,7 @@ impl Ledger {
         self.alive.remove(&seq);
     }
 
-    /// Applies a report; false if it is older than the last one.
+    /// Applies a report. Returns false if it is older than the last one.
     pub fn report(&mut self, report: LoadReport) -> bool {
         let older = |last: LoadReport| last.epoch == report.epoch && last.at >= report.at;
         if self.report.is_some_and(older) {
@@ -83,7 +83,7 @@ impl Ledger {
         true
     }
 
-    /// Forgets the report of a backend that is gone.
+    /// Forgets the last report, because the backend is down.
     pub fn forget(&mut self) {
         self.report = None;
         self.since = 0;
@@ -95,13 +95,13 @@ impl Ledger {
         self.report
     }
 
-    /// The number of this router's requests that are running there.
+    /// The number of this router's requests at the backend.
     #[must_use]
     pub fn own(&self) -> u32 {
         u32::try_from(self.alive.len()).unwrap_or(u32::MAX)
     }
 
-    /// The number of all requests of the backend.
+    /// The number of all requests at the backend.
     #[must_use]
     pub fn requests(&self) -> u32 {
         match (self.accounting, self.report) {
@@ -113,13 +113,13 @@ impl Ledger {
         }
     }
 
-    /// Tokens of all requests of the backend.
+    /// The number of tokens of all requests at the backend.
     #[must_use]
     pub fn tokens(&self) -> u64 {
         self.report.map_or(0, |report| report.tokens).saturating_add(self.unseen())
     }
 
-    /// Prompt tokens that the backend has to compute before those of a new request.
+    /// The number of prompt tokens that the backend has to compute before those of a new request.
     #[must_use]
     pub fn ahead(&self) -> u64 {
         self.report.map_or(0, |report| report.ahead).saturating_add(self.unseen())
@@ -131,7 +131,7 @@ impl Ledger {
         self.alive.contains_key(&seq)
     }
 
-    /// Tokens of dispatches that no report counts.
+    /// The number of tokens of dispatches that no report has counted.
     fn unseen(&self) -> u64 {
         let unseen = self.alive.values().filter(|dispatched| !dispatched.acknowledged);
         unseen.map(|dispatched| u64::from(dispatched.tokens)).sum()
@@ -150,7 +150,7 @@ mod tests {
         Ledger::new(Accounting::Acknowledged)
     }
 
-    /// A backend that counts arrivals, and whose reports are delayed.
+    /// A simulated backend that counts arrivals, and whose reports are delayed.
     #[derive(Default)]
     struct Backend {
         at: u64,
@@ -179,8 +179,8 @@ mod tests {
     }
 
     proptest! {
-        /// Each of the router's requests counts exactly from its dispatch to its end, even if
-        /// reports are late or reordered.
+        /// Each of the router's requests counts from its dispatch to its end, even if reports are
+        /// late or reordered.
         #[test]
         fn a_late_report_never_erases_a_newer_dispatch(
             moves in prop::collection::vec((0u8..6, any::<prop::sample::Index>()), 0..200),
@@ -221,7 +221,7 @@ mod tests {
             }
         }
 
-        /// A lost dispatch does not block the acknowledgement of later ones for ever.
+        /// A lost dispatch does not block the acknowledgement of later dispatches for ever.
         #[test]
         fn the_floor_passes_what_is_lost(lost in prop::collection::vec(any::<bool>(), 1..40)) {
             let (mut ledger, mut backend) = (books(), Backend::default());

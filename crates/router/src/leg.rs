@@ -1,9 +1,10 @@
-//! Requests at both servers of a pair.
+//! Requests to both servers of a pair.
 //!
-//! The answer is the decode server's; the request to the prefill server is a *leg* of it. With
-//! SGLang both are sent at once, and a leg that fails ends the other: until it knows that keys and
-//! values have come, a decode server waits for minutes. With vLLM the leg comes first, and its
-//! answer is used once. Servers of ours need no leg: the decode server asks, and says how it went.
+//! The client gets the answer of the decode server; the request to the prefill server is a *leg*.
+//! With SGLang both are sent at once, and a failed leg ends the other request: without this, a
+//! decode server would wait for minutes for the KV cache. With vLLM the leg comes first, and its
+//! answer is used once. Forebay's servers need no leg: the decode server contacts the prefill
+//! server, and reports the outcome.
 
 use std::future::poll_fn;
 use std::sync::Arc;
@@ -29,12 +30,12 @@ use crate::shared::Worker;
 use crate::splice::{Room, decode_with, handed_on, prefill_alone};
 use crate::tape::FREE;
 
-/// The largest answer of a prefill server.
+/// The largest answer of a prefill server, in bytes.
 const MAX_ANSWER: usize = 8 << 20;
-/// The time that a leg may take to end after the answer has ended.
+/// The time that a leg may still take after the decode server's answer is complete.
 const GRACE: Duration = Duration::from_millis(250);
 
-/// A request to a prefill server, beside the one that is answered. Dropping it closes its
+/// A request to a prefill server, beside the request to the decode server. Dropping it closes the
 /// connection, which aborts the request.
 #[derive(Debug)]
 pub(crate) struct Leg(Option<JoinHandle<Result<(), Failed>>>);
@@ -46,7 +47,7 @@ impl Leg {
         Self(Some(tokio::spawn(leg)))
     }
 
-    /// Ready with the leg's failure. A leg that has ended well is never ready.
+    /// Ready with the leg's failure. Never ready if the leg succeeds.
     pub(crate) fn poll_failed(&mut self, context: &mut Context<'_>) -> Poll<Failed> {
         let Some(task) = &mut self.0 else { return Poll::Pending };
         let Poll::Ready(ended) = std::pin::Pin::new(task).poll(context) else {
@@ -61,7 +62,7 @@ impl Leg {
         }
     }
 
-    /// Lets the leg end, because the answer has ended.
+    /// Gives the leg some time to finish, because the decode server's answer is complete.
     pub(crate) fn linger(mut self) {
         if let Some(mut task) = self.0.take() {
             tokio::spawn(async move {
@@ -81,7 +82,7 @@ impl Drop for Leg {
     }
 }
 
-/// One attempt at a request, with a pair of servers.
+/// Makes one attempt at a request with a pair of servers.
 pub(crate) async fn attempt_pair(
     worker: &Arc<Worker>,
     ask: &Arc<Ask>,
@@ -133,7 +134,7 @@ pub(crate) async fn attempt_pair(
     attempt(worker, ask, None, (decode, fresh), beside).await
 }
 
-/// Records a prefill server's success or failure, as the decode server reports it. The breaker
+/// Records a prefill server's success or failure, which the decode server reports. The breaker
 /// opens if the prefill server has failed requests of several clients.
 fn settle(mut prefill: Sent, fetched: &HeaderValue, ask: &Ask) {
     if fetched == PREFILL_CAME {
@@ -144,7 +145,7 @@ fn settle(mut prefill: Sent, fetched: &HeaderValue, ask: &Ask) {
     }
 }
 
-/// Has a prefill server compute a prompt, and gives its answer.
+/// Makes a prefill server compute a prompt. Returns its answer.
 async fn compute(
     worker: &Arc<Worker>,
     ask: &Ask,
@@ -157,7 +158,7 @@ async fn compute(
     answer.map_err(|failed| Failed { leg: Some(backend), ..failed })
 }
 
-/// The whole answer to a request.
+/// Sends a request and returns the complete answer.
 async fn whole(
     worker: &Arc<Worker>,
     ask: &Ask,
@@ -207,7 +208,7 @@ async fn whole(
     keep_end_to_end(&mut head.headers);
     let response = Response::from_parts(head, answer);
     flow.end();
-    // Either server of the pair may be at fault: the answer does not show which.
+    // The response does not show which server of the pair is at fault.
     Err(match is_refusal(status) || status.is_server_error() {
         true => Trouble::Refused(response).into(),
         false => Trouble::Answered(response).into(),

@@ -1,16 +1,17 @@
-//! An OpenAI-compatible proxy in front of several brains or other servers: choice, retries,
-//! failover.
+//! An OpenAI-compatible proxy in front of several brains or other servers. It chooses backends,
+//! retries requests, and continues broken streams.
 //!
-//! The path of a request: `admission` checks its key, `intake` reads its body, and `ask` finds the
-//! few fields that matter. `Shared::dispatch` chooses a backend and notes the dispatch in
+//! The path of a request: `admission` checks its key, `intake` reads its body, and `ask` parses the
+//! few fields that routing needs. `Shared::dispatch` chooses a backend and records the dispatch in
 //! its [`Ledger`]. `reach` makes an `attempt` with that backend, and further attempts with others
-//! as long as nothing was produced. The response arrives as a `flow`, which the client's own task
-//! reads and passes on as a `relay`. Bytes pass unchanged, except in streams of brains: their
-//! comments (`tape`) carry load and tokens, so that another brain can continue a broken stream.
+//! as long as the client has received nothing. The response arrives as a `flow`, which the client's
+//! own task reads and forwards as a `relay`. Bytes pass unchanged, except in streams of brains:
+//! these contain comments (`tape`) with load and tokens, so that another brain can continue a
+//! broken stream.
 //!
 //! If `pairs` of other servers (vLLM, SGLang) compute requests, `dispatch` chooses two backends.
-//! The request to the one that computes the prompt is a `leg`, which runs beside the answer of the
-//! other.
+//! The request to the prefill server is a `leg`, which runs beside the request to the decode
+//! server, whose answer the client gets.
 //!
 //! | threads | who | what |
 //! |---|---|---|

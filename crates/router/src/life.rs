@@ -1,18 +1,18 @@
-//! Lives and deaths of a backend's process.
+//! Tracks the deaths of a backend's process.
 
 /// The current process of a backend, and the dispatch that is on trial in it.
 #[derive(Debug, Default)]
 pub(crate) struct Life {
-    /// Deaths so far. A dispatch that breaks was in flight at a death if the count has grown since
-    /// it began.
+    /// The number of deaths so far. A dispatch that fails was in flight at a death if this count
+    /// has grown since the dispatch began.
     pub(crate) deaths: u64,
-    /// True if the backend was found dead and has not answered since.
+    /// True if the backend was found dead and has not responded since.
     pub(crate) dead: bool,
-    /// The process's own id; 0: not known.
+    /// The id that the process chose for itself; 0: not known.
     epoch: u64,
-    /// The dispatch that is on trial.
+    /// The dispatch that is on trial, if any.
     pub(crate) trial: Option<u64>,
-    /// The number of the last ended life, and the dispatch that was on trial when it ended.
+    /// The number of deaths before the last one, and the dispatch on trial when the last one came.
     pub(crate) last: Option<(u64, Option<u64>)>,
 }
 
@@ -22,7 +22,7 @@ impl Life {
         self.deaths += 1;
     }
 
-    /// Notes that the backend is gone.
+    /// Records that the backend was found dead. Until it responds again, this counts as one death.
     pub(crate) fn end(&mut self) {
         if !std::mem::replace(&mut self.dead, true) {
             self.die();
@@ -30,11 +30,11 @@ impl Life {
         }
     }
 
-    /// Records that the backend has answered with the process id `epoch`.
+    /// Records that the backend has responded with the process id `epoch`.
     pub(crate) fn speak(&mut self, epoch: u64) {
         let known = std::mem::replace(&mut self.epoch, epoch);
         if known != 0 && known != epoch && !self.dead {
-            // The backend died and came back between two checks.
+            // The backend died and was restarted between two checks.
             self.die();
         }
         self.dead = false;

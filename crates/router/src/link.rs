@@ -1,8 +1,9 @@
 //! A connection to a backend.
 //!
-//! Only the task of the client's response drives it: reading frames, waiting for a head and
-//! dropping all happen there. So a frame involves no second task. A client that does not read stops
-//! the backend's socket, and a client that goes away closes it.
+//! Only the task of the client's response drives the connection: it waits for the head, reads
+//! frames and drops the connection. So no second task handles a frame. If the client does not read,
+//! the backend's socket is not read either. If the client disconnects, the backend's connection is
+//! closed.
 
 use std::collections::HashMap;
 use std::future::poll_fn;
@@ -22,25 +23,25 @@ use tokio::net::TcpStream;
 
 use crate::payload::Payload;
 
-/// The largest number of idle connections that are kept for each backend.
+/// The largest number of idle connections per backend and thread.
 const MAX_IDLE: usize = 1024;
 /// The largest head of a response, and the largest trailers, in bytes.
 const MAX_HEAD: usize = 64 << 10;
 /// The largest number of headers of a response.
 const MAX_HEADERS: usize = 100;
-/// The largest piece of a response that is read at a time, in bytes.
+/// The largest chunk of a response that is read at once, in bytes.
 const MAX_PIECE: usize = 256 << 10;
 
-/// A connection and its driver.
+/// A connection to a backend, and the hyper future that drives it.
 pub(crate) struct Link {
     sender: SendRequest<Payload>,
     connection: Pin<Box<Connection<TokioIo<TcpStream>, Payload>>>,
     closed: bool,
-    /// True if the link has answered before.
+    /// True if the connection has delivered a response before.
     used: bool,
 }
 
-/// A backend cannot be talked to.
+/// The error for a failed connection.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum LinkError {
     #[error("no connection: {0}")]
@@ -60,7 +61,8 @@ impl LinkError {
         }
     }
 
-    /// True if the other end caused the failure, rather than a lack of descriptors or ports here.
+    /// True if the remote side caused the failure, rather than a lack of descriptors or ports on
+    /// this machine.
     pub(crate) fn is_remote(&self) -> bool {
         match self {
             Self::Connect(error) => matches!(
@@ -90,14 +92,14 @@ impl Link {
         Ok(Self { sender, connection: Box::pin(connection), closed: false, used: false })
     }
 
-    /// True if the link has answered before. The backend may have closed it meanwhile, so a failure
-    /// says nothing about the backend.
+    /// True if the connection has delivered a response before. The backend may have closed it
+    /// since, so a failure does not mean that the backend has failed.
     pub(crate) fn is_used(&self) -> bool {
         self.used
     }
 
     fn drive(&mut self, context: &mut Context<'_>) {
-        // The connection's end is also reported to callers that wait for a head or a frame.
+        // The result is not needed: callers that wait for a head or a frame get the error too.
         self.closed = self.closed || self.connection.as_mut().poll(context).is_ready();
     }
 
@@ -122,7 +124,7 @@ impl Link {
         Ok(response)
     }
 
-    /// The next frame of a response's body.
+    /// Polls for the next frame of a response's body.
     pub(crate) fn poll_frame(
         &mut self,
         body: &mut Incoming,
@@ -136,12 +138,12 @@ impl Link {
     }
 }
 
-/// Idle connections, by backend. Each thread has its own.
+/// Idle connections, by backend. Each thread has its own set.
 #[derive(Default)]
 pub(crate) struct Idle(Mutex<HashMap<u32, Vec<Link>, FxBuildHasher>>);
 
 impl Idle {
-    /// A connection that can be used.
+    /// Returns a connection that can be used.
     pub(crate) fn take(&self, backend: u32) -> Option<Link> {
         let mut idle = self.0.lock();
         let links = idle.get_mut(&backend)?;
@@ -153,7 +155,7 @@ impl Idle {
         None
     }
 
-    /// Keeps a connection whose response has been read to its end.
+    /// Stores a connection whose response has been read completely.
     pub(crate) fn put(&self, backend: u32, mut link: Link) {
         if link.is_ready() {
             let mut idle = self.0.lock();
@@ -164,8 +166,8 @@ impl Idle {
         }
     }
 
-    /// Closes connections that the backend has closed, and those of backends that are no longer
-    /// `wanted`.
+    /// Removes connections that the backend has closed, and those of backends that are not `wanted`
+    /// any more.
     pub(crate) fn prune(&self, wanted: impl Fn(u32) -> bool) {
         self.0.lock().retain(|&backend, links| {
             links.retain_mut(Link::is_ready);

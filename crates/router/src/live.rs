@@ -1,4 +1,4 @@
-//! The feed of backend states for the router's tab of the web page.
+//! The feed of backend states for the router's tab on the web page.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -13,7 +13,7 @@ use tokio::time::{MissedTickBehavior, interval};
 use crate::backend::Backend;
 use crate::shared::Shared;
 
-/// The first event; it is sent again when a backend is added.
+/// The first event. It is sent again when the list of backends changes.
 #[derive(Serialize)]
 struct Start {
     version: u32,
@@ -36,24 +36,24 @@ struct Tick {
     backends: Vec<BackendTick>,
 }
 
-/// A backend as it is now.
+/// The present state of a backend.
 #[derive(Serialize)]
 struct BackendTick {
     index: u32,
     ready: bool,
     breaker: &'static str,
-    /// Requests of this router.
+    /// The number of this router's requests at the backend.
     in_flight: u32,
     running: u32,
     waiting: u32,
-    /// The tokens of the last report; null if there was none.
+    /// The number of tokens in the last report; null if there was no report.
     tokens: Option<u64>,
     pages_free: Option<u64>,
     sent: u64,
     failed: u64,
 }
 
-/// Opens a feed. It ends when the client leaves, or when the router drains.
+/// Opens a feed. It ends when the client disconnects, or when the router drains.
 ///
 /// # Errors
 /// Too many feeds are open already.

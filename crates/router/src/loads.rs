@@ -1,4 +1,4 @@
-//! The router's reports on its backends.
+//! The router's reports and metrics of its backends.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::shared::Shared;
 
-/// All that is known of every backend.
+/// Returns a JSON report of every backend.
 pub(crate) fn loads(shared: &Shared) -> Value {
     let backends = shared.registry.current();
     let loads = backends.iter().map(|backend| {
@@ -31,7 +31,7 @@ pub(crate) fn loads(shared: &Shared) -> Value {
     json!({"loads": loads.collect::<Vec<_>>()})
 }
 
-/// Metrics in Prometheus' text format.
+/// Returns the metrics in Prometheus' text format.
 ///
 /// # Errors
 /// The encoder fails.

@@ -1,7 +1,8 @@
 //! The models and adapters that backends list.
 //!
-//! A request goes only to backends that list its model, as long as some backend does. A name that
-//! no backend lists goes to any of them: servers take names that they do not list.
+//! A request goes only to backends that list its model, as long as some backend does. A request for
+//! a name that no backend lists may go to any backend, because some servers accept names that they
+//! do not list.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
@@ -19,18 +20,18 @@ use tokio::time::{Instant, timeout_at};
 
 use crate::backend::Backend;
 
-/// The path of the list.
+/// The path of the list of models.
 pub(crate) const LIST: &str = "/v1/models";
 /// The path of a single model.
 const ONE: &str = "/v1/models/";
-/// The largest number of remembered names that no backend lists.
+/// The largest number of unlisted names (names that no backend lists) that are remembered.
 const MOST_UNLISTED: NonZeroUsize = NonZeroUsize::new(1024).expect("not zero");
-/// How long backends are not asked again for such a name.
+/// The time for which backends are not queried again for an unlisted name.
 const UNLISTED: Duration = Duration::from_secs(1);
-/// The suffix with which Ollama's clients name the model itself.
+/// The suffix that Ollama's clients append to a model's name.
 const LATEST: &str = ":latest";
 
-/// A backend's list.
+/// The list of models of one backend.
 #[derive(Debug, Default, PartialEq)]
 pub(crate) struct Listed(Vec<(String, Value)>);
 
@@ -40,7 +41,7 @@ struct Answer {
 }
 
 impl Listed {
-    /// Reads an answer; `None`: it is no list.
+    /// Parses a response. `None`: it is not a list of models.
     pub(crate) fn read(body: &[u8]) -> Option<Self> {
         let Answer { data } = serde_json::from_slice(body).ok()?;
         let named = |card: Value| Some((card.get("id")?.as_str()?.to_owned(), card));
@@ -51,8 +52,8 @@ impl Listed {
         self.0.iter().any(|(id, _)| id == name)
     }
 
-    /// True if a request may have this name: a listed one, or a model's name with `:` and an
-    /// adapter's.
+    /// True if a request may use this name: a listed name, or the names of a model and of an
+    /// adapter joined by `:`.
     fn knows(&self, name: &str) -> bool {
         self.has(name)
             || name.strip_suffix(LATEST).is_some_and(|name| self.has(name))
@@ -61,32 +62,32 @@ impl Listed {
                 .any(|(at, _)| self.has(&name[..at]) && self.has(&name[at + 1..]))
     }
 
-    /// The names with a digest of their content.
+    /// Returns the names whose cards have a digest of the content, with that digest.
     fn digests(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().filter_map(|(id, card)| Some((id.as_str(), card.get("digest")?.as_str()?)))
     }
 }
 
-/// A backend's last list of models, and how to ask for a new one.
+/// A backend's last list of models, and the state of queries for it.
 #[derive(Debug, Default)]
 pub(crate) struct Models {
-    /// `None`: the backend has not answered with a list.
+    /// The last list; `None`: the backend has not returned a list.
     listed: Mutex<Option<Arc<Listed>>>,
-    /// The number of the last question.
+    /// The number of the last query.
     begun: AtomicU64,
-    /// The number of the last question that was answered or failed.
+    /// The number of the last query that was answered or failed.
     ended: watch::Sender<u64>,
-    /// Wakes the task that requests the list.
+    /// Wakes the task that queries the list.
     pub(crate) wanted: Notify,
 }
 
 impl Models {
-    /// The number of a question that begins.
+    /// Starts a query and returns its number.
     pub(crate) fn begin(&self) -> u64 {
         self.begun.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Records the answer to a question. True: the list has changed.
+    /// Records the result of a query. Returns true if the list has changed.
     pub(crate) fn end(&self, number: u64, listed: Option<Listed>) -> bool {
         let listed = listed.map(Arc::new);
         let before = std::mem::replace(&mut *self.listed.lock(), listed.clone());
@@ -94,12 +95,12 @@ impl Models {
         before != listed
     }
 
-    /// Notes that a question got no answer.
+    /// Records that a query got no answer.
     pub(crate) fn fail(&self, number: u64) {
         self.ended.send_replace(number);
     }
 
-    /// The owner of the first model, in the engine's spelling.
+    /// The `owned_by` field of the first model, which names the engine.
     pub(crate) fn owner(&self) -> Option<String> {
         let listed = self.listed()?;
         let (_, card) = listed.0.first()?;
@@ -111,7 +112,7 @@ impl Models {
     }
 }
 
-/// Names that no backend listed when asked, with the time of asking.
+/// Names that no backend listed when queried, with the time of the query.
 #[derive(Debug)]
 pub(crate) struct Unlisted(Mutex<LruCache<Box<str>, Instant>>);
 
@@ -122,7 +123,7 @@ impl Default for Unlisted {
 }
 
 impl Unlisted {
-    /// True if backends should be asked for this name, because they were not lately.
+    /// True if backends should be queried for this name, because they were not recently.
     pub(crate) fn asks(&self, name: &str) -> bool {
         let (mut asked, now) = (self.0.lock(), Instant::now());
         if asked.get(name).is_some_and(|&before| now < before + UNLISTED) {
@@ -133,19 +134,20 @@ impl Unlisted {
     }
 }
 
-/// The name of the model, or of the adapter, that a request is for.
+/// Returns the name of the model or adapter that a request is for.
 pub(crate) fn wanted(path: &str, body: &[u8]) -> Option<Box<str>> {
     if let Some(name) = path.strip_prefix(ONE) {
         return Some(name.into());
     }
     let text = |value| std::str::from_utf8(plain_string(value)?).ok().map(Into::into);
     let field = |field: &[u8]| members(body).find(|&(name, _)| name == field);
-    // SGLang's native route names the adapter beside the model.
+    // SGLang's native route has a separate field for the adapter.
     let adapter = (path == "/generate").then(|| field(b"lora_path")).flatten();
     adapter.or_else(|| field(b"model")).and_then(|(_, value)| text(value))
 }
 
-/// The ids of backends that should not get a request for this name, because others list it.
+/// Returns the ids of the backends that should not get a request for this name, because they do not
+/// list it and others do.
 pub(crate) fn without(backends: &[Arc<Backend>], name: &str) -> Vec<u32> {
     let lists = |backend: &Arc<Backend>| Some((backend.id, backend.models.listed()?.knows(name)));
     let found: Vec<(u32, bool)> = backends.iter().filter_map(lists).collect();
@@ -153,13 +155,13 @@ pub(crate) fn without(backends: &[Arc<Backend>], name: &str) -> Vec<u32> {
     found.into_iter().filter(|(_, knows)| listed && !knows).map(|(id, _)| id).collect()
 }
 
-/// True if some backend lists this name, or no backend reports a list.
+/// True if some backend lists this name, or no backend has returned a list.
 pub(crate) fn is_listed(backends: &[Arc<Backend>], name: &str) -> bool {
     let mut told = backends.iter().filter_map(|backend| backend.models.listed()).peekable();
     told.peek().is_none() || told.any(|listed| listed.knows(name))
 }
 
-/// Asks backends that take requests for their lists, and waits for the answers, up to a limit.
+/// Queries the lists of all backends that are up. Waits for the answers, for at most `time`.
 pub(crate) async fn renew(backends: &[Arc<Backend>], time: Duration) {
     let until = Instant::now() + time;
     let asked: Vec<_> = backends
@@ -167,20 +169,21 @@ pub(crate) async fn renew(backends: &[Arc<Backend>], time: Duration) {
         .filter(|backend| backend.is_up())
         .map(|backend| {
             let Models { begun, ended, wanted, .. } = &backend.models;
-            // A question that is under way may have been answered before the wanted model existed.
+            // A query that is already in flight may have been answered before the wanted model was
+            // added.
             let next = begun.load(Ordering::Relaxed) + 1;
             wanted.notify_one();
             (ended.subscribe(), next)
         })
         .collect();
     for (mut ended, next) in asked {
-        // Even after the deadline, the known list is used.
+        // After the deadline, the last known list is used.
         let _ = timeout_at(until, ended.wait_for(|&number| number >= next)).await;
     }
 }
 
-/// The combined list of all backends that take requests; `None`: none reports a list. A model of a
-/// pair has to be on both servers.
+/// Returns the combined list of all backends that are up. `None`: no backend has returned a list. A
+/// model of a pair has to be on both servers.
 pub(crate) fn all(backends: &[Arc<Backend>]) -> Option<Value> {
     let told = |prefill: bool| -> Vec<Arc<Listed>> {
         let up = backends.iter().filter(|backend| backend.is_up());
@@ -206,7 +209,7 @@ pub(crate) fn all(backends: &[Arc<Backend>]) -> Option<Value> {
     )
 }
 
-/// The names that mean different contents at different backends, one a line.
+/// Returns one message for each name that has different contents at different backends.
 pub(crate) fn conflicts(backends: &[Arc<Backend>]) -> Vec<String> {
     let told: Vec<(&Arc<Backend>, Arc<Listed>)> =
         backends.iter().filter_map(|backend| Some((backend, backend.models.listed()?))).collect();

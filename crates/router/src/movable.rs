@@ -1,4 +1,4 @@
-//! A backend's dispatches that may still move, because nothing of their answers has come.
+//! A backend's dispatches that may still move, because nothing of their answers has arrived.
 
 use std::collections::BTreeMap;
 use std::pin::Pin;
@@ -10,7 +10,7 @@ use tokio::sync::oneshot;
 
 use crate::ask::Ask;
 
-/// The dispatches of one backend that may move, by their numbers.
+/// The dispatches of one backend that may move, by dispatch number.
 #[derive(Debug, Default)]
 pub(crate) struct Movable(Mutex<BTreeMap<u64, Waiter>>);
 
@@ -21,7 +21,7 @@ struct Waiter {
 }
 
 impl Movable {
-    /// Registers a dispatch that may move until its place is dropped.
+    /// Registers a dispatch that may move until the returned entry is dropped.
     pub(crate) fn enter(self: &Arc<Self>, seq: u64, ask: &Arc<Ask>) -> Place {
         let (order, ordered) = oneshot::channel();
         self.0.lock().insert(seq, Waiter { ask: Arc::clone(ask), order });
@@ -33,20 +33,20 @@ impl Movable {
         self.0.lock().is_empty()
     }
 
-    /// The request of a dispatch that may move.
+    /// Returns the request of a dispatch that may move.
     pub(crate) fn ask(&self, seq: u64) -> Option<Arc<Ask>> {
         self.0.lock().get(&seq).map(|waiter| Arc::clone(&waiter.ask))
     }
 
-    /// Orders a dispatch to end, so that its request goes to backend `to`; false if it may not move
-    /// any more.
+    /// Orders a dispatch to end, so that its request goes to backend `to`. Returns false if the
+    /// dispatch may not move any more.
     pub(crate) fn order(&self, seq: u64, to: u32) -> bool {
         let waiter = self.0.lock().remove(&seq);
         waiter.is_some_and(|waiter| waiter.order.send(to).is_ok())
     }
 }
 
-/// A dispatch's entry among those that may move. Dropping it removes the entry.
+/// A dispatch's entry in the list of dispatches that may move. Dropping it removes the entry.
 #[derive(Debug)]
 pub(crate) struct Place {
     movable: Arc<Movable>,
@@ -55,11 +55,11 @@ pub(crate) struct Place {
 }
 
 impl Place {
-    /// Ready with the backend that the request should move to.
+    /// Polls for an order to move. Ready with the backend to which the request should move.
     pub(crate) fn poll(&mut self, context: &mut Context<'_>) -> Poll<u32> {
         match Pin::new(&mut self.ordered).poll(context) {
             Poll::Ready(Ok(to)) => Poll::Ready(to),
-            // Only dropping this place drops the sender.
+            // The sender is dropped only when this entry is dropped.
             Poll::Ready(Err(_)) | Poll::Pending => Poll::Pending,
         }
     }

@@ -1,10 +1,10 @@
 //! Moves queued requests to another backend when loads have drifted apart.
 //!
-//! The rule is the same as between the replicas of a brain ([`forebay_balance::move_pays`]).
-//! Reports in responses are no basis for a move, because a backend with a long queue answers
-//! seldom. They only show which brains to ask. Such a brain is asked which of this router's
-//! dispatches wait, and what is computed before them. A dispatch that was never admitted is dropped
-//! there, and sent to another backend. See ADR 78.
+//! The rule is the same as between the replicas of a brain ([`forebay_balance::move_pays`]). The
+//! reports in responses are not recent enough to base a move on, because a backend with a long
+//! queue responds seldom. They only show which brains to query. Such a brain is queried for this
+//! router's waiting dispatches, and for the work before each. A dispatch that was never admitted is
+//! dropped there, and sent to another backend. See ADR 78.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -23,24 +23,24 @@ use crate::models::without;
 use crate::shared::Shared;
 use crate::watch::report_of;
 
-/// The interval at which the router looks for queues that have drifted apart. Older reports are
-/// requested again.
+/// The interval at which the router checks whether loads have drifted apart. Reports older than
+/// this are requested again.
 const PACE: Duration = Duration::from_millis(50);
-/// The number of waiting dispatches to request from a backend.
+/// The largest number of waiting dispatches to request from a backend.
 const LOOKED_AT: usize = 8;
 
-/// The part of a brain's answer that lists waiting dispatches.
+/// The field of a brain's load report that lists waiting dispatches.
 #[derive(Deserialize)]
 struct Answer {
     #[serde(default)]
     queued: Vec<QueuedDispatch>,
 }
 
-/// A brain, as it counts for moves.
+/// A brain and its load, for decisions about moves.
 struct Brain {
     backend: Arc<Backend>,
     load: Load,
-    /// The brain's waiting dispatches, the latest first, if they were requested.
+    /// The brain's waiting dispatches, latest first, if they were requested.
     queued: Vec<QueuedDispatch>,
 }
 
@@ -49,14 +49,14 @@ impl Brain {
         Self { load: backend.balance(), backend, queued: Vec::new() }
     }
 
-    /// True if the brain takes requests that were queued elsewhere.
+    /// True if the brain may get requests that were queued elsewhere.
     fn is_open(&self) -> bool {
         let candidate = self.backend.candidate(Instant::now());
         candidate.is_some_and(|(_, tries)| !tries)
     }
 }
 
-/// Moves requests as long as the router lives.
+/// Moves requests for as long as the router runs.
 pub(crate) async fn follow(shared: Arc<Shared>) {
     let mut links = HashMap::new();
     loop {
@@ -87,7 +87,7 @@ async fn look(shared: &Arc<Shared>, links: &mut HashMap<u32, Link>) {
         });
     }
     while let Some(told) = questions.join_next().await {
-        // A panicked task is no reason to stop: the next round asks again.
+        // A task that panicked is skipped: the next round queries that brain again.
         let Ok((at, link, answer)) = told else { continue };
         let brain = &mut brains[at];
         if let Some(link) = link {
@@ -100,7 +100,7 @@ async fn look(shared: &Arc<Shared>, links: &mut HashMap<u32, Link>) {
     }
     for brain in &mut brains {
         brain.load = brain.backend.balance();
-        // A report may still count a dispatch that has ended since.
+        // A report may still count a dispatch that ended after the report was made.
         for queued in brain.queued.extract_if(.., |queued| !brain.backend.has(queued.seq)) {
             let prefill = &mut brain.load.work.prefill;
             *prefill = prefill.saturating_sub(queued.tokens);
@@ -123,8 +123,8 @@ fn leave(load: &mut Load, tokens: u64) {
     load.work.prefill = load.work.prefill.saturating_sub(tokens);
 }
 
-/// The brains to ask: those whose known loads have drifted apart, and the one with the oldest
-/// report of the others, since other routers may have sent it work since.
+/// Returns the brains to query: those whose known loads have drifted apart, and of the others the
+/// one with the oldest report. Other routers may have sent work to it since that report.
 fn unclear(brains: &[Brain]) -> Vec<usize> {
     let loads: Vec<Load> = brains.iter().map(|brain| brain.load).collect();
     let mut asked: Vec<usize> = drifted(&loads, |at| brains[at].is_open())
@@ -142,8 +142,9 @@ fn unclear(brains: &[Brain]) -> Vec<usize> {
     asked
 }
 
-/// The next move: the latest dispatch that gains, from the backend with the most to compute to the
-/// backend that computes it soonest. Also returns its tokens that are not cached there.
+/// Returns the next move: the source, the dispatch, the target, and the number of the dispatch's
+/// tokens that are not cached at the target. Tries the source with the most work first, and there
+/// the latest dispatch. The target is the brain that would compute the dispatch soonest.
 fn best(
     shared: &Shared,
     brains: &[Brain],
@@ -154,7 +155,7 @@ fn best(
     sources.sort_by_key(|&at| std::cmp::Reverse(brains[at].load.work.prefill));
     for from in sources {
         let here = &brains[from];
-        // A single request waits for no other.
+        // A single request does not wait for another.
         if here.load.requests < 2 {
             continue;
         }
@@ -183,7 +184,7 @@ fn best(
     None
 }
 
-/// How many of a request's tokens each brain would have to compute; at least one.
+/// Returns the number of the request's tokens that each brain would have to compute, at least one.
 fn uncached<'a>(
     shared: &Shared,
     ask: &Ask,

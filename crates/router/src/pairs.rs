@@ -1,8 +1,8 @@
-//! Pairs of a server that computes prompts and one that goes on behind the first token.
+//! Pairs of a server that computes prompts and a server that continues after the first token.
 //!
-//! Both are servers of one engine: they hand keys and values to each other by its protocol. A
-//! request that a pair computes is counted at both. Where the servers are of ours, the decode
-//! server asks the prefill server that the router names, and computes the prompt if that fails.
+//! Both servers run the same engine, and transfer the KV cache by that engine's protocol. A request
+//! that a pair computes is counted at both. Between Forebay servers, the decode server requests the
+//! blocks from the prefill server that the router names, and computes the prompt if that fails.
 
 use std::sync::Arc;
 
@@ -13,13 +13,13 @@ use http::Method;
 use crate::backend::Backend;
 use crate::policy::Policy;
 
-/// The default bootstrap port of SGLang's prefill servers, at which decode servers find them.
+/// The default bootstrap port of SGLang's prefill servers, to which decode servers connect.
 pub(crate) const BOOTSTRAP_PORT: u16 = 8998;
-/// Routes whose requests a pair computes.
+/// Routes whose requests are computed by a pair.
 const PAIRED: [&str; 3] = ["/v1/chat/completions", "/v1/completions", GENERATE];
-/// SGLang's own route, which vLLM has not.
+/// SGLang's native route, which vLLM lacks.
 pub(crate) const GENERATE: &str = "/generate";
-/// Routes that a decode server answers alone: no model computes anything.
+/// Routes that a decode server answers alone, because no model computes anything.
 const ALONE: [&str; 11] = [
     "/v1/messages/count_tokens",
     "/tokenize",
@@ -33,20 +33,22 @@ const ALONE: [&str; 11] = [
     "/openapi.json",
     "/v1/models",
 ];
-/// Forebay's further routes that generate. Its decode servers answer all other routes alone.
+/// Further routes of Forebay that generate tokens. Its decode servers answer all other routes
+/// alone.
 const OURS: [&str; 5] =
     ["/v1/messages", "/v1/responses", "/api/chat", "/api/generate", "/completion"];
 
-/// The engine of the servers of a pair, whose protocol they speak.
+/// The engine of the servers of a pair. It determines their protocol.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, ValueEnum)]
 pub enum PairEngine {
-    /// SGLang: both servers get the request at once, and meet in a room at the prefill server.
+    /// SGLang: both servers get the request at once. A bootstrap room at the prefill server
+    /// connects them.
     #[value(name = "sglang")]
     SgLang,
-    /// vLLM with its NIXL connector: the decode server gets what the prefill server has answered.
+    /// vLLM with its NIXL connector: the decode server gets the prefill server's answer.
     #[value(name = "vllm")]
     Vllm,
-    /// Forebay: the decode server asks the prefill server.
+    /// Forebay: the decode server contacts the prefill server.
     #[value(name = "forebay")]
     Forebay,
 }
@@ -67,19 +69,19 @@ impl PairEngine {
 pub struct PrefillServer {
     /// The server's URL.
     pub url: String,
-    /// The bootstrap port at which SGLang's decode servers find this server; `None`: the one that
-    /// it reports, or 8998.
+    /// The bootstrap port of this server, to which SGLang's decode servers connect. `None`: the
+    /// port that the server reports, or 8998.
     pub bootstrap_port: Option<u16>,
 }
 
-/// The servers of which pairs are made. Without any, each backend computes whole requests.
+/// The servers that form pairs. If there are none, each backend computes whole requests.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PairConfig {
     /// The servers that compute prompts.
     pub prefill: Vec<PrefillServer>,
-    /// The servers that go on, whose answers clients get.
+    /// The servers that continue after the first token. Clients get their answers.
     pub decode: Vec<String>,
-    /// The engine of all servers; `None`: each server is asked.
+    /// The engine of all servers; `None`: each server is queried for it.
     pub engine: Option<PairEngine>,
     /// The policy that chooses a prefill server; `None`: that of the router.
     pub prefill_policy: Option<Policy>,
@@ -88,12 +90,12 @@ pub struct PairConfig {
 }
 
 impl PairConfig {
-    /// True if there are no such servers.
+    /// True if no servers are configured for pairs.
     pub(crate) fn is_empty(&self) -> bool {
         self.prefill.is_empty() && self.decode.is_empty()
     }
 
-    /// The servers, each with its part of requests.
+    /// Returns the servers, each with its duty.
     ///
     /// # Errors
     /// A text is not the URL of a backend.
@@ -112,7 +114,7 @@ pub(crate) enum Duty {
     /// Whole requests.
     #[default]
     Whole,
-    /// Prompts, with the port at which SGLang's decode servers find it, if that was named.
+    /// Only prompts; with the configured port to which SGLang's decode servers connect.
     Prefill { bootstrap_port: Option<u16> },
     /// Everything after the first token.
     Decode,
@@ -128,17 +130,17 @@ impl Duty {
         }
     }
 
-    /// True if the backend computes prompts only.
+    /// True if the backend computes only prompts.
     pub(crate) fn is_prefill(self) -> bool {
         matches!(self, Self::Prefill { .. })
     }
 }
 
-/// The way in which a server takes part in pairs.
+/// The engine and port of a server in pairs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Peer {
     pub(crate) engine: PairEngine,
-    /// The port at which SGLang's decode servers find a prefill server.
+    /// The port of a prefill server, to which SGLang's decode servers connect.
     pub(crate) bootstrap_port: u16,
 }
 
@@ -148,8 +150,8 @@ pub(crate) fn are_ours(backends: &[Arc<Backend>]) -> bool {
     decode == [PairEngine::Forebay]
 }
 
-/// True if a pair computes a request; false if a decode server answers it alone. `ours`: all decode
-/// servers are of ours.
+/// True if a pair computes a request; false if a decode server answers it alone. `ours`: true if
+/// all decode servers are Forebay's.
 ///
 /// # Errors
 /// Pairs do not serve the route.
@@ -167,8 +169,8 @@ pub(crate) fn is_paired(method: &Method, path: &str, ours: bool) -> Result<bool,
     Err(ApiError::NotImplemented { reason })
 }
 
-/// Engines of which a prefill server is among these backends, and those of which a decode server
-/// is.
+/// Returns the engines of the prefill servers among these backends, and those of the decode
+/// servers.
 fn engines<'a>(backends: impl Iterator<Item = &'a Arc<Backend>>) -> [Vec<PairEngine>; 2] {
     let mut found = [Vec::new(), Vec::new()];
     for backend in backends {
@@ -183,16 +185,16 @@ fn engines<'a>(backends: impl Iterator<Item = &'a Arc<Backend>>) -> [Vec<PairEng
     found
 }
 
-/// The engines of which there is a pair among these backends. A decode server of ours is as good as
-/// one: it computes the prompt if no prefill server does.
+/// Returns the engines that have a complete pair among these backends. A Forebay decode server
+/// alone suffices, because it can compute the prompt itself.
 pub(crate) fn paired<'a>(backends: impl Iterator<Item = &'a Arc<Backend>>) -> Vec<PairEngine> {
     let [prefill, mut decode] = engines(backends);
     decode.retain(|engine| *engine == PairEngine::Forebay || prefill.contains(engine));
     decode
 }
 
-/// The reason for which none of these backends are a pair, though both kinds are there. `None` if a
-/// pair is among them, or if one kind is missing.
+/// Returns the reason why none of these backends form a pair although both kinds exist. `None` if
+/// there is a pair, or if one kind is missing.
 pub(crate) fn mismatch(backends: &[Arc<Backend>]) -> Option<String> {
     let [prefill, decode] = engines(backends.iter());
     let apart = !prefill.is_empty() && !decode.is_empty();
@@ -210,14 +212,14 @@ pub(crate) fn mismatch(backends: &[Arc<Backend>]) -> Option<String> {
     })
 }
 
-/// The reasons for which servers of pairs take no requests, one sentence each: an unsuitable
+/// Returns the reasons why servers of pairs take no requests, one sentence each: an unsuitable
 /// server, or engines that do not match.
 pub(crate) fn faults(backends: &[Arc<Backend>]) -> Vec<String> {
     let own = backends.iter().filter_map(|backend| backend.fault());
     own.chain(mismatch(backends)).collect()
 }
 
-/// The sentence for a request that no pair takes.
+/// Returns the message for a request that no pair takes.
 pub(crate) fn no_pair(backends: &[Arc<Backend>]) -> String {
     for (prefill, kind) in [(true, "prefill"), (false, "decode")] {
         let mut those = backends.iter().filter(|backend| backend.duty.is_prefill() == prefill);

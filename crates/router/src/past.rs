@@ -1,42 +1,44 @@
-//! The history of a request: the backends that died while they had it, and its role in these
+//! The history of a request: the backends that died while they computed it, and its role in these
 //! deaths.
 //!
-//! Each request in flight at a death is a suspect, as with the hands of a brain (ADR 4). Suspects
-//! are tried one at a time: a backend has at most one of them on trial. A suspect whose backend
-//! dies during the trial is given up, and no other request is. See ADR 21 and ADR 66.
+//! Each request in flight at a death is a suspect, as in a brain when a hand dies (ADR 4). A
+//! backend has at most one suspect on trial at a time. If a backend dies during a trial, only the
+//! request on trial is given up. See ADR 21 and ADR 66.
 
 use std::time::{Duration, Instant};
 
-/// The shortest trial, unless something is produced sooner.
+/// The shortest time of a trial that does not end earlier by output.
 const SHORTEST_TRIAL: Duration = Duration::from_secs(1);
-/// After this many deaths a trial does not end with the first output.
+/// The number of deaths after which a trial does not end with the first output.
 const MANY: u8 = 2;
 
 /// A request's role in a backend's death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// The request was on trial there.
+    /// The request itself was on trial.
     OnTrial,
-    /// Another request was on trial there.
+    /// Another request was on trial.
     Bystander,
-    /// No request was on trial there.
+    /// No request was on trial.
     Present,
 }
 
 /// The length of a request's trial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Trial {
-    /// Until it produces output, or until this time has passed: longer than it ran before the
-    /// earlier death.
+    /// Until it produces output, or until this time has passed. The time is longer than the request
+    /// ran before the last death.
     Output(Duration),
-    /// For this time, even if it produces output, because that did not rule out the second death.
+    /// For this time, even if it produces output: the request was in flight at several deaths, so
+    /// output alone does not clear it.
     Time(Duration),
-    /// Until it ends, because it survived a trial and was then in flight at another death.
+    /// Until the request ends, because it was in flight at several deaths that no other request is
+    /// blamed for.
     Whole,
 }
 
 impl Trial {
-    /// The time after which the trial ends even without output.
+    /// Returns the time after which the trial ends even without output; `None`: there is no limit.
     pub(crate) fn longest(self) -> Option<Duration> {
         match self {
             Self::Output(time) | Self::Time(time) => Some(time),
@@ -49,19 +51,19 @@ impl Trial {
 #[derive(Debug, Default)]
 pub(crate) struct Past {
     deaths: u8,
-    /// Deaths that no other request is blamed for.
+    /// The number of deaths that no other request is blamed for.
     unexplained: u8,
-    /// How long the request had been with the backend that died last.
+    /// The time for which the backend that died last had the request.
     lived: Duration,
-    /// The last death.
+    /// The time of the last death.
     last: Option<Instant>,
-    /// True if the request has to be tried alone.
+    /// True if the request has to be put on trial.
     suspect: bool,
 }
 
 impl Past {
-    /// Records the death of a backend that had the request since `since`. False: the request is not
-    /// tried again.
+    /// Records the death of a backend that had the request since `since`. Returns false if the
+    /// request must not be tried again.
     pub(crate) fn died(&mut self, role: Role, since: Instant, now: Instant) -> bool {
         self.deaths = self.deaths.saturating_add(1);
         self.unexplained = self.unexplained.saturating_add((role == Role::Present).into());
@@ -71,14 +73,14 @@ impl Past {
         role != Role::OnTrial
     }
 
-    /// Records output after the last death. True: its trial is over.
+    /// Records output after the last death. Returns true if the trial is over.
     pub(crate) fn produced(&mut self) -> bool {
         let over = matches!(self.trial(), None | Some(Trial::Output(_)));
         self.suspect &= !over;
         over
     }
 
-    /// The request's next trial; `None`: the request is no suspect.
+    /// Returns the request's next trial; `None`: the request is not a suspect.
     pub(crate) fn trial(&self) -> Option<Trial> {
         let time = (2 * self.lived).max(SHORTEST_TRIAL);
         self.suspect.then_some(match (self.deaths, self.unexplained) {
@@ -88,12 +90,12 @@ impl Past {
         })
     }
 
-    /// The time of the last death, if the request has been a suspect since then.
+    /// Returns the time of the last death if the request is still a suspect.
     pub(crate) fn suspected(&self) -> Option<Instant> {
         self.last.filter(|_| self.suspect)
     }
 
-    /// Backends that died while they computed the request.
+    /// The number of backends that died while they computed the request.
     pub(crate) fn deaths(&self) -> u8 {
         self.deaths
     }

@@ -1,5 +1,5 @@
-//! A body for a backend: pieces of the client's body with the router's additions around and between
-//! them.
+//! The body of a request to a backend: chunks of the client's body, and the router's additions
+//! around and between them.
 
 use std::collections::VecDeque;
 use std::convert::Infallible;
@@ -9,7 +9,7 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
-/// Consecutive pieces, so that an insertion copies nothing else. No piece is empty.
+/// Consecutive chunks, so that an insertion copies nothing else. No chunk is empty.
 #[derive(Debug, Default)]
 pub(crate) struct Payload(VecDeque<Bytes>);
 

@@ -1,4 +1,4 @@
-//! The choice of a backend for a request.
+//! Chooses a backend for a request.
 
 use clap::ValueEnum;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
@@ -23,14 +23,15 @@ pub enum Policy {
     Session,
 }
 
-/// The thresholds beyond which `cache_aware` follows loads, as in SGLang's router.
+/// The thresholds at which `cache_aware` chooses by load, as in SGLang's router.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Thresholds {
-    /// The smallest cached share of a prompt that lets the cache decide.
+    /// The smallest cached share of a prompt with which the cache decides the choice.
     pub cache: f32,
-    /// The largest difference of loads, in requests.
+    /// The largest difference between the loads of two backends, in requests.
     pub balance_abs: u32,
-    /// The largest ratio of loads. Loads decide only if both limits are exceeded.
+    /// The largest ratio between the loads of two backends. Loads decide only if both limits are
+    /// exceeded.
     pub balance_rel: f32,
 }
 
@@ -47,13 +48,13 @@ pub struct Candidate {
     pub name: u64,
     /// The number of requests at the backend.
     pub requests: u32,
-    /// Tokens at the backend, which break ties between equal numbers of requests.
+    /// The number of tokens at the backend. It decides between backends with equally many requests.
     pub tokens: u64,
-    /// The share of the prompt in the backend's cache.
+    /// The share of the prompt that is in the backend's cache, from 0 to 1.
     pub cached: f32,
 }
 
-/// The chooser of backends.
+/// Chooses backends by a policy.
 #[derive(Debug)]
 pub struct Chooser {
     policy: Policy,
@@ -62,14 +63,14 @@ pub struct Chooser {
 }
 
 impl Chooser {
-    /// A chooser at its first turn.
+    /// Creates a chooser.
     #[must_use]
     pub fn new(policy: Policy, thresholds: Thresholds) -> Self {
         Self { policy, thresholds, turn: 0 }
     }
 
-    /// The index of the chosen candidate; `None` if there are none. `key` is the routing key for
-    /// `session`.
+    /// Returns the index of the chosen candidate; `None` if there are no candidates. `key` is the
+    /// routing key for `session`.
     pub fn choose(&mut self, candidates: &[Candidate], key: Option<u64>) -> Option<usize> {
         if candidates.is_empty() {
             return None;
@@ -101,11 +102,11 @@ impl Chooser {
         if imbalanced || best < cache {
             return self.least(candidates, |_| true);
         }
-        // Differences of half a prompt block are not worth a longer queue.
+        // A slightly larger cached share, within 5%, is not worth a longer queue.
         self.least(candidates, |candidate| candidate.cached >= 0.95 * best)
     }
 
-    /// The least loaded of the `fit` candidates.
+    /// Returns the least loaded of the candidates for which `fit` is true.
     fn least(&self, candidates: &[Candidate], fit: impl Fn(&Candidate) -> bool) -> usize {
         let count = candidates.len();
         let in_turn = (0..count).map(|step| (self.turn + step) % count);
@@ -120,8 +121,8 @@ fn work(candidate: &Candidate) -> (u32, u64) {
     (candidate.requests, candidate.tokens)
 }
 
-/// Rendezvous hashing (Thaler and Ravishankar 1998): a backend that comes or goes moves only its
-/// own keys.
+/// Rendezvous hashing (Thaler and Ravishankar 1998): adding or removing a backend moves only the
+/// keys of that backend.
 fn rendezvous(candidates: &[Candidate], key: u64) -> usize {
     let weight = |candidate: &Candidate| xxh3_64_with_seed(&candidate.name.to_le_bytes(), key);
     (0..candidates.len()).max_by_key(|&index| weight(&candidates[index])).unwrap_or(0)

@@ -1,5 +1,5 @@
-//! Gets a response from some backend: chooses one, makes an attempt, and tries others while nothing
-//! is produced.
+//! Gets a response from some backend: chooses a backend, makes an attempt, and tries others as long
+//! as the client has received nothing.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -22,18 +22,18 @@ use crate::pairs::no_pair;
 use crate::shared::{Choice, Dispatch, Shared, Worker};
 use crate::watch::has_died;
 
-/// The longest pause before looking again for a backend for a request. Changes that only time
-/// causes, such as in a circuit breaker, wake no waiting request.
+/// The longest pause before a waiting request looks for a backend again. Changes that only time
+/// causes, such as in a circuit breaker, do not wake it.
 const LOOK: Duration = Duration::from_secs(1);
-/// The longest `Retry-After` that is believed, in seconds.
+/// The longest accepted `Retry-After`, in seconds; longer ones are cut to this.
 const LONGEST_RETRY_AFTER: u64 = 86_400;
 
-/// A failure without a response, or a response to pass on although another backend might do better.
+/// The failure of a request: an error, or the last response of a backend, which goes to the client.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// No backend could be asked, or none answered.
+    /// No backend could be reached, or none responded.
     Api(ApiError),
-    /// The last backend refused.
+    /// The response of the last backend, which refused the request.
     Refused(Response<Bytes>),
 }
 
@@ -51,7 +51,8 @@ impl Avoided {
         self.0.iter().map(|&(backend, _)| backend).collect()
     }
 
-    /// When the first of them may be tried again, at least `pause` from now.
+    /// Returns the time at which the first of these backends may be tried again, at least `pause`
+    /// from now.
     fn first(&self, pause: Duration) -> Instant {
         let earliest = Instant::now() + pause;
         self.0.iter().map(|&(_, until)| until).min().map_or(earliest, |first| first.max(earliest))
@@ -63,7 +64,7 @@ impl Avoided {
     }
 }
 
-/// Backends that failed a request, each once.
+/// The backends that failed a request, without duplicates.
 #[derive(Default)]
 struct Failures(Vec<Arc<Backend>>);
 
@@ -74,7 +75,8 @@ impl Failures {
         }
     }
 
-    /// Tells the backends' circuit breakers. If a request fails everywhere, that is its own fault.
+    /// Charges the failures to the backends' circuit breakers, unless the request failed at several
+    /// backends and nowhere succeeded: then the request itself is at fault.
     fn settle(self, client: ClientId, answered: bool) {
         if answered || self.0.len() == 1 {
             self.0.iter().for_each(|backend| backend.charge(FailureOrigin::Client(client.0)));
@@ -82,8 +84,8 @@ impl Failures {
     }
 }
 
-/// Asks backends until one answers. With `resume`, until one continues that stream, whose dispatch
-/// `broke`.
+/// Tries backends until one responds. With `resume`, tries them until one continues that stream;
+/// `broke` is the dispatch that broke off.
 pub(crate) async fn reach(
     worker: &Arc<Worker>,
     ask: &Arc<Ask>,
@@ -114,13 +116,13 @@ async fn search(
     let shared = &worker.shared;
     let retry = shared.config.retry;
     let mut last = None;
-    // The answer of a backend that does not keep the named response.
+    // The response of a backend that does not keep the response which the request names.
     let mut unkept = None;
     let (mut attempts, mut rounds) = (0, 0);
-    // A failure on an idle connection says little. After one such failure only new connections are
-    // used.
+    // A failure on a reused connection may only mean that the backend had closed it. After one such
+    // failure only new connections are used.
     let mut fresh = false;
-    // The backend that a queued request goes to.
+    // The backend to which the queued request is to move.
     let mut target: Option<u32> = None;
     loop {
         let moved = target.take().and_then(|to| shared.dispatch_to(ask, to));
@@ -132,7 +134,7 @@ async fn search(
             if let Some(unkept) = unkept {
                 return Err(unkept);
             }
-            // Every available backend was tried.
+            // All available backends have been tried.
             rounds += 1;
             let patient = is_patient(shared, ask);
             let pause = retry.pause(rounds, rand::random());
@@ -197,8 +199,8 @@ async fn search(
             Verdict::Final(failure) => return Err(failure),
             Verdict::Next(failure) => last = Some(failure),
         }
-        // A death is not the request's fault, so it does not count while the request may be tried
-        // again.
+        // A death may not be the request's fault, so it does not count as an attempt while the
+        // request may be tried again.
         attempts += u32::from(!died || retry.retries == 0);
         if attempts > retry.retries {
             return Err(last.unwrap_or_else(|| no_backend(shared, ask)));
@@ -214,7 +216,7 @@ fn is_patient(shared: &Shared, ask: &Ask) -> bool {
     died.is_some_and(waits) && !shared.draining.load(Ordering::Acquire)
 }
 
-/// The answer to a request that no backend takes.
+/// Returns the failure of a request that no backend takes.
 fn give_up(shared: &Shared, ask: &Ask, last: Option<Failure>) -> Failure {
     match last {
         _ if Instant::now() >= ask.deadline => broken(&Broken::Deadline),
@@ -224,7 +226,7 @@ fn give_up(shared: &Shared, ask: &Ask, last: Option<Failure>) -> Failure {
     }
 }
 
-/// The time after which a backend may be tried again with this request, from its answer.
+/// Returns the delay in the `Retry-After` header of the backend's response.
 fn retry_after(trouble: &Trouble) -> Option<Duration> {
     let Trouble::Refused(response) = trouble else { return None };
     let seconds: u64 = response.headers().get(RETRY_AFTER)?.to_str().ok()?.trim().parse().ok()?;
@@ -233,15 +235,15 @@ fn retry_after(trouble: &Trouble) -> Option<Duration> {
 
 /// The decision after a failed attempt.
 enum Verdict {
-    /// Try the same backends again, on a new connection.
+    /// Try again on a new connection. The same backend may be chosen.
     Again,
-    /// Try this backend, without counting the attempt.
+    /// Try this backend, without counting an attempt.
     Moved(u32),
-    /// Try another backend, without counting the attempt.
+    /// Try another backend, without counting an attempt.
     Aside(Failure),
-    /// Another backend is asked, if attempts are left.
+    /// Try another backend, if attempts are left.
     Next(Failure),
-    /// No other backend is asked.
+    /// Try no other backend.
     Final(Failure),
 }
 
@@ -272,7 +274,7 @@ fn verdict(shared: &Shared, backend: &Backend, trouble: Trouble, died: bool) -> 
     }
 }
 
-/// Chooses a backend for the next attempt. A suspect waits until it can be tried alone somewhere.
+/// Chooses a backend for the next attempt. A suspect waits for its trial at a backend.
 async fn choose(shared: &Shared, ask: &Ask, avoid: &[u32], resumed: bool) -> Option<Dispatch> {
     let (trial, deaths) = {
         let past = ask.past.lock();
@@ -292,18 +294,19 @@ async fn choose(shared: &Shared, ask: &Ask, avoid: &[u32], resumed: bool) -> Opt
             Choice::OnTrial if Instant::now() >= ask.deadline => return None,
             Choice::OnTrial => {
                 let look = ask.deadline.min(Instant::now() + LOOK);
-                // After a wake-up or the deadline, look for a backend again.
+                // After a wake-up or the timeout, look for a backend again.
                 let _ = timeout_at(look.into(), ticket.woken()).await;
             }
         }
     }
 }
 
-/// Finds out whether a broken dispatch was in flight at its backend's death, and records it.
+/// Determines whether a broken dispatch was in flight at its backend's death. If so, records the
+/// death.
 ///
 /// # Errors
 ///
-/// It was, and the request must not be tried again.
+/// The backend died, and the request must not be tried again.
 async fn mourn(shared: &Shared, ask: &Ask, sent: Sent) -> Result<bool, Failure> {
     if !has_died(shared, &sent).await {
         return Ok(false);
@@ -346,7 +349,7 @@ fn broken(reason: &Broken) -> Failure {
     Failure::Api(unanswered(reason))
 }
 
-/// The error for a client whose response broke.
+/// Returns the error for a client whose response broke off.
 pub(crate) fn unanswered(reason: &Broken) -> ApiError {
     let said = reason.to_string();
     match reason {

@@ -1,4 +1,4 @@
-//! The list of backends, and the sources of their names.
+//! The list of backends, and the sources that name them.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use crate::ledger::Accounting;
 use crate::pairs::Duty;
 use crate::trials::Trials;
 
-/// The source of a backend's name.
+/// The source that names a backend.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Source {
     /// The command line.
     Flags,
-    /// The file.
+    /// The file of backends.
     File,
-    /// A name that was resolved.
+    /// A resolved DNS name.
     Dns(String),
-    /// Backends themselves, each for some time.
+    /// A registration of this URL over HTTP, which expires.
     Lease(String),
 }
 
@@ -36,21 +36,21 @@ struct Entry {
 /// A function that is called with each new backend.
 pub(crate) type Added = Box<dyn Fn(&Arc<Backend>) + Send + Sync>;
 
-/// The list. A backend stays on it as long as one source names it.
+/// The list of backends. A backend stays on it as long as one source names it.
 pub(crate) struct Registry {
     sources: Mutex<BTreeMap<Source, Entry>>,
     current: RwLock<Arc<[Arc<Backend>]>>,
     next_id: AtomicU32,
     accounting: Accounting,
     breaker: BreakerConfig,
-    /// The requests that wait for a trial.
+    /// The suspects that wait for a trial.
     pub(crate) trials: Arc<Trials>,
     /// Called with each new backend.
     added: Added,
 }
 
 impl Registry {
-    /// An empty list. `added` is called with each new backend.
+    /// Creates an empty list. `added` is called with each new backend.
     pub(crate) fn new(accounting: Accounting, breaker: BreakerConfig, added: Added) -> Self {
         Self {
             sources: Mutex::default(),
@@ -63,24 +63,25 @@ impl Registry {
         }
     }
 
-    /// The list as it is now.
+    /// Returns the present list.
     pub(crate) fn current(&self) -> Arc<[Arc<Backend>]> {
         Arc::clone(&self.current.read())
     }
 
-    /// Sets the backends of a source until its next change. They compute whole requests.
+    /// Replaces the backends of a source, which compute whole requests.
     pub(crate) fn set(&self, source: Source, urls: Vec<BackendUrl>) {
         self.name(source, urls.into_iter().map(|url| (url, Duty::Whole)).collect());
     }
 
-    /// Sets the backends of a source until its next change, each with its duty.
+    /// Replaces the backends of a source, each with its duty.
     pub(crate) fn name(&self, source: Source, named: Vec<(BackendUrl, Duty)>) {
         let mut sources = self.sources.lock();
         sources.insert(source, Entry { named, until: None });
         self.rebuild(&sources);
     }
 
-    /// Adds a backend, or renews its lease. False: `most` others have a lease already.
+    /// Adds a backend, or renews its lease. Returns false if `most` other backends already have a
+    /// lease.
     pub(crate) fn lease(
         &self,
         source: Source,
@@ -99,7 +100,7 @@ impl Registry {
         true
     }
 
-    /// Removes the backends of a source. False: it had none.
+    /// Removes the backends of a source. Returns false if the source had none.
     pub(crate) fn remove(&self, source: &Source) -> bool {
         let mut sources = self.sources.lock();
         let removed = sources.remove(source).is_some();
@@ -107,7 +108,7 @@ impl Registry {
         removed
     }
 
-    /// Ends leases that were not renewed by `now`.
+    /// Removes backends whose leases were not renewed by `now`.
     pub(crate) fn expire(&self, now: Instant) {
         let mut sources = self.sources.lock();
         let before = sources.len();
@@ -117,7 +118,8 @@ impl Registry {
         }
     }
 
-    /// Called with the sources locked, so that lists are published in order.
+    /// Updates the list. The caller holds the lock of the sources, so that lists are published in
+    /// order.
     fn rebuild(&self, sources: &BTreeMap<Source, Entry>) {
         let old = self.current();
         let mut new: Vec<Arc<Backend>> = Vec::new();

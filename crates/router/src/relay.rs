@@ -1,8 +1,8 @@
-//! A response on its way to the client, which survives failures of the backends behind it.
+//! Forwards a response to the client, and survives failures of backends.
 //!
-//! When a stream breaks that a brain has tagged, another brain continues it. Any other broken
-//! stream ends with an error event. A response that is no stream ends with a closed connection,
-//! because its announced length can't be met.
+//! If a stream breaks off for which a brain sent a stream name, another brain continues it. Any
+//! other broken stream ends with an error event. A response that is not streamed ends with a closed
+//! connection, because its announced length can't be met.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -22,47 +22,47 @@ use crate::flow::{Broken, Flow};
 use crate::reach::{Failure, reach, unanswered};
 use crate::shared::{Live, Worker};
 
-/// The connection to the client has to be closed: the response can't be completed.
+/// The error that closes the client's connection, because the response can't be completed.
 #[derive(Debug, thiserror::Error)]
 #[error("the response broke: {0}")]
 pub(crate) struct Cut(Broken);
 
 type Recovery = Pin<Box<dyn Future<Output = Result<Reached, Failure>> + Send>>;
 
-/// The last event of a stream of OpenAI's APIs.
+/// The last event of a stream in OpenAI's APIs.
 const DONE: &[u8] = b"data: [DONE]\n\n";
 
 /// The result of a poll.
 type Polled = Poll<Option<Result<Frame<Bytes>, Cut>>>;
 
 enum State {
-    /// Bytes come.
+    /// A backend's bytes are being forwarded.
     Flowing(Box<Flow>),
-    /// Looking for another backend to continue.
+    /// The router is looking for another backend to continue the stream.
     Recovering(Recovery),
-    /// The whole body was passed on.
+    /// The whole body was forwarded.
     Over,
 }
 
-/// The body of a response.
+/// The body of a response to a client.
 pub(crate) struct Relay {
     worker: Arc<Worker>,
-    /// Kept, with its body, only if another backend may have to continue.
+    /// The request, kept with its body only if another backend may have to continue.
     ask: Option<Arc<Ask>>,
     client: ClientId,
     kind: Kind,
-    /// The bytes to give before anything else.
+    /// The bytes to forward first.
     first: Bytes,
     state: State,
-    /// The last bytes sent, as many as the last event of a stream has.
+    /// The last bytes sent, at most as many as [`DONE`] has.
     tail: Vec<u8>,
-    /// Ready when the router ends all running requests.
+    /// Ready when the router aborts all running requests.
     cut: Pin<Box<dyn Future<Output = ()> + Send>>,
     _live: Live,
 }
 
 impl Relay {
-    /// A relay of the response to a client's request.
+    /// Creates a relay of the response to a client's request.
     pub(crate) fn new(
         worker: Arc<Worker>,
         ask: Arc<Ask>,
@@ -76,7 +76,7 @@ impl Relay {
         let ask = Some(ask).filter(|_| matches!(kind, Kind::Tape(..)));
         let mut cut = worker.shared.cut.subscribe();
         let cut = Box::pin(async move {
-            // The sender lives as long as the worker thread.
+            // Waiting can't fail, because the sender lives as long as the worker thread.
             let _ = cut.wait_for(|&cut| cut).await;
         });
         let tail = Vec::new();
@@ -91,12 +91,12 @@ impl Relay {
         Poll::Ready(Some(Ok(Frame::data(bytes))))
     }
 
-    /// The stream ends here, with an error that the client can read.
+    /// Ends the stream with an error event that the client can read.
     fn fail(&mut self, error: &ApiError) -> Polled {
         self.worker.shared.totals.errors.fetch_add(1, Ordering::Relaxed);
         self.state = State::Over;
         tracing::warn!(%error, "stream failed");
-        // End an event that was cut in the middle first.
+        // If an event was sent only in part, end it first.
         let between = self.tail.is_empty() || self.tail.ends_with(b"\n\n");
         let gap = if between { "" } else { "\n\n" };
         let body = serde_json::to_string(&error.body()).unwrap_or_default();
@@ -105,7 +105,7 @@ impl Relay {
     }
 
     /// Handles a backend's failure in the middle of a response: another brain continues, or the
-    /// client gets an error.
+    /// client gets an error. `None`: the caller continues polling.
     fn broke(&mut self, reason: Broken) -> Option<Polled> {
         let State::Flowing(mut flow) = std::mem::replace(&mut self.state, State::Over) else {
             return None;
@@ -119,7 +119,7 @@ impl Relay {
         }
         tracing::debug!(backend = flow.sent.backend.url.url(), %reason, "a response broke");
         if self.tail == DONE {
-            // Nothing but the end of the body was missing.
+            // Only the end of the body was missing.
             return Some(Poll::Ready(None));
         }
         let kind = std::mem::replace(&mut self.kind, Kind::Events);
@@ -133,7 +133,7 @@ impl Relay {
             return None;
         }
         if is_failure {
-            // The failure is charged without asking whether other backends fail too.
+            // No other backend is tried, so the failure is charged at once.
             flow.sent.backend.charge(FailureOrigin::Client(self.client.0));
         }
         if plain {
@@ -155,12 +155,12 @@ impl Relay {
         }));
     }
 
-    /// True if the backend has sent more than may be held back.
+    /// True if the backend has sent more bytes than may be held back.
     fn is_full(&self) -> bool {
         matches!(&self.kind, Kind::Tape(tape, _) if tape.is_full())
     }
 
-    /// Turns a backend's bytes into the client's.
+    /// Processes bytes of a backend. Returns the bytes for the client.
     fn pass(&mut self, bytes: Bytes) -> Bytes {
         match (&mut self.kind, &self.state) {
             (Kind::Tape(tape, _), State::Flowing(flow)) => {
@@ -172,7 +172,7 @@ impl Relay {
         }
     }
 
-    /// The bytes that were held back until the end.
+    /// Returns the bytes that were held back until the end.
     fn rest(&mut self) -> Bytes {
         match &mut self.kind {
             Kind::Tape(tape, _) => tape.finish(),
@@ -248,7 +248,7 @@ impl Body for Relay {
                 },
             }
         }
-        // Polled last, since it is ready only when everything else is done.
+        // Polled last, because it rarely becomes ready.
         if this.cut.as_mut().poll(context).is_ready() {
             return match this.kind {
                 Kind::Plain => {

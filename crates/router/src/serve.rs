@@ -1,4 +1,4 @@
-//! The threads, the accept loops and the shutdown.
+//! Starts and stops the router: its threads and accept loops.
 
 use std::convert::Infallible;
 use std::io;
@@ -30,30 +30,30 @@ use crate::shared::{Fuse, Shared, Worker};
 use crate::sources::{end_leases, follow_file, follow_name, read_list};
 use crate::watch::watch;
 
-/// How long connections may take to close after the last request.
+/// The time that connections may take to close after the last request.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long connections may take to close after requests were cut off.
+/// The time that connections may take to close after requests were aborted.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
-/// The pause after a failed accept, most likely for lack of descriptors.
+/// The pause after a failed accept, which usually fails for lack of descriptors.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
-/// The time between two looks at idle connections.
+/// The interval at which idle connections are checked.
 const PRUNE: Duration = Duration::from_secs(10);
 /// The longest wait for the first health checks.
 const FIRST_CHECKS: Duration = Duration::from_secs(2);
 const POLL: Duration = Duration::from_millis(5);
 
-/// Why a router does not start.
+/// The reason why a router does not start.
 #[derive(Debug, Error)]
 pub enum StartError {
-    /// No backends are named, and none can register.
+    /// No backends are configured, and none can register.
     #[error(
         "no backends: --backends, --backends-file, --backends-dns or --registration-key is needed"
     )]
     NoBackends,
-    /// A configured URL is not one of a backend.
+    /// A configured URL is not the URL of a backend.
     #[error(transparent)]
     Url(#[from] UrlError),
-    /// The named servers cannot form pairs.
+    /// The configured servers cannot form pairs.
     #[error("{0}")]
     Pairs(String),
     /// The file of backends cannot be read.
@@ -77,15 +77,16 @@ pub struct Router {
 enum Stage {
     Serving,
     Closing,
-    /// Requests are ended at once.
+    /// Running requests are aborted.
     Cutting,
 }
 
 impl Router {
-    /// Starts the threads. Connections are accepted after every named backend was checked once.
+    /// Starts the threads. Connections are accepted after the first health check of every named
+    /// backend.
     ///
     /// # Errors
-    /// No source names a backend, or the system can't start threads.
+    /// The configuration is invalid, or the system can't start threads.
     pub fn start(config: RouterConfig, listener: TcpListener) -> Result<Self, StartError> {
         let sources = config.sources.clone();
         let urls: Result<Vec<_>, _> =
@@ -147,14 +148,16 @@ impl Router {
         Ok(Self { shared, stop, threads, watching })
     }
 
-    /// Waits until a part of the router has panicked. Panics of single requests do not count.
+    /// Waits until a part of the router has panicked. Panics of the tasks of single requests do not
+    /// count.
     pub async fn broken(&self) {
-        // The sender lives in self, so waiting cannot fail.
+        // The sender is part of `self`, so waiting cannot fail.
         let _ = self.shared.broken.subscribe().wait_for(|&broken| broken).await;
     }
 
     /// Refuses new requests, and lets running ones finish until the drain timeout or until `hurry`
-    /// is ready, then cuts off the rest and stops. False: a part of the router has panicked.
+    /// is ready. Then aborts the rest and stops. Returns false if a part of the router has
+    /// panicked.
     pub fn stop(self, hurry: impl Future<Output = ()>) -> bool {
         self.shared.draining.store(true, Ordering::Release);
         let limit = self.shared.config.drain_timeout;
@@ -175,7 +178,7 @@ impl Router {
         });
         self.stop.send_replace(stage);
         for thread in self.threads {
-            // The thread has printed its panic and dropped its fuse.
+            // A panicked thread has printed its panic and dropped its fuse.
             let _ = thread.join();
         }
         self.watching.shutdown_timeout(Duration::from_secs(1));
@@ -183,7 +186,7 @@ impl Router {
     }
 }
 
-/// Spawns a task without which the router cannot go on.
+/// Wraps a task without which the router can't run, so that its panic is reported.
 fn fused(
     shared: &Arc<Shared>,
     work: impl Future<Output = ()> + Send + 'static,
@@ -195,7 +198,7 @@ fn fused(
     }
 }
 
-/// Backends that come are watched by `runtime`.
+/// Creates the shared state. New backends are watched by tasks of `runtime`.
 fn shared(config: RouterConfig, runtime: Handle) -> Arc<Shared> {
     let whole: Arc<OnceLock<Weak<Shared>>> = Arc::default();
     let later = Arc::clone(&whole);
@@ -207,12 +210,12 @@ fn shared(config: RouterConfig, runtime: Handle) -> Arc<Shared> {
     let accounting = config.watch.accounting();
     let registry = Registry::new(accounting, config.breaker, Box::new(added));
     let shared = Arc::new(Shared::new(config, registry));
-    // It was empty until now, and the list of backends is filled only afterwards.
+    // `set` can't fail, because this is the only call. The list of backends is filled afterwards.
     let _ = whole.set(Arc::downgrade(&shared));
     shared
 }
 
-/// Waits, up to a limit, until the listed backends are up.
+/// Waits until all listed backends are up or faulty, for a limited time.
 async fn first_checks(shared: &Shared) {
     let up = async {
         let is_known = |backend: &Arc<Backend>| backend.is_up() || backend.fault().is_some();
@@ -225,7 +228,7 @@ async fn first_checks(shared: &Shared) {
     }
 }
 
-/// One thread's connections.
+/// Serves the connections of one thread.
 async fn work(
     worker: &Arc<Worker>,
     listener: TcpListener,
@@ -237,7 +240,7 @@ async fn work(
     let mut pruning = interval(PRUNE);
     loop {
         tokio::select! {
-            // The sender lives until the thread has ended.
+            // The sender lives until this thread has ended.
             _ = stages.wait_for(|&stage| stage != Stage::Serving) => break,
             accepted = listener.accept() => match accepted {
                 Ok((stream, address)) => match Arc::clone(&worker.shared.places).try_acquire_owned() {
@@ -275,7 +278,7 @@ fn connection(
     place: OwnedSemaphorePermit,
     graceful: &GracefulShutdown,
 ) -> impl Future<Output = ()> + Send + 'static {
-    // Events are small and urgent. If this fails, only latency suffers.
+    // Events are small and urgent. If this call fails, only latency suffers.
     let _ = stream.set_nodelay(true);
     let header_timeout = worker.shared.config.receive_timeout;
     let worker = Arc::clone(worker);

@@ -1,4 +1,4 @@
-//! Handles clients' requests: those to pass on, and those about the router itself.
+//! Handles clients' requests: forwards them, or answers requests about the router itself.
 
 use std::convert::Infallible;
 use std::net::IpAddr;
@@ -40,14 +40,14 @@ const LONGEST_LEASE: Duration = Duration::from_secs(86_400);
 const DEFAULT_LEASE: Duration = Duration::from_secs(60);
 /// The largest number of backends that may have a lease.
 const MAX_LEASES: usize = 1024;
-/// The largest body of a registration.
+/// The limits on the body of a registration.
 const REGISTRATION: BodyLimits = BodyLimits { whole: 1 << 16, json: 1 << 16, all: 0 };
-/// The header that tells OpenAI's clients not to retry by themselves.
+/// The header that controls whether OpenAI's clients retry by themselves.
 const SHOULD_RETRY: &str = "x-should-retry";
 /// The media type of Prometheus' text exposition.
 const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-/// Routes that are passed on with POST.
+/// Routes whose POST requests are forwarded.
 const POSTED: &[&str] = &[
     "/v1/chat/completions",
     "/v1/completions",
@@ -76,13 +76,13 @@ const POSTED: &[&str] = &[
     "/detokenize",
 ];
 
-/// A response of the router.
+/// The body of a response of the router.
 pub(crate) enum Answer {
-    /// The router's own answer.
+    /// An answer of the router itself.
     Own(Full<Bytes>),
-    /// The feed of the router's backends, as long as the client listens.
+    /// The feed of the router's backends, for as long as the client is connected.
     Fed(FeedBody),
-    /// A backend's.
+    /// A backend's response.
     Relayed(Box<Relay>),
 }
 
@@ -145,7 +145,7 @@ pub(crate) async fn answer(
 
 enum Route {
     PassOn,
-    /// The models of all backends.
+    /// The list of the models of all backends.
     Models,
     Own(Own),
 }
@@ -167,7 +167,7 @@ enum Own {
 
 fn route<B>(request: &Request<B>) -> Result<Route, ApiError> {
     let (method, path) = (request.method(), request.uri().path());
-    // HEAD is handled like GET: hyper leaves the body out.
+    // HEAD is handled like GET: hyper omits the body.
     let method = if method == Method::HEAD { &Method::GET } else { method };
     let own = match (method, path) {
         (&Method::GET, "/health") => Own::Health,
@@ -217,12 +217,12 @@ async fn pass_on(
     let ours = !config.pairs.is_empty() && are_ours(&shared.registry.current());
     let by_pair =
         !config.pairs.is_empty() && is_paired(request.method(), request.uri().path(), ours)?;
-    // Check this before any of the body is read.
+    // Check the key before any of the body is read.
     let reading = shared.reading(client(request.headers(), &shared.keys)?, address);
     let live = shared.enter();
     let (mut parts, body) = request.into_parts();
-    // Policies read bodies, and a backend that continues a stream gets more than the body, so it is
-    // inflated here.
+    // The body is decompressed here, because policies read it, and because a backend that continues
+    // a stream gets token ids before the body.
     let inflater = Inflater::of(&parts.headers)?;
     if inflater.is_some() {
         parts.headers.remove(CONTENT_ENCODING);
@@ -251,14 +251,14 @@ async fn pass_on(
     if let Some(model) = ask.model.as_deref() {
         let backends = shared.registry.current();
         if !is_listed(&backends, model) && shared.unlisted.asks(model) {
-            // The model may have been loaded a moment ago.
+            // The model may have been loaded just now.
             renew(&backends, config.health.timeout).await;
         }
     }
     let mut cut = shared.cut.subscribe();
     let reached = tokio::select! {
         reached = reach(worker, &ask, None, None) => reached,
-        // The sender lives as long as the worker thread.
+        // Waiting can't fail, because the sender lives as long as the worker thread.
         _ = cut.wait_for(|&cut| cut) => Err(Failure::Api(ApiError::Aborted)),
     };
     match reached {
@@ -274,7 +274,7 @@ async fn pass_on(
     }
 }
 
-/// The models of all backends; `None`: no backend reports any.
+/// Returns the list of the models of all backends; `None`: no backend has returned a list.
 async fn list<B>(
     shared: &Shared,
     request: &Request<B>,
@@ -299,7 +299,7 @@ async fn own_answer(
     }
     match own {
         Own::Health => health(shared),
-        // The router itself is alive even without backends.
+        // The router itself is alive even if no backend is up.
         Own::Alive => Ok(ok(&json!({"status": "alive"}))),
         Own::Ping => Ok(ok(&json!({}))),
         Own::Live => live::watch(shared).map(|response| response.map(Answer::Fed)),
@@ -359,7 +359,7 @@ fn health(shared: &Shared) -> Result<Response<Answer>, ApiError> {
     Ok(ok(&health))
 }
 
-/// The backend that a registration names, and the length of its lease.
+/// Parses a registration: the URL of the backend and the length of its lease.
 async fn registration(
     shared: &Shared,
     request: Request<RequestBody>,
@@ -420,7 +420,7 @@ fn ok<T: Serialize>(value: &T) -> Response<Answer> {
 }
 
 fn written<T: Serialize>(status: StatusCode, value: &T) -> Response<Answer> {
-    // Numbers and strings: nothing that JSON can't hold.
+    // Answers contain only values that JSON can represent.
     let body = serde_json::to_vec(value).unwrap_or_default();
     let mut response = Response::new(Answer::Own(Full::new(body.into())));
     *response.status_mut() = status;

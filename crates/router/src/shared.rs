@@ -1,4 +1,4 @@
-//! The state that all threads of the router share, and the state of each thread.
+//! The state that all threads of the router share, and the state per thread.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -27,18 +27,19 @@ use crate::registry::Registry;
 use crate::trials::Ticket;
 use crate::used::Used;
 
-/// The counts over all backends together.
+/// Counters over all backends together.
 #[derive(Debug, Default)]
 pub(crate) struct Totals {
     pub(crate) requests: AtomicU64,
     pub(crate) retries: AtomicU64,
     pub(crate) failovers: AtomicU64,
     pub(crate) errors: AtomicU64,
-    /// Requests that were in flight at a backend's death, and how many of them were not tried
-    /// again.
+    /// How often a request was in flight at a backend's death, and the number of requests that were
+    /// then given up.
     pub(crate) suspects: AtomicU64,
     pub(crate) given_up: AtomicU64,
-    /// Attempts with a pair, and how many of them got nothing from the prefill server.
+    /// The number of attempts with a pair, and of attempts in which the prefill server handed
+    /// nothing on.
     pub(crate) pairs: AtomicU64,
     pub(crate) unfetched: AtomicU64,
 }
@@ -47,7 +48,7 @@ pub(crate) struct Totals {
 struct Choosers {
     /// The chooser of prefill servers.
     prefill: Chooser,
-    /// The chooser of the servers that answer.
+    /// The chooser of decode servers, or of ordinary backends.
     answer: Chooser,
 }
 
@@ -60,7 +61,8 @@ struct Fit<'a> {
     tries: bool,
 }
 
-/// The backends that can compute a request, alone or with a partner; `None`: there are none.
+/// Returns the backends that can compute a request, alone or with a partner. `None`: there are
+/// none.
 fn complete<'a>(mut fit: Vec<Fit<'a>>, ask: &Ask) -> Option<Vec<Fit<'a>>> {
     if ask.pair.is_some() {
         let engines = paired(fit.iter().map(|fit| fit.backend));
@@ -73,42 +75,43 @@ fn complete<'a>(mut fit: Vec<Fit<'a>>, ask: &Ask) -> Option<Vec<Fit<'a>>> {
 pub(crate) struct Shared {
     pub(crate) config: RouterConfig,
     pub(crate) began: Instant,
-    /// The router's name to backends.
+    /// The id by which backends know the router.
     pub(crate) id: u64,
-    /// The keys that the router shows to backends: its own, and the `Authorization` of its own
-    /// requests.
+    /// The keys that the router sends to backends: the router key, and the `Authorization` header
+    /// of its own requests.
     pub(crate) router_key: Option<HeaderValue>,
     pub(crate) own_key: Option<HeaderValue>,
-    /// The seed of text names, so that no client can construct two texts with the same name.
+    /// The seed of text names. It is secret, so that no client can construct two texts with the
+    /// same name.
     text_root: u64,
     clients: Clients,
-    /// The keys of clients and of operators.
+    /// The keys of clients, and the keys of operators.
     pub(crate) keys: Keys,
     pub(crate) admin_keys: Keys,
-    /// The places for connections of clients.
+    /// Limits the number of client connections.
     pub(crate) places: Arc<Semaphore>,
-    /// The memory that the bodies of requests take.
+    /// The memory budget of request bodies.
     pub(crate) budget: Arc<Budget>,
     pub(crate) registry: Registry,
     pub(crate) index: Mutex<TextIndex>,
-    /// The prompts that were sent to prefill servers of pairs.
+    /// The texts that were sent to prefill servers of pairs.
     prompts: Mutex<TextIndex>,
-    /// Transfer parameters from prefill servers that were sent to decode servers.
+    /// The transfer parameters of prefill servers that were already used.
     pub(crate) used: Used,
-    /// The backends that keep responses.
+    /// The backends that keep responses, by response.
     pub(crate) homes: Homes,
     pub(crate) unlisted: Unlisted,
-    /// The choosers of backends, locked for one choice at a time: each choice must see the last
-    /// dispatch.
+    /// The choosers of backends. Locked for a choice and its dispatch, because each choice has to
+    /// take the last dispatch into account.
     choosers: Mutex<Choosers>,
     pub(crate) totals: Totals,
-    /// New requests are refused.
+    /// True if new requests are refused.
     pub(crate) draining: AtomicBool,
-    /// The signal to end everything that is alive.
+    /// Set to true to abort all running requests.
     pub(crate) cut: watch::Sender<bool>,
-    /// A part of the router has panicked.
+    /// Set to true when a part of the router has panicked.
     pub(crate) broken: watch::Sender<bool>,
-    /// The clients that watch the backends.
+    /// The clients that watch the feed of backends.
     pub(crate) watchers: Watchers,
     live: watch::Sender<usize>,
 }
@@ -157,14 +160,14 @@ impl Shared {
         }
     }
 
-    /// The router's name and key, for backends.
+    /// Returns the router's id and key, for backends.
     pub(crate) fn names(&self) -> (u64, Option<&HeaderValue>) {
         (self.id, self.router_key.as_ref())
     }
 
     /// Chooses a backend or a pair for a request, and records the dispatch. `avoid`: backends that
-    /// have failed it. `resumed`: the backend has to be able to continue a stream. `trial`: the
-    /// request is a suspect, and goes where no other suspect is on trial.
+    /// have failed the request. `resumed`: true if the backend has to be able to continue a stream.
+    /// `trial`: the request is a suspect, and goes only where no other suspect is on trial.
     pub(crate) fn dispatch(
         &self,
         ask: &Ask,
@@ -177,7 +180,8 @@ impl Shared {
         let mut fit = Vec::with_capacity(backends.len());
         let mut unfit = Vec::new();
         let home = ask.response.as_deref().and_then(|response| self.homes.of(response));
-        // A backend that is gone keeps no responses, so another one may answer that it is unknown.
+        // A backend that is down can't return its responses, so another one may report that the
+        // response is unknown.
         let home = home
             .filter(|home| backends.iter().any(|backend| backend.id == *home && backend.is_up()));
         let strange = ask.model.as_deref().map_or_else(Vec::new, |model| without(&backends, model));
@@ -205,7 +209,8 @@ impl Shared {
                 let Some(fit) = complete(calm, ask) else { return Choice::OnTrial };
                 fit
             }
-            // On another backend the request could be present at a death.
+            // A request that is no suspect avoids backends with a trial, because it might be
+            // present at a death there.
             None => complete(calm, ask).unwrap_or(fit),
         };
         let trying = trial.map(|(trial, _)| trial);
@@ -235,8 +240,8 @@ impl Shared {
         })
     }
 
-    /// Sends a queued request to this backend; `None`: it takes none now, or has a suspect on
-    /// trial.
+    /// Dispatches a queued request to this backend. `None`: the backend takes no requests now, or
+    /// has a suspect on trial.
     pub(crate) fn dispatch_to(&self, ask: &Ask, to: u32) -> Option<Dispatch> {
         let backends = self.registry.current();
         let backend = backends.iter().find(|backend| backend.id == to)?;
@@ -245,7 +250,8 @@ impl Shared {
         Some(Dispatch { prefill: None, sent: send(&self.index, ask, backend, None) })
     }
 
-    /// The share of a request's prompt that each backend has cached; empty if no policy uses it.
+    /// Returns the share of a request's prompt that each backend has cached. Empty if no policy
+    /// uses this.
     pub(crate) fn cached<'a>(
         &self,
         ask: &Ask,
@@ -254,14 +260,14 @@ impl Shared {
         cached(&self.index, ask, backends)
     }
 
-    /// True if queued requests move. Loads that are there to be measured against move nothing, and
-    /// requests of pairs stay with theirs.
+    /// True if queued requests may move. They do not move with the kinds of load accounting that
+    /// exist for comparison, or if pairs compute requests.
     pub(crate) fn moves(&self) -> bool {
         let RouterConfig { queue_moves, watch, pairs, .. } = &self.config;
         *queue_moves && *watch == Watch::Acknowledged && pairs.is_empty()
     }
 
-    /// The things for which responses to a client with this key and address are read.
+    /// Returns the settings for parsing the requests of a client with this key and address.
     pub(crate) fn reading(&self, key: KeyId, address: IpAddr) -> Reading {
         let key = KeyId(key.0.filter(|_| self.keys.len() > 1));
         let remote = Remote::Ip(address.to_canonical());
@@ -277,12 +283,12 @@ impl Shared {
         !matches!(self.config.watch, Watch::Polled(_))
     }
 
-    /// True if block names are of use.
+    /// True if a policy uses block names.
     pub(crate) fn uses_blocks(&self) -> bool {
         self.has(Policy::CacheAware)
     }
 
-    /// True if this policy chooses some backends.
+    /// True if this policy is used for any choice.
     fn has(&self, policy: Policy) -> bool {
         let RouterConfig { policy: own, pairs, .. } = &self.config;
         match pairs.is_empty() {
@@ -293,27 +299,27 @@ impl Shared {
         }
     }
 
-    /// Counts a request until the guard is dropped.
+    /// Counts a request as running until the returned guard is dropped.
     pub(crate) fn enter(self: &Arc<Self>) -> Live {
         self.totals.requests.fetch_add(1, Ordering::Relaxed);
         self.live.send_modify(|live| *live += 1);
         Live(Arc::clone(self))
     }
 
-    /// Waits until some request is alive.
+    /// Waits until a request is running.
     pub(crate) async fn busy(&self) {
-        // The sender lives in self, so waiting cannot fail.
+        // The sender is part of `self`, so waiting cannot fail.
         let _ = self.live.subscribe().wait_for(|&live| live > 0).await;
     }
 
-    /// Waits until no request is alive.
+    /// Waits until no request is running.
     pub(crate) async fn idle(&self) {
-        // The sender lives in self, so waiting cannot fail.
+        // The sender is part of `self`, so waiting cannot fail.
         let _ = self.live.subscribe().wait_for(|&live| live == 0).await;
     }
 }
 
-/// The backend that a chooser picks; `None`: there is none.
+/// Returns the backend that the chooser picks. `None`: there are no candidates.
 fn pick<'a>(
     chooser: &mut Chooser,
     index: &Mutex<TextIndex>,
@@ -328,7 +334,7 @@ fn pick<'a>(
     chooser.choose(&candidates, ask.key).map(|chosen| fit[chosen].backend)
 }
 
-/// Begins a dispatch to a backend.
+/// Records a dispatch to a backend.
 fn send(index: &Mutex<TextIndex>, ask: &Ask, backend: &Arc<Backend>, trial: Option<Trial>) -> Sent {
     if let Some(texts) = &ask.texts {
         index.lock().sent(texts, backend.id);
@@ -336,7 +342,8 @@ fn send(index: &Mutex<TextIndex>, ask: &Ask, backend: &Arc<Backend>, trial: Opti
     Arc::clone(backend).begin(ask.tokens(), trial)
 }
 
-/// The share of a request's prompt that each backend has cached; empty if no policy uses it.
+/// Returns the share of a request's prompt that each backend has cached. Empty if no policy uses
+/// this.
 fn cached<'a>(
     index: &Mutex<TextIndex>,
     ask: &Ask,
@@ -351,23 +358,25 @@ fn cached<'a>(
     backends.map(share).collect()
 }
 
-/// A dispatch to the backend that answers, and to the prefill server of a pair.
+/// A dispatch to the backend that answers, and to the prefill server if a pair computes the
+/// request.
 pub(crate) struct Dispatch {
     pub(crate) prefill: Option<Sent>,
     pub(crate) sent: Sent,
 }
 
-/// The outcome of a choice.
+/// The outcome of choosing a backend.
 pub(crate) enum Choice {
     /// The request was dispatched to a backend, or to a pair.
     Sent(Dispatch),
-    /// The request is a suspect, and it is not its turn at any backend.
+    /// The request is a suspect, and every suitable backend is taken by, or reserved for, another
+    /// suspect.
     OnTrial,
     /// No backend takes the request.
     Nobody,
 }
 
-/// Reports, if it is dropped by a panic, that a part of the router is lost.
+/// A guard of a task or thread. If a panic drops the guard, it reports that the router is broken.
 pub(crate) struct Fuse(pub(crate) Arc<Shared>);
 
 impl Drop for Fuse {
@@ -378,7 +387,7 @@ impl Drop for Fuse {
     }
 }
 
-/// Counts a request as alive.
+/// Counts a request as running until it is dropped.
 pub(crate) struct Live(Arc<Shared>);
 
 impl Drop for Live {
@@ -396,7 +405,7 @@ impl Watch {
     }
 }
 
-/// A thread that passes on requests.
+/// The state of a thread that forwards requests.
 pub(crate) struct Worker {
     pub(crate) shared: Arc<Shared>,
     pub(crate) idle: crate::link::Idle,

@@ -1,4 +1,5 @@
-//! Backends from a file and from names, both read repeatedly, and registrations that expire.
+//! Backends from a file and from DNS names, both read repeatedly, and leases of registrations that
+//! expire.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -12,13 +13,13 @@ use tokio::time::sleep;
 use crate::registry::Source;
 use crate::shared::Shared;
 
-/// The time between two looks at leases.
+/// The interval at which leases are checked.
 const LEASES: Duration = Duration::from_millis(500);
 
-/// The URLs in the text of a file: one a line, `#` begins a comment.
+/// Parses the URLs in the text of a file: one per line; `#` begins a comment.
 ///
 /// # Errors
-/// A line is not a backend's URL.
+/// A line is not the URL of a backend.
 pub(crate) fn listed(text: &str) -> Result<Vec<BackendUrl>, UrlError> {
     // Some editors write a byte order mark at the beginning of files.
     let text = text.strip_prefix('\u{feff}').unwrap_or(text);
@@ -29,13 +30,13 @@ pub(crate) fn listed(text: &str) -> Result<Vec<BackendUrl>, UrlError> {
 /// Reads a file of backends.
 ///
 /// # Errors
-/// It cannot be read, or a line is not a URL.
+/// The file cannot be read, or a line is not the URL of a backend.
 pub(crate) fn read_list(file: &Path) -> Result<Vec<BackendUrl>, String> {
     let text = std::fs::read_to_string(file).map_err(|error| error.to_string())?;
     listed(&text).map_err(|error| error.to_string())
 }
 
-/// Follows a file for ever. While it cannot be read, its last content stays in force.
+/// Rereads a file for ever. While it cannot be read, its last content remains valid.
 pub(crate) async fn follow_file(shared: Arc<Shared>, file: std::path::PathBuf) {
     let mut last = None;
     loop {
@@ -53,7 +54,7 @@ pub(crate) async fn follow_file(shared: Arc<Shared>, file: std::path::PathBuf) {
     }
 }
 
-/// Follows a name for ever. While it cannot be resolved, its last addresses stay in force.
+/// Resolves a name for ever. While it cannot be resolved, its last addresses remain valid.
 pub(crate) async fn follow_name(shared: Arc<Shared>, name: String) {
     loop {
         match lookup_host(&name).await {
@@ -70,7 +71,7 @@ pub(crate) async fn follow_name(shared: Arc<Shared>, name: String) {
     }
 }
 
-/// Ends leases for ever.
+/// Removes expired leases, for ever.
 pub(crate) async fn end_leases(shared: Arc<Shared>) {
     loop {
         sleep(LEASES).await;

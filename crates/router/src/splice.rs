@@ -1,7 +1,7 @@
-//! Request bodies for the servers of a pair: the client's body without some members, and with
-//! others appended.
+//! Request bodies for the servers of a pair: the client's body without some of its members, and
+//! with others appended.
 //!
-//! The body is scanned for its members, not parsed, and the kept ranges are not copied.
+//! The body is scanned for its members but not parsed, and the kept ranges are not copied.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -15,8 +15,8 @@ use serde_json::value::RawValue;
 use crate::pairs::{GENERATE, PairEngine};
 use crate::payload::Payload;
 
-/// Members by which the servers of a pair find each other. The router writes them: those of a
-/// client could name another server, or what was meant for another request.
+/// Members by which the servers of a pair find each other. Only the router may write them: a client
+/// could otherwise name another server, or the data of another request.
 const RESERVED: [&str; 5] = [
     "bootstrap_host",
     "bootstrap_port",
@@ -24,29 +24,29 @@ const RESERVED: [&str; 5] = [
     "kv_transfer_params",
     "ec_transfer_params",
 ];
-/// Members about a stream.
+/// Members that configure streaming.
 const STREAM: [&str; 2] = ["stream", "stream_options"];
-/// Members about the length of an answer.
+/// Members that limit the length of an answer.
 const LENGTH: [&str; 4] =
     ["max_tokens", "max_completion_tokens", "min_tokens", "min_completion_tokens"];
-/// Members that ask for several choices, as numbers.
+/// Numeric members that request several choices.
 const CHOICES: [&str; 2] = ["n", "best_of"];
-/// vLLM's order to keep the prompt's keys and values for another server.
+/// vLLM's parameters that make it keep the prompt's KV cache for another server.
 const KEEP: &str = r#""kv_transfer_params":{"do_remote_decode":true,"do_remote_prefill":false,"remote_engine_id":null,"remote_block_ids":null,"remote_host":null,"remote_port":null}"#;
 
-/// A member of a body.
+/// A member of a JSON object.
 struct Member<'a> {
     name: Cow<'a, str>,
     value: &'a [u8],
-    /// The range of name and value in the body.
+    /// The range of the member's name and value in the body.
     range: Range<usize>,
 }
 
-/// The members of a body.
+/// Returns the members of a body.
 fn found(body: &[u8]) -> impl Iterator<Item = Member<'_>> {
     let place = |part: &[u8]| part.as_ptr().addr() - body.as_ptr().addr();
     members(body).map(move |(name, value)| {
-        // The range includes the name's quotes.
+        // The range includes the quotes around the name.
         let (start, end) = (place(name) - 1, place(value) + value.len());
         let quoted = &body[start..=start + 1 + name.len()];
         let plain = std::str::from_utf8(name).ok().filter(|name| !name.contains('\\'));
@@ -58,7 +58,7 @@ fn found(body: &[u8]) -> impl Iterator<Item = Member<'_>> {
     })
 }
 
-/// The error of a body that is no JSON object; `None` if it is one.
+/// Returns the error if a body is not a JSON object; `None` if it is one.
 fn malformed(body: &[u8]) -> Option<ApiError> {
     let open = body.len() - body.trim_ascii_start().len() + 1;
     let end = found(body).last().map_or(open, |member| member.range.end);
@@ -76,18 +76,20 @@ fn malformed(body: &[u8]) -> Option<ApiError> {
     })
 }
 
-/// The needs of a request that a pair computes.
+/// The requirements of a request that a pair computes.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub(crate) struct PairNeeds {
-    /// The error for the client if only servers of vLLM could compute it.
+    /// The error for the client if only vLLM servers are available; `None`: vLLM can compute the
+    /// request.
     not_by_vllm: Option<ApiError>,
 }
 
 impl PairNeeds {
-    /// Reads what a request needs of a pair.
+    /// Determines the requirements of a request.
     ///
     /// # Errors
-    /// The body is no object, names servers of a pair itself, or asks for what no pair computes.
+    /// The body is not a JSON object, names servers of a pair itself, or requests something that no
+    /// pair computes.
     pub(crate) fn new(path: &str, body: &[u8]) -> Result<Self, ApiError> {
         if let Some(error) = malformed(body) {
             return Err(error);
@@ -134,15 +136,15 @@ impl PairNeeds {
         engine != PairEngine::Vllm || self.not_by_vllm.is_none()
     }
 
-    /// The error for a request that servers of these engines are there for; `None`: one can compute
-    /// it, or there is none.
+    /// Returns the error if servers of these engines exist but none can compute the request.
+    /// `None`: one of them can, or there are no engines.
     pub(crate) fn unserved(&self, engines: &[PairEngine]) -> Option<ApiError> {
         let fits = engines.is_empty() || engines.iter().any(|&engine| self.fit(engine));
         self.not_by_vllm.clone().filter(|_| !fits)
     }
 }
 
-/// The error for log-probabilities of a prompt.
+/// Returns the error for log-probabilities of a prompt.
 fn of_the_prompt(param: &str) -> ApiError {
     let reason = format!(
         "`{param}`: log-probabilities of a prompt are the prefill server's, and the answer is the \
@@ -151,7 +153,7 @@ fn of_the_prompt(param: &str) -> ApiError {
     ApiError::invalid(param, reason)
 }
 
-/// True if a value of `prompt` has several prompts. Numbers are one.
+/// True if a value of `prompt` contains several prompts. A list of numbers is one prompt.
 fn has_several(value: &[u8]) -> bool {
     let first = value.strip_prefix(b"[").and_then(|rest| rest.trim_ascii_start().first());
     if !matches!(first, Some(b'"' | b'[')) {
@@ -160,10 +162,10 @@ fn has_several(value: &[u8]) -> bool {
     serde_json::from_slice::<Vec<&RawValue>>(value).is_ok_and(|prompts| prompts.len() > 1)
 }
 
-/// A body without some of its members, and with `added` behind the rest.
+/// Returns a body without some of its members, and with `added` after the rest.
 fn spliced(body: &Bytes, without: &[&str], added: String) -> Payload {
     let mut kept: Vec<Range<usize>> = Vec::new();
-    // Adjacent members that are kept form one range, with the comma between them.
+    // Adjacent members that are kept form one range, including the comma between them.
     let mut goes_on = false;
     for Member { name, range, .. } in found(body) {
         let keep = !without.contains(&&*name) && !RESERVED.contains(&&*name);
@@ -186,32 +188,33 @@ fn spliced(body: &Bytes, without: &[&str], added: String) -> Payload {
     Payload::from(pieces)
 }
 
-/// The room at a prefill server of SGLang in which the servers of a pair meet. Neither it nor one
-/// that a few others follow is used again: there are 2^63.
+/// The bootstrap room at an SGLang prefill server in which the servers of a pair meet. Rooms are
+/// random 63-bit numbers, so neither a room nor one of the next few numbers is used twice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Room(String);
 
 impl Room {
-    /// A new room at a prefill server.
+    /// Creates a new room at a prefill server.
     pub(crate) fn new(host: &str, port: u16) -> Self {
         let host = serde_json::Value::from(host);
         let room = rand::random::<u64>() >> 1;
         Self(format!(r#""bootstrap_host":{host},"bootstrap_port":{port},"bootstrap_room":{room}"#))
     }
 
-    /// The body for the prefill server. The answer is not streamed, so that its status shows
-    /// success or failure.
+    /// Returns the body for the prefill server. Its answer is not streamed, so that its status
+    /// shows success or failure.
     pub(crate) fn prefill(&self, body: &Bytes) -> Payload {
         spliced(body, &STREAM, format!(r#""stream":false,{}"#, self.0))
     }
 
-    /// The body for the decode server.
+    /// Returns the body for the decode server.
     pub(crate) fn decode(&self, body: &Bytes) -> Payload {
         spliced(body, &[], self.0.clone())
     }
 }
 
-/// The body for a prefill server of vLLM: one token, in one piece.
+/// Returns the body for a vLLM prefill server: it generates one token, and the answer is not
+/// streamed.
 pub(crate) fn prefill_alone(body: &Bytes) -> Payload {
     let without = [&STREAM[..], &LENGTH[..]].concat();
     let chat = found(body).any(|member| member.name == "max_completion_tokens");
@@ -219,7 +222,7 @@ pub(crate) fn prefill_alone(body: &Bytes) -> Payload {
     spliced(body, &without, format!(r#""stream":false,"max_tokens":1,{completion}{KEEP}"#))
 }
 
-/// The body for a decode server of vLLM, with what the prefill server has answered.
+/// Returns the body for a vLLM decode server, with the parameters from the prefill server's answer.
 pub(crate) fn decode_with(body: &Bytes, params: Option<&[u8]>) -> Payload {
     let added = params.map(|params| String::from_utf8_lossy(params).into_owned());
     let added =
@@ -235,8 +238,8 @@ struct Params {
     do_remote_decode: bool,
 }
 
-/// The parameters of a vLLM prefill server's answer for the decode server; `None`: there is nothing
-/// to fetch.
+/// Returns the parameters in a vLLM prefill server's answer that the decode server needs. `None`:
+/// there is nothing to transfer.
 ///
 /// # Errors
 /// The answer does not follow the protocol.
@@ -396,7 +399,7 @@ mod tests {
     }
 
     proptest! {
-        /// The other members of a body stay unchanged, in any number and order.
+        /// All other members of a body stay unchanged, in any number and order.
         #[test]
         fn members_that_are_not_meant_stay(
             names in prop::collection::vec("[a-c]|stream|max_tokens|stream_options|n", 0..8),

@@ -1,12 +1,12 @@
-//! Decides which part of a brain's stream may be passed on, so that another brain can continue
+//! Decides which part of a brain's stream may be forwarded, so that another brain can continue
 //! after it.
 //!
-//! A comment says that all bytes before it are complete, and lists their tokens
-//! ([`forebay_api::peer::Comment`]). So bytes are passed on up to a comment, and held back after
-//! it. A brain writes an event and its comment at once, so nothing is delayed. The last events have
-//! no comment, and the end follows them.
+//! A comment marks that all bytes before it are complete, and lists their tokens
+//! ([`forebay_api::peer::Comment`]). So bytes are forwarded up to a comment, and held back after
+//! it. A brain writes an event and its comment at once, so nothing is delayed. After the last
+//! events there is no comment; they are forwarded at the end of the stream.
 //!
-//! What is held back is bounded, for each stream and for all streams of a backend together.
+//! The held bytes are limited, both per stream and for all streams of a backend together.
 
 use std::sync::Arc;
 
@@ -16,41 +16,43 @@ use memchr::memmem;
 
 use crate::budget::{Budget, Held};
 
-/// The largest number of bytes of a stream after its last comment. Its token ids may take as much
-/// again.
+/// The largest number of bytes of a stream that are held after its last comment. The same limit
+/// applies to its token ids.
 pub(crate) const MAX_HELD: usize = 8 << 20;
-/// The bytes that a stream may always hold, and its ids too, whatever other streams of its backend
-/// hold.
+/// The number of bytes that a stream may always hold, whatever other streams of its backend hold.
+/// The same applies to its token ids.
 pub(crate) const FREE: usize = 64 << 10;
 
-/// Reads one client's stream, across all brains that write it.
+/// Reads the stream of one client, from all brains that write it in turn.
 #[derive(Debug)]
 pub(crate) struct Tape {
-    /// `None`: there were too many, so no other brain can continue the stream.
+    /// The token ids so far. `None`: there were too many, so no other brain can continue the
+    /// stream.
     ids: Option<Ids>,
     /// The bytes after the last comment.
     held: BytesMut,
-    /// The share of the memory for unfinished parts.
+    /// The share of the backend's memory budget for unfinished parts.
     share: Held,
     search: Search,
-    /// Something was passed on.
+    /// True if something was forwarded.
     begun: bool,
     /// True if more bytes followed a comment than may be held back.
     full: bool,
     report: Option<LoadReport>,
 }
 
-/// Ids of all tokens whose text was passed on to the client.
+/// The ids of all tokens whose text was forwarded to the client.
 #[derive(Debug)]
 struct Ids {
-    /// The ids in decimal, each with a comma.
+    /// The ids in decimal, each followed by a comma.
     text: Vec<u8>,
-    /// The bytes that other brains wrote.
+    /// The number of bytes of `text` that come from earlier brains.
     inherited: usize,
     share: IdShare,
 }
 
-/// The memory that ids take at the brains that wrote them, the last brain first.
+/// The memory that token ids take, charged to the brains that wrote them. The newest brain comes
+/// first.
 #[derive(Debug)]
 pub(crate) struct IdShare {
     held: Held,
@@ -58,7 +60,7 @@ pub(crate) struct IdShare {
 }
 
 impl Ids {
-    /// Adds ids; false if they are too many.
+    /// Adds ids. Returns false if there are too many.
     fn push(&mut self, ids: &str) -> bool {
         self.text.extend_from_slice(ids.as_bytes());
         self.text.push(b',');
@@ -68,12 +70,12 @@ impl Ids {
 }
 
 impl Tape {
-    /// A tape for a new stream of a backend with this memory budget.
+    /// Creates a tape for a new stream of a backend with this memory budget.
     pub(crate) fn new(memory: &Arc<Budget>) -> Self {
         Self::after(Vec::new(), None, memory)
     }
 
-    /// Continues after tokens that were passed on before.
+    /// Creates a tape that continues after these token ids, whose text was already forwarded.
     pub(crate) fn after(
         ids: Vec<u8>,
         inherited: Option<Arc<IdShare>>,
@@ -91,7 +93,7 @@ impl Tape {
         }
     }
 
-    /// Reads a piece of the stream. Returns what may be passed on now, perhaps nothing.
+    /// Reads a chunk of the stream. Returns the bytes that may be forwarded now, perhaps none.
     pub(crate) fn push(&mut self, piece: &Bytes) -> Bytes {
         if self.held.is_empty()
             && let Some(events) = self.whole(piece)
@@ -111,7 +113,7 @@ impl Tape {
         out.freeze()
     }
 
-    /// The usual case, without a copy: events with one comment at the end.
+    /// Handles the usual case without a copy: a chunk of events with one comment at the end.
     fn whole(&mut self, piece: &Bytes) -> Option<Bytes> {
         let (start, end) = Search::default().next(piece)?;
         if end != piece.len() {
@@ -133,48 +135,49 @@ impl Tape {
         self.report = comment.report.or(self.report.take());
     }
 
-    /// Returns the held bytes, because the stream has ended properly.
+    /// Returns the held bytes, because the stream has ended normally.
     pub(crate) fn finish(&mut self) -> Bytes {
         std::mem::take(&mut self.held).freeze()
     }
 
-    /// True if anything was passed on.
+    /// True if anything was forwarded.
     pub(crate) fn begun(&self) -> bool {
         self.begun
     }
 
-    /// True if more bytes followed a comment than may be held back, so the stream is not read on.
+    /// True if more bytes followed a comment than may be held back. The stream is then not read any
+    /// further.
     pub(crate) fn is_full(&self) -> bool {
         self.full
     }
 
-    /// The token ids with which another brain continues, and their share of memory; `None`: there
-    /// were too many to keep.
+    /// Returns the token ids with which another brain continues, and their share of memory. `None`:
+    /// there were too many to keep.
     pub(crate) fn into_ids(self) -> Option<(Vec<u8>, Arc<IdShare>)> {
         self.ids.map(|ids| (ids.text, Arc::new(ids.share)))
     }
 
-    /// The newest report since the last call.
+    /// Returns the newest load report since the last call.
     pub(crate) fn take_report(&mut self) -> Option<LoadReport> {
         self.report.take()
     }
 }
 
-/// Searches for whole comment lines in a growing buffer. It reads each byte once, except those that
-/// may begin a comment.
+/// Searches for complete comment lines in a growing buffer. It examines each byte once, except for
+/// bytes that may begin a comment.
 #[derive(Debug, Default)]
 struct Search {
-    /// All before was searched.
+    /// The position up to which the buffer was searched.
     at: usize,
-    /// Where a comment begins whose end has not come yet.
+    /// The start of a comment whose end has not arrived yet.
     comment: Option<usize>,
     #[cfg(test)]
     examined: usize,
 }
 
 impl Search {
-    /// The range of the first whole comment line, its line end included. The next search starts
-    /// behind it.
+    /// Returns the range of the first complete comment line, including its line end. The next
+    /// search starts after it.
     fn next(&mut self, bytes: &[u8]) -> Option<(usize, usize)> {
         loop {
             let rest = &bytes[self.at..];
@@ -192,15 +195,15 @@ impl Search {
             let found = memmem::find(rest, COMMENT);
             self.count(found.map_or(rest.len(), |at| at + COMMENT.len()));
             let Some(at) = found else {
-                // The bytes at the end may begin a comment.
+                // The last bytes may be the beginning of a comment mark.
                 self.at = self.at.max(bytes.len().saturating_sub(COMMENT.len() - 1));
                 return None;
             };
             let at = self.at + at;
-            // No comment begins within the beginning of another.
+            // Comment marks do not overlap.
             self.at = at + COMMENT.len();
-            // JSON text has no raw line ends, so a comment mark at the start of a line is a
-            // comment.
+            // JSON text contains no raw line ends, so a comment mark at the start of a line always
+            // begins a comment.
             self.comment = (at == 0 || bytes[at - 1] == b'\n').then_some(at);
         }
     }
@@ -245,7 +248,7 @@ mod tests {
         assert_eq!((out.len(), ids(tape)), (events, b"7,8,".to_vec()));
     }
 
-    /// Pieces of streams without any complete comment.
+    /// Chunks of streams without any complete comment.
     const ENDLESS: [&[u8]; 5] =
         [b"x", b": forebay", b"\n", b"x: forebay 1\nx: forebay 2", b"\n: forebay 1,2"];
 
@@ -329,8 +332,8 @@ mod tests {
     }
 
     proptest! {
-        /// However a stream is cut into pieces and wherever it breaks, the ids cover exactly the
-        /// text that was passed on.
+        /// However a stream is split into chunks, and wherever it breaks off, the ids cover exactly
+        /// the text that was forwarded.
         #[test]
         fn events_and_ids_go_together(
             steps in prop::collection::vec(("[a:\n ]{0,6}|: forebay 9", prop::collection::vec(any::<u16>(), 1..4), any::<bool>()), 1..8),
@@ -339,7 +342,8 @@ mod tests {
         ) {
             let report = LoadReport { at: 3, ..LoadReport::default() };
             let mut stream = Vec::new();
-            // After each comment: the bytes of the stream, of its events, and of the ids as text.
+            // After each comment: the number of bytes of the stream, of its events, and of the ids
+            // as text.
             let (mut events, mut ids) = (Vec::new(), Vec::new());
             let mut complete = vec![(0, 0, 0)];
             for (text, step, with_report) in &steps {

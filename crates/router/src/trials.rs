@@ -1,8 +1,8 @@
-//! The order in which suspects get their trials.
+//! Decides the order in which suspects get their trials.
 //!
 //! Suspects with fewer deaths come first, since their trials are shorter. Among equals, clients
-//! take turns, so that a client with many suspects does not hold up others. A suspect waits for any
-//! backend that may take it, unless an earlier suspect waits for that backend too.
+//! take turns, so that a client with many suspects does not delay others. A suspect may use any
+//! suitable backend, unless an earlier suspect waits for that backend too.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,12 +20,12 @@ pub(crate) struct Trials(Mutex<Queue>);
 struct Queue {
     waiting: BTreeMap<Place, Waiter>,
     clients: FxHashMap<ClientId, Turns>,
-    /// The turn of the last suspect that was tried.
+    /// The turn of the suspect that was tried last.
     turn: u64,
     next: u64,
 }
 
-/// A place in the queue; the smallest is first.
+/// A position in the queue; the smallest is first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Place {
     deaths: u8,
@@ -36,11 +36,11 @@ struct Place {
 #[derive(Debug)]
 struct Waiter {
     wake: Arc<Notify>,
-    /// Backends that may not take the suspect.
+    /// Backends that are not suitable for the suspect.
     unfit: Vec<u32>,
 }
 
-/// The turns of a client that waits.
+/// The turns of a client with waiting suspects.
 #[derive(Debug, Default)]
 struct Turns {
     last: u64,
@@ -48,7 +48,7 @@ struct Turns {
 }
 
 impl Queue {
-    /// Wakes the first suspect that a backend may take.
+    /// Wakes the first suspect for which a backend is suitable.
     fn wake(&self, backend: u32) {
         let mut waiting = self.waiting.values();
         if let Some(first) = waiting.find(|waiter| !waiter.unfit.contains(&backend)) {
@@ -58,7 +58,7 @@ impl Queue {
 }
 
 impl Trials {
-    /// Puts a suspect in the queue.
+    /// Adds a suspect to the queue.
     pub(crate) fn enter(self: &Arc<Self>, client: ClientId, deaths: u8) -> Ticket {
         let wake = Arc::<Notify>::default();
         let mut queue = self.0.lock();
@@ -73,18 +73,18 @@ impl Trials {
         Ticket { trials: Arc::clone(self), client, place, wake }
     }
 
-    /// Lets the next suspect try a backend that computes none now.
+    /// Wakes the next suspect for a backend, because no suspect is on trial there now.
     pub(crate) fn is_free(&self, backend: u32) {
         self.0.lock().wake(backend);
     }
 
-    /// Suspects that wait.
+    /// The number of suspects that wait.
     pub(crate) fn waiting(&self) -> usize {
         self.0.lock().waiting.len()
     }
 }
 
-/// A suspect's place in the queue, until it is dropped.
+/// A suspect's position in the queue. Dropping it removes the suspect.
 #[derive(Debug)]
 pub(crate) struct Ticket {
     trials: Arc<Trials>,
@@ -94,12 +94,13 @@ pub(crate) struct Ticket {
 }
 
 impl Ticket {
-    /// Waits until a backend may be free.
+    /// Waits until a backend may be free for a trial.
     pub(crate) async fn woken(&self) {
         self.wake.notified().await;
     }
 
-    /// The free backends at which it is this suspect's turn. It is not woken for `unfit` ones.
+    /// Returns the backends among `free` for which this suspect is next. It will not be woken for
+    /// `unfit` backends.
     pub(crate) fn turns(&self, free: &[u32], unfit: Vec<u32>) -> Vec<u32> {
         let mut queue = self.trials.0.lock();
         if let Some(waiter) = queue.waiting.get_mut(&self.place) {
@@ -112,7 +113,7 @@ impl Ticket {
         free.iter().copied().filter(|backend| !earlier(backend)).collect()
     }
 
-    /// Records that the suspect is being tried, and leaves the `free` backends to others.
+    /// Records that the suspect is being tried, and wakes other suspects for the `free` backends.
     pub(crate) fn used(&self, free: impl Iterator<Item = u32>) {
         let mut queue = self.trials.0.lock();
         queue.waiting.remove(&self.place);
@@ -130,7 +131,7 @@ impl Drop for Ticket {
                 queue.clients.remove(&self.client);
             }
         }
-        // If it was woken for a backend, wake the next suspect for it.
+        // If this suspect was woken for a backend, the next suspect is woken for it instead.
         if queue.waiting.remove(&self.place).is_some()
             && let Some(next) = queue.waiting.values().next()
         {
@@ -151,7 +152,7 @@ mod tests {
         woken.as_mut().enable()
     }
 
-    /// The order in which one backend tries these requests.
+    /// Returns the order in which one backend would try these requests.
     fn order(tickets: Vec<Ticket>) -> Vec<usize> {
         let mut left: Vec<(usize, Ticket)> = tickets.into_iter().enumerate().collect();
         let mut order = Vec::new();
@@ -173,7 +174,7 @@ mod tests {
         assert_eq!(trials.waiting(), 6);
         assert_eq!(order(tickets), [0, 3, 5, 1, 4, 2]);
         assert!(trials.waiting() == 0 && trials.0.lock().clients.is_empty());
-        // A newcomer is not put ahead of suspects whose clients also had few turns.
+        // Once the queue is empty, earlier turns do not count any more.
         let tickets = vec![enter(7), enter(7), enter(8)];
         assert_eq!(order(tickets), [0, 2, 1]);
     }
@@ -194,10 +195,10 @@ mod tests {
         assert_eq!(second.turns(&[ONE, TWO], vec![]), [ONE]);
         trials.is_free(ONE);
         assert_eq!([is_woken(&first), is_woken(&second), is_woken(&third)], [false, true, false]);
-        // A backend that the first suspect does not use goes to the next suspect.
+        // A free backend that the second suspect leaves is offered to the first suspect.
         second.used([TWO].into_iter());
         assert_eq!([is_woken(&first), is_woken(&third)], [true, false]);
-        // The suspect leaves with the backend that woke it.
+        // If the woken suspect leaves the queue, the next suspect is woken.
         trials.is_free(TWO);
         drop(first);
         assert!(is_woken(&third));

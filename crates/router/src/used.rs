@@ -1,4 +1,4 @@
-//! Transfer parameters from vLLM's prefill servers, each of which may be used only once.
+//! Records the transfer parameters of vLLM's prefill servers, because they may be used only once.
 
 use std::num::NonZeroUsize;
 
@@ -6,12 +6,12 @@ use lru::LruCache;
 use parking_lot::Mutex;
 use xxhash_rust::xxh3::xxh3_64_with_seed;
 
-/// The largest number of parameters that are remembered. A prefill server keeps the keys and values
-/// for half a minute to a few minutes.
+/// The largest number of parameters that are remembered. A prefill server keeps the KV cache for
+/// half a minute to a few minutes.
 const MOST: NonZeroUsize = NonZeroUsize::new(1 << 16).expect("not zero");
 
-/// Parameters that were sent to a decode server. Sent again, they could name memory that holds
-/// another prompt's keys and values by then, and the answer would continue that prompt.
+/// Parameters that were sent to a decode server. If they were sent again, the memory that they name
+/// might hold another prompt's KV cache, and the answer would continue that prompt.
 #[derive(Debug)]
 pub(crate) struct Used {
     seed: u64,
@@ -25,7 +25,7 @@ impl Default for Used {
 }
 
 impl Used {
-    /// Records that parameters are sent; false if they were sent before.
+    /// Records that parameters are sent. Returns false if they were sent before.
     pub(crate) fn take(&self, params: &[u8]) -> bool {
         let name = xxh3_64_with_seed(params, self.seed);
         self.names.lock().put(name, ()).is_none()

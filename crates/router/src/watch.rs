@@ -25,29 +25,30 @@ use crate::pairs::Duty;
 use crate::payload::Payload;
 use crate::shared::Shared;
 
-/// The interval of health checks of a backend that is down or has just failed.
+/// The interval of health checks for a backend that is down or has just failed.
 const PROBE: Duration = Duration::from_secs(1);
-/// How long an idle backend may hold a load request open.
+/// The time for which an idle backend may hold a load request open.
 const WAIT: Duration = Duration::from_secs(20);
 /// The shortest interval between two load requests to the same backend.
 const PACE: Duration = Duration::from_millis(5);
-/// The interval of requests for a backend's blocks. Until they are known, a text counts as cached
-/// at the backend that it was sent to.
+/// The interval at which a backend's block events are requested. Until the blocks of a text are
+/// known, the text counts as cached at the backend to which it was sent.
 const BLOCKS_PACE: Duration = Duration::from_millis(20);
-/// How long a backend has to be without requests from this router before it is asked for its load.
-/// Responses carry the load anyway, and with requests in quick succession the answer would come
+/// The time that must pass after this router's last request before a backend is queried for its
+/// load. Responses carry the load anyway, and during a series of requests the report would arrive
 /// together with the next request.
 const QUIET: Duration = Duration::from_millis(100);
-/// The longest report of a load, in bytes.
+/// The largest load report, in bytes.
 const MAX_REPORT: usize = 64 << 10;
-/// The longest list of models, in bytes.
+/// The largest list of models, in bytes.
 const MAX_LIST: usize = 4 << 20;
-/// The largest answer about blocks: two numbers, and an event for each block.
+/// The largest response with block events: two numbers, and one event per block.
 const MAX_EVENTS: usize = 8 * (2 + MAX_BLOCKS);
-/// The number of block events that are applied at a time. Requests are dispatched in between.
+/// The number of block events that are applied at once. Between such batches requests are
+/// dispatched.
 const EVENTS_AT_ONCE: usize = 1 << 13;
 
-/// Watches a backend until it is taken off the list.
+/// Watches a backend until it is removed from the list.
 pub(crate) async fn watch(shared: Arc<Shared>, backend: Arc<Backend>) {
     let health = check_health(&shared, &backend);
     let load = async {
@@ -62,7 +63,7 @@ pub(crate) async fn watch(shared: Arc<Shared>, backend: Arc<Backend>) {
         }
         std::future::pending::<()>().await;
     };
-    // Only the first branch ends, when the backend leaves the list.
+    // Only the first branch completes, when the backend is removed from the list.
     select! {
         () = health => {}
         () = follow_models(&shared, &backend) => {}
@@ -81,8 +82,8 @@ async fn check_health(shared: &Shared, backend: &Backend) {
             Err(_) => Check::Silent,
         };
         if check == Check::Fine && !backend.is_up() {
-            // Its models have to be known before it gets requests, which might be for another
-            // backend's.
+            // The backend's models have to be known before it gets requests, because a request
+            // might be for a model of another backend.
             ask_models(shared, backend, &mut None).await;
             if backend.duty != Duty::Whole && !knows_peer(shared, backend).await {
                 check = Check::Refuses;
@@ -96,13 +97,13 @@ async fn check_health(shared: &Shared, backend: &Backend) {
         }
         select! {
             () = sleep(pause) => {}
-            // Wait a moment first: what has failed may be starting again.
+            // Wait a moment first, because a failed process may be starting again.
             () = backend.suspected.notified() => sleep(PACE).await,
         }
     }
 }
 
-/// Asks a server that should be in pairs for its engine; false: it can't be in a pair now.
+/// Queries a server of a pair for its engine. Returns false if it can't be in a pair now.
 async fn knows_peer(shared: &Shared, backend: &Backend) -> bool {
     let peer = identify(shared, backend).await.transpose();
     let fits = matches!(peer, Some(Ok(_)));
@@ -112,8 +113,8 @@ async fn knows_peer(shared: &Shared, backend: &Backend) -> bool {
     fits
 }
 
-/// Checks whether a backend has died since dispatch `sent`, which broke: its address does not
-/// answer, or another process does.
+/// Checks whether a backend has died since the broken dispatch `sent`: its health check gets no
+/// response, or another process responds.
 pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     let backend = &sent.backend;
     let broke = Instant::now();
@@ -121,7 +122,7 @@ pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     if died() {
         return true;
     }
-    // One check answers for all dispatches that broke at the same time.
+    // One check suffices for all dispatches that broke at the same time.
     let mut found_alive = backend.inquest.lock().await;
     if died() {
         return true;
@@ -131,7 +132,8 @@ pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     }
     let config = &shared.config.health;
     let asked = Instant::now();
-    // A brain's process id tells it from a process that was started in its place.
+    // The process id in a brain's report shows whether another process has been started since the
+    // dispatch.
     if backend.is_forebay() {
         let limits = (config.timeout, MAX_REPORT);
         let answer = question(shared, backend, &mut None, "/v1/loads", limits).await;
@@ -145,11 +147,11 @@ pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     died()
 }
 
-/// An answer's status and body.
+/// The status and the body of a response.
 type Answer = Result<(StatusCode, Bytes), LinkError>;
 
-/// Sends a request on a connection kept in `link`. Returns the answer's head, and the connection
-/// for the rest.
+/// Sends a request on the connection in `link`, or on a new one. Returns the connection and the
+/// head of the response.
 async fn ask(
     shared: &Shared,
     backend: &Backend,
@@ -165,7 +167,7 @@ async fn ask(
     let headers = request.headers_mut();
     headers.insert(HOST, backend.host.clone());
     let tag = RouterTag { router: shared.id, seq: 0, floor: 0, seed: 0, blocks: false };
-    // Digits, letters and semicolons.
+    // The tag consists of digits, letters and semicolons.
     if let Ok(tag) = HeaderValue::from_str(&tag.encode()) {
         headers.insert(HeaderName::from_static(ROUTER_HEADER), tag);
     }
@@ -181,7 +183,7 @@ async fn ask(
     Ok((open, response))
 }
 
-/// Reads an answer up to a size limit. Its connection is kept in `link`.
+/// Reads a response up to a size limit. Puts its connection into `link` for reuse.
 async fn read(
     (mut open, response): (Link, Response<Incoming>),
     link: &mut Option<Link>,
@@ -201,7 +203,7 @@ async fn read(
     Ok((head.status, whole.into()))
 }
 
-/// Gets an answer within a time limit and a size limit.
+/// Sends a request and reads its response, within a time limit and a size limit.
 pub(crate) async fn question(
     shared: &Shared,
     backend: &Backend,
@@ -216,7 +218,7 @@ pub(crate) async fn question(
     timeout(time, answer).await.unwrap_or_else(|_| Err(late()))
 }
 
-/// The status of a backend's health check. The body of that answer is not read.
+/// Returns the status of a backend's health check. The body of the response is not read.
 async fn health(shared: &Shared, backend: &Backend) -> Result<StatusCode, LinkError> {
     let config = &shared.config.health;
     let mut link = None;
@@ -228,7 +230,7 @@ fn late() -> LinkError {
     LinkError::Connect(ErrorKind::TimedOut.into())
 }
 
-/// Applies the load report in an answer; false: there is none, as with other servers.
+/// Applies the load report in a response. Returns false if it contains none, as with other servers.
 fn take_report(backend: &Backend, answer: &Answer) -> bool {
     let Ok((StatusCode::OK, body)) = answer else { return false };
     match serde_json::from_slice::<LoadReport>(body) {
@@ -240,7 +242,8 @@ fn take_report(backend: &Backend, answer: &Answer) -> bool {
     }
 }
 
-/// Asks a backend that reports loads for a report, and applies it. Returns the answer.
+/// Requests a load report from a backend, and applies it. Returns the body of the response; `None`:
+/// it contains no report.
 pub(crate) async fn report_of(
     shared: &Shared,
     backend: &Backend,
@@ -261,8 +264,8 @@ async fn poll_load(shared: &Shared, backend: &Backend, interval: Duration) {
     }
 }
 
-/// Follows the load of a backend. It comes with responses as long as there are any. Otherwise a
-/// request waits at the backend until its number of requests changes.
+/// Keeps the load of a backend up to date. While there are requests, reports come with the
+/// responses. Otherwise a request waits at the backend until its number of requests changes.
 async fn follow_load(shared: &Shared, backend: &Backend) {
     let mut link = None;
     let mut first = true;
@@ -290,7 +293,7 @@ async fn follow_load(shared: &Shared, backend: &Backend) {
     }
 }
 
-/// Follows a backend's list of models, which is read again on demand.
+/// Keeps a backend's list of models up to date. It is also read on demand.
 async fn follow_models(shared: &Shared, backend: &Backend) {
     let mut link = None;
     loop {
@@ -305,14 +308,14 @@ async fn follow_models(shared: &Shared, backend: &Backend) {
     }
 }
 
-/// Reads a backend's list of models, and warns of names that mean something else at other backends.
+/// Reads a backend's list of models. Warns about names that have other contents at other backends.
 async fn ask_models(shared: &Shared, backend: &Backend, link: &mut Option<Link>) {
     let number = backend.models.begin();
     let limits = (shared.config.health.timeout, MAX_LIST);
     let listed = match question(shared, backend, link, LIST, limits).await {
         Ok((StatusCode::OK, body)) => Listed::read(&body),
         Ok(_) => None,
-        // It will have the same models again when it comes back.
+        // The backend will probably have the same models when it is up again.
         Err(_) => return backend.models.fail(number),
     };
     if backend.models.end(number, listed) {

@@ -1,4 +1,4 @@
-//! Access to the router, and limits of its memory for requests.
+//! Access to the router, and limits on its memory for requests.
 
 use std::io::Write;
 
@@ -26,7 +26,7 @@ fn whoever_shows_no_key_is_refused_before_the_body_is_read() {
     let backend = Fake::other();
     let rig = keyed(&backend);
     let mut client = Client::connect(rig.address);
-    // The body is never sent.
+    // The test never sends the body.
     let head = format!("POST {CHAT} HTTP/1.1\r\nHost: test\r\nContent-Length: 1000000\r\n\r\n");
     client.0.get_mut().write_all(head.as_bytes()).unwrap();
     assert_eq!(code(&client.answer()), (401, "invalid_api_key".into()));

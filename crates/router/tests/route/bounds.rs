@@ -1,14 +1,14 @@
-//! Limits of what a backend can make the router hold in memory.
+//! Limits on the memory that a backend can make the router use.
 
 use crate::fake::{Act, Fake, TOKENS};
 use crate::http::{Message, get, post};
 use crate::{Rig, eventually};
 
 const CHAT: &str = "/v1/chat/completions";
-/// The most that is held of a stream, and allowance for socket buffers.
+/// The largest number of held bytes of a stream (`MOST`), and an allowance for socket buffers.
 const MOST: usize = 8 << 20;
 const SOCKETS: usize = 24 << 20;
-/// Bytes that may follow the last comment of a stream without end.
+/// Bytes that follow the last comment of an endless stream.
 const ENDLESS: [&[u8]; 3] = [b"x", b"\n\n", b"x\nx: forebay 1\n"];
 
 fn code(message: &Message) -> (u16, String) {
@@ -89,7 +89,7 @@ fn a_long_refusal_is_not_held_while_others_are_asked() {
         backend.will([Act::Answer(503, " ".repeat(length))]);
         assert_eq!(post(rig.address, CHAT, "{}").status(), expected);
     }
-    // An answer with any other status is passed on whole.
+    // A response with any other status is forwarded completely.
     backend.will([Act::Answer(500, " ".repeat(3 << 20))]);
     let answer = post(rig.address, CHAT, "{}");
     assert_eq!((answer.status(), answer.whole, answer.body.len()), (500, true, 3 << 20));

@@ -1,4 +1,4 @@
-//! Circuit breakers, and how far one client can open them for others.
+//! Circuit breakers, and to what extent one client can open them for others.
 
 use std::time::Duration;
 
@@ -11,10 +11,10 @@ use crate::http::{Message, ask, get};
 const CHAT: &str = "/v1/chat/completions";
 const CLIENTS: [&str; 2] = ["Authorization: Bearer one", "Authorization: Bearer two"];
 const FAILURES: usize = 3;
-/// Attempts at a request if all fail.
+/// The number of attempts at a request if all fail.
 const ATTEMPTS: usize = 6;
 
-/// A router whose breakers open after a few failures, for an hour.
+/// Starts a router whose breakers open after a few failures, for an hour.
 fn rig(backends: &[&Fake]) -> Rig {
     Rig::with(backends, |config| {
         let hour = Duration::from_secs(3600);
@@ -136,7 +136,7 @@ fn a_backend_is_asked_again_when_it_said_and_no_sooner() {
     let rig = rig(&[&backend]);
     backend.will([Act::Refuse(503, "Retry-After: 3600")]);
     let answer = post(&rig, 0);
-    // The wait would be too long for the router, so the client gets `Retry-After`.
+    // The router does not wait that long, so the client gets the `Retry-After` header.
     assert_eq!((answer.status(), answer.header("retry-after")), (503, Some("3600")));
     assert_eq!(backend.seen().len(), 1);
     for (header, seen) in [("Retry-After: 0", 3), ("Retry-After: soon", 5)] {

@@ -1,4 +1,4 @@
-//! A router accepts what a server accepts: from clients, probes and gateways.
+//! A router accepts the same requests as a server: from clients, probes and gateways.
 
 use std::io::Write;
 
@@ -15,7 +15,7 @@ fn code(message: &Message) -> (u16, String) {
     (message.status(), message.json()["error"]["code"].as_str().unwrap_or_default().to_owned())
 }
 
-/// A body of `bytes` with an image in the given API's format.
+/// Returns a body of about `bytes` bytes with an image in the given API's format.
 fn image(field: &str, bytes: usize) -> String {
     format!("{{\"messages\": [{{\"content\": [{{{field}{}\"}}]}}]}}", "A".repeat(bytes))
 }

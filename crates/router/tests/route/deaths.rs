@@ -39,7 +39,7 @@ fn await_up(rig: &Rig, count: usize) {
     });
 }
 
-/// Sends these requests to `one` and lets it hold them: the others are unhealthy meanwhile.
+/// Sends these requests to `one`, which holds them. The other backends are unhealthy meanwhile.
 fn held_by(one: &Fake, rest: &[&Fake], rig: &Rig, bodies: &[&str]) -> Vec<JoinHandle<Message>> {
     rest.iter().for_each(|backend| backend.set_healthy(false));
     await_up(rig, 1);
@@ -53,7 +53,7 @@ fn held_by(one: &Fake, rest: &[&Fake], rig: &Rig, bodies: &[&str]) -> Vec<JoinHa
 
 #[test]
 fn what_kills_backends_kills_two_and_is_given_up() {
-    // On new connections, and on connections that were used before.
+    // Test with new connections, and with reused ones.
     for warm in [false, true] {
         let backends = others(4);
         let rig = rig(&backends);
@@ -78,7 +78,7 @@ fn a_stream_that_kills_brains_kills_two_and_ends_with_one_error() {
         let loads = get(rig.address, "/v1/loads").json();
         loads["loads"].as_array().unwrap().iter().all(|backend| backend["forebay"] == true)
     });
-    // The first server dies in the middle of this stream.
+    // The server that gets this stream dies in the middle of it.
     brains[0].will([Act::HangAfterTokens(150)]);
     let asked = asked(&rig, POISON);
     eventually("the backend has the request", || {
@@ -124,8 +124,8 @@ fn whoever_was_beside_a_killer_is_served() {
     assert_eq!(dead(&backends), 2, "the first backend dies, and the one of the killer's trial");
 }
 
-/// Streams with these bodies, which have survived the deaths of the first two servers together. The
-/// other servers have no requests yet.
+/// Returns streams with these bodies that were in flight at the deaths of the first two servers.
+/// The other servers have no requests yet.
 fn twice_bereaved(brains: &[Fake], rig: &Rig, bodies: &[&str]) -> Vec<JoinHandle<Message>> {
     eventually("all backends report as Forebay", || {
         let loads = get(rig.address, "/v1/loads").json();
@@ -143,7 +143,7 @@ fn twice_bereaved(brains: &[Fake], rig: &Rig, bodies: &[&str]) -> Vec<JoinHandle
     await_up(rig, 2);
     doomed[0].die();
     eventually("the second server has all requests", || doomed[1].seen().len() == bodies.len());
-    // Their trials end once each stream has produced something.
+    // The trials end once each stream has produced output.
     let tried = || rig.metric("forebay_router_backend_on_trial");
     eventually("no backend has a trial", || tried() == 0.0);
     rest.iter().for_each(|brain| brain.set_healthy(true));
@@ -269,7 +269,7 @@ fn residents_are_not_blamed_for_what_is_tried_beside_them() {
     let [one, two, three] = &backends[..] else { panic!("three") };
     let killer = held_by(one, &[two, three], &rig, &[POISON]).remove(0);
     let resident = held_by(two, &[one, three], &rig, &["resident"]).remove(0);
-    // The second backend then has the fewest requests.
+    // The second backend then has the fewest requests, so the trial takes place there.
     let _others = held_by(three, &[one, two], &rig, &["1", "2"]);
     one.die();
     assert_eq!(code(&killer.join().unwrap()), (502, "backend_died_twice".into()));
@@ -283,7 +283,7 @@ fn a_backend_that_died_and_came_back_at_once_has_died() {
     let backend = Fake::brain();
     let rig = Rig::with(&[&backend], |config| {
         config.breaker.failures = 0;
-        // Health probes may wait long, so that the new process is known by its own answer too.
+        // Health checks may take long, so the new process has to be detected by its own report.
         config.health.timeout = PATIENCE;
     });
     eventually("the backend reports as Forebay", || {

@@ -1,4 +1,4 @@
-//! Backends that follow a script, with faults too.
+//! Fake backends that follow a script of acts, including faults.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::io::{BufRead, BufReader, ErrorKind, Write};
@@ -21,60 +21,59 @@ pub(crate) enum Act {
     DieFirst,
     /// Closes the connection after the head of a stream.
     DieAfterHead,
-    /// A content type and bytes of a body; then closes the connection.
+    /// Sends a body of this content type with these bytes, then closes the connection.
     DieAfter(&'static str, Vec<u8>),
-    /// A whole stream in the format of other engines.
+    /// A complete stream in the format of other engines.
     Stream(Vec<u8>),
-    /// A Forebay stream of this many tokens, cut after this many bytes.
+    /// A Forebay stream of this many tokens, cut off after this many bytes.
     Tokens(u32, usize),
-    /// The first bytes of a Forebay stream, and then nothing more.
+    /// The first bytes of a Forebay stream, and then nothing.
     HangAfterTokens(usize),
-    /// No answer until the other end closes the connection.
+    /// No answer. Waits until the client closes the connection.
     Hang,
-    /// The beginning of a stream, and then nothing more.
+    /// The first bytes of a stream, and then nothing.
     HangAfter(Vec<u8>),
     /// A JSON answer once the gate opens.
     Wait(Arc<Gate>),
     /// Another act once the gate opens.
     Held(Arc<Gate>, Box<Act>),
-    /// The request waits in the server's queue with this many tokens. It is answered when the test
-    /// computes the queue, unless the other end closes the connection before.
+    /// Queues the request with this many tokens. It is answered when the test computes the queue,
+    /// unless the client closes the connection earlier.
     Queue(u64),
     /// The backend dies.
     Die,
     /// A JSON answer with this header.
     Refuse(u16, &'static str),
-    /// The first bytes of a Forebay stream, as in `HangAfterTokens`, and then these bytes without
-    /// end.
+    /// The first bytes of a Forebay stream, as in `HangAfterTokens`, and then these bytes for ever.
     Flood(usize, &'static [u8]),
-    /// A head with a header of this many bytes.
+    /// A head that contains a header of this many bytes.
     LongHead(usize),
     /// These bytes in place of a head.
     Garbage(Vec<u8>),
 }
 
-/// A gate that acts wait for.
+/// A gate at which acts wait until it is opened.
 #[derive(Debug)]
 pub(crate) struct Gate(Mutex<Receiver<()>>);
 
 impl Gate {
-    /// A gate, and the sender that opens it when it is used or dropped.
+    /// Creates a gate, and a sender. The gate opens when the sender is used or dropped.
     pub(crate) fn new() -> (Arc<Self>, Sender<()>) {
         let (sender, receiver) = channel();
         (Arc::new(Self(Mutex::new(receiver))), sender)
     }
 }
 
-/// A request with this in its body kills the backend, unless the script says otherwise.
+/// A body that contains this text kills the backend, unless the script has an act for the request.
 pub(crate) const POISON: &str = "poison";
 
 #[derive(Default)]
 struct State {
     script: Arc<Mutex<VecDeque<Act>>>,
     seen: Mutex<Vec<Message>>,
-    /// Whether the backend reports itself healthy.
+    /// True if health checks succeed.
     healthy: AtomicBool,
-    /// Whether the backend answers nothing at all.
+    /// True if the backend responds to nothing.
     deaf: AtomicBool,
     brain: bool,
     /// All connections, to be closed when the backend dies.
@@ -83,18 +82,18 @@ struct State {
     /// The id of the process in load reports.
     epoch: AtomicU64,
     connections: AtomicUsize,
-    /// Number of bytes sent by `Act::Flood`.
+    /// The number of bytes sent by `Act::Flood`.
     flooded: AtomicUsize,
-    /// Number of blanks after load reports and health answers.
+    /// The number of blanks after load reports and health responses.
     padding: AtomicUsize,
     reports: AtomicUsize,
-    /// The list of models for routers; with `None` the route does not exist.
+    /// The list of models for routers. With `None` the route does not exist.
     models: Mutex<Option<String>>,
-    /// The server info for routers, as SGLang has it; with `None` the route does not exist.
+    /// The server info for routers, as in SGLang. With `None` the route does not exist.
     info: Mutex<Option<String>>,
     /// The disaggregation mode that a Forebay server reports; `None` if it computes whole requests.
     mode: Mutex<Option<String>>,
-    /// Clients' requests that the backend has handled.
+    /// The clients' requests that the backend has handled.
     spans: Mutex<Vec<Span>>,
     queue: Mutex<Queue>,
     alive: AtomicUsize,
@@ -102,7 +101,7 @@ struct State {
     hung_up: Mutex<Option<Sender<()>>>,
 }
 
-/// A client's request, how it was handled, and when the backend was done.
+/// A client's request, the act for it, and the time at which the backend was done.
 #[derive(Debug, Clone)]
 pub(crate) struct Span {
     pub(crate) request: Message,
@@ -113,40 +112,40 @@ pub(crate) struct Span {
 /// The queue that a Forebay server reports.
 #[derive(Default)]
 struct Queue {
-    /// Prompt tokens to compute; `None` if the server reports no load.
+    /// The number of prompt tokens to compute; `None` if the server reports no load.
     ahead: Option<u64>,
-    /// Number of requests from other routers.
+    /// The number of requests from other routers.
     others: u32,
-    /// Tokens of waiting dispatches.
+    /// The tokens of each waiting dispatch.
     waiting: BTreeMap<u64, u64>,
-    /// Numbers of the last dispatch and of the last report.
+    /// The sequence number of the last dispatch (`seen`), and that of the last report (`at`).
     seen: u64,
     at: u64,
-    /// Whether the test has computed the queue.
+    /// True if the test has computed the queue.
     computed: bool,
 }
 
-/// Tokens of a Forebay server's stream.
+/// The number of tokens of a Forebay server's stream.
 pub(crate) const TOKENS: u32 = 6;
 
-/// A backend. Without a scripted act it answers as it should.
+/// A fake backend. Without a scripted act it answers correctly.
 pub(crate) struct Fake {
     pub(crate) address: SocketAddr,
     state: Arc<State>,
 }
 
 impl Fake {
-    /// A server of another engine.
+    /// Starts a server of another engine.
     pub(crate) fn other() -> Self {
         Self::start(State::default())
     }
 
-    /// A Forebay server.
+    /// Starts a Forebay server.
     pub(crate) fn brain() -> Self {
         Self::start(State { brain: true, ..State::default() })
     }
 
-    /// Forebay servers with one script: each request takes the next act, at any of them.
+    /// Starts Forebay servers with a common script: each request takes the next act, at any server.
     pub(crate) fn brains(count: usize) -> Vec<Self> {
         let script: Arc<Mutex<VecDeque<Act>>> = Arc::default();
         let brain = || State { brain: true, script: Arc::clone(&script), ..State::default() };
@@ -171,7 +170,7 @@ impl Fake {
             for socket in listener.incoming() {
                 let (state, socket) = (Arc::clone(&shared), socket.unwrap());
                 if state.dead.load(Ordering::SeqCst) {
-                    // From here on new connections are refused, and old ones are closed.
+                    // From here on new connections are refused; existing ones are closed.
                     drop(listener);
                     return state.hang_up();
                 }
@@ -212,7 +211,7 @@ impl Fake {
         self.state.script.lock().unwrap().clear();
     }
 
-    /// Clients' requests so far.
+    /// Returns clients' requests so far.
     pub(crate) fn seen(&self) -> Vec<Message> {
         self.state.seen.lock().unwrap().clone()
     }
@@ -221,17 +220,17 @@ impl Fake {
         self.state.connections.load(Ordering::SeqCst)
     }
 
-    /// Number of bytes sent by `Act::Flood`.
+    /// The number of bytes sent by `Act::Flood`.
     pub(crate) fn flooded(&self) -> usize {
         self.state.flooded.load(Ordering::SeqCst)
     }
 
-    /// Appends this many blanks to load reports and health answers.
+    /// Appends this many blanks to load reports and health responses.
     pub(crate) fn pad(&self, blanks: usize) {
         self.state.padding.store(blanks, Ordering::SeqCst);
     }
 
-    /// How often the router asked for the load.
+    /// The number of times that the router requested the load.
     pub(crate) fn reports(&self) -> usize {
         self.state.reports.load(Ordering::SeqCst)
     }
@@ -259,33 +258,33 @@ impl Fake {
         *self.state.mode.lock().unwrap() = Some(mode.to_owned());
     }
 
-    /// Sets the server info.
+    /// Sets the server info, as in SGLang.
     pub(crate) fn tells(&self, info: &serde_json::Value) {
         *self.state.info.lock().unwrap() = Some(info.to_string());
     }
 
-    /// Clients' requests that the backend is done with.
+    /// Returns the clients' requests that the backend is done with.
     pub(crate) fn spans(&self) -> Vec<Span> {
         self.state.spans.lock().unwrap().clone()
     }
 
-    /// Number of clients' requests that the backend is working on.
+    /// The number of clients' requests that the backend is working on.
     pub(crate) fn alive(&self) -> usize {
         self.state.alive.load(Ordering::SeqCst)
     }
 
-    /// Sets the reported prompt tokens to compute, and requests of other routers.
+    /// Sets the reported counts of prompt tokens to compute and of other routers' requests.
     pub(crate) fn has_queue(&self, ahead: u64, others: u32) {
         let mut queue = self.state.queue.lock().unwrap();
         (queue.ahead, queue.others) = (Some(ahead), others);
     }
 
-    /// Reports a dispatch as waiting that does not wait.
+    /// Makes the server report a dispatch as waiting that does not wait.
     pub(crate) fn claims(&self, seq: u64, tokens: u64) {
         self.state.queue.lock().unwrap().waiting.insert(seq, tokens);
     }
 
-    /// Number of requests in the queue.
+    /// The number of requests in the queue.
     pub(crate) fn queued(&self) -> usize {
         self.state.queue.lock().unwrap().waiting.len()
     }
@@ -295,7 +294,7 @@ impl Fake {
         self.state.queue.lock().unwrap().computed = true;
     }
 
-    /// The most requests at the same time.
+    /// The largest number of simultaneous requests.
     pub(crate) fn most_alive(&self) -> usize {
         self.state.most_alive.load(Ordering::SeqCst)
     }
@@ -304,12 +303,12 @@ impl Fake {
         self.state.healthy.store(healthy, Ordering::SeqCst);
     }
 
-    /// From now on the backend answers nothing.
+    /// Makes the backend respond to nothing from now on.
     pub(crate) fn stop_listening(&self) {
         self.state.deaf.store(true, Ordering::SeqCst);
     }
 
-    /// A channel that reports when the client of a hanging request leaves.
+    /// Returns a channel that reports when the client of a hanging request disconnects.
     pub(crate) fn hung_up(&self) -> Receiver<()> {
         let (sender, receiver) = channel();
         *self.state.hung_up.lock().unwrap() = Some(sender);
@@ -347,7 +346,7 @@ impl State {
         LoadReport { epoch, at, seen, own, requests, ahead, ..LoadReport::default() }
     }
 
-    /// The body of a load report.
+    /// Returns the body of a load report.
     fn load(&self) -> String {
         let mut load = serde_json::to_value(self.report()).unwrap();
         if let Some(mode) = &*self.mode.lock().unwrap() {
@@ -362,8 +361,8 @@ impl State {
         load.to_string()
     }
 
-    /// Waits until the other end closes its connection (false) or the test computes the queue
-    /// (true).
+    /// Waits until the test computes the queue (returns true), or the client closes its connection
+    /// (returns false).
     fn queue(&self, reader: &mut BufReader<TcpStream>, seq: u64, tokens: u64) -> bool {
         self.queue.lock().unwrap().waiting.insert(seq, tokens);
         reader.get_ref().set_read_timeout(Some(Duration::from_millis(2))).unwrap();
@@ -408,7 +407,7 @@ impl State {
                         None => answer(&mut socket, 404, "{}", ""),
                     }
                 }
-                // Clients' requests have a dispatch number; the router's own have none.
+                // Clients' requests have a dispatch number; the router's own requests have none.
                 "/v1/models" if is_of_router(&request) => match &*self.models.lock().unwrap() {
                     Some(list) => answer(&mut socket, 200, list, ""),
                     None => answer(&mut socket, 404, "{}", ""),
@@ -560,8 +559,8 @@ fn chunk(socket: &mut TcpStream, body: &[u8]) -> bool {
     body.is_empty() || socket.write_all(&framed).is_ok()
 }
 
-/// A Forebay server's stream: token 3 * i at position i, with this number as its text. Resumes
-/// where the request says, and stops after `most` bytes of body, also within an event.
+/// Writes a Forebay server's stream: token 3 * i at position i, with this number as its text.
+/// Resumes after the request's ids, and stops after `most` bytes of body, even within an event.
 fn tokens(
     socket: &mut TcpStream,
     request: &Message,

@@ -1,10 +1,10 @@
-//! A minimal HTTP implementation, so that the tests control every byte.
+//! A minimal HTTP implementation that lets the tests control every byte.
 
 use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-/// A limit that no step of a test reaches unless it fails.
+/// A timeout that no step of a test reaches unless it fails.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A request or a response: the first line, headers in lower case, and the body.
@@ -13,7 +13,7 @@ pub(crate) struct Message {
     pub(crate) first: String,
     pub(crate) headers: Vec<(String, String)>,
     pub(crate) body: Vec<u8>,
-    /// Whether the body ended as its headers say.
+    /// True if the body was complete according to its headers.
     pub(crate) whole: bool,
 }
 
@@ -38,7 +38,7 @@ impl Message {
         serde_json::from_slice(&self.body).unwrap_or_else(|_| panic!("{self:?}"))
     }
 
-    /// The events of a stream without the last, which has to be `[DONE]`.
+    /// Returns the events of a stream without the last one, which has to be `[DONE]`.
     pub(crate) fn events(&self) -> Vec<serde_json::Value> {
         assert!(self.whole, "{self:?}");
         let mut events: Vec<&str> = self
@@ -52,7 +52,7 @@ impl Message {
     }
 }
 
-/// Reads a head; `None` if the connection ended before it.
+/// Reads a head. `None`: the connection was closed before it.
 pub(crate) fn read_head(reader: &mut impl BufRead) -> Option<Message> {
     let mut message = Message::default();
     loop {
@@ -73,7 +73,7 @@ pub(crate) fn read_head(reader: &mut impl BufRead) -> Option<Message> {
     }
 }
 
-/// Reads the body that the head announces.
+/// Reads the body that the message's head announces.
 pub(crate) fn read_body(reader: &mut impl BufRead, message: &mut Message) {
     if let Some(length) = message.header("content-length").map(|value| value.parse().unwrap()) {
         message.body = vec![0; length];
@@ -91,7 +91,7 @@ pub(crate) fn read_body(reader: &mut impl BufRead, message: &mut Message) {
     }
 }
 
-/// Reads a chunk, which is empty at the end; `None` if the connection or the body has ended.
+/// Reads a chunk; the last one is empty. `None`: the connection was closed.
 pub(crate) fn read_chunk(reader: &mut impl BufRead) -> Option<Vec<u8>> {
     let mut line = String::new();
     if reader.read_line(&mut line).ok()? == 0 {
@@ -134,7 +134,7 @@ impl Client {
     }
 }
 
-/// One request on a connection of its own.
+/// Sends one request on a new connection.
 pub(crate) fn ask(
     address: SocketAddr,
     method: &str,

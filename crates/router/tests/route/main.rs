@@ -24,7 +24,7 @@ use forebay_router::{HealthConfig, Policy, RetryConfig, Router, RouterConfig, So
 use crate::fake::Fake;
 use crate::http::PATIENCE;
 
-/// A running router.
+/// A running router under test.
 struct Rig {
     address: SocketAddr,
     router: Option<Router>,
@@ -59,7 +59,7 @@ impl Rig {
         Self { address, router: Some(Router::start(config, listener).unwrap()) }
     }
 
-    /// The sum of a metric over all backends.
+    /// Returns the sum of a metric over all backends.
     fn metric(&self, name: &str) -> f64 {
         let text = http::get(self.address, "/metrics");
         let lines = text.text().lines().filter(|line| line.starts_with(name));
@@ -79,7 +79,7 @@ impl Drop for Rig {
     }
 }
 
-/// Waits until the check is true; fails after `PATIENCE`.
+/// Waits until the check returns true. Fails after `PATIENCE`.
 fn eventually(what: &str, mut check: impl FnMut() -> bool) {
     let start = Instant::now();
     while !check() {

@@ -40,7 +40,7 @@ fn a_request_goes_where_its_name_is_known() {
         let body = format!("\"{model}\"}}");
         assert_eq!([of(&one, &body), of(&other, &body)], [2, 2], "{model}");
     }
-    // When the only backend with an adapter is down, a backend without it does not take its
+    // When the only backend with an adapter is down, a backend without the adapter does not get its
     // requests.
     one.die();
     eventually("the dead backend is down", || get(rig.address, "/health").json()["backends"] == 1);

@@ -10,14 +10,14 @@ use crate::{Rig, eventually};
 const CHAT: &str = "/v1/chat/completions";
 /// No headers.
 const NONE: &[&str] = &[];
-/// Prompt tokens of a long queue, and of one request.
+/// The number of prompt tokens of a long queue, and of one request.
 const LONG: u64 = 100_000;
 const SHORT: u64 = 1000;
-/// Many times the interval in which the router finds that a queue has changed.
+/// Several times the interval at which the router checks queues.
 const LONG_ENOUGH: Duration = Duration::from_millis(400);
 
-/// Forebay servers, the first with a long queue, and a router that sends all requests to the first
-/// until [`open`] is called.
+/// Starts Forebay servers, the first with a long queue, and a router that sends all requests to the
+/// first until [`open`] is called.
 fn rig(count: usize, queue_moves: bool) -> (Vec<Fake>, Rig) {
     let brains: Vec<Fake> = (0..count).map(|_| Fake::brain()).collect();
     brains.iter().for_each(|brain| brain.has_queue(0, 0));
@@ -54,7 +54,7 @@ fn moved(rig: &Rig) -> f64 {
     rig.metric("forebay_router_backend_moved_total")
 }
 
-/// A request that runs at a server until the sender is dropped.
+/// Sends a request that runs at a server until the returned sender is dropped.
 fn resident(brain: &Fake, rig: &Rig) -> (std::sync::mpsc::Sender<()>, JoinHandle<Message>) {
     let (gate, key) = Gate::new();
     brain.will([Act::Wait(gate)]);
@@ -64,7 +64,7 @@ fn resident(brain: &Fake, rig: &Rig) -> (std::sync::mpsc::Sender<()>, JoinHandle
     (key, asked)
 }
 
-/// Sends requests with these headers and bodies one by one into a server's queue.
+/// Sends requests with these headers and bodies, one by one, so that they wait in a server's queue.
 fn queue(
     brain: &Fake,
     rig: &Rig,
@@ -85,7 +85,7 @@ fn queued_requests_move_to_a_brain_that_computes_them_sooner() {
     let (key, resident) = resident(&brains[0], &rig);
     let waiting = queue(&brains[0], &rig, &[(NONE, "{}"); 3]);
     open(&brains, &rig);
-    // Each request has one answer, and a complete one.
+    // Each request gets exactly one answer, and it is complete.
     for waiting in waiting {
         assert_eq!(waiting.join().unwrap().events().len(), TOKENS as usize);
     }
@@ -102,7 +102,7 @@ fn a_request_moves_twice_at_most() {
     let (brains, rig) = rig(3, true);
     brains[0].has_queue(LONG, 5);
     let mut waiting = queue(&brains[0], &rig, &[(NONE, "{}")]);
-    // The request may come back to the first server.
+    // The request may come back to the first server, so that server also queues it.
     brains.iter().for_each(|brain| {
         brain.will([Act::Queue(SHORT)]);
     });
@@ -143,7 +143,7 @@ fn who_is_pinned_or_has_said_something_stays() {
     let said = asked(&rig, NONE, "{}");
     eventually("the backend has the request", || brains[0].seen().len() == 4);
     brains[0].claims(4, SHORT);
-    // This request may move. Once it has, the others could have moved too.
+    // This request may move. Once it has moved, the others would have had time to move too.
     waiting.extend(queue(&brains[0], &rig, &[(NONE, "{}")]));
     open(&brains, &rig);
     assert_eq!(waiting.pop().unwrap().join().unwrap().events().len(), TOKENS as usize);
@@ -152,7 +152,7 @@ fn who_is_pinned_or_has_said_something_stays() {
     brains[0].compute_queue();
     assert!(waiting.into_iter().all(|waiting| waiting.join().unwrap().status() == 200));
     brains[0].die();
-    // When its server dies, the stream that has begun continues at another one.
+    // When its server dies, the stream that has begun continues at another server.
     assert_eq!(said.join().unwrap().events().len(), TOKENS as usize);
 }
 
@@ -166,7 +166,7 @@ fn a_request_moves_only_where_its_model_is() {
     brains[2].lists(&[("base", None), ("tone", Some("1"))]);
     let waiting = queue(&brains[0], &rig, &[(NONE, "{\"model\": \"tone\"}")]);
     open(&brains, &rig);
-    // The second server would compute it sooner, but lacks the model.
+    // The second server would compute the request sooner, but it lacks the model.
     for waiting in waiting {
         assert_eq!(waiting.join().unwrap().events().len(), TOKENS as usize);
     }

@@ -1,4 +1,4 @@
-//! Requests that are passed on, and retried.
+//! Requests that are forwarded, and retried.
 
 use std::time::Duration;
 
@@ -146,7 +146,8 @@ fn connections_are_used_again_and_closed_ones_are_not() {
     let before = backend.connections();
     assert_eq!((post(), post()), (200, 200));
     assert_eq!(backend.connections(), before);
-    // The backend closes the connection when the next request arrives. The client does not notice.
+    // The backend closes the connection when the next request arrives. The client does not see
+    // this.
     backend.will([Act::DieFirst]);
     assert_eq!(post(), 200);
     assert_eq!(backend.connections(), before + 2, "one new connection, and one for a health check");
@@ -177,7 +178,7 @@ fn equal_requests_are_spread_evenly_and_more_than_their_share_on_nobody() {
     assert!(backends.iter().all(|backend| backend.seen().len() == 25));
     drop(keys);
     assert!(clients.into_iter().all(|client| client.join().unwrap() == 200));
-    // The spread stays even when new requests come as others end.
+    // The load stays balanced when new requests arrive as others end.
     let clients: Vec<_> = (0..40)
         .map(|_| {
             std::thread::spawn(move || (0..10).all(|_| post(address, CHAT, "{}").status() == 200))

@@ -1,4 +1,4 @@
-//! Streams, and what happens when their backend dies.
+//! Streams, and how they continue or end when their backend dies.
 
 use std::io::Write;
 use std::net::TcpListener;
@@ -13,7 +13,8 @@ use crate::{Rig, eventually};
 const CHAT: &str = "/v1/chat/completions";
 const WHOLE: usize = usize::MAX;
 
-/// The text of a Forebay server's stream, whose events all have the first one's name.
+/// Returns the text of a Forebay server's stream, and checks that all events have the first
+/// stream's name.
 fn text(answer: &Message) -> String {
     let events = answer.events();
     assert!(events.iter().all(|event| event["name"] == "5;first"), "{answer:?}");
@@ -36,7 +37,7 @@ fn a_brains_stream_comes_without_its_comments() {
     assert_eq!((tag.seq, tag.floor), (1, 1));
 }
 
-/// Two Forebay servers with one script, both known to the router as such.
+/// Starts two Forebay servers with a common script, and waits until the router has identified both.
 fn pair() -> (Vec<Fake>, Rig) {
     let brains = Fake::brains(2);
     let rig = Rig::with(&[&brains[0], &brains[1]], |config| config.breaker.failures = 0);
@@ -75,7 +76,7 @@ fn a_stream_outlives_several_deaths() {
         let answer = post(rig.address, CHAT, "{\"seed\":1}");
         assert_eq!(text(&answer), expected(TOKENS), "{cuts:?}");
     }
-    // A server that continues gets the same seed, and the client's body after the tokens.
+    // A server that continues gets the same body, with the token ids before it.
     let resumed: Vec<Message> = brains.iter().flat_map(Fake::seen).collect();
     let resumed: Vec<&Message> =
         resumed.iter().filter(|seen| seen.header("x-forebay-resume").is_some()).collect();
@@ -92,7 +93,7 @@ fn a_stream_that_nobody_goes_on_with_ends_with_one_error() {
     assert_eq!(error["error"]["code"], "backend_failed");
     assert_eq!(tokens.len(), 1);
     let (brains, rig) = pair();
-    // A server that answers, but not with the rest of the stream, cannot continue it.
+    // A server that responds with anything but the rest of the stream cannot continue it.
     brains[0].will([Act::Tokens(TOKENS, 150)]);
     brains[0].will(vec![Act::Answer(400, "{}".into()); 20]);
     let events = post(rig.address, CHAT, "{}").events();
@@ -164,7 +165,8 @@ fn a_slow_client_slows_its_backend_and_loses_nothing() {
                 while !left.is_empty() {
                     match socket.write(left) {
                         Ok(taken) => left = &left[taken..],
-                        // The socket is full: the router holds a limited part of the stream.
+                        // The socket's buffer is full, because the router holds only a limited part
+                        // of the stream.
                         Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
                             if let Some(stuck) = stuck.take() {
                                 stuck.send(()).unwrap();

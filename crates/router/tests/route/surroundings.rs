@@ -129,7 +129,7 @@ fn what_runs_may_finish_when_the_router_stops() {
 #[test]
 fn what_does_not_finish_in_time_is_ended_with_an_error() {
     let backend = Fake::other();
-    // The second half of the stream never comes.
+    // The second half of the stream never arrives.
     let half = b"data: {\"name\":1}\n\n".to_vec();
     backend.will([Act::HangAfter(half)]);
     let mut rig = Rig::with(&[&backend], |config| config.drain_timeout = Duration::from_millis(1));

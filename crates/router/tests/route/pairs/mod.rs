@@ -18,7 +18,7 @@ use crate::http::{Client, get, post};
 use crate::{Rig, eventually};
 
 const CHAT: &str = "/v1/chat/completions";
-/// The longest time that one server of a pair works on after the other has failed.
+/// The longest time for which one server of a pair may continue after the other has failed.
 const OUTLIVED: Duration = Duration::from_secs(1);
 /// A complete stream.
 const STREAM: &[u8] = b"data: {\"a\":1}\n\ndata: [DONE]\n\n";
@@ -27,7 +27,7 @@ fn fine() -> Act {
     Act::Answer(200, "{\"ok\":true}".into())
 }
 
-/// SGLang servers: for prefill, and for decode.
+/// Starts SGLang servers: for prefill, and for decode.
 fn sglang(prefill: usize, decode: usize) -> (Vec<Fake>, Vec<Fake>) {
     let of = |mode: &str, count| -> Vec<Fake> {
         let servers = (0..count).map(|_| Fake::other());
@@ -37,7 +37,7 @@ fn sglang(prefill: usize, decode: usize) -> (Vec<Fake>, Vec<Fake>) {
     (of("prefill", prefill), of("decode", decode))
 }
 
-/// vLLM servers.
+/// Starts vLLM servers.
 fn vllm(count: usize) -> Vec<Fake> {
     (0..count).map(|_| Fake::other()).inspect(|server| server.is_of("m", "vllm")).collect()
 }
@@ -66,7 +66,7 @@ fn rig(prefill: &[Fake], decode: &[Fake]) -> Rig {
     rig_with((prefill, decode), |_| {})
 }
 
-/// The error message of a router that refuses to start.
+/// Returns the error message of a router that refuses to start.
 fn refused(change: impl FnOnce(&mut PairConfig)) -> String {
     let mut pairs = PairConfig::default();
     change(&mut pairs);
@@ -76,15 +76,15 @@ fn refused(change: impl FnOnce(&mut PairConfig)) -> String {
     started.err().expect("no router starts").to_string()
 }
 
-/// The bodies that servers received, once there are `count`. A prefill server may receive its
-/// request after the client has its answer.
+/// Waits until the servers have received `count` bodies, and returns them. A prefill server may
+/// receive its request after the client has its answer.
 fn asked(fakes: &[Fake], count: usize) -> Vec<Value> {
     let all = || fakes.iter().flat_map(bodies).collect::<Vec<_>>();
     eventually("all requests have arrived", || all().len() == count);
     all()
 }
 
-/// The bodies that clients sent to a server.
+/// Returns the bodies of clients' requests that a server received.
 fn bodies(fake: &Fake) -> Vec<Value> {
     let seen = fake.seen();
     let posted = seen.iter().filter(|message| message.first.starts_with("POST"));
@@ -196,7 +196,7 @@ fn routes_and_models_are_those_of_pairs() {
         (0, 1),
         "no server gets a malformed body"
     );
-    // With decode servers only there is no pair.
+    // Decode servers alone form no pair.
     prefill[0].set_healthy(false);
     eventually("a backend is down", || get(rig.address, "/health").status() == 503);
     let answer = post(rig.address, CHAT, "{}");
@@ -208,7 +208,7 @@ fn routes_and_models_are_those_of_pairs() {
 fn what_kills_prefill_servers_kills_two_and_is_given_up() {
     let (prefill, decode) = sglang(4, 2);
     let rig = rig(&prefill, &decode);
-    // Decode servers wait for a KV cache that never arrives.
+    // The decode servers wait for a KV cache that never arrives.
     decode.iter().for_each(|fake| {
         fake.will(vec![Act::Hang; 8]);
     });
@@ -223,7 +223,7 @@ fn what_kills_prefill_servers_kills_two_and_is_given_up() {
     eventually("no server has requests left", || decode.iter().all(|fake| fake.alive() == 0));
 }
 
-/// Sends a request, and leaves once both servers have it.
+/// Sends a request, and disconnects once both servers have it.
 fn leave(rig: &Rig, prefill: &Fake, decode: Option<&Fake>) -> Instant {
     let mut client = Client::connect(rig.address);
     client.send("POST", CHAT, &[], b"{\"stream\":true}");

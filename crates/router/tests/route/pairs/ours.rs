@@ -1,4 +1,4 @@
-//! Pairs of Forebay servers: the decode server asks the prefill server that the router names.
+//! Pairs of Forebay servers: the decode server contacts the prefill server that the router names.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ fn brains(mode: &str, count: usize) -> Vec<Fake> {
     (0..count).map(|_| Fake::brain()).inspect(|brain| brain.has_mode(mode)).collect()
 }
 
-/// The prefill servers that a decode server's requests named; an empty string for none.
+/// Returns the prefill server that each request to a decode server named; an empty string for none.
 fn told(decode: &Fake) -> Vec<String> {
     let told = |message: &crate::http::Message| message.header(PREFILL).unwrap_or("").to_owned();
     decode.seen().iter().map(told).collect()
@@ -34,7 +34,7 @@ fn a_decode_server_gets_the_request_and_the_name_of_a_prefill_server() {
         let answer = ask(rig.address, "POST", path, &[&own], b"{\"n\":2}");
         assert_eq!((answer.status(), answer.header(PREFILL)), (200, None), "{path}");
     }
-    // Each prefill server in turn, and never the one that a client names.
+    // The router names each prefill server in turn, and never the one that the client names.
     let urls = [prefill[0].url(), prefill[1].url()];
     let told = told(&decode[0]);
     assert!(told.iter().all(|url| urls.contains(url)) && urls.iter().all(|url| told.contains(url)));
@@ -64,7 +64,7 @@ fn servers_with_another_mode_are_refused_in_one_line() {
     );
     let said = refused(|pairs| *pairs = named(&decode, &plain));
     assert!(said.contains("--disaggregation-mode decode") && said.lines().count() == 1, "{said}");
-    // A server with a key, which reports no load.
+    // A server with a router key, which reports no load to this router.
     let keyed = vec![Fake::other()];
     keyed[0].is_of("m", "forebay");
     let said = refused(|pairs| *pairs = named(&keyed, &decode));

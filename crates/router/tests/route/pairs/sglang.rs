@@ -33,7 +33,7 @@ fn both_servers_meet_in_a_room_that_is_used_once() {
     assert_eq!(rig.metric("forebay_router_pairs_total"), 3.0);
 }
 
-/// Ways to fail before any answer.
+/// Returns acts that fail before any answer.
 fn failures() -> [Act; 5] {
     [
         Act::DieFirst,
@@ -44,7 +44,7 @@ fn failures() -> [Act; 5] {
     ]
 }
 
-/// The time at which the only act of this kind ended.
+/// Returns the time at which the only act of this kind ended.
 fn end(fakes: &[Fake], wanted: fn(&Act) -> bool) -> Instant {
     let spans: Vec<_> = fakes.iter().flat_map(Fake::spans).collect();
     let found: Vec<_> = spans.iter().filter(|span| wanted(&span.act)).collect();
@@ -63,7 +63,8 @@ fn whichever_server_fails_the_other_ends_and_another_pair_goes_on_in_a_new_room(
                 false => (&decode, &prefill),
             };
             let all = || prefill.iter().chain(&decode);
-            // Any server may be asked first. A failing one fails only when its partner hangs.
+            // Either server of a kind may get the first request. A failing one fails only once its
+            // partner hangs.
             let (gates, keys): (Vec<_>, Vec<_>) = (0..2).map(|_| Gate::new()).unzip();
             for (fake, gate) in failing.iter().zip(gates) {
                 fake.will([Act::Held(gate, Box::new(failure.clone()))]);
@@ -187,7 +188,7 @@ fn a_prefill_server_that_hangs_ends_soon_after_the_answer() {
 fn a_stream_that_is_complete_is_complete_whatever_the_prefill_server_does() {
     let (prefill, decode) = sglang(1, 1);
     let rig = rig(&prefill, &decode);
-    // The whole stream at once, and a stream in two pieces, cut within its last event.
+    // A complete stream in one chunk, and a stream in two chunks, split within its last event.
     for pieces in [vec![STREAM.to_vec()], vec![STREAM[..20].to_vec(), STREAM[20..].to_vec()]] {
         prefill[0].will([Act::Hang]);
         decode[0].will([Act::HangAfter(pieces[0].clone())]);

@@ -10,7 +10,7 @@ use crate::http::Message;
 const THREADS: usize = 6;
 const REQUESTS: usize = 25;
 
-/// A random generator (Marsaglia's xorshift), so that a seed reproduces a run.
+/// A pseudo-random generator (Marsaglia's xorshift), so that a seed reproduces a run.
 struct Dice(u64);
 
 impl Dice {
@@ -22,7 +22,7 @@ impl Dice {
     }
 }
 
-/// A random act for one request; half of them succeed.
+/// Returns a random act for one request: `well` in half of the cases, a failure otherwise.
 fn act(dice: &mut Dice, well: Act) -> Act {
     match dice.below(14) {
         0 => Act::DieFirst,
@@ -36,8 +36,8 @@ fn act(dice: &mut Dice, well: Act) -> Act {
     }
 }
 
-/// Sends requests from several clients, some of which leave. Checks that each of the others gets
-/// one end.
+/// Sends requests from several clients, some of which disconnect. Checks that the requests of the
+/// other clients end exactly once.
 fn storm(rig: &Rig, seed: u64) {
     let workers: Vec<_> = (0..THREADS as u64)
         .map(|thread| {
@@ -67,7 +67,7 @@ fn check(answer: &Message) {
     assert_eq!(answer.text().matches("[DONE]").count(), 1, "{answer:?}");
 }
 
-/// The requests that servers have handled, once none is left.
+/// Waits until all requests have ended, and returns the requests that the servers handled.
 fn at_rest(prefill: &[Fake], decode: &[Fake]) -> [Vec<Span>; 2] {
     eventually("no server has requests left", || {
         prefill.iter().chain(decode).all(|fake| fake.alive() == 0)
@@ -115,7 +115,7 @@ fn no_parameters_are_sent_twice() {
     let (mut dice, block) = (Dice(99), AtomicU32::new(0));
     for _ in 0..200 {
         prefill.iter().for_each(|fake| {
-            // One answer in six repeats an earlier name.
+            // One answer in six repeats an earlier request id.
             let name = match dice.below(6) {
                 0 => block.load(Ordering::Relaxed) / 2,
                 _ => block.fetch_add(1, Ordering::Relaxed),

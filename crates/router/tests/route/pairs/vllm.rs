@@ -1,8 +1,8 @@
-//! vLLM's protocol: the decode server gets the parameters that the prefill server answered with.
+//! vLLM's protocol: the decode server gets the parameters from the prefill server's answer.
 
 use super::*;
 
-/// An answer of a prefill server, with parameters that name `block`.
+/// Returns a prefill server's answer with parameters that name `block`.
 fn hands_on(block: u32) -> Act {
     let params = params(block);
     Act::Answer(200, json!({"choices": [], "kv_transfer_params": params}).to_string())
@@ -13,7 +13,7 @@ fn params(block: u32) -> Value {
            "remote_engine_id": "e", "remote_request_id": format!("r{block}")})
 }
 
-/// The parameters that decode servers received, in any order.
+/// Returns the parameters that decode servers received, in any order.
 fn got(decode: &[Fake]) -> Vec<Value> {
     decode.iter().flat_map(bodies).map(|body| body["kv_transfer_params"].clone()).collect()
 }
@@ -46,7 +46,8 @@ fn a_retry_repeats_the_first_leg() {
         let (prefill, decode) = (vllm(1), vllm(3));
         let rig = rig(&prefill, &decode);
         prefill[0].will((0..9).map(hands_on));
-        // Two of three decode servers fail once. The first prefill result is used by none of them.
+        // Two of three decode servers fail once. The prefill result of a failed attempt is not used
+        // again.
         decode[..2].iter().for_each(|fake| {
             fake.will([failure.clone()]);
         });
@@ -75,15 +76,15 @@ fn a_prefill_server_that_lies_is_not_believed() {
         let rig = rig_with((&prefill, &decode), |config| {
             config.pairs.prefill_policy = Some(Policy::RoundRobin);
         });
-        // The prefill servers take turns: the first answer is right, later ones repeat it or are
-        // invalid.
+        // The prefill servers take turns. Their first answers contain the same parameters; later
+        // answers repeat them or are invalid.
         prefill.iter().for_each(|fake| {
             fake.will([hands_on(1)]);
         });
         let first = post(rig.address, CHAT, "{}");
         assert_eq!(first.status(), 200);
         let other = prefill.iter().find(|fake| fake.seen().is_empty()).unwrap();
-        // This server's first answer repeats the parameters of the other one.
+        // This server's first answer repeats the other server's parameters.
         assert_eq!(post(rig.address, CHAT, "{}").status(), 200);
         assert!(!other.seen().is_empty());
         prefill.iter().for_each(|fake| {
@@ -120,7 +121,7 @@ fn what_the_prefill_server_refuses_is_not_asked_of_the_decode_server() {
     prefill[0].will([Act::Answer(400, "{\"error\":\"too long\"}".into())]);
     let answer = post(rig.address, CHAT, "{}");
     assert_eq!((answer.status(), answer.text()), (400, "{\"error\":\"too long\"}"));
-    // Requests with several answers would use the parameters several times.
+    // Requests for several choices would use the parameters several times.
     for (path, body, status) in [
         (CHAT, "{\"n\":2}", 400),
         ("/v1/completions", "{\"prompt\":[\"a\",\"b\"]}", 400),
