@@ -1,13 +1,13 @@
-//! The CPU time that a step costs the scheduler at 64 to 4096 running requests.
+//! The CPU time that the scheduler takes for a step with 64 to 4096 running requests.
 //! `cargo bench -p forebay-scheduler`.
 //!
-//! A decode step has one row a running request, so its cost grows with their number. The cost of
-//! one row must not grow, nor that of one change: a request that ends or arrives, or a block that
-//! is found. So times are given a row.
+//! A decode step has one row per running request, so its cost grows with their number. The cost of
+//! one row must not grow. Nor may the cost of one change: a request that ends or arrives, or a
+//! block that is found. So times are given per row.
 //!
-//! A group with changes is to be compared with the group `decode` of the same size, which has none.
-//! The one to compare with is its `evicting`: every page comes from a cached block there, as in a
-//! replica that has served for a while.
+//! Compare a group with changes with the group `decode` of the same size, which has none. Use the
+//! variant `evicting` of `decode`. There, every page comes from a cached block, as in a replica
+//! that has served requests for a while.
 
 use std::time::{Duration, Instant};
 
@@ -23,23 +23,25 @@ const PAGE_SIZE: u32 = 16;
 const TOKEN: i32 = 7;
 const STOP_ID: i32 = 2;
 
-/// Steps after which the replica is rebuilt, so that its requests stay of one age.
+/// The number of steps after which the replica is rebuilt, so that its requests stay of similar
+/// age.
 const STEPS: u32 = 512;
-/// Tokens that a steady request may generate: more than it reaches.
+/// The number of tokens that a steady request may generate: more than it reaches.
 const STEADY_TOKENS: u32 = 4 * STEPS;
-/// Pages that a steady request needs in the end, while others are admitted and afterwards.
+/// Pages of a steady request at its longest. It also grows while others are still admitted.
 const STEADY_PAGES: u32 = 48;
 const SHORT_PROMPT: u32 = 32;
 /// Prompt tokens of the requests that fill the cache.
 const LONG_PROMPT: i32 = 4096;
 
-/// Requests that end, and requests that arrive, in each step of `churn`.
+/// The number of requests that end, and that arrive, in each step of `churn`.
 const CHANGES: u32 = 8;
 
-/// Prompt tokens that an arriving request shares with earlier ones, and those of its own.
+/// Prompt tokens that an arriving request shares with earlier ones (`SHARED`), and those that it
+/// does not share (`OWN`).
 const SHARED: u32 = 2048;
 const OWN: u32 = 1024;
-/// Prompt tokens a step.
+/// Prompt tokens per step.
 const CHUNK: u32 = 512;
 
 fn main() {
@@ -54,7 +56,7 @@ fn main() {
     criterion.final_summary();
 }
 
-/// A scheduler, and a device that has always finished.
+/// A scheduler, and a simulated device that is always done at once.
 struct Replica {
     scheduler: Scheduler,
     plan: StepPlan,
@@ -117,7 +119,7 @@ impl Replica {
         assert!(self.scheduler.next_plan(&mut self.plan, &mut self.events), "there is work");
     }
 
-    /// The device's result of the latest plan; not part of any measurement.
+    /// Simulates the device's result of the latest plan. No measurement includes it.
     fn compute(&mut self) {
         self.result.step = self.plan.step();
         self.result.row_errors.clear();
@@ -133,7 +135,7 @@ impl Replica {
         assert_eq!(applied, Ok(()), "the result fits the plan");
     }
 
-    /// One step of the serial loop; returns the time that the scheduler took for its parts.
+    /// Runs one step of the serial loop; returns the times that planning and applying took.
     fn step(&mut self) -> StepTime {
         let start = Instant::now();
         self.plan();
@@ -157,14 +159,14 @@ impl StepTime {
     }
 }
 
-/// A prompt with a beginning of its own. Lengths differ, so that in each step another sixteenth of
-/// the requests needs a page.
+/// A prompt that shares no beginning with another. Lengths differ, so that in each step another
+/// sixteenth of the requests needs a page.
 fn short_prompt(number: u64) -> Vec<i32> {
     let number = number as i32;
     (0..SHORT_PROMPT as i32 + number % PAGE_SIZE as i32).map(|at| (number << 8) + at).collect()
 }
 
-/// `running` requests in decode, none of which ends within `STEPS` steps.
+/// A replica with `running` requests in decode, none of which ends within `STEPS` steps.
 fn decoding(mut replica: Replica, running: u32) -> Replica {
     let before = replica.scheduler.stats().generated_tokens;
     for number in 0..running {
@@ -177,7 +179,7 @@ fn decoding(mut replica: Replica, running: u32) -> Replica {
     replica
 }
 
-/// The same, with a pool that has no free page.
+/// The same as [`decoding`], with a pool that has no free page.
 fn evicting(running: u32) -> Replica {
     let mut replica = Replica::new(running, STEADY_PAGES);
     let mut first = -1;
@@ -191,8 +193,8 @@ fn evicting(running: u32) -> Replica {
     decoding(replica, running)
 }
 
-/// The time of the calls of `step` that criterion asks for, each of `steps_a_call` steps. The
-/// replica is rebuilt every `STEPS` steps.
+/// Returns the time of the calls of `step` that criterion requests, each of `steps_a_call` steps.
+/// The replica is rebuilt every `STEPS` steps.
 fn time_steps(
     calls: u64,
     steps_a_call: u32,
@@ -239,8 +241,8 @@ fn decode(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// In each step `CHANGES` requests arrive and as many end, each after `running / CHANGES` tokens of
-/// its own. An element is a row.
+/// In each step `CHANGES` requests arrive and as many end, each after generating
+/// `running / CHANGES` tokens. An element is a row.
 fn churn(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("churn");
     for running in RUNNING {
@@ -278,9 +280,9 @@ fn arrive(replica: &mut Replica, lifetime: u32) -> Duration {
     start.elapsed()
 }
 
-/// Beside the decoding requests, a request arrives whose first `SHARED` tokens are cached. It is
-/// prefilled in chunks and ends with its first token. A sample is its whole life of `OWN / CHUNK`
-/// steps; an element is one of its blocks, found or computed.
+/// Measures a request that arrives beside the decoding requests, and whose first `SHARED` tokens
+/// are cached. The request is prefilled in chunks and ends with its first token. A sample is all
+/// `OWN / CHUNK` steps of the request; an element is one of its blocks, found or computed.
 fn prefill(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("prefill");
     let shared: Vec<i32> = (0..SHARED as i32).map(|at| at.reverse_bits()).collect();

@@ -11,7 +11,7 @@ use crate::{Event, Handle, Scheduler};
 
 impl Scheduler {
     /// Plans prompt rows within `budget` tokens. Some prompts pass the first in turn
-    /// ([`crate::passing`]); all others go by their turns.
+    /// ([`crate::passing`]); all others get their rows in turn.
     pub(crate) fn plan_prompts(&mut self, budget: u32, step: &mut NewStep<'_>) {
         let mut passed = std::mem::take(&mut self.passed);
         let mut budget = budget - self.plan_passing(budget, &mut passed, step);
@@ -27,8 +27,8 @@ impl Scheduler {
         let mut from = Bound::Unbounded;
         while *budget > 0 {
             if let Some(handle) = self.next_arrived(from, step) {
-                // Admit just before its row: after a row that takes the whole budget no slot is
-                // given out.
+                // Admit waiting requests just before this row: if the row takes the whole budget,
+                // no request is admitted after it.
                 if self.admit_before(self.roster[handle].key, &mut from, budget, step) {
                     continue;
                 }
@@ -62,7 +62,8 @@ impl Scheduler {
             };
             *budget = budget.saturating_sub(planned);
             self.count_received(handle, planned);
-            // The row was cut where a state is kept, or the result has room for all of it.
+            // Still in prefill: the row was cut, such as by room in the result, or where a state is
+            // kept.
             let was_cut = matches!(self.roster[handle].stage(), Some(Stage::Prefill));
             if in_parts || planned == 0 || was_cut {
                 from = Bound::Excluded(key);
@@ -98,7 +99,7 @@ impl Scheduler {
         })
     }
 
-    /// True if the plan and its result have room for a new request too.
+    /// True if the plan and its result have room for this request too.
     pub(crate) fn has_room_in_plan(&self, handle: Handle, step: &NewStep<'_>) -> bool {
         let entry = &self.roster[handle];
         let answers = |most| step.flight.answers_left(self.config.step_words, most);
@@ -133,7 +134,7 @@ impl Scheduler {
         Some(ticket.key)
     }
 
-    /// Gives a waiting request a slot and pages. False: it has to wait.
+    /// Gives a waiting request a slot and pages. Returns false if the request has to wait.
     pub(crate) fn try_admit(&mut self, ticket: &Ticket, step: &mut NewStep<'_>) -> bool {
         let (key, handle) = (ticket.key, ticket.handle);
         let entry = &self.roster[handle];
@@ -195,7 +196,7 @@ impl Scheduler {
         let entry = &mut self.roster[handle];
         entry.passed = 0;
         entry.computed = entry.cached;
-        // Copies in flight hold the loan themselves.
+        // Each copy in flight keeps its own reference to the loan.
         entry.request.loan = None;
         let past = &mut entry.request.past;
         let known = std::mem::replace(&mut past.admitted, true);

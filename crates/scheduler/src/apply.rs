@@ -1,4 +1,5 @@
-//! Applies results to requests: tokens, ends, and the return of retired pages and slots.
+//! Applies results to requests: sampled tokens, ends of requests, and the return of retired pages
+//! and slots.
 
 use forebay_protocol::{COPY_OK, CopyEnd, PlaceEnd, ROW_OK, SampledLogprobs, StepResult, Want};
 
@@ -11,7 +12,7 @@ use crate::{ApplyError, Event, Finish, Handle, Scheduler};
 type Sampled<'a> = (&'a i32, Option<SampledLogprobs<'a>>);
 
 impl Scheduler {
-    /// Applies the result of the oldest step in flight. Rows whose request is gone are ignored.
+    /// Applies the result of the oldest step in flight. Rows whose request has ended are ignored.
     ///
     /// # Errors
     /// The result is not of that step, or its columns do not fit the step's rows. Nothing is
@@ -81,7 +82,7 @@ impl Scheduler {
     }
 
     fn learn(&mut self, flight: &Flight, device_us: u32) {
-        // If the tower computed in this step too, its time says nothing about the rows.
+        // If the tower computed too, the step's time does not show how long the rows took.
         if flight.towers.is_empty() {
             let lengths = flight.rows.iter().map(FlightRow::positions);
             self.turns.learn(lengths.clone().sum(), device_us);
@@ -94,7 +95,7 @@ impl Scheduler {
         }
     }
 
-    /// Applies the ends of copies.
+    /// Applies the finished copies that a result reports.
     fn copies_ended(&mut self, result: &StepResult, events: &mut Vec<Event>) {
         let Some(before) = self.memory.begin_copy_ends(result) else { return };
         for &end in &result.copied {
@@ -116,8 +117,8 @@ impl Scheduler {
         self.remove(row.handle);
     }
 
-    /// Applies a row's results for its prompt, and its tokens. Tokens after the request's end are
-    /// dropped.
+    /// Applies a row's prompt log-probabilities and its sampled tokens. Tokens after the request's
+    /// end are dropped.
     fn computed<'a>(
         &mut self,
         row: &FlightRow,
@@ -172,8 +173,8 @@ impl Scheduler {
         }
     }
 
-    /// Reports the new log-probabilities of a row's prompt. False: the request wanted nothing else,
-    /// and has ended.
+    /// Reports the new log-probabilities of a row's prompt. Returns false if the request needed
+    /// nothing else, and has ended.
     fn tell_prompt(
         &mut self,
         row: &FlightRow,

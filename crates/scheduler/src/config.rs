@@ -19,7 +19,7 @@ pub enum Policy {
 /// The target gap between two tokens of a running request, which bounds the prompts in a step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum DecodeGap {
-    /// Prompts take the rest of a step.
+    /// No target: prompts take the rest of a step's token budget.
     Off,
     /// A multiple of the measured time of a decode-only step.
     #[default]
@@ -39,10 +39,10 @@ impl Serialize for DecodeGap {
     }
 }
 
-/// The capacity that the scheduler gives out.
+/// The capacity and the policies of a scheduler.
 #[derive(Debug, Clone)]
 pub struct SchedulerConfig {
-    /// Rows of the device tables. More than `max_running`, because a slot stays retired for up to
+    /// Slots in the device tables. More than `max_running`, because a slot stays retired for up to
     /// [`crate::MAX_IN_FLIGHT`] steps.
     pub slots: u32,
     /// The largest number of requests that have a slot at the same time.
@@ -50,7 +50,7 @@ pub struct SchedulerConfig {
     /// Pages of the device. 0: the model keeps no keys and values, so each prompt is computed in
     /// one row.
     pub pages: u32,
-    /// Positions of a page.
+    /// The number of positions per page.
     pub page_size: u32,
     /// Token budget of a step: `--max-num-batched-tokens`, or `--chunked-prefill-size`. Decode rows
     /// always run. Prefill gets the rest of the budget, but at least one page.
@@ -68,7 +68,7 @@ pub struct SchedulerConfig {
     /// requests count as one client's.
     pub fair: bool,
     /// True if prompts with little left to compute may pass longer ones in a step. Otherwise the
-    /// first prompt in turn takes all prompt tokens of the step.
+    /// prompt that is first in turn takes all prompt tokens of the step.
     pub step_shares: bool,
     /// The bound on prompt tokens in steps with running requests.
     pub decode_gap: DecodeGap,
@@ -80,10 +80,10 @@ pub struct SchedulerConfig {
     /// The number of elements of a pooled vector; 0: the model does not pool. The size of results
     /// depends on it.
     pub vector_size: u32,
-    /// The largest number of tokens that a sampling row may give; at least 1.
+    /// The largest number of tokens that a sampling row may return; at least 1.
     pub tokens_a_row: u32,
     /// Drafts in decode rows; `None`: there are none. It has no effect with sparse decoding, or if
-    /// the hand gives several tokens a row by itself.
+    /// the hand itself returns several tokens per row.
     pub drafts: Option<Drafts>,
     /// The tier of host memory, if there is one. It needs pages and the prefix cache, and has no
     /// effect without them.
@@ -93,12 +93,12 @@ pub struct SchedulerConfig {
     /// The vision tower, if the model has one.
     pub tower: Option<Tower>,
     /// The cache of recurrent states, if the model has recurrent layers. Such a model has no
-    /// drafts, no sparse decoding, and one token a row.
+    /// drafts, no sparse decoding, and one token per row.
     pub states: Option<StateCache>,
-    /// The window part of pages, if layers with a window have one. It excludes a host tier,
-    /// recurrent layers and sparse decoding.
+    /// The separate page pool of sliding-window layers, if they have one. It cannot be combined
+    /// with a host tier, recurrent layers or sparse decoding.
     pub windows: Option<WindowPart>,
-    /// Places for adapters; 0: no request has one.
+    /// The number of places for adapters; 0: no request has an adapter.
     pub places: u32,
 }
 
@@ -114,31 +114,32 @@ impl SchedulerConfig {
     }
 }
 
-/// The number of drafts in a decode row.
+/// The settings of drafts in decode rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Drafts {
-    /// The largest number of drafts of a row; at least 1.
+    /// The largest number of drafts per row; at least 1.
     pub most: u32,
     /// True if a step has drafts only where their measured time pays off. Otherwise it has as many
     /// as fit.
     pub priced: bool,
 }
 
-/// Pages of layers with a window. A request gives them back when its window has passed them.
+/// The separate page pool of sliding-window layers. A request frees a page when the request's
+/// window has passed the page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct WindowPart {
-    /// The number of its pages. A request that runs alone has room in them: there are at least
-    /// [`forebay_protocol::least_window_pages`], or as many as of the main part.
+    /// The number of pages. They suffice for a request that runs alone: there are at least
+    /// [`forebay_protocol::least_window_pages`], or as many as in the main part.
     pub pages: u32,
-    /// The positions that a query attends to, its own among them; at least 1.
+    /// The number of positions that a query attends to, including its own; at least 1.
     pub window: u32,
 }
 
-/// The cache of recurrent states. A request goes on from a cached prefix only where a state was
-/// kept.
+/// The cache of recurrent states. A request can continue from a cached prefix only at a position
+/// whose state was kept.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StateCache {
-    /// State pages. Without any, requests share nothing.
+    /// State pages on the device; 0: requests share no blocks.
     pub pages: u32,
     /// The number of positions from one kept state of a request to the next, rounded up to whole
     /// pages. 0: states are kept only at the ends of prompts, answers and cached prefixes.
@@ -168,9 +169,9 @@ pub struct Tower {
     pub layers: u32,
     /// Image pages. The largest image of a request fits into them.
     pub pages: u32,
-    /// Positions of an image page.
+    /// The number of positions per image page.
     pub page_tokens: u32,
-    /// The largest work of a step, in positions times layers. A step computes at least one layer.
+    /// The most tower work per step, in positions times layers. A step computes at least one layer.
     pub budget: u64,
     /// True if attention within an image is bidirectional. Then no row ends within an image: a row
     /// that begins at an image takes all of it, even beyond the token budget.
@@ -180,9 +181,9 @@ pub struct Tower {
 /// Sparse decoding from host memory, for a model that reads only a few chosen positions for each
 /// token. Positions that are not on the device are read from host memory.
 ///
-/// Each page of a request has a page of the host's tier behind it, and is saved as soon as it is
-/// full. If the device's pages run short, a request gives up its saved pages except the last. It
-/// keeps `row_pages` for single positions, which are copied back when they are chosen.
+/// Each page of a request has a corresponding host page, and is saved as soon as it is full. If hot
+/// pages run short, a request gives up its saved pages except the last ones. It keeps `row_pages`
+/// pages for single positions, which are copied back when they are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sparse {
     /// Pages for the hot rows of a sparse request; at least 1.
@@ -193,8 +194,8 @@ pub struct Sparse {
 }
 
 impl Sparse {
-    /// The number of last pages that a request never gives up: new positions are written there, and
-    /// are not saved yet.
+    /// The number of trailing pages that a request never gives up: new positions are written there,
+    /// and are not saved yet.
     pub const TAIL: u32 = 2;
 
     /// The number of hot pages that a sparse request needs to run and grow.
@@ -204,7 +205,7 @@ impl Sparse {
     }
 }
 
-/// The numbers of pages of a hand.
+/// The page counts of a hand.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PageCounts {
     /// Pages of the device.
@@ -254,14 +255,14 @@ impl HostTier {
     /// The default of `prefetch`.
     pub const PREFETCH: u32 = 4;
 
-    /// The tier as sparse decoding needs it: computed blocks are saved, and saved ones are not
-    /// computed again.
+    /// Returns the tier with the settings that sparse decoding requires: computed blocks are saved,
+    /// and saved ones are not computed again.
     pub(crate) fn for_sparse(self) -> Self {
         Self { policy: SavePolicy::WriteThrough, prefetch: 0, restore_preempted: true, ..self }
     }
 
     /// The default of `copies_a_step`. It lets saves keep up with a prefill of `token_budget`
-    /// tokens a step.
+    /// tokens per step.
     #[must_use]
     pub fn usual_copies(token_budget: u32, page_size: u32) -> u32 {
         const LEAST: u32 = 32;

@@ -9,22 +9,22 @@ use crate::steps::Flight;
 /// logits.
 pub const MAX_DRAFTED: u32 = 64;
 
-/// The state of all drafts.
+/// The state of drafting, for all requests together.
 #[derive(Debug, Default)]
 pub(crate) struct Drafting {
     pub(crate) budget: DraftBudget,
-    /// Empty between steps; kept to reuse the memory.
+    /// The drafts on offer for a step. Empty between steps; kept to reuse the memory.
     pub(crate) offers: Vec<DraftOffer>,
     pub(crate) rows: Vec<usize>,
     pub(crate) counts: Vec<u32>,
-    /// Rows that gave tokens in the last step.
+    /// The number of sampling rows in the last step.
     pub(crate) sampled: u32,
     /// True if the next plan could be made already, but waits for the tokens of the last step.
     pub(crate) waits: bool,
 }
 
 impl Drafting {
-    /// Learns the cost of a step whose rows gave `tokens` tokens.
+    /// Learns the cost of a step whose rows returned `tokens` tokens.
     pub(crate) fn learn(&mut self, flight: &Flight, tokens: usize, timing: StepTiming) {
         let decodes = flight
             .rows
@@ -39,7 +39,8 @@ impl Drafting {
                 waited_us: flight.waited.then_some(timing.gap_us),
             });
         } else {
-            // A step that also computed tower layers says nothing about the time of positions.
+            // If the step also computed tower layers, its time does not show how long the positions
+            // took.
             let rows = flight.towers.is_empty().then_some(&flight.rows);
             let positions = rows.map_or(0, |rows| rows.iter().map(|row| row.end - row.start).sum());
             self.budget.prompts_ended(positions, flight.drafts, timing.device_us);

@@ -1,8 +1,8 @@
 //! Drafts: tokens that requests are expected to generate, computed together with their last token.
 //!
 //! A row has drafts only if all tokens of its request are known, and no further plan is made before
-//! its result. So the numbers of a request are always certain (ADR 86). While drafts are likely to
-//! pay, plans wait for results. Otherwise plans run ahead as usual.
+//! its result. So the counters of a request are always certain (ADR 86). While drafts are likely to
+//! pay off, plans wait for results. Otherwise plans run ahead as usual.
 //!
 //! Drafts never displace other work. They take pages and positions that no other work needs.
 
@@ -16,7 +16,7 @@ use crate::expected::RowDrafts;
 use crate::steps::{FlightRow, NewStep};
 use crate::{Event, Handle, Scheduler};
 
-/// Steps without drafts for which plans still wait for results.
+/// The number of steps without drafts for which plans still wait for a request's results.
 const PATIENCE: u8 = 8;
 
 impl Scheduler {
@@ -76,7 +76,7 @@ impl Scheduler {
         }
     }
 
-    /// Gives a row up to `count` drafts, as many as have pages.
+    /// Gives a row up to `count` drafts, but no more than its request has pages for.
     fn push_drafts(&mut self, at: usize, count: u32, step: &mut NewStep<'_>) {
         let row = &mut step.flight.rows[at];
         // Reserve a page for each resident, which may need one for its next certain token.
@@ -102,15 +102,15 @@ impl Scheduler {
         step.plan.push_drafts(at, &entry.expected.tokens[..count as usize]);
     }
 
-    /// Applies the outcome of a row's drafts. The row gave `count` tokens. The events from index
-    /// `before` on report the tokens before the request's end.
+    /// Applies the outcome of a row's drafts. The row returned `count` tokens. `events[before..]`
+    /// reports those that the request keeps.
     pub(crate) fn drafts_ended(
         &mut self,
         row: &FlightRow,
         (count, before): (usize, usize),
         events: &mut Vec<Event>,
     ) {
-        // A hand that drafts by itself is taken to use its full number of drafts.
+        // A hand that drafts by itself is assumed to use its full number of drafts.
         let drafted = row.drafts.map_or(row.want.most().saturating_sub(1), |own| own.count);
         if drafted == 0 {
             return;
@@ -126,7 +126,7 @@ impl Scheduler {
             *counter += 1;
         }
         let Some(RowDrafts { id, found, forced, .. }) = row.drafts else { return };
-        // Forced drafts are always accepted, so they say nothing about the others.
+        // Forced drafts are always accepted, so they are left out of the acceptance rate.
         let outcome = (drafted > forced && accepted >= forced).then(|| {
             let (drafted, accepted) = (drafted - forced, accepted - forced);
             (self.drafting.budget.drafts_ended(found, drafted, accepted), accepted)
@@ -162,8 +162,9 @@ impl Scheduler {
         }
     }
 
-    /// Records the expected next tokens of a request, after new ones in a step with `rows` rows. A
-    /// masked request tries its forced tokens first ([`Self::expect_masked`]).
+    /// Records the expected next tokens of a request, after a step with `rows` sampling rows
+    /// returned new tokens. A masked request tries its forced tokens first
+    /// ([`Self::expect_masked`]).
     pub(crate) fn expect(&mut self, handle: Handle, rows: u32) {
         if self.config.drafts.is_none() {
             return;
@@ -176,15 +177,15 @@ impl Scheduler {
         }
     }
 
-    /// The largest number of drafts of a row; 0: none has any.
+    /// The largest number of drafts per row; 0: rows have no drafts.
     #[must_use]
     pub fn most_drafts(&self) -> u32 {
         self.config.drafts.map_or(0, |drafts| drafts.most)
     }
 
-    /// Makes a masked request expect its next tokens, after new ones. `restrict` gets the largest
-    /// number of drafts and the proposer's drafts. It keeps the drafts that the mask allows, and
-    /// returns how many of the first ones are certain.
+    /// Records the expected next tokens of a masked request, after new tokens. `restrict` gets the
+    /// largest number of drafts, and the proposer's drafts. It keeps the drafts that the mask
+    /// allows, and returns how many of the first ones are certain.
     pub fn expect_masked(&mut self, id: u64, restrict: impl FnOnce(u32, &mut Vec<i32>) -> u32) {
         if let Some(handle) = self.roster.find(id).filter(|_| self.config.drafts.is_some()) {
             self.expect_within(handle, restrict);

@@ -1,4 +1,4 @@
-//! A live request in the scheduler: its tokens, its three numbers, and its slot and pages.
+//! A live request in the scheduler: its tokens, its three counters, and its slot and pages.
 
 use std::collections::VecDeque;
 
@@ -29,31 +29,32 @@ pub(crate) struct Residence {
 /// The stage of a request while it runs.
 #[derive(Debug)]
 pub(crate) enum Stage {
-    /// Its leading blocks are being restored by these copies. No plan has named its slot and pages
-    /// yet.
+    /// The request's leading blocks are being restored by these copies. No plan has named its slot
+    /// and pages yet.
     Arriving(VecDeque<u32>),
-    /// Prefill: it computes known tokens.
+    /// Prefill: the request computes known tokens.
     Prefill,
-    /// One token a step, each from the one before. `at` is its index in the roster's list.
+    /// Decode: one token per step, each from the previous one. `at` is the request's index in the
+    /// roster's list.
     Decode { at: usize },
-    /// All its rows are planned. Its vector, or the last log-probabilities of its prompt, come with
-    /// the last step that names it.
+    /// All rows of the request are planned. Its vector, or the last log-probabilities of its
+    /// prompt, are in the result of the last step that names it.
     Planned,
 }
 
 /// The state of a request's adapter.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) enum Seat {
-    /// The request has no adapter, or is held.
+    /// The request has no adapter, is held, or is leaving.
     #[default]
     None,
-    /// The request waits for its adapter to get a place, and has no turn.
+    /// The request waits for its adapter to get a place, and is not scheduled meanwhile.
     Waits,
     /// The request uses this place.
     Place(u32),
 }
 
-/// A live request. Its state follows from `cached <= computed <= total`.
+/// A live request. Its state follows from the counters `cached <= computed <= total`.
 #[derive(Debug)]
 pub(crate) struct Entry {
     /// The request as it was submitted. Only `past` is updated. The first admission moves prompt,
@@ -63,7 +64,7 @@ pub(crate) struct Entry {
     /// Known prompt and generated tokens; empty before the first admission.
     pub(crate) tokens: Vec<i32>,
     pub(crate) prompt_len: u32,
-    /// The largest number of tokens it may ever have.
+    /// The largest number of tokens that the request may ever have.
     pub(crate) limit: u32,
     /// Positions whose keys and values were found in a tier at the last admission.
     pub(crate) cached: u32,
@@ -76,17 +77,18 @@ pub(crate) struct Entry {
     pub(crate) blocks: Blocks,
     /// Positions that were computed when the request lost its pages.
     pub(crate) lost: u32,
-    /// Prompt and answer tokens of the requests that were admitted before it although its turn had
-    /// come.
+    /// Prompt and answer tokens of the requests that were admitted ahead of this one while it was
+    /// first in turn.
     pub(crate) passed: u64,
-    /// True while its mask is not ready: it has no row that samples.
+    /// True while the request's mask is not ready. None of its rows samples meanwhile.
     pub(crate) waits: bool,
-    /// True if its next position was computed by a row that sat out.
+    /// True if the request's next position was computed by a row that sat out.
     pub(crate) repeats: bool,
     /// The request's drafts.
     pub(crate) expected: ExpectedDrafts,
     pub(crate) seat: Seat,
-    /// True while it waits for its blocks to be saved, to go on elsewhere.
+    /// True while the request waits for its blocks to be saved, before another scheduler continues
+    /// the request.
     pub(crate) leaving: bool,
 }
 
@@ -118,7 +120,7 @@ impl Entry {
         }
     }
 
-    /// The request's place in the queue.
+    /// The request's entry in the queue.
     pub(crate) fn ticket(&self, handle: Handle) -> Ticket {
         Ticket { key: self.key, handle, client: self.request.client, cost: self.limit.into() }
     }
@@ -130,8 +132,8 @@ impl Entry {
         NewSlot { slot, tokens: &self.tokens, prompt_len: self.prompt_len, spec, place }
     }
 
-    /// True if the request has no turn: it waits for its payload or for the place of its adapter,
-    /// or another scheduler takes it over.
+    /// True if the request is not scheduled: it waits for its payload or for the place of its
+    /// adapter, or another scheduler takes it over.
     pub(crate) fn has_no_turn(&self) -> bool {
         self.request.held || self.leaving || self.seat == Seat::Waits
     }
@@ -166,26 +168,26 @@ impl Entry {
         self.request.spec.pooling.is_some()
     }
 
-    /// Set while the request is suspected of having killed the hand: the number of positions it
-    /// must get past to be cleared.
+    /// The number of positions that a suspect of the hand's death must get past to be cleared.
+    /// `None`: the request is no suspect.
     pub(crate) fn mark(&self) -> Option<u32> {
         self.request.past.suspect
     }
 
-    /// Tokens that are known; at most `total`, and less while sampled ones are in flight.
+    /// The number of known tokens; at most `total`, and less while sampled tokens are in flight.
     pub(crate) fn known(&self) -> u32 {
         let shared = self.request.prompt.len() + self.request.generated.len();
         (shared + self.tokens.len()) as u32
     }
 
-    /// True if it was never admitted and no hand has died under it: it has no state but its place
-    /// in the queue.
+    /// True if the request was never admitted and is no suspect of a hand's death. So it has no
+    /// state but its position in the queue.
     pub(crate) fn is_untouched(&self) -> bool {
         let past = self.request.past;
         self.residence.is_none() && !past.admitted && past.suspect.is_none()
     }
 
-    /// Copies its shared data, before its admission.
+    /// Copies the data that the request shares with others, before its admission.
     pub(crate) fn settle(&mut self) {
         if !self.tokens.is_empty() {
             return;
@@ -200,13 +202,13 @@ impl Entry {
         self.blocks.names = std::mem::take(&mut self.request.names).to_vec();
     }
 
-    /// Names of its leading full blocks, as far as they are known.
+    /// Names of the request's leading full blocks, as far as they are known.
     pub(crate) fn known_names(&self) -> &[BlockHash] {
         if self.tokens.is_empty() { &self.request.names } else { &self.blocks.names }
     }
 
     /// True if there is a position to compute now that is not planned yet. The last token that the
-    /// request may have needs no compute. A request that leaves computes nothing after its next
+    /// request may have is never computed. A request that leaves computes nothing after its next
     /// token.
     pub(crate) fn plannable(&self) -> bool {
         let leaves = self.request.leaves && self.known() < self.total;
@@ -215,14 +217,14 @@ impl Entry {
             && self.computed + 1 < self.limit
     }
 
-    /// Leading positions that are computed for good. The last one is computed again if the row that
-    /// samples after it sits out.
+    /// Leading positions that are certainly computed. The last one does not count while its masked
+    /// row may still sit out, and be computed again.
     pub(crate) fn certain(&self) -> u32 {
         let unsure = self.request.masked && self.known() < self.total;
         self.computed.min(self.known()).saturating_sub(unsure.into())
     }
 
-    /// Names its leading blocks up to number `blocks`, whose tokens must be known.
+    /// Names the request's first `blocks` blocks, whose tokens must be known. Returns the names.
     pub(crate) fn name_blocks(
         &mut self,
         blocks: usize,
@@ -233,12 +235,12 @@ impl Entry {
         &self.blocks.names[..blocks]
     }
 
-    /// True if another replica has lent it this block.
+    /// True if another replica has lent this block to the request.
     pub(crate) fn is_lent(&self, name: BlockHash) -> bool {
         self.request.loan.as_ref().is_some_and(|loan| loan.page(name).is_some())
     }
 
-    /// Checks that the numbers agree with the request's rows in flight.
+    /// Checks that the counters agree with the request's rows in flight.
     pub(crate) fn check<'a>(
         &self,
         rows: impl Iterator<Item = &'a FlightRow> + Clone,
@@ -260,7 +262,7 @@ impl Entry {
                 let ends = rows.filter(last).any(|row| row.end == computed);
                 ensure(computed == self.goal() && ends, "but all is planned")
             }
-            // Rows of an earlier stay may still be in flight.
+            // Rows from before a preemption may still be in flight.
             Stage::Arriving(_) => ensure(*last_step == 0 && computed == cached, "but it arrives"),
         }
     }

@@ -1,4 +1,4 @@
-//! A scheduler's reports: events, numbers, and reasons for refusing a result.
+//! A scheduler's reports: events, statistics, and reasons for refusing a result.
 
 use derive_more::AddAssign;
 use forebay_kvcache::ImageId;
@@ -9,12 +9,12 @@ use thiserror::Error;
 /// The reason for which a request ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Finish {
-    /// One of its stop ids was sampled. It is also the last [`Event::Token`].
+    /// One of the request's stop ids was sampled. The last [`Event::Token`] reports it too.
     Stop {
-        /// The id.
+        /// The stop id.
         token: i32,
     },
-    /// The request has as many tokens as it may have, or it has its vector.
+    /// The request reached its limit of tokens, or its vector or prompt log-probabilities are done.
     Length,
     /// The request's logits were not finite.
     NotFinite,
@@ -25,8 +25,8 @@ pub enum Finish {
     },
 }
 
-/// The events of requests. [`Event::Finished`] is the last of each, and comes once; an aborted or
-/// poisoned request has none.
+/// An event of a request. [`Event::Finished`] is a request's last event, and comes once. Aborted
+/// and poisoned requests end without it.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// The request got a slot and pages.
@@ -35,8 +35,7 @@ pub enum Event {
         id: u64,
         /// Prompt tokens found in the prefix cache at the first admission; 0 at later admissions.
         cached_tokens: u32,
-        /// True if the request was admitted before. It then computes the positions that it lost
-        /// again.
+        /// True if the request was admitted before. The positions that it lost are then recomputed.
         replayed: bool,
         /// True if the request waits for blocks from the host tier, and has no row until they
         /// arrive. [`Event::Arrived`] reports their arrival, unless the request is preempted.
@@ -47,11 +46,11 @@ pub enum Event {
         /// The request's id.
         id: u64,
     },
-    /// Positions of its prompt were computed.
+    /// Positions of the request's prompt were computed.
     Prefilled {
         /// The request's id.
         id: u64,
-        /// The number of tokens.
+        /// The number of these positions.
         tokens: u32,
     },
     /// A token was sampled.
@@ -66,22 +65,24 @@ pub enum Event {
         /// the most likely tokens in descending order.
         logprobs: Option<Box<[(i32, f32)]>>,
     },
-    /// Drafts from the request's predicted answer were verified. Their tokens follow.
+    /// Drafts from the request's predicted answer were verified. Events of the accepted tokens
+    /// follow.
     Predicted {
         /// The request's id.
         id: u64,
-        /// The number of drafts that were generated.
+        /// The number of drafts that became tokens of the request.
         accepted: u32,
-        /// The number of predicted tokens that were not generated.
+        /// The number of all other drafts. Drafts that the hand accepted after the request's end
+        /// count here too.
         rejected: u32,
     },
-    /// Log-probabilities of further tokens of the prompt, in their order. All have come before the
-    /// first [`Event::Token`].
+    /// Log-probabilities of the next tokens of the prompt, in order. All come before the first
+    /// [`Event::Token`].
     PromptLogprobs {
         /// The request's id.
         id: u64,
-        /// The log-probabilities, with the requested number of entries for each token, the token
-        /// first.
+        /// The log-probabilities, with the requested number of entries for each token. The prompt's
+        /// own token is the first entry.
         logprobs: PromptLogprobs,
     },
     /// The request's vector was computed.
@@ -99,22 +100,22 @@ pub enum Event {
         reason: Finish,
     },
     /// The request needs an image that is not on the device. The caller has to put its patches into
-    /// the arena. The event comes only once, also if other requests need the image.
+    /// the arena. The event comes only once, even if other requests need the image too.
     ImageWanted {
         /// The request's id.
         id: u64,
-        /// The number of the image among the request's.
+        /// The index of the image among the request's images.
         index: usize,
         /// The image.
         image: ImageId,
     },
     /// The hand has read the patches of an image.
     ImageRead {
-        /// The place of the patches in the arena. Another image's patches may be there already.
+        /// The arena offset of the patches. Another image's patches may be there already.
         patches: u32,
     },
-    /// The request has given its token here, and its blocks are saved as far as possible. The
-    /// caller has another scheduler continue it ([`crate::Scheduler::hand_on`]).
+    /// The request has generated its token here, and its blocks are saved as far as possible. The
+    /// caller passes it to another scheduler ([`crate::Scheduler::hand_on`]).
     Left {
         /// The request's id.
         id: u64,
@@ -130,7 +131,7 @@ pub enum Event {
 /// The reason for which a result was not applied. Nothing was changed.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 pub enum ApplyError {
-    /// A result came without a plan.
+    /// A result arrived while no step was in flight.
     #[error("result of step {step}, but no step is in flight")]
     NothingInFlight {
         /// The result's step.
@@ -152,7 +153,7 @@ pub enum ApplyError {
         /// The ticket in the result.
         ticket: u32,
     },
-    /// A result reports the end of a write into a place that is not under way.
+    /// A result reports the end of an adapter load that is not under way.
     #[error("result of step {step}: place write {ticket} ended, but it is not under way")]
     Place {
         /// The step.
@@ -160,7 +161,7 @@ pub enum ApplyError {
         /// The ticket in the result.
         ticket: u32,
     },
-    /// A column does not fit the plan's rows.
+    /// The length of a column does not fit the plan's rows.
     #[error(
         "result of step {step}: column {column} has {got} entries, the plan asks for {expected}"
     )]
@@ -169,14 +170,14 @@ pub enum ApplyError {
         step: u64,
         /// The column's name in the protocol.
         column: &'static str,
-        /// The number of entries that the plan demands.
+        /// The number of entries that the plan requires.
         expected: usize,
         /// The number of entries in the result.
         got: usize,
     },
 }
 
-/// Numbers for display. Counters only grow, also across [`crate::Scheduler::reset`].
+/// Statistics of a scheduler. Counters only grow, also across [`crate::Scheduler::reset`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct Stats {
     /// Requests with a slot.
@@ -187,7 +188,7 @@ pub struct Stats {
     pub pages_held: usize,
     /// Unreferenced pages that hold a named block.
     pub pages_cached: usize,
-    /// Pages that hold nothing.
+    /// Pages without content.
     pub pages_free: usize,
     /// Prompt tokens looked up in the prefix cache at first admissions.
     pub prefix_queries: u64,
@@ -205,35 +206,35 @@ pub struct Stats {
     pub recomputed_tokens: u64,
     /// The number of applied results of plans that had rows.
     pub steps: u64,
-    /// Drafts.
+    /// Statistics of drafts.
     pub drafts: DraftStats,
-    /// The host tier.
+    /// Statistics of the host tier.
     pub host: HostStats,
-    /// Sparse decoding.
+    /// Statistics of sparse decoding.
     pub sparse: SparseStats,
-    /// Images.
+    /// Statistics of images.
     pub images: ImageStats,
-    /// Recurrent states.
+    /// Statistics of recurrent states.
     pub states: StateStats,
-    /// The window part of pages.
+    /// Statistics of the window part of pages.
     pub windows: WindowStats,
-    /// Places for adapters.
+    /// Gauges of the places for adapters.
     pub places: PlaceStats,
 }
 
-/// Numbers of kept recurrent states; all 0 for a model without any. Page counts are gauges. All
-/// others only grow.
+/// Statistics of kept recurrent states; all 0 for a model without any. Page counts are gauges. All
+/// other fields are counters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct StateStats {
     /// State pages.
     pub pages: usize,
-    /// State pages that a plan in flight names, or whose state has no name yet.
+    /// State pages leased by requests or copies, or retired and not yet returned.
     pub pages_held: usize,
-    /// State pages that hold a kept state and are not held.
+    /// Unreferenced state pages with a kept state.
     pub pages_cached: usize,
     /// Tokens of prompts that were looked up, at first admissions.
     pub query_tokens: u64,
-    /// Tokens of prompts that came from a kept state, at first admissions.
+    /// Tokens of prompts that a kept state covered, at first admissions.
     pub hit_tokens: u64,
     /// Tokens of prompts whose keys and values were cached, and that were computed again because no
     /// state was kept after them, at first admissions.
@@ -242,7 +243,7 @@ pub struct StateStats {
     pub loads: u64,
     /// States that were saved to a page.
     pub saves: u64,
-    /// Kept states that made room for others.
+    /// Kept states that were evicted.
     pub evictions: u64,
     /// States that were not saved, because every page was held.
     pub saves_refused: u64,
@@ -256,8 +257,8 @@ pub struct StateStats {
     pub restored: u64,
 }
 
-/// Numbers of the window part of pages; all 0 without one. Page counts are gauges. All others only
-/// grow.
+/// Statistics of the window part of pages; all 0 without one. Page counts are gauges. All other
+/// fields are counters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct WindowStats {
     /// Pages of the window part.
@@ -266,7 +267,7 @@ pub struct WindowStats {
     pub pages_held: usize,
     /// The number of pages that hold a named block without a lease.
     pub pages_cached: usize,
-    /// Pages that running requests gave back, because their window had passed them.
+    /// Pages that running requests freed, because their window had passed them.
     pub passed: u64,
     /// Tokens of prompts whose blocks were cached in the main part, and that were computed again
     /// because the window part lacked pages, at first admissions.
@@ -288,7 +289,7 @@ pub struct PlaceStats {
     pub waiting: usize,
 }
 
-/// Statistics of drafts, which only grow.
+/// Statistics of drafts. All fields are counters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct DraftStats {
     /// Rows that had drafts.
@@ -299,7 +300,7 @@ pub struct DraftStats {
     pub accepted: u64,
     /// Drafts from the texts of other requests that were verified.
     pub shared_drafted: u64,
-    /// Drafts from the texts of other requests that were generated.
+    /// Drafts from the texts of other requests that were accepted.
     pub shared_accepted: u64,
     /// Accepted drafts by their position in the row.
     pub accepted_at: DraftCounts,
@@ -310,7 +311,7 @@ pub struct DraftStats {
 pub struct DraftCounts(pub [u64; Self::PLACES]);
 
 impl DraftCounts {
-    /// The number of places. Later drafts are not counted by place.
+    /// The number of positions. Drafts at later positions are not counted here.
     pub const PLACES: usize = 16;
 
     pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = &mut u64> {
@@ -324,8 +325,8 @@ impl std::ops::AddAssign for DraftCounts {
     }
 }
 
-/// Numbers of images; all 0 if the model takes none. Counts of pages and of waiting images are
-/// gauges. All others only grow.
+/// Statistics of images; all 0 if the model takes none. Counts of pages and of waiting images are
+/// gauges. All other fields are counters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct ImageStats {
     /// Image pages.
@@ -334,9 +335,9 @@ pub struct ImageStats {
     pub pages_held: usize,
     /// The number of pages that hold an image without a lease.
     pub pages_cached: usize,
-    /// Images that a request needs and that are on no page.
+    /// Images that a request needs, and that are not on image pages yet.
     pub waiting: usize,
-    /// Images of admitted requests that lay entirely in the prefix cache.
+    /// Images of admitted requests whose positions were all in the prefix cache.
     pub in_prefix: u64,
     /// Images of admitted requests that were already on image pages.
     pub in_pages: u64,
@@ -348,7 +349,7 @@ pub struct ImageStats {
     pub position_layers: u64,
 }
 
-/// Statistics of sparse decoding. Counts of requests are gauges. All others only grow.
+/// Statistics of sparse decoding. Counts of requests are gauges. All other fields are counters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct SparseStats {
     /// The number of sparse requests.
@@ -369,8 +370,8 @@ pub struct SparseStats {
     pub waited_us: u64,
 }
 
-/// Numbers of the host tier; all 0 without one. Counts of pages and of copies in flight are gauges.
-/// All others only grow.
+/// Statistics of the host tier; all 0 without one. Counts of pages and of copies in flight are
+/// gauges. All other fields are counters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, AddAssign, Serialize)]
 pub struct HostStats {
     /// The number of pages of the host tier.

@@ -5,27 +5,27 @@ use forebay_draft::{DraftMatch, DraftOffer, DraftSource};
 /// The weight of all earlier rows in a request's own acceptance rate, relative to 1 for the new
 /// row.
 const MEMORY: f64 = 7.0;
-/// The number of misses after which the pause without drafts stops growing: 64 tokens.
+/// The number of misses after which the pause without drafts stops growing, at 64 tokens.
 const MOST_MISSES: u32 = 8;
 
 /// Drafts of a row in flight.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RowDrafts {
     pub(crate) count: u32,
-    /// The request.
+    /// The id of the request.
     pub(crate) id: u64,
     pub(crate) found: DraftMatch,
     /// The number of leading drafts that are certain.
     pub(crate) forced: u32,
 }
 
-/// Drafts that were not sent, only compared with the tokens that come. They measure acceptance
-/// while drafting is off.
+/// Drafts that were not sent to the hand, only compared with the tokens that are sampled. They
+/// measure acceptance while drafting is off.
 #[derive(Debug, Clone)]
 struct Comparison {
     found: DraftMatch,
     drafts: Vec<i32>,
-    /// The number of leading drafts that were confirmed.
+    /// The number of leading drafts that equal the sampled tokens.
     right: usize,
 }
 
@@ -39,7 +39,7 @@ pub(crate) struct ExpectedDrafts {
     pub(crate) forced: u32,
     /// The request's acceptance rate, relative to that of all requests.
     ratio: f64,
-    /// The number of steps for which plans wait for its results.
+    /// The number of steps for which plans wait for the request's results.
     pub(crate) patience: u8,
     comparison: Option<Comparison>,
     /// The number of consecutive rows whose drafts were all wrong.
@@ -70,8 +70,8 @@ impl ExpectedDrafts {
         DraftOffer { found, most, ratio: self.ratio, forced: self.forced }
     }
 
-    /// The number of its drafts that a step may have, at most `most`. While the request pauses,
-    /// only its certain drafts count.
+    /// The number of the request's drafts that a step may have, at most `most`. While the request
+    /// pauses, only its certain drafts count.
     pub(crate) fn offered(&self, most: u32) -> u32 {
         let drafts = if self.rest > 0 { self.forced } else { self.tokens.len() as u32 };
         drafts.min(most)
@@ -83,13 +83,14 @@ impl ExpectedDrafts {
         (self.found, self.forced) = (None, 0);
     }
 
-    /// Records the share of the usual acceptance that drafts have had.
+    /// Updates the acceptance rate. `share`: the acceptance of the last drafts, relative to that of
+    /// all requests.
     pub(crate) fn learn(&mut self, share: f64) {
         self.ratio = ((self.ratio * MEMORY + share) / (MEMORY + 1.0)).clamp(0.1, 1.5);
     }
 
-    /// Records the outcome of a row of which `accepted` drafts were right. From the second row in a
-    /// row without any, the request pauses, and each further one makes the pause longer.
+    /// Records the outcome of a row with `accepted` accepted drafts. After two consecutive rows
+    /// without any, the request pauses its drafts. Each further miss doubles the pause.
     pub(crate) fn row_ended(&mut self, accepted: u32) {
         if accepted > 0 {
             (self.misses, self.rest) = (0, 0);
@@ -99,7 +100,8 @@ impl ExpectedDrafts {
         }
     }
 
-    /// Starts comparing its drafts with the tokens that come, unless a comparison is running.
+    /// Starts comparing the drafts with the tokens that are sampled, unless a comparison is
+    /// running.
     pub(crate) fn begin_comparison(&mut self) {
         let Some(found) = self.found.filter(|_| self.comparison.is_none() && self.forced == 0)
         else {
@@ -108,7 +110,7 @@ impl ExpectedDrafts {
         self.comparison = Some(Comparison { found, drafts: self.tokens.clone(), right: 0 });
     }
 
-    /// Ends the comparison: tokens came in a row with drafts.
+    /// Ends the comparison, because tokens came from a row with drafts.
     pub(crate) fn end_comparison(&mut self) {
         self.comparison = None;
     }

@@ -8,8 +8,8 @@ use crate::steps::NewStep;
 use crate::{Handle, Scheduler};
 
 impl Scheduler {
-    /// Gives a page to each decoding request whose next position begins one, the most important
-    /// first.
+    /// Gives a page to each decoding request whose next position begins a new page, the most
+    /// important request first.
     pub(crate) fn grow_decodes(&mut self, step: &mut NewStep<'_>) {
         let mut needy = std::mem::take(&mut self.needy);
         let roster = &self.roster;
@@ -64,8 +64,8 @@ impl Scheduler {
         }
     }
 
-    /// True if a step in flight will free image pages, or pages of the part that the resident
-    /// lacks.
+    /// True if a step in flight will free image pages, or pages of the pool in which the resident
+    /// lacks one.
     fn awaits_retired(&self, handle: Handle) -> bool {
         let next = self.steps.next();
         self.memory.awaits_page(&self.roster[handle], next)

@@ -1,14 +1,15 @@
 //! Requests whose payloads are still on their way to the hand.
 //!
 //! A hand on another machine reads payloads from its own memory, and a plan may name a payload only
-//! after it was brought there. Until then its request is *held*. It is alive, keeps its place in
-//! the order, and has no turn. No other request waits for it meanwhile, not even in quarantine.
+//! after it was copied there. Until then its request is *held*. It is live and keeps its position
+//! in the order, but is not scheduled. No other request waits for it meanwhile, not even in
+//! quarantine.
 
 use crate::Scheduler;
 
 impl Scheduler {
-    /// Removes a waiting request from the queue until it is released. The request has no slot and
-    /// no page: it was just submitted, or the hand has died ([`Self::reset`]) and nothing was
+    /// Removes a waiting request from the queue until it is released. The request must have no slot
+    /// and no page: it was just submitted, or the hand has died ([`Self::reset`]) and nothing was
     /// planned since.
     pub fn hold(&mut self, id: u64) {
         let Some(handle) = self.roster.find(id) else { return };
@@ -19,7 +20,8 @@ impl Scheduler {
         self.turns.leave(&entry.ticket(handle));
     }
 
-    /// Puts a held request back into its place in the queue. False: no held request has this id.
+    /// Puts a held request back into its position in the queue. Returns false if no held request
+    /// has this id.
     pub fn release(&mut self, id: u64) -> bool {
         let Some(handle) = self.roster.find(id) else { return false };
         let entry = &mut self.roster[handle];

@@ -1,9 +1,9 @@
-//! Requests that another scheduler continues although this one's hand lives.
+//! Requests that another scheduler continues although this one's hand is alive.
 //!
-//! Such a request computes its prompt here and gives one token. It then gives up slot and pages at
-//! once, and *leaves*: it is alive without a turn until its blocks are saved. The tiers own the
-//! saves, so nothing on the device waits for them. The other scheduler computes what could not be
-//! saved.
+//! Such a request computes its prompt here and generates one token. It then gives up its slot and
+//! pages at once, and *leaves*: it stays live, but is not scheduled, until its blocks are saved.
+//! The tiers own the saves, so the slot and pages need not wait for them. The other scheduler
+//! recomputes blocks that could not be saved.
 
 use forebay_kvcache::{BlockHash, LoanId};
 
@@ -11,7 +11,7 @@ use crate::memory::loans::LentBlocks;
 use crate::request::Request;
 use crate::{Event, Handle, Scheduler};
 
-/// A request for another scheduler.
+/// A request that is handed on to another scheduler.
 #[derive(Debug)]
 pub struct HandedRequest {
     /// The request, with its generated tokens.
@@ -50,8 +50,8 @@ impl Scheduler {
         });
     }
 
-    /// Gives a request away that has left, and lends its saved blocks. `None`: it has been aborted
-    /// since, or the hand has died.
+    /// Removes a request that has left, for another scheduler, and lends its saved blocks. `None`:
+    /// the request was aborted since, or the hand has died.
     pub fn hand_on(&mut self, id: u64) -> Option<HandedRequest> {
         let handle = self.roster.find(id).filter(|&handle| self.roster[handle].leaving)?;
         let entry = self.roster.remove(handle)?;
@@ -62,7 +62,7 @@ impl Scheduler {
         Some(HandedRequest { request, lent })
     }
 
-    /// Lends the leading blocks that are in the host tier. `None`: the first is not there, or
+    /// Lends the leading blocks that are in the host tier. `None`: the first block is not there, or
     /// nothing can be lent.
     pub fn lend(&mut self, names: &[BlockHash]) -> Option<LentBlocks> {
         self.memory.lend(names)
@@ -74,13 +74,13 @@ impl Scheduler {
         self.memory.will_save(names)
     }
 
-    /// Stops or resumes admission of requests that leave, except probes. Requests behind one in
-    /// turn wait with it.
+    /// Stops or resumes admission of requests that leave, except probes. Requests after a stopped
+    /// one in the queue wait too.
     pub fn hold_leaving(&mut self, held: bool) {
         self.holds_leaving = held;
     }
 
-    /// Ends a loan of blocks. False: it has ended already.
+    /// Ends a loan of blocks. Returns false if it has ended already.
     pub fn take_back(&mut self, loan: LoanId) -> bool {
         self.memory.take_back(loan)
     }

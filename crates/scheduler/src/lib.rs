@@ -6,72 +6,75 @@
 //! row's input token is gathered on the device, so a step can be planned before the last one's
 //! tokens are known.
 //!
-//! A request carries `cached <= computed <= total`. `cached` counts positions found in the prefix
-//! cache, and `computed` those computed or planned. `total` counts tokens that exist, or will exist
-//! when the steps in flight are done. A request can be planned while `computed < total`. A row that
-//! reaches `total` samples a token. For a pooled request ([`forebay_protocol::SlotSpec::pooling`])
-//! that is its last row. A sampling row gives one token, or several if the hand can do that
-//! ([`SchedulerConfig::tokens_a_row`]).
+//! Each request has three counters, `cached <= computed <= total`. `cached` counts positions found
+//! in the prefix cache, and `computed` those computed or planned. `total` counts tokens that exist,
+//! or will exist when the steps in flight are done. A request can be planned while
+//! `computed < total`. A row that reaches `total` samples a token, or several if the hand can do
+//! that ([`SchedulerConfig::tokens_a_row`]). For a pooled request
+//! ([`forebay_protocol::SlotSpec::pooling`]) that row is the last, and returns the vector.
 //!
-//! Without pages ([`SchedulerConfig::pages`] is 0) nothing is kept between steps: every prompt is
-//! one row, and many share a step.
+//! Without pages ([`SchedulerConfig::pages`] is 0) there is no KV cache: each prompt is computed in
+//! one row, and a step may contain many prompts.
 //!
-//! With a host tier ([`SchedulerConfig::host`]) blocks outlive the device's memory. Plans name
-//! copies of pages, and results report their ends. A request whose blocks are in host memory is
-//! admitted, and has no row until they are back. Others go on meanwhile. A plan may also have only
-//! copies, or nothing. The hand answers a plan without rows when a copy has ended.
+//! With a host tier ([`SchedulerConfig::host`]) blocks are also saved in host memory. Plans contain
+//! page copies, and results report the finished ones. A request whose blocks are in host memory is
+//! admitted, but has no row until they are restored. Other requests run meanwhile. A plan may
+//! contain only copies, or nothing. The hand returns the result of a plan without rows when a copy
+//! has finished.
 //!
 //! With drafts ([`SchedulerConfig::drafts`]) a decode row may have further tokens that its request
 //! is expected to generate ([`Request::proposer`]). The hand samples tokens for them as for any
-//! other position, and the row gives all tokens up to the first unexpected one, which is included.
+//! other position. The row returns the sampled tokens up to and including the first that differs
+//! from its draft.
 //!
-//! With places for adapters ([`SchedulerConfig::places`]) a request may have one
-//! ([`Request::adapter`]). It has a turn only while its adapter is in a place. Plans bring adapters
-//! there, and results report their ends, as for copies.
+//! With places for adapters ([`SchedulerConfig::places`]) a request may have an adapter
+//! ([`Request::adapter`]). It is scheduled only while its adapter is in a place. Plans start the
+//! loading of adapters, and results report the finished loads, as for copies.
 //!
-//! With a vision tower ([`SchedulerConfig::tower`]) prompts may have images. Plans compute some
-//! layers of an image a step. Rows end before an image that is not computed yet.
+//! With a vision tower ([`SchedulerConfig::tower`]) prompts may have images. A plan computes some
+//! layers of an image. Rows end before an image that is not computed yet.
 //!
 //! A request is held while its payload is not yet in the memory of its hand ([`Request::held`]).
 //!
-//! A masked row whose mask is not ready sits its step out ([`Scheduler::sit_out`]), and its request
-//! gets no further token until the mask is there.
+//! A masked row whose mask is not ready sits out the step ([`Scheduler::sit_out`]), and its request
+//! gets no further token until the mask is ready.
 //!
-//! A request that [leaves](Request::leaves) gives one token here. When its blocks are saved,
+//! A request that [leaves](Request::leaves) generates one token here. When its blocks are saved,
 //! another scheduler continues it and borrows them ([`Scheduler::hand_on`]).
 //!
-//! With recurrent layers ([`SchedulerConfig::states`]) a request goes on from a cached prefix only
-//! where a state was kept. Rows end where states are to be kept.
+//! With recurrent layers ([`SchedulerConfig::states`]) a request can continue from a cached prefix
+//! only at a position whose state was kept. Rows end at positions whose state is to be kept.
 //!
-//! With a window part ([`SchedulerConfig::windows`]) layers with a window have pages of their own.
-//! A request gives them back when its window has passed them, and goes on from a cached prefix only
-//! where that part has the last blocks too.
+//! With a window part ([`SchedulerConfig::windows`]) sliding-window layers have a separate page
+//! pool. A request frees its pages there when its window has passed them. It can continue from a
+//! cached prefix only if that pool also has the prefix's last blocks.
 //!
-//! With sparse decoding ([`SchedulerConfig::sparse`]) a request goes on while most of its pages are
-//! in host memory only.
+//! With sparse decoding ([`SchedulerConfig::sparse`]) a request can decode while most of its pages
+//! are only in host memory.
 //!
-//! A [`Scheduler`] has the operations, and four owners of state. None of them has access to the
-//! scheduler, so a rule's signature shows what it changes:
+//! A [`Scheduler`] implements the operations. Five types own its state. None of them can access the
+//! scheduler, so a function's signature shows what it changes:
 //!
 //! - `roster`: the live requests, the slots, and the ordered sets of requests with a slot.
-//! - `turns`: which request is next, and which one gives way.
+//! - `turns`: which request is admitted next, and which one is preempted.
 //! - `memory`: pages, the prefix cache in them, tiers, and sparse decoding.
 //! - `images`: images of prompts, and the vision tower.
 //! - `places`: the adapters in the hand's memory, the requests that wait for one, and their rules.
 //!
-//! The other files hold rules that involve several owners:
+//! The other modules contain rules that involve several of these types:
 //!
 //! - `plan`: the steps and their rows; `passing`: shares of a step's tokens; `admit`: which request
 //!   gets a slot.
-//! - `drafts`: tokens that requests are expected to generate (`expected`), beside their last one.
+//! - `drafts`: tokens that requests are expected to generate (`expected`), computed with their last
+//!   one.
 //! - `grow`: pages for running requests; `words`: the size of a plan; `prompts`: log-probabilities
 //!   of prompts.
-//! - `moves`: queued requests that move to another scheduler; `held`: requests that have no turn
-//!   yet.
+//! - `moves`: queued requests that move to another scheduler; `held`: requests whose payload is not
+//!   in the hand's memory yet.
 //! - `waits`: requests whose mask is not ready; `leave`: running requests that another scheduler
 //!   continues.
-//! - `preempt`: the ways to lose slot and pages; `retirement`: the wait until they can be reused.
-//! - `apply`: tokens, ends; `reset`: the hand's death, quarantine.
+//! - `preempt`: how requests lose their slot and pages; `retirement`: when those can be reused.
+//! - `apply`: results; `reset`: the hand's death, and quarantine.
 //!
 //! Example: a request gets two tokens from a device that samples 42 for every request.
 //!
@@ -195,7 +198,7 @@ pub use crate::view::{Phase, RequestView};
 pub use crate::words::{MAX_REQUEST_WORDS, STEP_WORDS, request_words};
 
 /// The largest number of plans whose results are outstanding. A caller that keeps only one plan in
-/// flight has the serial loop, and gets the same tokens.
+/// flight runs the loop serially, and gets the same tokens.
 pub const MAX_IN_FLIGHT: usize = 2;
 
 /// The state of one replica. See the crate's documentation.
@@ -212,28 +215,29 @@ pub struct Scheduler {
     counters: Stats,
     /// Requests that need a page this step. Empty between calls; kept to reuse its memory.
     needy: Vec<(Key, Handle)>,
-    /// Prompts that have passed others in this step. Empty between calls.
+    /// Requests that got a row ahead of their turn in this step (`passing`). Empty between calls.
     passed: Vec<Handle>,
     /// True while a step is planned in which background work gets no rows.
     background_waits: bool,
-    /// Requests that leave when their blocks are saved. Some may have ended.
+    /// Requests that wait for their blocks to be saved, and then leave. Some may have ended since.
     leaving: Vec<Handle>,
-    /// True while no request that leaves is admitted.
+    /// True while requests that leave are not admitted.
     holds_leaving: bool,
 }
 
 impl Scheduler {
-    /// A scheduler without requests. The first step is 1.
+    /// Creates a scheduler without requests. The first step is 1.
     ///
     /// # Panics
-    /// A number in `config` is 0 although it must not be.
+    /// If `slots`, `max_running`, `page_size` or `tokens_a_row` is 0, `slots` is too large for a
+    /// plan, or the pages do not suffice for one sparse request.
     #[must_use]
     pub fn new(mut config: SchedulerConfig) -> Self {
         let numbers = [config.slots, config.max_running, config.page_size, config.tokens_a_row];
         assert!(numbers.iter().all(|&n| n > 0), "nothing can run with {config:?}");
         words::check_slots(&config);
         let memory = Memory::new(&config);
-        // A hand that gives several tokens a row makes its own drafts.
+        // A hand that returns several tokens per row makes its own drafts.
         config.drafts = config.drafts.filter(|_| config.tokens_a_row == 1 && memory.takes_drafts());
         Self {
             roster: Roster::new(&config),
@@ -293,7 +297,7 @@ impl Scheduler {
         self.turns.unblock();
     }
 
-    /// Changes the numbers of pages to those of a restarted hand. All blocks are forgotten. Call
+    /// Changes the page counts to those of a restarted hand. All blocks are forgotten. Call
     /// one of the resets ([`Self::reset`]) first. Each live request has to fit into the pages if it
     /// runs alone.
     pub fn resize(&mut self, counts: PageCounts) {
@@ -302,8 +306,8 @@ impl Scheduler {
         self.turns.unblock();
     }
 
-    /// Ends a request without an event; the caller answers its client. False: no live request has
-    /// this id.
+    /// Ends a request without an event; the caller answers its client. Returns false if no live
+    /// request has this id.
     pub fn abort(&mut self, id: u64) -> bool {
         let Some(handle) = self.roster.find(id) else { return false };
         self.remove(handle);
@@ -322,15 +326,15 @@ impl Scheduler {
         self.memory.take_events(into);
     }
 
-    /// Records that the patches of a wanted image are in the arena. False: no request needs them
-    /// any more.
+    /// Records that the patches of a wanted image are in the arena. Returns false if no request
+    /// needs them any more.
     pub fn image_placed(&mut self, image: ImageId, patches: u32) -> bool {
         self.images.placed(image, patches)
     }
 
     /// Ends every request that waits for an image, because the image could not be loaded. The
-    /// requests end without an event. Returns the ids of the requests, and the number of the image
-    /// among each request's.
+    /// requests end without an event. Returns their ids, each with the index of the image in that
+    /// request.
     pub fn image_failed(&mut self, image: ImageId) -> Vec<(u64, usize)> {
         let waiting = self.images.who_wants(image, &self.roster);
         let ended = waiting.into_iter().map(|(handle, index)| {
@@ -362,7 +366,7 @@ impl Scheduler {
         stats
     }
 
-    /// Plans whose results are outstanding.
+    /// The number of plans whose results are outstanding.
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.steps.in_flight.len()
@@ -381,7 +385,7 @@ impl Scheduler {
         self.steps.work().next().is_some()
     }
 
-    /// Copies between tiers, and writes into places, whose ends are not reported yet.
+    /// The number of copies between tiers, and of adapter loads, whose ends are not reported yet.
     #[must_use]
     pub fn copies_outstanding(&self) -> usize {
         self.memory.copies_outstanding() + self.places.coming()
@@ -392,7 +396,7 @@ impl Scheduler {
         self.roster.requests.iter().map(|(_, entry)| entry.request.id)
     }
 
-    /// Checks all state for consistency: pages and slots, the numbers of each request against its
+    /// Checks all state for consistency: pages and slots, the counters of each request against its
     /// tokens, pages and steps in flight, and the members of each queue. The time is proportional
     /// to the state, so this is for idle moments and tests.
     ///

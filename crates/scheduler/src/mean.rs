@@ -1,6 +1,6 @@
 //! Running means of measured times.
 
-/// Weight of the newest measurement: one in `NEWEST`.
+/// The weight of the newest measurement is 1 / `NEWEST`.
 const NEWEST: f64 = 8.0;
 
 /// A running mean; `None`: nothing was measured yet.

@@ -10,19 +10,20 @@ use crate::request::Request;
 pub struct QueuedRequest<'a> {
     /// The id of the request.
     pub id: u64,
-    /// The number of its known tokens.
+    /// The number of the request's known tokens.
     pub tokens: u32,
-    /// Names of its leading full blocks, as far as they are known.
+    /// Names of the request's leading full blocks, as far as they are known.
     pub names: &'a [BlockHash],
 }
 
-/// The number of waiting requests to look at, so that a queue of requests that may not move costs
-/// no more than a short one.
+/// The number of waiting requests to examine per call. It bounds the cost for a long queue of
+/// requests that may not move.
 const LOOKED_AT: usize = 64;
 
 impl Scheduler {
-    /// Requests that may move elsewhere, of the last `LOOKED_AT` in the queue, last turn first.
-    /// They were never admitted, so only their place in the queue is here.
+    /// Requests that may move to another scheduler, among the last `LOOKED_AT` in the queue, the
+    /// last one first. They were never admitted, so their only state here is their position in the
+    /// queue.
     pub fn movable(&self) -> impl Iterator<Item = QueuedRequest<'_>> {
         let latest = self.turns.queue.latest();
         let entries = latest.take(LOOKED_AT).map(|ticket| &self.roster[ticket.handle]);

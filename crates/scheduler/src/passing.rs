@@ -1,14 +1,15 @@
 //! Shares of a step's tokens between prompts.
 //!
-//! Half of a step's prompt tokens go by turns. So the first prompt in turn has at least half of
-//! every step, and takes at most twice as long as if none passed it. The other half goes to prompts
-//! that pass it: the client that has received the least comes first, and of its prompts the one
-//! that ends soonest ([`crate::turns::claims`]). Tokens that they do not need go by turns too. So a
-//! prompt that is alone has the whole step.
+//! Half of a step's prompt tokens are given in the order of turns. So the first prompt in turn has
+//! at least half of every step, and takes at most twice as long as if no prompt passed it. The
+//! other half goes to prompts that *pass* it: first to the client that has received the least, and
+//! among its prompts to the one that ends soonest ([`crate::turns::claims`]). Tokens that those
+//! prompts do not need are given in the order of turns too. So a prompt that is alone has the whole
+//! step.
 //!
 //! Priorities are respected: a prompt never passes one of a better rank, and a waiting prompt goes
-//! before the residents of a worse rank. A prompt that must not be cut passes in one piece or not
-//! at all, and it never takes room that an uncut prompt first in turn needs.
+//! before the residents of a worse rank. A prompt that must not be cut passes as a whole or not at
+//! all. If the first prompt in turn must not be cut either, no passing prompt takes its room.
 
 use crate::entry::{Entry, Stage};
 use crate::images::visible;
@@ -62,9 +63,9 @@ impl Scheduler {
             }
         }
         if !all_have_rows {
-            // What is left may be too small for an image that must lie in one row. If the first in
-            // turn waits for memory that such a prompt holds, only a full turn of that prompt helps
-            // both.
+            // The tokens left may be too few for an image that must lie in one row. If the first
+            // prompt in turn waits for memory that such a prompt holds, only a full-size row lets
+            // that prompt finish and free the memory.
             let rows = &step.flight.rows;
             passed.retain(|&handle| rows.iter().any(|row| row.handle == handle));
         }
@@ -85,7 +86,7 @@ impl Scheduler {
         }
     }
 
-    /// Moves the virtual time of a rank on.
+    /// Advances the virtual time of a rank.
     fn advance_claims(&mut self, rank: i64) {
         let (roster, Some(claims)) = (&self.roster, &mut self.turns.claims) else { return };
         let computing = |rank| {
@@ -107,7 +108,8 @@ impl Scheduler {
         }
     }
 
-    /// The prefilling resident that passes next, of those that have not passed in this step.
+    /// The prefilling request that passes `first` next, with its claim. Requests in `passed` have
+    /// already passed in this step.
     fn resident_claim(
         &self,
         first: Handle,
@@ -125,7 +127,7 @@ impl Scheduler {
         others.filter_map(|handle| Some((self.claim(handle)?, handle))).min()
     }
 
-    /// The waiting request that goes first.
+    /// The waiting request that passes next.
     fn waiting_claim(&self) -> Option<(Claim, Handle)> {
         let handle = self.turns.passing(&self.roster)?.handle;
         Some((self.claim(handle)?, handle))
@@ -137,7 +139,7 @@ impl Scheduler {
         Some(self.turns.claims.as_ref()?.place(entry.key, entry.request.client, work))
     }
 
-    /// Admits a waiting request that passes others, if it fits. False: none was admitted.
+    /// Admits a waiting request that passes others, if it fits. Returns false if none was admitted.
     fn passes(&mut self, handle: Handle, left: u32, step: &mut NewStep<'_>) -> bool {
         let entry = &self.roster[handle];
         let ticket = entry.ticket(handle);

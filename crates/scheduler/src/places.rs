@@ -1,13 +1,15 @@
 //! Places for adapters: the adapters in the hand's memory, and the requests that wait for one.
 //!
-//! A request with an adapter has a turn only while the adapter is in a place. Until then it *waits
-//! for a place*, and delays no other request. A request that has its place *uses* it until it ends.
+//! A request with an adapter is scheduled only while the adapter is in a place. Until then it
+//! *waits for a place*, and delays no other request. A request that has its place *uses* it until
+//! it ends.
 //!
 //! Adapters wait in a queue, by the best rank of their requests and then by arrival in the queue.
-//! The first gets an unused place, the least recently used one. If there is none for [`PATIENCE`]
+//! The first gets the least recently used of the unused places. If there is none for [`PATIENCE`]
 //! plans, the place with the fewest running requests is *vacated*. Its waiting requests go back to
-//! the end of the queue, and no further ones may use it. So the first adapter in the queue waits at
-//! most for the longest answer that runs there, however many requests come for loaded adapters.
+//! the end of the queue, and no further requests may use it. So the first adapter in the queue
+//! waits at most for the longest answer of that place, however many requests arrive for loaded
+//! adapters.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -25,7 +27,7 @@ const PATIENCE: u32 = 64;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Content {
     Empty,
-    /// The hand is bringing this adapter to the place.
+    /// The hand is loading this adapter into the place.
     Coming {
         id: u32,
         ticket: u32,
@@ -38,11 +40,11 @@ enum Content {
 #[derive(Debug)]
 struct Place {
     content: Content,
-    /// Requests that use this place: those that run, and those that have a turn.
+    /// Requests that use this place: those that run, and those that are queued to run.
     users: u32,
-    /// True if no further request may use it.
+    /// True if no further request may use the place.
     vacated: bool,
-    /// The last step that may name the place; 0: no plan has since its adapter was loaded.
+    /// The last step that may name the place; 0: no plan has named it since its adapter was loaded.
     last_step: u64,
 }
 
@@ -56,7 +58,7 @@ impl Place {
 /// The requests that wait for an adapter.
 #[derive(Debug)]
 struct Line {
-    /// The counter's value when the line began to wait.
+    /// The number of this line, counted in the order in which lines began to wait.
     since: u64,
     waiting: BTreeSet<(Key, Handle)>,
 }
@@ -67,9 +69,9 @@ pub(crate) struct Places {
     places: Vec<Place>,
     /// Adapters that requests wait for, by their ids.
     lines: BTreeMap<u32, Line>,
-    /// The number of lines that began so far.
+    /// The number of lines created so far.
     begun: u64,
-    /// The adapter that is first in the queue, and for how many plans it has been.
+    /// The adapter that is first in the queue, and the number of plans for which it has been first.
     first: Option<(u32, u32)>,
     next_ticket: u32,
 }
@@ -87,7 +89,8 @@ impl Places {
         })
     }
 
-    /// Makes a request use the place of its adapter, or wait for one. True: it may have a turn.
+    /// Makes a request use the place of its adapter, or wait for one. Returns true if it may be
+    /// scheduled.
     pub(crate) fn enter(&mut self, handle: Handle, entry: &mut Entry) -> bool {
         let Some(id) = entry.request.adapter else { return true };
         if let Seat::Place(at) = entry.seat {
@@ -138,7 +141,7 @@ impl Places {
         }
     }
 
-    /// Waiting adapters that no write under way brings to a place, in queue order.
+    /// Waiting adapters that are not being loaded, in queue order.
     fn in_line(&self) -> Vec<u32> {
         let order = |line: &Line| (line.waiting.first().map(|(key, _)| key.rank), line.since);
         let mut found: Vec<_> = self.lines.iter().map(|(&id, line)| (order(line), id)).collect();
@@ -150,8 +153,8 @@ impl Places {
         found.into_iter().map(|(_, id)| id).collect()
     }
 
-    /// A place for another adapter that no plan in flight names: an empty one, or the least
-    /// recently used one.
+    /// Finds a place that no request uses and no plan in flight names: an empty one, or else the
+    /// least recently used one.
     fn unused(&self, answered: u64) -> Option<usize> {
         let places = self.places.iter().enumerate();
         let free = places.filter(|(_, place)| {
@@ -163,8 +166,8 @@ impl Places {
     }
 
     /// Gives unused places to adapters in the queue, by writes into the plan. `answered` is the
-    /// last step whose result has come. True: the first of those without a place has waited too
-    /// long.
+    /// last step whose result has come. Returns true if the first adapter without a place has
+    /// waited too long.
     fn assign(&mut self, plan: &mut StepPlan, answered: u64) -> bool {
         for id in self.in_line() {
             let own = self.place_of(id);
@@ -208,7 +211,7 @@ impl Places {
         Some(at as u32)
     }
 
-    /// Applies the end of a write. Returns the requests that waited for the written adapter.
+    /// Applies the end of an adapter load. Returns the requests that waited for the adapter.
     fn ended(&mut self, end: PlaceEnd) -> Vec<Handle> {
         let found = self.places.iter_mut().find_map(|place| match place.content {
             Content::Coming { id, ticket } if ticket == end.ticket => Some((place, id)),
@@ -221,20 +224,20 @@ impl Places {
         line.map_or(Vec::new(), |line| line.waiting.iter().map(|&(_, handle)| handle).collect())
     }
 
-    /// Writes into places whose end has not been reported yet.
+    /// The number of adapter loads whose ends have not been reported yet.
     pub(crate) fn coming(&self) -> usize {
         let coming = |place: &&Place| matches!(place.content, Content::Coming { .. });
         self.places.iter().filter(coming).count()
     }
 
-    /// True if the ticket belongs to a write whose end has not been reported yet.
+    /// True if the ticket belongs to an adapter load whose end has not been reported yet.
     pub(crate) fn awaits(&self, ticket: u32) -> bool {
         let awaited = |place: &Place| matches!(place.content, Content::Coming { ticket: own, .. } if own == ticket);
         self.places.iter().any(awaited)
     }
 
     /// Empties the place of an adapter that no request needs and that no plan in flight names.
-    /// False: a request or a plan in flight still needs it.
+    /// Returns false if a request or a plan in flight still needs it.
     pub(crate) fn forget(&mut self, id: u32, answered: u64) -> bool {
         if self.lines.contains_key(&id) {
             return false;
@@ -249,7 +252,8 @@ impl Places {
         free
     }
 
-    /// The hand is gone, and with it the content of all places. All requests have left.
+    /// Forgets the content of all places, because the hand died. No request uses a place or waits
+    /// for one.
     fn hand_died(&mut self) {
         let count = self.places.len() as u32;
         *self = Self { next_ticket: self.next_ticket, ..Self::new(count) };
@@ -329,8 +333,8 @@ impl Scheduler {
     }
 
     /// Vacates the place with the fewest running requests. Requests with that place that are not
-    /// running go back to the queue, or they would keep the place in use. False: none can be
-    /// vacated.
+    /// running go back to the queue, or they would keep the place in use. Returns false if none can
+    /// be vacated.
     fn vacate_place(&mut self) -> bool {
         let roster = &self.roster;
         let running = |at| {
@@ -351,7 +355,7 @@ impl Scheduler {
         true
     }
 
-    /// Applies the ends of writes into places. The requests of an adapter that can't be loaded end.
+    /// Applies the ends of adapter loads. If an adapter can't be loaded, its requests end.
     pub(crate) fn places_ended(&mut self, ends: &[PlaceEnd], events: &mut Vec<Event>) {
         for &end in ends {
             for handle in self.places.ended(end) {
@@ -367,7 +371,7 @@ impl Scheduler {
         }
     }
 
-    /// Makes every request leave its place, because the hand is gone.
+    /// Makes every request leave its place, because the hand died.
     pub(crate) fn empty_places(&mut self) {
         for (handle, entry) in self.roster.requests.iter_mut() {
             self.places.leave(handle, entry);
@@ -375,7 +379,8 @@ impl Scheduler {
         self.places.hand_died();
     }
 
-    /// Empties the place of an unused adapter. False: a request or a plan in flight still needs it.
+    /// Empties the place of an unused adapter. Returns false if a request or a plan in flight still
+    /// needs it.
     pub fn forget_adapter(&mut self, id: u32) -> bool {
         self.places.forget(id, self.steps.answered())
     }

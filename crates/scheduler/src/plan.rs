@@ -9,13 +9,13 @@ use crate::steps::{Flight, FlightRow, NewStep};
 use crate::{Event, Handle, MAX_IN_FLIGHT, Scheduler};
 
 impl Scheduler {
-    /// Plans the next step. False: no request can run now, or all wait for results in flight.
-    /// `plan` is empty then, but `events` may report preemptions. While copies are in flight, there
-    /// is always a plan.
+    /// Plans the next step. Returns false if no request can run now, or all wait for results in
+    /// flight. `plan` is empty then, but `events` may report preemptions. While copies are in
+    /// flight, there is always a plan.
     pub fn next_plan(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> bool {
         plan.begin(self.steps.next());
-        // If a row may give several tokens, their number decides where the next row begins.
-        // Planning only the other requests meanwhile would split the batch for good.
+        // If a row may return several tokens, their number decides where the next row begins.
+        // Planning only the other requests meanwhile would split the batch permanently.
         let awaits = self.awaits_tokens();
         let alone = self.config.tokens_a_row > 1 || awaits;
         let most = if alone { 1 } else { MAX_IN_FLIGHT };
@@ -30,8 +30,8 @@ impl Scheduler {
             None => self.plan_everybody(&mut step),
         };
         let NewStep { plan, events, flight } = step;
-        // The hand executes plans in order, so the next plan may share this one's blocks. Rows of
-        // the same plan may not: they run side by side.
+        // The hand executes plans in order, so the next plan may share blocks that this plan
+        // computes. Rows of the same plan may not share them: they run side by side.
         for row in &flight.rows[decodes..] {
             self.memory.offer_blocks(&mut self.roster[row.handle]);
         }
@@ -52,7 +52,7 @@ impl Scheduler {
     }
 
     /// Makes an empty plan, with which this scheduler takes part in the next step of its step
-    /// group. It has no plan of its own for that step, or must not have one.
+    /// group. Call it if this scheduler has no work for that step, or must not run its work.
     pub fn idle_plan(&mut self, plan: &mut StepPlan) {
         plan.begin(self.steps.next());
         let flight = self.steps.begin();
@@ -68,7 +68,8 @@ impl Scheduler {
         let mut decodes = self.plan_rows(step);
         let idle = step.flight.rows.is_empty() && !step.plan.has_images();
         if std::mem::take(&mut self.background_waits) && idle && self.in_flight() == 0 {
-            // Requests without rows wait for other events, so this delays none of them.
+            // Requests without rows wait for other events, so this second attempt delays none of
+            // them.
             decodes = self.plan_rows(step);
         }
         self.memory.prefetch_prefixes(&mut self.roster, &self.turns);
@@ -169,7 +170,7 @@ impl Scheduler {
         let to_state = self.memory.length_to_state(entry, length);
         let to_state = self.images.length_to_image(entry, to_state);
         let length = if to_state == 0 { length } else { to_state };
-        // Models whose images must not be cut have only one pool.
+        // Models whose images must not be cut have only one page pool.
         let length = self.memory.window_room(entry, length, others, plan);
         if length == 0 {
             return 0;

@@ -5,15 +5,16 @@ use crate::slab::Handle;
 use crate::{Event, Scheduler};
 
 impl Scheduler {
-    /// Preempts a running request: takes its slot and pages for another request. It is computed
-    /// again when its turn comes. Its named blocks stay cached as long as possible, and its tokens
-    /// in flight still count.
+    /// Preempts a running request: takes its slot and pages for another request. The preempted
+    /// request is recomputed when its turn comes. Its named blocks stay cached as long as possible,
+    /// and its tokens in flight still count.
     pub(crate) fn preempt(&mut self, handle: Handle, events: &mut Vec<Event>) {
         self.counters.preemptions += 1;
         self.send_back(handle, events);
     }
 
-    /// Preempts all residents. No step may be in flight, so the cache can be flushed right after.
+    /// Preempts all requests that have a slot. No step may be in flight. Afterwards the cache can
+    /// be flushed.
     pub fn preempt_all(&mut self, events: &mut Vec<Event>) {
         debug_assert!(self.in_flight() == 0, "a step would write pages of nobody");
         let residents: Vec<Handle> = self.roster.residents.values().copied().collect();
@@ -21,7 +22,7 @@ impl Scheduler {
         self.turns.unblock();
     }
 
-    /// Preempts the requests that wait for a failed copy. They compute the missing blocks.
+    /// Preempts the requests that wait for a failed copy. They recompute the missing blocks.
     pub(crate) fn preempt_waiters(&mut self, ticket: u32, events: &mut Vec<Event>) {
         let waits = |&handle: &Handle| {
             let stage = self.roster[handle].stage();
@@ -31,14 +32,14 @@ impl Scheduler {
         waiters.into_iter().for_each(|handle| self.send_back(handle, events));
     }
 
-    /// Makes a resident wait for its turn again.
+    /// Puts a resident back into the queue.
     fn send_back(&mut self, handle: Handle, events: &mut Vec<Event>) {
         self.retire(handle);
         self.line_up(handle);
         events.push(Event::Preempted { id: self.roster[handle].request.id });
     }
 
-    /// Removes a request from all owners' state.
+    /// Removes a request from all parts of the scheduler's state.
     pub(crate) fn remove(&mut self, handle: Handle) {
         self.retire(handle);
         self.places.leave(handle, &mut self.roster[handle]);
@@ -79,7 +80,8 @@ impl Scheduler {
         self.roster.free_retired();
     }
 
-    /// Frees everything, even if steps are in flight, because the device or the scheduler is gone.
+    /// Frees everything, even if steps are in flight, because the hand died or the scheduler is
+    /// dropped.
     pub(crate) fn free_everything(&mut self) {
         self.turns.shares.forget_promise();
         while let Some(flight) = self.steps.in_flight.pop_front() {
@@ -106,7 +108,7 @@ impl Scheduler {
             let is_free = in_background(victim) && !in_background(ticket.handle);
             self.preempt(victim, events);
             if is_free {
-                // The request is first in turn anyway, so nothing is promised.
+                // The foreground request is first in turn anyway, so it needs no promise.
                 self.turns.unblock();
             } else {
                 self.turns.promise(ticket, step, lost);

@@ -1,8 +1,8 @@
-//! Log-probabilities of prompts: those of a row, and the new ones of a result.
+//! Log-probabilities of prompts: those that a row computes, and the new ones of a result.
 //!
 //! The log-probabilities of a token come from the logits of the position before it. So a request
-//! that wants them computes all positions from the one before the first such token on, cached or
-//! not. Each row gives the log-probabilities of the tokens after its positions. A preempted request
+//! for them computes all positions from the one before the first such token on, cached or not. Each
+//! row returns the log-probabilities of the tokens after its positions. A preempted request
 //! computes its prompt again, perhaps with old rows still in flight, but no log-probability is
 //! reported twice.
 
@@ -11,7 +11,7 @@ use forebay_protocol::{PromptLogprobs, PromptLogprobsWant, StepResult};
 use crate::entry::Entry;
 use crate::steps::FlightRow;
 
-/// The prompt tokens whose log-probabilities a client requested: all from one position on.
+/// The prompt tokens whose log-probabilities a client requested: all tokens from one position on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptTail {
     /// The position of the first token, at least 1. It moves on as log-probabilities are reported.
@@ -31,21 +31,22 @@ impl Entry {
         self.limit > self.prompt_len
     }
 
-    /// Positions to compute, up to the last known token.
+    /// The position up to which the request computes its known tokens.
     pub(crate) fn goal(&self) -> u32 {
         // The last token's logits are not needed if the request asks only for its prompt's
         // log-probabilities.
         self.total - u32::from(!self.generates() && !self.pools())
     }
 
-    /// Leading positions that it may take from the cache. At least one is left to compute, because
-    /// logits and vectors come only from rows.
+    /// Leading positions that the request may take from the cache. At least one position is left to
+    /// compute, because logits and vectors come only from rows.
     pub(crate) fn reusable(&self) -> u32 {
         let untold = self.untold().map_or(u32::MAX, |tail| tail.first);
         self.known().min(untold).saturating_sub(1)
     }
 
-    /// The prompt tokens whose log-probabilities a row of positions `start .. end` in `slot` gives.
+    /// The prompt tokens whose log-probabilities a row of positions `start .. end` in `slot`
+    /// returns.
     pub(crate) fn given_by(&self, slot: u32, start: u32, end: u32) -> Option<PromptLogprobsWant> {
         let tail = self.untold()?;
         let first = tail.first.max(start + 1);
@@ -53,9 +54,9 @@ impl Entry {
         Some(PromptLogprobsWant { slot, first, count, most: tail.most.into() })
     }
 
-    /// The number of positions, at most `length`, that its next row may have so that its prompt's
-    /// log-probabilities fit into the result. `answers`: the number of tokens that still have room
-    /// there ([`crate::steps::Flight::answers_left`]).
+    /// The largest number of positions, at most `length`, of the request's next row, so that its
+    /// prompt's log-probabilities fit into the result. `answers` returns the number of tokens that
+    /// still have room there ([`crate::steps::Flight::answers_left`]).
     pub(crate) fn room_in_result(&self, length: u32, answers: impl Fn(u32) -> u32) -> u32 {
         let start = self.computed;
         let Some(want) = self.given_by(0, start, start + length) else { return length };
@@ -64,7 +65,7 @@ impl Entry {
     }
 
     /// True if the result has room for log-probabilities of the request's prompt, or the request
-    /// asks for none.
+    /// needs none.
     pub(crate) fn has_room_in_result(&self, answers: impl Fn(u32) -> u32) -> bool {
         self.untold().is_none_or(|tail| answers(tail.most.into()) > 0)
     }
@@ -83,7 +84,8 @@ impl<'a> PromptLogprobsOf<'a> {
         Self { ranks: &result.prompt_ranks, ids: &result.prompt_ids, values: &result.prompt_values }
     }
 
-    /// Returns the log-probabilities of the next row. The lengths of all were checked before.
+    /// Returns the log-probabilities of the next row. The lengths of all columns were checked
+    /// before.
     pub(crate) fn take(&mut self, row: &FlightRow) -> Self {
         let (count, most) = row.prompt.map_or((0, 0), |want| (want.count, want.most));
         let (tokens, entries) = (count as usize, count as usize * (1 + most as usize));
@@ -94,7 +96,7 @@ impl<'a> PromptLogprobsOf<'a> {
         Self { ranks, ids, values }
     }
 
-    /// The log-probabilities without the first `told` tokens.
+    /// The log-probabilities without those of the first `told` tokens.
     pub(crate) fn from(self, told: u32, most: u32) -> PromptLogprobs {
         let (tokens, entries) = (told as usize, told as usize * (1 + most as usize));
         PromptLogprobs {

@@ -1,4 +1,4 @@
-//! A submitted request, and its place in the order of requests.
+//! A submitted request, and its position in the order of requests.
 
 use std::sync::Arc;
 
@@ -10,14 +10,14 @@ use crate::images::prompt::PromptImage;
 use crate::prompts::PromptTail;
 use crate::slab::Handle;
 
-/// A validated request. Only a lack of capacity can still refuse it.
+/// A validated request. It can still be refused only for lack of capacity.
 #[derive(Debug, Clone, Default)]
 pub struct Request {
     /// The id, unique among the live requests.
     pub id: u64,
     /// Prompt token ids, at least one, each below the vocabulary size. For a prompt of embeddings
-    /// only their number counts. All choices of a prompt share them until each gets its own copy at
-    /// its admission.
+    /// only the number of ids matters. All choices (`n`) of a prompt share the ids until each gets
+    /// its own copy at its admission.
     pub prompt: Arc<[i32]>,
     /// The images of the prompt, in order ([`PromptImage::place`]). The token ids at their
     /// positions are ignored.
@@ -51,20 +51,21 @@ pub struct Request {
     /// True for background work. It goes after all other requests under every policy, and gives its
     /// slot and pages to them.
     pub background: bool,
-    /// True for a health check of the model. It goes before all others, and a full queue does not
-    /// refuse it. It runs even if [`crate::SchedulerConfig::max_running`] requests run.
+    /// True for a health check of the model. It goes before all other requests, and is accepted
+    /// even if the queue is full. It runs even if [`crate::SchedulerConfig::max_running`] requests
+    /// run.
     pub probe: bool,
     /// The salt. Requests share cached blocks only with requests of the same salt; 0: no salt was
     /// given.
     pub cache_salt: u64,
-    /// The number by which the hand has the adapter that changes its rows; `None`: the base model.
+    /// The adapter that changes the request's rows, by its id on the hand; `None`: the base model.
     /// The adapter's content has to be part of `cache_salt`.
     pub adapter: Option<u32>,
-    /// The time of arrival, in microseconds of the engine's clock; 0: when the engine took the
-    /// request. Only for display ([`crate::Scheduler::views`]).
+    /// The time of arrival, in microseconds of the engine's clock; 0: the time at which the engine
+    /// received the request. Only for display ([`crate::Scheduler::views`]).
     pub arrived_us: u64,
-    /// True if the payload is not yet in the memory of the hand. The request has no turn before
-    /// [`crate::Scheduler::release`].
+    /// True if the payload is not yet in the memory of the hand. The request is not scheduled
+    /// before [`crate::Scheduler::release`].
     pub held: bool,
     /// True if another scheduler continues the request after its next token
     /// ([`crate::Event::Left`]).
@@ -85,31 +86,31 @@ pub struct Past {
     pub admitted: bool,
     /// True if another scheduler has handed the request on as planned
     /// ([`crate::Scheduler::hand_on`]), or has computed its prompt for this one. The next admission
-    /// is not a replay, and takes what was lent rather than compute it.
+    /// is not a replay, and restores lent blocks instead of computing them.
     pub handed: bool,
     /// True if a request that was handed on found no scheduler to continue it, or the hand of that
     /// scheduler died first. It then goes before requests that were never admitted.
     pub returned: bool,
-    /// The number of positions up to which a suspect runs alone. `None`: it is not suspected of
-    /// having killed the other scheduler's hand.
+    /// The number of positions up to which a suspect runs alone. `None`: the request is not
+    /// suspected of having killed the other scheduler's hand.
     pub suspect: Option<u32>,
-    /// The number of times that it may still move to another scheduler while it waits.
+    /// The number of times that the request may still move to another scheduler while it waits.
     pub moves_left: u8,
 }
 
 impl Past {
-    /// True if the request goes before all that were never admitted. A request that was handed on
-    /// takes turns with them: as long as others follow it, they would wait for ever.
+    /// True if the request goes before all requests that were never admitted. A request that was
+    /// handed on does not: a steady flow of such requests would starve the others.
     pub(crate) fn goes_first(&self) -> bool {
         self.admitted && (!self.handed || self.returned)
     }
 }
 
-/// The rank of background work, behind every priority.
+/// The rank of background work, after every priority.
 pub(crate) const BACKGROUND_RANK: i64 = i64::MAX;
 
-/// The place in the order of importance: smaller is more important. It never changes, so a
-/// preempted or replayed request comes back first.
+/// A request's position in the order of importance: smaller is more important. It never changes, so
+/// a preempted or replayed request is the first to be admitted again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Key {
     /// The negated priority, or 0 for all requests.
@@ -125,7 +126,7 @@ impl Key {
     }
 }
 
-/// The fields of a request that decide its turn.
+/// The fields of a request that decide its turn in the queue.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Ticket {
     pub(crate) key: Key,

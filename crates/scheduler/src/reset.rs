@@ -4,8 +4,8 @@
 //! first, one at a time and alone in flight (*quarantine*). A suspect's turn lasts until it is past
 //! the position that it had reached before, or has ended. Other residents keep their pages and have
 //! no rows meanwhile. If the hand dies again, the suspect that was in flight alone is *poisoned*
-//! and is given up. So no request is given up for another's fault, and none before it was in flight
-//! at two deaths. Suspects stay suspects if another replica takes the requests over.
+//! and is given up. So no request is given up for another's fault, and each that is given up was in
+//! flight at two deaths. Suspects stay suspects if another replica takes the requests over.
 
 use crate::entry::Entry;
 use crate::{Request, Scheduler};
@@ -107,8 +107,8 @@ impl Scheduler {
         self.turns.suspect().is_some()
     }
 
-    /// Gives all live requests away for another scheduler, the most important first. No step may be
-    /// in flight: call it after [`Self::reset`], or before the first step.
+    /// Removes all live requests and returns them for another scheduler, the most important first.
+    /// No step may be in flight: call it after [`Self::reset`], or before the first step.
     pub fn surrender(&mut self) -> Vec<Request> {
         debug_assert!(self.in_flight() == 0, "results would come for nobody");
         self.free_everything();

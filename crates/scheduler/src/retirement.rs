@@ -2,14 +2,14 @@
 //! name. So a slot or page returns to its pool only when the result of the last step that names it
 //! was applied. Until then it is *retired*.
 
-/// Retired things of one kind.
+/// Retired slots or pages.
 #[derive(Debug)]
 pub(crate) struct Retirement<T> {
-    /// The retired things, each with the last step that names it.
+    /// The retired slots or pages, each with the last step that names it.
     retired: Vec<(u64, T)>,
     /// The last step whose result was applied.
     answered: u64,
-    /// The number of things that came back.
+    /// The number of slots or pages that were returned.
     returns: u64,
 }
 
@@ -20,8 +20,8 @@ impl<T> Default for Retirement<T> {
 }
 
 impl<T> Retirement<T> {
-    /// Retires a thing until the result of `last_step` is applied. Returns it if that has happened
-    /// already.
+    /// Retires a slot or page until the result of `last_step` is applied. Returns it if that has
+    /// happened already.
     #[must_use]
     pub(crate) fn retire(&mut self, last_step: u64, thing: T) -> Option<T> {
         if last_step > self.answered {
@@ -32,8 +32,8 @@ impl<T> Retirement<T> {
         Some(thing)
     }
 
-    /// Notes that the result of a step has come, so that things which later plans do not name can
-    /// be freed.
+    /// Notes that the result of a step has come, so that slots or pages which later plans do not
+    /// name can be freed.
     pub(crate) fn answered(&mut self, step: u64) {
         self.answered = step;
     }
@@ -59,7 +59,7 @@ impl<T> Retirement<T> {
         self.awaited_before(step).next().is_some()
     }
 
-    /// The number of slots or pages that results of earlier steps than this one will free.
+    /// The slots or pages that results of earlier steps than this one will free.
     pub(crate) fn awaited_before(&self, step: u64) -> impl Iterator<Item = &T> {
         self.retired.iter().filter(move |&&(last, _)| last < step).map(|(_, thing)| thing)
     }

@@ -17,8 +17,8 @@ pub(crate) struct Roster {
     pub(crate) requests: Slab<Entry>,
     by_id: HashMap<u64, Handle>,
     next_arrival: i64,
-    /// The arrival number of the next request that another scheduler had admitted, and did not hand
-    /// on.
+    /// The arrival number of the next request that goes before all new ones: another scheduler had
+    /// admitted it, and did not hand it on.
     next_return: i64,
 
     slots: u32,
@@ -26,7 +26,7 @@ pub(crate) struct Roster {
     pub(crate) free_slots: Vec<u32>,
     pub(crate) retired: Retirement<u32>,
 
-    /// Everybody with a slot.
+    /// All requests with a slot.
     pub(crate) residents: BTreeMap<Key, Handle>,
     /// The residents in prefill.
     pub(crate) prefills: BTreeMap<Key, Handle>,
@@ -67,7 +67,7 @@ impl Roster {
         handle
     }
 
-    /// Removes a request that has no slot. `None`: it is gone already.
+    /// Removes a request that has no slot. `None`: it was removed already.
     pub(crate) fn remove(&mut self, handle: Handle) -> Option<Entry> {
         let entry = self.requests.remove(handle)?;
         debug_assert!(entry.residence.is_none(), "it has been retired");
@@ -79,7 +79,7 @@ impl Roster {
         self.by_id.get(&id).copied()
     }
 
-    /// True if another request may run, given whether it is a probe.
+    /// True if another request may run. `probe`: whether that is a health check.
     pub(crate) fn has_place(&self, probe: bool) -> bool {
         (self.residents.len() as u64) < u64::from(self.max_running) + u64::from(probe)
     }
@@ -104,7 +104,7 @@ impl Roster {
         self.free_slots.extend(self.retired.take_returned());
     }
 
-    /// Makes all slots free, because the device is gone.
+    /// Makes all slots free, because the hand died.
     pub(crate) fn free_all_slots(&mut self) {
         self.free_slots = (0..self.slots).rev().collect();
     }
@@ -132,7 +132,7 @@ impl Roster {
     }
 
     /// The most important resident whose copies have ended, if it goes before every prefill from
-    /// there on.
+    /// `from` on.
     pub(crate) fn next_arrived(&self, from: Bound<Key>) -> Option<Handle> {
         let before = self.prefills.range((from, Bound::Unbounded)).next().map(|(key, _)| key);
         let arrived = |handle: &Handle| self.requests[*handle].has_arrived();
@@ -179,7 +179,7 @@ impl Roster {
         Some(residence)
     }
 
-    /// Removes all requests, the most important first. None has a slot.
+    /// Removes all requests, the most important first. No request may have a slot.
     pub(crate) fn take_all(&mut self) -> impl Iterator<Item = Entry> {
         let mut keys: Vec<_> = self.requests.iter().map(|(at, entry)| (entry.key, at)).collect();
         keys.sort_unstable_by_key(|&(key, _)| key);
@@ -187,7 +187,8 @@ impl Roster {
         keys.into_iter().filter_map(|(_, handle)| self.requests.remove(handle))
     }
 
-    /// Checks that each request is in the right sets, and each slot in exactly one place.
+    /// Checks that each request is in the right sets, and that each slot is used, retired or free
+    /// exactly once.
     pub(crate) fn check(&self) -> Result<(), String> {
         let entries = || self.requests.iter().map(|(_, entry)| entry);
         let taken = entries().filter_map(|entry| entry.residence.as_ref()).map(|r| r.slot);

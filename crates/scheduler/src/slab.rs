@@ -1,9 +1,9 @@
-//! Requests by index, with generations. A step in flight remembers the index and generation of each
-//! row's request. So a lookup finds in O(1), without hashing, that a request is gone.
+//! Requests by index, with generations. A step in flight stores the index and generation of each
+//! row's request. So a lookup detects in O(1), without hashing, that a request was removed.
 
 use std::ops::{Index, IndexMut};
 
-/// Names an entry while it lives, and never another entry afterwards.
+/// A reference to an entry. After the entry is removed, it never refers to another entry.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Handle {
     index: u32,

@@ -16,7 +16,7 @@ pub(crate) struct FlightRow {
     pub(crate) start: u32,
     pub(crate) end: u32,
     pub(crate) want: Want,
-    /// The log-probabilities of the prompt that the row gives.
+    /// The prompt log-probabilities that the row returns, if any.
     pub(crate) prompt: Option<PromptLogprobsWant>,
     /// True if sampling was cancelled for this row: its last position is computed again.
     pub(crate) sits_out: bool,
@@ -27,7 +27,7 @@ pub(crate) struct FlightRow {
 }
 
 impl FlightRow {
-    /// Positions that the row computes.
+    /// The number of positions that the row computes.
     pub(crate) fn positions(&self) -> u32 {
         self.end - self.start + self.drafts.map_or(0, |drafts| drafts.count)
     }
@@ -49,26 +49,25 @@ pub(crate) struct Flight {
     pub(crate) rows: Vec<FlightRow>,
     pub(crate) sampled: usize,
     pub(crate) pooled: usize,
-    /// Drafts of all rows.
+    /// The number of drafts in all rows.
     pub(crate) drafts: u32,
-    /// Words of its result for log-probabilities of prompts.
+    /// Words that log-probabilities of prompts take in the step's result.
     pub(crate) answer_words: usize,
     pub(crate) towers: Vec<FlightImage>,
-    /// The places of the patches that it reads.
+    /// Arena offsets of the image patches that the step reads.
     pub(crate) read: Vec<u32>,
     /// True if the plan waited for the tokens of the step before because of drafts.
     pub(crate) waited: bool,
 }
 
 impl Flight {
-    /// The requests with work in this step, each with the end of the positions that the work is
-    /// for.
+    /// The requests with work in this step, each with the position at which that work ends.
     pub(crate) fn work(&self) -> impl Iterator<Item = (Handle, u32)> {
         let rows = self.rows.iter().map(|row| (row.handle, row.end));
         rows.chain(self.towers.iter().map(|image| (image.handle, image.end)))
     }
 
-    /// Positions of all rows.
+    /// The number of positions in all rows.
     pub(crate) fn positions(&self) -> u32 {
         self.rows.iter().map(FlightRow::positions).sum()
     }
@@ -88,7 +87,7 @@ impl Flight {
     }
 
     /// The number of tokens whose log-probabilities the result still has room for. The first row
-    /// with any may always give one.
+    /// with prompt log-probabilities may always return one.
     pub(crate) fn answers_left(&self, step_words: usize, most: u32) -> u32 {
         let left = step_words.saturating_sub(self.answer_words)
             / PromptLogprobsWant::answer_words(1, most);
@@ -184,7 +183,7 @@ impl Steps {
         self.in_flight.push_back(flight);
     }
 
-    /// Keeps the memory of a step that was answered, or was not sent.
+    /// Keeps the memory of a step that has finished, or was not sent, for reuse.
     pub(crate) fn reuse(&mut self, mut flight: Flight) {
         flight.clear();
         self.spare.push(flight);

@@ -1,4 +1,4 @@
-//! A view of the scheduler for others: the newest plan, and the live requests.
+//! Read-only views of the scheduler: the newest plan, and the live requests.
 
 use serde::Serialize;
 
@@ -14,7 +14,7 @@ pub enum Phase {
     Queued,
     /// The request computes its prompt, or tokens that were generated before.
     Prefill,
-    /// The request generates.
+    /// The request generates tokens, or has generated its only token here and leaves.
     Decode,
 }
 
@@ -25,24 +25,24 @@ pub struct RequestView {
     pub id: u64,
     /// The phase of the request.
     pub phase: Phase,
-    /// Tokens of its prompt.
+    /// Tokens of the request's prompt.
     pub prompt: u32,
-    /// Positions that its last admission found in a tier.
+    /// Positions that the request's last admission found in a tier.
     pub cached: u32,
     /// Positions that are computed, or will be after the steps in flight. Positions of unknown
     /// tokens do not count.
     pub computed: u32,
     /// Tokens that the request has generated.
     pub generated: u32,
-    /// The largest number of tokens that it may generate.
+    /// The largest number of tokens that the request may generate.
     pub max_tokens: u32,
     /// The time of arrival, in microseconds of the engine's clock.
     pub arrived_us: u64,
-    /// The request whose prompt is first in turn, if this one's prompt is not computed either. It
-    /// waits for that one, except where it passes it in a step.
+    /// The request whose prompt is first in turn, if this request's prompt is not completely
+    /// computed. This request gets its rows after the first one, except when it passes the first.
     pub waits_for: Option<u64>,
-    /// True if the request was never admitted and no hand has died under it, so it has only a place
-    /// in the queue.
+    /// True if the request was never admitted and is no suspect of a hand's death, so its only
+    /// state is its position in the queue.
     pub untouched: bool,
 }
 

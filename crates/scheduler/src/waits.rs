@@ -1,8 +1,8 @@
 //! Requests whose mask is not ready.
 //!
 //! A plan is sent before the tokens that its masks depend on are known. So a mask may not be ready
-//! when the hand needs it. Its row then *sits out*: it is computed and gives no token. Its last
-//! position is computed again when the mask is there. Until then the request *waits*. It keeps its
+//! when the hand needs it. Its row then *sits out*: it is computed, but samples no token. Its last
+//! position is computed again when the mask is ready. Until then the request *waits*. It keeps its
 //! slot and pages and computes its known tokens, but none of its rows samples. Blocks and images of
 //! that last position are kept until a token has come ([`crate::entry::Entry::certain`]).
 
@@ -13,9 +13,9 @@ use crate::entry::Entry;
 use crate::steps::FlightRow;
 
 impl Scheduler {
-    /// Lets the request wait: its masked row of the newest plan will have no token. The caller
-    /// tells the hand the same, and calls this before it makes the next plan. False: there is no
-    /// such row, or its request has ended.
+    /// Makes the request wait: its masked row of the newest plan will not sample a token. The
+    /// caller also tells the hand, and calls this before it makes the next plan. Returns false if
+    /// there is no such row, or its request has ended.
     pub fn sit_out(&mut self, id: u64) -> bool {
         let newest = self.steps.in_flight.back_mut();
         let (Some(handle), Some(flight)) = (self.roster.find(id), newest) else { return false };
@@ -28,7 +28,7 @@ impl Scheduler {
         flight.drafts -= row.drafts.take().map_or(0, |drafts| drafts.count);
         flight.sampled -= 1;
         let entry = &mut self.roster[handle];
-        // Masks for several positions would take several times as long.
+        // Drop the drafts: masks for several positions would take several times as long.
         entry.expected.forget();
         debug_assert_eq!(entry.total, row.end + 1, "no later plan was made");
         entry.total -= 1;
@@ -39,7 +39,7 @@ impl Scheduler {
         true
     }
 
-    /// Lets no row of a request sample until [`Self::mask_ready`].
+    /// Prevents a request's rows from sampling until [`Self::mask_ready`].
     pub fn wait_for_mask(&mut self, id: u64) {
         self.set_waits(id, true);
     }
@@ -50,7 +50,8 @@ impl Scheduler {
     }
 
     /// Charges a request's client for time that its masks took on the host. The charge is the
-    /// number of tokens that the device computes in that time. It counts in the client's turns.
+    /// number of tokens that the device computes in that time. It counts against the client's fair
+    /// share.
     pub fn charge(&mut self, id: u64, us: u64) {
         let Some(handle) = self.roster.find(id) else { return };
         self.turns.charge(&self.roster[handle].ticket(handle), us);
@@ -64,8 +65,8 @@ impl Scheduler {
 }
 
 impl Entry {
-    /// The number of positions that the request's next row may have, so that it does not sample
-    /// while its mask is not ready.
+    /// The largest number of positions of the request's next row, so that the row does not sample
+    /// while the mask is not ready.
     pub(crate) fn permitted(&self) -> u32 {
         if self.waits { (self.total - 1).saturating_sub(self.computed) } else { u32::MAX }
     }

@@ -37,11 +37,11 @@ pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32, tables: u3
 /// Checks that `slots` running requests fit into a plan that also admits the largest request.
 ///
 /// # Panics
-/// The words of a slot don't fit into a plan.
+/// If the words of the slots do not fit into a plan.
 pub(crate) fn check_slots(config: &SchedulerConfig) {
     let slots = config.slots;
     let save = if config.states.is_some() { STATE_COPY_WORDS } else { 0 };
-    // A row gets a page of the window part, and drops another one.
+    // With a window part, a row may also get a page of it and drop another one.
     let tables = if config.windows.is_some() { 3 } else { 1 };
     let each = (ROW_WORDS + PAGE_WRITE_WORDS * tables + save) as u64;
     let words = StepPlan::default().words() as u64 + each * u64::from(slots);
@@ -55,7 +55,8 @@ pub(crate) fn has_words(
     step: &NewStep<'_>,
     entry: &Entry,
 ) -> bool {
-    // Tokens that it still shares are copied into its own list, and written into the slot.
+    // The plan also contains the tokens that the request still shares with others: its slot gets a
+    // copy.
     let shared = entry.known() as usize - entry.tokens.len();
     let words = entry.slot(0).words()
         + shared

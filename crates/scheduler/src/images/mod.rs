@@ -3,7 +3,7 @@
 //!
 //! An image that a resident needs and that is on no image page is *wanted*, which an event reports.
 //! The caller then puts its patches where the hand reads them ([`crate::Scheduler::image_placed`]).
-//! The image then waits for the tower. It computes one image at a time, some layers a step
+//! The image then waits for the tower. The tower computes one image at a time, some layers per step
 //! ([`Tower::budget`]), so no stream waits for a whole image. The last layers write the output to
 //! image pages, which stay as long as there is room. The next request with that image needs neither
 //! patches nor tower.
@@ -36,15 +36,15 @@ use crate::slab::Handle;
 use crate::steps::NewStep;
 use prompt::PromptImage;
 
-/// The tower of a model without one.
+/// The tower settings of a model without a tower.
 const NONE: Tower = Tower { layers: 0, pages: 0, page_tokens: 1, budget: 0, whole: false };
 
 /// The state of a needed image that is not on pages yet.
 #[derive(Debug)]
 enum Work {
-    /// The patches of the image are not there.
+    /// The patches of the image are not in the arena yet.
     Wanted,
-    /// The patches of the image are at this byte of the arena.
+    /// The patches of the image are at this offset in the arena.
     Placed { patches: u32 },
     /// The tower has computed some of its layers.
     Encoding { number: u32, end: u32, patches: u32, pages: ImageLease },
@@ -59,7 +59,7 @@ pub(crate) struct Images {
     /// Residents whose rows have not passed all their images.
     seeing: BTreeMap<Key, Handle>,
     next_number: u32,
-    /// Numbers of images that the hand can drop, and has not been told to.
+    /// Numbers of images that the next plan tells the hand to drop.
     given_up: Vec<u32>,
     /// Arena offsets of patches that no plan will read.
     unread: Vec<u32>,
@@ -68,7 +68,7 @@ pub(crate) struct Images {
 }
 
 impl Images {
-    /// `None`: the model takes none.
+    /// Creates the state without images. `None`: the model takes no images.
     pub(crate) fn new(tower: Option<Tower>) -> Self {
         let tower = tower.unwrap_or(NONE);
         Self {
@@ -88,8 +88,8 @@ impl Images {
         grid.positions().div_ceil(self.tower.page_tokens)
     }
 
-    /// Forgets the device's state and each request's image pages. `read`: patches that plans in
-    /// flight have named.
+    /// Forgets the device's state and each request's image pages. `read`: arena offsets of patches
+    /// that plans in flight have named.
     pub(crate) fn hand_died(&mut self, read: Vec<u32>) {
         debug_assert!(self.work.is_empty() && self.seeing.is_empty(), "nobody needs anything");
         self.unread.extend(read);
@@ -130,7 +130,8 @@ impl Images {
         self.seeing.contains_key(&entry.key)
     }
 
-    /// Registers a resident's images. Those that are neither on pages nor in work become wanted.
+    /// Registers a resident's images. Those that are neither on pages nor in progress become
+    /// wanted.
     pub(crate) fn begin(&mut self, handle: Handle, entry: &mut Entry, step: &mut NewStep<'_>) {
         let Some(residence) = &mut entry.residence else { return };
         for (index, image) in entry.request.images.iter().enumerate() {
@@ -153,8 +154,8 @@ impl Images {
         }
     }
 
-    /// Records that the patches of a wanted image are in the arena. False: no request needs them
-    /// any more.
+    /// Records that the patches of a wanted image are in the arena. Returns false if no request
+    /// needs them any more.
     pub(crate) fn placed(&mut self, image: ImageId, patches: u32) -> bool {
         match self.work.get_mut(&image) {
             Some(work @ Work::Wanted) => {
@@ -165,10 +166,10 @@ impl Images {
         }
     }
 
-    /// The requests that wait for the patches of an image. Each comes with the number of the image
-    /// among its own.
+    /// The requests that wait for the patches of an image, each with the index of the image in that
+    /// request.
     pub(crate) fn who_wants(&self, image: ImageId, roster: &Roster) -> Vec<(Handle, usize)> {
-        // Another request may have placed it meanwhile.
+        // The patches may have arrived for another request meanwhile.
         if !matches!(self.work.get(&image), Some(Work::Wanted)) {
             return Vec::new();
         }
@@ -185,8 +186,8 @@ impl Images {
         into.append(&mut self.unread);
     }
 
-    /// The image that contains the position, if rows must have images whole. Its first position
-    /// counts too.
+    /// The image that contains the position, its first position included. `None`: there is no such
+    /// image, or rows may end inside images.
     fn whole_at<'a>(&self, entry: &'a Entry, position: u32) -> Option<&'a PromptImage> {
         let images = if self.tower.whole { &entry.request.images[..] } else { &[] };
         let next = images.partition_point(|image| image.end() <= position);
@@ -194,13 +195,13 @@ impl Images {
     }
 
     /// The largest length of a request's next row with `budget` tokens left. A row that begins with
-    /// a longer image may have all of it.
+    /// an image of more tokens may have all of the image.
     pub(crate) fn row_limit(&self, entry: &Entry, budget: u32) -> u32 {
         let image = self.whole_at(entry, entry.computed);
         image.map_or(budget, |image| budget.max(image.end() - entry.computed))
     }
 
-    /// The longest part of a row of `length` positions that does not end inside an image.
+    /// The largest length, at most `length`, with which the next row does not end inside an image.
     pub(crate) fn length_to_image(&self, entry: &Entry, length: u32) -> u32 {
         let end = entry.computed + length;
         let image = self.whole_at(entry, end).filter(|image| image.span.position < end);
@@ -225,7 +226,7 @@ impl Images {
         }
     }
 
-    /// A request has lost its slot: stop work that only it needed.
+    /// Stops the work that only this request needed, because the request has lost its slot.
     pub(crate) fn stop(&mut self, entry: &Entry, roster: &Roster) {
         if self.seeing.remove(&entry.key).is_none() {
             return;
@@ -238,7 +239,7 @@ impl Images {
         }
     }
 
-    /// Forgets the images of a request whose numbers were not finite: they may be the cause.
+    /// Forgets the images of a request whose logits were not finite: the images may be the cause.
     pub(crate) fn forget(&mut self, entry: &Entry) {
         for image in entry.request.images.iter() {
             let pages = self.pages_of(image.span.grid);
@@ -246,8 +247,8 @@ impl Images {
         }
     }
 
-    /// The least important request with image pages, or with an image in the tower. One request is
-    /// excluded.
+    /// The least important request, other than `except`, with image pages or with an image in the
+    /// tower.
     pub(crate) fn holder(&self, except: Handle, roster: &Roster) -> Option<Handle> {
         let encoding =
             |image: &PromptImage| matches!(self.work.get(&image.id), Some(Work::Encoding { .. }));
@@ -305,7 +306,7 @@ impl Images {
     }
 }
 
-/// A leased image in a plan, or none.
+/// The pages of a leased image, in the form for a plan; none without a lease.
 fn pages(lease: Option<&ImageLease>) -> impl ExactSizeIterator<Item = u32> {
     let pages: Vec<u32> = lease.into_iter().flat_map(ImageLease::pages).collect();
     pages.into_iter()

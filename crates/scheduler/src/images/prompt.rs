@@ -10,13 +10,13 @@ use forebay_protocol::{Grid, IMAGE_SPAN_WORDS, ImageSpan};
 pub struct PromptImage {
     /// The identity of the image.
     pub id: ImageId,
-    /// The positions at which the image stands.
+    /// The positions of the image.
     pub span: ImageSpan,
 }
 
 impl PromptImage {
-    /// The images of a prompt in the order of their positions. Each comes with its first position
-    /// and its grid. None overlaps another.
+    /// Creates the images of a prompt from their ids, first positions and grids, in the order of
+    /// positions. Images must not overlap.
     #[must_use]
     pub fn place(images: impl IntoIterator<Item = (ImageId, u32, Grid)>) -> Arc<[Self]> {
         let mut saved = 0;
@@ -28,8 +28,8 @@ impl PromptImage {
         placed.collect()
     }
 
-    /// The `images` that overlap the block of `size` positions from `start` on, in the form for
-    /// block names.
+    /// Returns the `images` that overlap the block of `size` positions from `start` on, in the form
+    /// that [`Namer::child_with`] takes.
     pub fn within(
         images: &[Self],
         start: u32,
@@ -69,10 +69,10 @@ impl PromptImage {
     }
 }
 
-/// The largest number of words of a plan that images need: for their patches and their pages.
+/// The largest number of words that images need in a plan: for their patches and their pages.
 #[must_use]
 pub fn image_words(images: &[PromptImage]) -> u64 {
-    // A page has one position at least.
+    // A page has at least one position.
     let of = |image: &PromptImage| u64::from(image.span.grid.positions()) + IMAGE_SPAN_WORDS as u64;
     images.iter().map(of).sum()
 }

@@ -21,7 +21,7 @@ enum Next {
 
 impl Images {
     /// Plans layers of the tower for the requests that need it, the most important first, or for
-    /// one request alone. False: the next image has no room for its output.
+    /// one request alone. Returns false if the next image has no room for its output.
     pub(crate) fn plan(
         &mut self,
         roster: &mut Roster,
@@ -56,7 +56,7 @@ impl Images {
         true
     }
 
-    /// Looks an image up again for a request that has reached it after its pages were given up.
+    /// Looks up the next image of each request again if the request has no pages of that image.
     fn look_again(&mut self, roster: &mut Roster, step: &mut NewStep<'_>) {
         let seeing: Vec<Handle> = self.seeing.values().copied().collect();
         for handle in seeing {
@@ -79,7 +79,7 @@ impl Images {
     }
 
     /// The next image of the tower, and the request that needs it. Starts the image if the tower is
-    /// empty.
+    /// idle.
     fn next_image(&mut self, roster: &mut Roster, only: Option<Handle>) -> Next {
         let mut next = None;
         for &handle in self.seeing.values().filter(|&&handle| only.is_none_or(|o| o == handle)) {
@@ -107,8 +107,8 @@ impl Images {
         if self.start(&image) { Next::Image(handle, image) } else { Next::NoRoom }
     }
 
-    /// Reserves pages for an image's output. If images began without pages, two could wait for each
-    /// other.
+    /// Reserves pages for an image's output. If images started without pages, two of them could
+    /// wait for each other.
     fn start(&mut self, image: &PromptImage) -> bool {
         let Some(pages) = self.pool.allocate(self.pages_of(image.span.grid)) else {
             return false;

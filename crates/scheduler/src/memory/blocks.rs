@@ -4,14 +4,14 @@ use forebay_kvcache::{BlockHash, Namer};
 
 use crate::images::prompt::PromptImage;
 
-/// The names of a request's leading full blocks, and what memory remembers of its earlier runs.
+/// The names of a request's leading full blocks, and some facts about its earlier runs.
 #[derive(Debug)]
 pub(crate) struct Blocks {
     /// The parent of the first block.
     root: BlockHash,
     /// The known names; empty before the first admission.
     pub(crate) names: Vec<BlockHash>,
-    /// True if its blocks were already restored once ahead of its turn.
+    /// True if the request's blocks were already restored once ahead of its turn.
     pub(super) prefetched: bool,
     /// True if the request was sparse when it ran last.
     pub(super) was_sparse: bool,
@@ -22,7 +22,7 @@ impl Blocks {
         Self { root, names: Vec::new(), prefetched: false, was_sparse: false }
     }
 
-    /// Names blocks up to number `blocks` of a request with these tokens and images.
+    /// Names the first `blocks` blocks of a request with these tokens and images.
     pub(crate) fn extend(
         &mut self,
         blocks: usize,

@@ -23,14 +23,14 @@ const READY_PAGES: u32 = 64;
 /// The largest number of ended requests whose blocks are remembered until they are saved.
 const UNFINISHED: usize = 64;
 
-/// Numbers before the ends of copies are taken.
+/// Counters from before a result's copies are applied.
 pub(crate) struct CopiesBefore {
     restored: u64,
     available: u32,
 }
 
 impl Memory {
-    /// Marks a request's blocks as used when it leaves its pages. Its first block is evicted last.
+    /// Marks a request's blocks as used when it loses its pages. Its first block is evicted last.
     pub(crate) fn note_use(&mut self, entry: &mut Entry, pages: &Pages) {
         entry.blocks.was_sparse = pages.is_sparse();
         if self.host.is_none() {
@@ -39,8 +39,8 @@ impl Memory {
         let names = &entry.blocks.names;
         let names = &names[..names.len().min(pages.len())];
         self.tiers.touch(names);
-        // A block enters the host tier as just used, so earlier blocks are touched once more when
-        // the last one, which is saved last, is there.
+        // A block that enters the host tier counts as just used. So earlier blocks are touched once
+        // more when the last block, which is saved last, is in that tier.
         if names.last().is_some_and(|&last| self.tiers.will_be_saved(last))
             && self.unfinished.len() < UNFINISHED
         {
@@ -51,7 +51,7 @@ impl Memory {
     /// True if any of a request's blocks, or a state after one, is being saved or will be.
     pub(crate) fn will_save(&self, names: &[BlockHash]) -> bool {
         let saves = |name| self.all_tiers().any(|tiers| tiers.will_be_saved(name));
-        // The last is saved last.
+        // The last block is saved last, so it is checked first.
         names.iter().rev().any(|&name| saves(name))
     }
 
@@ -86,7 +86,7 @@ impl Memory {
     }
 
     fn next_save(&mut self, host: HostTier) -> Option<PageCopy> {
-        // There are few states, and many blocks.
+        // States first: there are few states, and many blocks.
         if let Some(copy) = self.states.as_mut().and_then(StatePages::next_save) {
             return Some(copy);
         }
@@ -103,7 +103,7 @@ impl Memory {
         }
     }
 
-    /// Copies whose ends are not reported yet.
+    /// The number of copies whose ends are not reported yet.
     pub(crate) fn copies_outstanding(&self) -> usize {
         self.all_tiers().map(Tiers::outstanding).sum()
     }
@@ -113,7 +113,7 @@ impl Memory {
         self.all_tiers().any(|tiers| tiers.is_sent(ticket))
     }
 
-    /// True if pages come free when copies end.
+    /// True if pages become free when copies end.
     pub(crate) fn expects_pages(&self) -> bool {
         match self.kind {
             Kind::Nothing | Kind::Paged => self.tiers.expects_pages(),
@@ -139,13 +139,14 @@ impl Memory {
         (!result.copied.is_empty()).then_some(CopiesBefore { restored, available })
     }
 
-    /// Restored blocks. Each state counts as the blocks whose copies take as long.
+    /// The number of restored blocks. Each state counts as the blocks whose copies take as long.
     fn restored(&self) -> u64 {
         let states = self.states.as_ref().map_or(0, StatePages::restored_weight);
         self.tiers.moves().restored + states
     }
 
-    /// Applies the end of a copy. The requests that wait for one that failed have lost their pages.
+    /// Applies the end of a copy. If it failed, the requests that waited for it have lost their
+    /// pages.
     pub(crate) fn copy_ended(&mut self, end: CopyEnd) {
         let fine = end.error == COPY_OK;
         if !self.tiers.ended(end.ticket, fine)
@@ -155,8 +156,8 @@ impl Memory {
         }
     }
 
-    /// Lets requests go on whose copies have ended. True: pages may be free for requests that
-    /// lacked some.
+    /// Lets requests whose copies have ended continue. Returns true if pages may be free for
+    /// requests that lacked some.
     pub(crate) fn finish_copy_ends(
         &mut self,
         before: &CopiesBefore,

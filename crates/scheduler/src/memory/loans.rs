@@ -35,13 +35,13 @@ impl Memory {
         Some(LentBlocks { loan, pages, states })
     }
 
-    /// Ends a loan. False: it has ended before.
+    /// Ends a loan. Returns false if it had ended already.
     pub(crate) fn take_back(&mut self, loan: LoanId) -> bool {
         self.states.iter_mut().for_each(|states| states.take_back(loan));
         self.tiers.take_back(loan)
     }
 
-    /// Ends all loans, because the host tier is gone.
+    /// Ends all loans, because the host tier is freed.
     pub(crate) fn end_loans(&mut self) {
         self.tiers.end_loans();
         self.states.iter_mut().for_each(StatePages::end_loans);

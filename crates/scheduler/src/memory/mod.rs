@@ -1,15 +1,16 @@
 //! The memory of requests: pages of keys and values, the prefix cache in them, and the tiers.
 //!
-//! No other module depends on which kind of memory a model has. Without pages nothing is kept
-//! between steps. With pages a request has pages for all its known tokens from the start. With
-//! backed pages each page has one of the host tier behind it, so a request can run while most of
-//! its pages are dropped (`sparse`).
+//! No other module depends on which kind of memory a model has. Without pages, nothing is kept
+//! between steps. With pages, a request has pages for all its known tokens from the start. With
+//! backed pages, each hot page has a corresponding host page, so a request can run while most of
+//! its hot pages are dropped (`sparse`).
 //!
-//! - `prefix`: the blocks that a request finds at its admission, and new pages behind them;
+//! - `prefix`: the blocks that a request finds at its admission, and new pages after them;
 //!   `sparse`: the same for backed pages, and the pages that running requests drop.
 //! - `copies`: saves, restores, and their ends; `loans`: host pages that other replicas read.
-//! - `states`: recurrent states that are kept beside the blocks; `resident`: those of a request.
-//! - `window`: pages of layers that read the last positions only; `window_part`: their pool.
+//! - `states`: recurrent states that are kept beside the blocks; `resident`: the states of a
+//!   request.
+//! - `window`: pages of sliding-window layers; `window_part`: their pool.
 //! - `pages`: the leases of a request; `blocks`: the names of its blocks.
 
 pub(crate) mod blocks;
@@ -40,17 +41,17 @@ use window_part::WindowPages;
 
 pub(crate) use prefix::LeasedPages;
 
-/// Words of a copy that reads a host page.
+/// Additional words of a copy that borrows a host page.
 const SOURCE_WORDS: usize = 1;
 
 /// The kind of data that is kept between steps.
 #[derive(Debug, Clone, Copy)]
 enum Kind {
-    /// Nothing: every prompt is one row.
+    /// Nothing: every prompt is computed in one row.
     Nothing,
     /// Pages of keys and values.
     Paged,
-    /// Each page is backed by a page of the host tier.
+    /// Each hot page has a corresponding page of the host tier.
     Backed(Sparse),
 }
 
@@ -73,7 +74,7 @@ pub(crate) struct Memory {
     sparse_counters: SparseStats,
     /// The kept states, if the model has recurrent layers.
     states: Option<StatePages>,
-    /// The pages of layers with a window, if those have their own.
+    /// The page pool of sliding-window layers, if they have a separate one.
     windows: Option<WindowPages>,
 }
 
@@ -137,7 +138,7 @@ impl Memory {
         Tiers::backed(self.pages, host_pages, self.page_size)
     }
 
-    /// Changes the numbers of pages. All blocks and states are forgotten.
+    /// Changes the page counts. All blocks and states are forgotten.
     pub(crate) fn resize(&mut self, counts: PageCounts) {
         // Borrowers have mapped the old memory, where nothing is saved any more.
         self.end_loans();
@@ -174,8 +175,8 @@ impl Memory {
         positions <= u64::from(pages) * u64::from(self.page_size)
     }
 
-    /// The largest row of a prompt of `total` tokens, with `budget` positions left. If nothing is
-    /// kept between steps, a prompt is never cut.
+    /// The largest length of a row of a prompt with `total` tokens, with `budget` positions left.
+    /// If nothing is kept between steps, a prompt is never cut.
     pub(crate) fn row_limit(&self, total: u32, budget: u32) -> u32 {
         match self.kind {
             Kind::Nothing => total.max(budget),
@@ -189,7 +190,7 @@ impl Memory {
         entry.computed >= pages * self.page_size && !matches!(self.kind, Kind::Nothing)
     }
 
-    /// True if a step before this one will free pages of the part that the resident lacks.
+    /// True if a step before this one will free pages of the pool in which the resident lacks one.
     pub(crate) fn awaits_page(&self, entry: &Entry, step: u64) -> bool {
         let pages = entry.residence.as_ref().map_or(0, |residence| residence.pages.len() as u32);
         let of_window = entry.computed < pages * self.page_size;
@@ -199,20 +200,20 @@ impl Memory {
         })
     }
 
-    /// True if any row may have several positions. The hot rows of a sparse slot hold the choices
-    /// for one position, but perhaps not for several.
+    /// True if every row may have several positions. The hot rows of a sparse slot have room for
+    /// the positions that one token chooses, but perhaps not for those of several tokens.
     pub(crate) fn takes_drafts(&self) -> bool {
         matches!(self.kind, Kind::Paged) && self.states.is_none()
     }
 
-    /// Pages without content that could be reused.
+    /// The number of available pages without content.
     pub(crate) fn free_pages(&self) -> u32 {
         let free = self.tiers.hot().counts().free;
         self.windows.as_ref().map_or(free, |windows| windows.spare().min(free))
     }
 
-    /// Gives a resident a page of the part that covers fewer positions. False: every page is
-    /// leased.
+    /// Gives a resident a page, from the pool whose pages cover fewer of its positions. Returns
+    /// false if every page is leased.
     pub(crate) fn add_page(&mut self, residence: &mut Residence, plan: &mut StepPlan) -> bool {
         if let (Some(windows), Residence { slot, pages, .. }) = (&mut self.windows, &mut *residence)
             && let (whole, Some(run)) = (pages.hot.len(), &mut pages.window)
@@ -310,8 +311,8 @@ impl Memory {
         self.states.iter_mut().for_each(StatePages::free_retired);
     }
 
-    /// Forgets every cached block and kept state that no request uses, in all tiers. True: the
-    /// cache is empty now.
+    /// Forgets every cached block and kept state that no request uses, in all tiers. Returns true
+    /// if the cache is empty now.
     pub(crate) fn flush(&mut self) -> bool {
         let stateless = self.states.as_mut().is_none_or(StatePages::flush);
         let windowless = self.windows.as_mut().is_none_or(WindowPages::flush);
@@ -331,7 +332,7 @@ impl Memory {
         self.tiers.take_events(into);
     }
 
-    /// Adds the numbers of pages and tiers.
+    /// Fills in the statistics of pages and tiers.
     pub(crate) fn count(&self, roster: &Roster, stats: &mut Stats) {
         let pages = self.tiers.hot().counts();
         stats.pages_held = pages.held as usize;
@@ -365,12 +366,12 @@ impl Memory {
                 tables + (COPY_WORDS + SOURCE_WORDS) * copies + states
             }
             Kind::Backed(sparse) => {
-                // Host pages have a table of their own.
+                // Host pages have a separate page table.
                 let tables = PAGE_WRITE_WORDS * (2 * pages + sparse.row_pages as usize);
                 if !sparse.save_rows {
                     return tables + COPY_WORDS * copies;
                 }
-                // Each page that the first row touches needs a copy of its own, and every copy a
+                // Each page that the first row touches needs a separate copy, and every copy a
                 // span.
                 let touched = (token_budget.max(self.page_size) / self.page_size + 2) as usize;
                 tables + (copies + touched) * (COPY_WORDS + Span::WORDS)

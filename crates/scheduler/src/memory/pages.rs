@@ -9,19 +9,19 @@ use super::window_part::{WindowPages, WindowRun};
 /// The leases of a request's pages.
 #[derive(Debug, Default)]
 pub(crate) struct Pages {
-    /// Hot pages by position; `None`: dropped, and only its host page has the content.
+    /// Hot pages by position; `None`: the page was dropped, and only its host page has the content.
     pub(super) hot: Vec<Option<Lease>>,
-    /// The host pages behind them; empty unless requests can be sparse.
+    /// The host page of each hot page; empty unless requests can be sparse.
     pub(super) host: Vec<Lease<Host>>,
     /// The leases for hot rows; empty unless the request is sparse.
     pub(super) rows: Vec<Lease>,
-    /// Leading pages that a sparse request has dropped already, or never will.
+    /// The number of leading pages that a sparse request has dropped already, or never will drop.
     pub(super) settled: u32,
     /// The number of leading blocks that were found in the cache or offered to it.
     pub(super) named: u32,
     /// The states of a request that shares blocks, if the model has recurrent layers.
     pub(super) state: Option<ResidentState>,
-    /// Its pages of the window part, if the layers with a window have their own.
+    /// The request's pages of the window part, if sliding-window layers have a separate pool.
     pub(super) window: Option<WindowRun>,
 }
 
@@ -42,7 +42,8 @@ impl Pages {
 
     /// The largest number of positions of one row.
     pub(crate) fn longest_row(&self) -> u32 {
-        // Hot rows hold the choices for one position, but perhaps not for several.
+        // Hot rows have room for the positions that one token chooses, but perhaps not for several
+        // tokens.
         if self.is_sparse() { 1 } else { u32::MAX }
     }
 
@@ -52,7 +53,7 @@ impl Pages {
         self.is_sparse() || self.window.is_some()
     }
 
-    /// Leases of the device's pages.
+    /// Leases of hot pages.
     pub(crate) fn leases(&self) -> impl Iterator<Item = &Lease> {
         self.hot.iter().flatten().chain(&self.rows)
     }
@@ -74,7 +75,7 @@ impl Pages {
         self.window.iter().for_each(|window| window.write_table(slot, plan));
     }
 
-    /// Frees all pages, the deepest first.
+    /// Frees all pages, the last one first.
     pub(super) fn free(mut self, tiers: &mut Tiers, windows: Option<&mut WindowPages>) {
         if let (Some(window), Some(windows)) = (self.window.take(), windows) {
             windows.free(window);

@@ -17,20 +17,20 @@ use crate::turns::Turns;
 #[derive(Default)]
 pub(crate) struct LeasedPages {
     pub(crate) pages: Pages,
-    /// Copies to wait for.
+    /// Copies that the request waits for.
     pub(crate) pending: VecDeque<u32>,
-    /// Positions that copies bring.
+    /// The number of positions that these copies restore.
     pub(crate) restored: u32,
     /// Cached positions that are computed again, because no state is kept after them or the window
     /// part lacks their pages.
     pub(crate) missed: u32,
 }
 
-/// A block that a request takes.
+/// A cached block that a request reuses.
 enum Block {
     /// The block is in a tier of this replica.
     Here(Found),
-    /// In the host tier of another replica, which has lent it to the request.
+    /// The block is in the host tier of another replica, which has lent it to the request.
     Lent,
 }
 
@@ -44,13 +44,13 @@ impl Block {
 /// The leading blocks of a request that are in the tiers.
 #[derive(Default)]
 struct Prefix {
-    /// The blocks that the request takes.
+    /// The blocks that the request reuses.
     found: Vec<Block>,
-    /// The number of blocks with which it could continue if nothing were restored.
+    /// The number of blocks after which the request could continue if nothing were restored.
     here: usize,
-    /// The number of all cached blocks, which may be more than it can continue after.
+    /// The number of all cached blocks. The request may be unable to continue after the last ones.
     cached: usize,
-    /// True if it computes some again, because that is cheaper than restoring them.
+    /// True if the request recomputes some blocks, because that is cheaper than restoring them.
     declined: bool,
 }
 
@@ -73,8 +73,8 @@ impl Memory {
         Some(leased)
     }
 
-    /// Leading positions of a waiting request that are in a tier now, as far as its blocks are
-    /// named. The number at its admission may differ.
+    /// The number of leading positions of a waiting request that are in a tier now, as far as its
+    /// blocks are named. The number at its admission may differ.
     pub(crate) fn expected_prefix(&self, entry: &Entry) -> u32 {
         if !self.caches(entry) {
             return 0;
@@ -145,9 +145,9 @@ impl Memory {
         Some(leased)
     }
 
-    /// Finds the leading blocks of a request in the tiers, and their state. It takes no blocks if
-    /// computing them is cheaper than restoring them. Recurrent layers and a window part bound the
-    /// blocks: by the last kept state, and by the pages of that part.
+    /// Finds the leading blocks of a request in the tiers, and their state. It leaves out blocks
+    /// that are cheaper to compute than to restore. Recurrent layers bound the blocks by the last
+    /// kept state, and a window part by the pages of that part.
     fn find_prefix(&mut self, entry: &mut Entry) -> Prefix {
         if !self.caches(entry) {
             return Prefix::default();
@@ -188,8 +188,8 @@ impl Memory {
         let last = found.len().checked_sub(1).map(|last| names[last]);
         let of_state = |states: &StatePages| last.map_or(0, |name| states.cost(name));
         let cost = away + self.states.as_ref().map_or(0, of_state);
-        // The prefill replica has computed these blocks for this one, which must not compute them
-        // again.
+        // The prefill replica has computed these blocks for this replica, which must not compute
+        // them again.
         let declined = cost > 0 && !handed && !self.rates.restores(cost, tokens);
         if declined {
             let rest = found.split_off(here);
@@ -198,8 +198,9 @@ impl Memory {
         Prefix { here, cached: cached.max(found.len()), found, declined }
     }
 
-    /// Counts the leading blocks that are in a tier, on their way to one, or lent. Also counts how
-    /// many of them a request can continue after. Without `brings` only blocks on the device count.
+    /// Counts the leading blocks that are in a tier, on their way to one, or lent. Also returns the
+    /// longest prefix of them after which a request can continue. Without `brings`, only blocks on
+    /// the device count for that prefix.
     fn useful_blocks<'a>(
         &self,
         names: &'a [BlockHash],
@@ -220,7 +221,7 @@ impl Memory {
         entry.request.past.admitted && self.host.is_some_and(|host| !host.restore_preempted)
     }
 
-    /// Frees the leases of blocks that were found, the deepest first.
+    /// Frees the leases of blocks that were found, the last block first.
     fn free_found(&mut self, found: Vec<Block>) {
         for found in found.into_iter().rev() {
             match found {
@@ -233,8 +234,8 @@ impl Memory {
         }
     }
 
-    /// Restores the prefixes of the next requests. It uses only pages that hold nothing of value
-    /// and that no earlier request needs.
+    /// Restores the prefixes of the next requests. Takes only pages that no earlier request needs,
+    /// and that are free or whose block is in another tier too.
     pub(crate) fn prefetch_prefixes(&mut self, roster: &mut Roster, turns: &Turns) {
         let Some(host) = self.host.filter(|host| host.prefetch > 0) else { return };
         debug_assert!(matches!(self.kind, Kind::Paged), "backed pages restore no index keys here");

@@ -8,9 +8,9 @@ const FADING: f64 = 0.95;
 /// Running means of the device's times.
 #[derive(Debug, Default)]
 pub(crate) struct RestoreRates {
-    /// Microseconds a page that is restored.
+    /// Microseconds per restored page.
     restore_us: Mean,
-    /// Microseconds a token in steps that are mostly prefill.
+    /// Microseconds per token in steps that are mostly prefill.
     prefill_us: Mean,
 }
 
@@ -18,7 +18,7 @@ impl RestoreRates {
     /// Learns the time of a step with this many positions, of which `single` were in rows of one
     /// position.
     pub(crate) fn computed(&mut self, positions: u32, single: u32, device_us: u32) {
-        // Decode rows have another time per position than chunks have.
+        // The time per position of decode rows differs from that of prefill chunks.
         if positions > 2 * single && device_us > 0 {
             self.prefill_us.learn(f64::from(device_us) / f64::from(positions));
         }

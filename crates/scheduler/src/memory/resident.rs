@@ -9,10 +9,10 @@ use forebay_kvcache::{BlockHash, Lease};
 pub(crate) struct ResidentState {
     /// The kept state that the request starts from, until a plan loads it.
     pub(super) load: Option<Lease>,
-    /// Positions at which its state is kept besides those of the interval. The request may be past
-    /// them.
+    /// Positions at which the request's state is kept, besides those of the interval. The request
+    /// may be past them.
     pub(super) kept: [u32; 2],
-    /// The end of its last full page that does not hold its last token.
+    /// The end of the request's last full page that does not hold its last token.
     pub(super) tail: u32,
     /// States that plans save, with their positions; offered to the cache once their tokens are
     /// known.

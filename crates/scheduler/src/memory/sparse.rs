@@ -1,4 +1,4 @@
-//! Backed pages: requests that go on while most of their pages are dropped (sparse decoding).
+//! Backed pages: requests that continue while most of their pages are dropped (sparse decoding).
 //!
 //! Hot pages cache host pages (as HiSparse does, SGLang #21932, which uses buffers in place of
 //! pages). A full page is saved after the rows that fill it. The newest positions lie in the last
@@ -23,13 +23,13 @@ use crate::slab::Handle;
 const READY_SHARE: u32 = 10;
 /// Once the tables of a plan have this many words, no more requests become sparse in it.
 const TABLE_WORDS: usize = 1 << 19;
-/// A request that was sparse computes up to this many pages again one position at a time. Beyond
-/// that it gets all its pages and computes them in chunks.
+/// A request that was sparse recomputes up to this many missing pages one position at a time. With
+/// more missing pages, it gets all its pages and recomputes them in chunks.
 const MOST_SINGLE: usize = 2;
 
 impl Memory {
     /// Leases pages like [`Self::lease_with_prefix`]. A request that was sparse, or has outgrown
-    /// the device's pages, comes back sparse: its saved blocks stay in the host tier, and it
+    /// the device's pages, is admitted as sparse. Its saved blocks stay in the host tier, and it
     /// computes the rest position by position.
     pub(super) fn lease_backed(
         &mut self,
@@ -105,7 +105,7 @@ impl Memory {
             block.pending = None;
             block.hot.take().into_iter().for_each(|hot| self.tiers.release(hot));
         }
-        // The request gets pages one by one, and drops the first before it needs the last.
+        // The request gets its pages one by one, and drops the first page before it needs the last.
         let room = (self.tiers.hot().available(), self.tiers.host_available());
         if room.0 < sparse.row_pages + 1 || room.1 < 1 {
             for (block, &name) in found.iter().zip(&entry.blocks.names) {
@@ -172,7 +172,7 @@ impl Memory {
         }
     }
 
-    /// Pages that will be free after the steps in flight.
+    /// The number of pages that will be free after the steps in flight.
     fn returning(&self) -> u32 {
         self.retired.iter().map(|pages| pages.leases().count() as u32).sum()
     }
@@ -217,8 +217,8 @@ impl Memory {
         }
     }
 
-    /// Makes the request sparse that drops the most pages. False: no request would drop more pages
-    /// than its hot rows need.
+    /// Makes the request sparse that can drop the most pages. Returns false if no request would
+    /// drop more pages than its hot rows need.
     fn make_sparse(&mut self, sparse: Sparse, roster: &mut Roster, plan: &mut StepPlan) -> bool {
         let gain = |handle: Handle| {
             let entry = &roster[handle];
@@ -233,7 +233,7 @@ impl Memory {
             (given.count() as u32).checked_sub(sparse.row_pages).filter(|&gain| gain > 0)
         };
         let gains = roster.decodes.iter().filter_map(|&handle| Some((gain(handle)?, handle)));
-        // Of equal gains, the least important request.
+        // Among equal gains, take the least important request.
         let best = gains.max_by_key(|&(gain, handle)| (gain, roster[handle].key));
         let Some((_, handle)) = best else { return false };
         let residence = &mut roster[handle].residence;
@@ -258,7 +258,7 @@ impl Memory {
         true
     }
 
-    /// True if residents could drop more pages after saves. Requests failed saves again.
+    /// True if residents could drop more pages after saves. Also requests saves again that failed.
     fn saves_will_help(&mut self, roster: &mut Roster) -> bool {
         let mut unsaved = false;
         let Roster { decodes, prefills, requests, .. } = roster;
@@ -272,7 +272,7 @@ impl Memory {
                 };
                 let name = match self.tiers.name_of(hot) {
                     None if index < pages.named as usize => {
-                        // Another page held its block, or the block was forgotten.
+                        // So far another page held its block, or the block was forgotten.
                         let name = entry.blocks.names[index];
                         if !self.tiers.name_backed(hot, &pages.host[index], name) {
                             continue;

@@ -1,11 +1,12 @@
 //! Recurrent states that are kept for later requests, in tiers like those of keys and values.
 //!
-//! A recurrent layer has one state for all earlier positions together, not one for each. So a
-//! request can go on from cached blocks only where a state was kept. A kept state has the name of
-//! the last block before it (ADR 89). States are kept
+//! A recurrent layer has one state for all earlier positions together, not one per position. So a
+//! request can continue from cached blocks only where a state was kept. A kept state has the name
+//! of the last block before it (ADR 89). States are kept
 //!
-//! - at the end of a prompt's last full page before its last token, for the next turn;
-//! - where a request diverges from a cached prefix, for the next request that does;
+//! - at the end of a prompt's last full page before its last token, for the conversation's next
+//!   turn;
+//! - where a request diverges from a cached prefix, for the next request that diverges there;
 //! - every [`StateCache::interval`] positions;
 //! - at the last full page of each running request, to continue its answer or resume it after
 //!   preemption. Each new one replaces the one before.
@@ -51,7 +52,7 @@ pub(super) struct StatePages {
 }
 
 impl StatePages {
-    /// State pages as `config` has them. Without `host` no state is copied.
+    /// Creates the state pages that `config` describes. Without `host` no state is copied.
     pub(super) fn new(config: StateCache, host: Option<HostTier>, page_size: u32) -> Self {
         let pages = config.interval.div_ceil(page_size);
         let interval = pages.checked_mul(page_size).filter(|&interval| interval > 0);
@@ -66,7 +67,7 @@ impl StatePages {
         }
     }
 
-    /// Starts again without any state, with these numbers of pages. No page may be leased.
+    /// Starts again without any state, with these page counts. No page may be leased.
     pub(super) fn begin_again(&mut self, pages: u32, host_pages: u32) {
         let mut tiers = Tiers::of_states(pages, host_pages);
         tiers.go_on_from(&self.tiers);
@@ -84,8 +85,8 @@ impl StatePages {
         self.tiers.hot().size() > 0
     }
 
-    /// The largest number of these leading blocks that a usable state follows: in the tiers, or
-    /// lent to the request. Without `brings`, only states on the device count.
+    /// Counts the blocks of `names` up to the last one after which a usable state is kept: in the
+    /// tiers, or lent to the request. Without `brings`, only states on the device count.
     fn longest(&self, names: &[BlockHash], brings: bool, loan: Option<&Loan>) -> usize {
         let brings = brings && self.has_room();
         let has = |&name: &BlockHash| match self.tiers.knows(name) {
@@ -95,7 +96,7 @@ impl StatePages {
         names.iter().rposition(has).map_or(0, |last| last + 1)
     }
 
-    /// True if a state can be brought to the device now.
+    /// True if there is room on the device for a restored state.
     pub(super) fn has_room(&self) -> bool {
         self.tiers.hot().available() > 0
     }
@@ -106,7 +107,7 @@ impl StatePages {
         if is_away { self.weight } else { 0 }
     }
 
-    /// Restored states, in blocks.
+    /// The number of restored states, each counted as `weight` blocks.
     pub(super) fn restored_weight(&self) -> u64 {
         self.tiers.moves().restored * u64::from(self.weight)
     }
@@ -129,7 +130,7 @@ impl StatePages {
         }
     }
 
-    /// Restores a state before its request's turn, if a page is free without a loss.
+    /// Restores a state before its request's turn, if a page is available without losing content.
     pub(super) fn prefetch(&mut self, name: BlockHash) {
         if self.tiers.only_on_host(name)
             && self.tiers.hot().spare() > 0
@@ -159,8 +160,8 @@ impl StatePages {
         }
     }
 
-    /// Lends the last state within these leading blocks, under their loan. `None`: no state can be
-    /// lent.
+    /// Lends the last state within these leading blocks, together with their loan `of_blocks`.
+    /// `None`: no state can be lent.
     pub(super) fn lend(
         &mut self,
         of_blocks: LoanId,
@@ -242,8 +243,8 @@ impl Entry {
 }
 
 impl Memory {
-    /// The largest number of these cached leading blocks that a request can continue after. Without
-    /// `brings` the state, if one is needed, has to be on the device.
+    /// The number of these cached leading blocks after which a request can continue. Without
+    /// `brings`, the state, if one is needed, has to be on the device.
     pub(super) fn resumable(
         &self,
         names: &[BlockHash],
@@ -286,8 +287,8 @@ impl Memory {
         Some((state, ticket))
     }
 
-    /// Counts the prompt tokens that a kept state saved, and those that were computed again because
-    /// a state or pages of the window part were missing.
+    /// Counts the prompt tokens that a kept state covered, and those that were computed again
+    /// because a state or pages of the window part were missing.
     pub(crate) fn count_state_use(&mut self, queried: u32, hit: u32, missed: u32) {
         self.windows.iter_mut().for_each(|windows| windows.count_use(missed));
         if let Some(states) = &mut self.states {

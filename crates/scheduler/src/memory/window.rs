@@ -1,11 +1,11 @@
-//! The window part of pages: layers with a window read the last positions of a request only.
+//! The window part of pages: sliding-window layers read only the last positions of a request.
 //!
-//! A request has pages of the window part only for its last positions, and gives the others back.
-//! It gets pages as its rows need them, in prefill too. If there are too few, its rows are shorter.
+//! A request has pages of the window part only for its last positions, and frees the others. It
+//! gets pages as its rows need them, in prefill too. If there are too few, its rows are shorter.
 //!
-//! A page is passed when its last position is a whole window before the next one that will be
-//! computed. The next position is taken at its lowest: drafts in flight may be rejected, and the
-//! last position of a masked row may be computed again.
+//! A page is *passed* when its last position is a whole window before the next position to compute.
+//! The lowest possible next position counts: drafts in flight may be rejected, and the last
+//! position of a masked row may be computed again.
 
 use std::collections::VecDeque;
 
@@ -17,7 +17,7 @@ use super::window_part::WindowRun;
 use crate::entry::{Entry, Residence};
 
 impl Memory {
-    /// Makes a resident give back the pages of the window part that its next rows do not read. The
+    /// Makes a resident give up the pages of the window part that its next rows do not read. The
     /// pages are free after the steps in flight.
     pub(crate) fn pass_window(&mut self, entry: &mut Entry, plan: &mut StepPlan) {
         let next = entry.computed.saturating_sub(u32::from(entry.request.masked));
@@ -28,7 +28,7 @@ impl Memory {
         else {
             return;
         };
-        // A page that is not passed yet has had no row since it was added.
+        // Pages before `first` were dropped earlier, and the run has no pages from `end` on.
         let count = windows.passed(next).min(run.end()).saturating_sub(run.first);
         if count == 0 {
             return;
@@ -42,9 +42,9 @@ impl Memory {
         self.retire(*last_step, pages);
     }
 
-    /// Gives a resident pages of the window part for its next row of `length` positions, as far as
-    /// more than `others` pages are free: other requests may need those. Returns the number of
-    /// positions that have pages.
+    /// Gives a resident pages of the window part for its next row of `length` positions. Leaves at
+    /// least `others` pages, which other requests may need. Returns the number of positions of the
+    /// row that have pages.
     pub(crate) fn window_room(
         &mut self,
         entry: &mut Entry,

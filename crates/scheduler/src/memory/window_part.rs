@@ -10,7 +10,7 @@ use crate::config::WindowPart;
 use crate::event::WindowStats;
 use crate::retirement::check_leases;
 
-/// A request's pages of the window part, or those of them that it has passed.
+/// A request's pages of the window part: those that it has, or those that it has passed.
 #[derive(Debug, Default)]
 pub(crate) struct WindowRun {
     /// The index of the first page.
@@ -20,7 +20,7 @@ pub(crate) struct WindowRun {
 }
 
 impl WindowRun {
-    /// The index after that of the last page.
+    /// The index after the last page.
     pub(super) fn end(&self) -> u32 {
         self.first + self.leases.len() as u32
     }
@@ -34,7 +34,7 @@ impl WindowRun {
         self.leases.iter()
     }
 
-    /// Writes where the pages are.
+    /// Writes the pages into the slot's table of window pages.
     pub(super) fn write_table(&self, slot: u32, plan: &mut StepPlan) {
         for (index, lease) in (self.first..).zip(&self.leases) {
             plan.write_window(slot, index, lease.page());
@@ -67,12 +67,12 @@ impl WindowPages {
         self.pool = WindowPool::new(pages, self.page_size, self.window);
     }
 
-    /// Forgets all blocks. No page has a lease.
+    /// Forgets all blocks. No page may be leased.
     pub(super) fn forget_all(&mut self) {
         self.resize(self.pool.size());
     }
 
-    /// The largest number of these cached leading blocks that a request can continue after.
+    /// The largest number of these cached leading blocks after which a request can continue.
     pub(super) fn longest(&self, names: &[BlockHash]) -> usize {
         self.pool.longest(names)
     }
@@ -92,7 +92,7 @@ impl WindowPages {
     }
 
     /// Leases the window part of a request that continues after the cached blocks `found`. Of its
-    /// `count` pages it gets as many new ones as it will ever hold at a time. If there are too few,
+    /// `count` pages it gets only as many new ones as it can hold at a time. If there are too few,
     /// returns `None` and leases nothing.
     pub(super) fn lease(&mut self, found: &[BlockHash], count: usize) -> Option<WindowRun> {
         let mut leases: VecDeque<_> = self.pool.share_tail(found).into();
@@ -115,7 +115,7 @@ impl WindowPages {
         }
     }
 
-    /// Frees pages. Blocks of later positions are evicted before those of earlier ones.
+    /// Frees pages. Cached blocks of later positions are evicted before those of earlier ones.
     pub(super) fn free(&mut self, run: WindowRun) {
         let WindowRun { leases, passed, .. } = run;
         if passed {
@@ -139,7 +139,7 @@ impl WindowPages {
         }
     }
 
-    /// Checks that the leased pages are exactly these.
+    /// Checks that the leased pages are exactly those in `pages`.
     pub(super) fn check<'a>(&self, pages: impl Iterator<Item = &'a Pages>) -> Result<(), String> {
         self.pool.check_integrity()?;
         let leases = pages.filter_map(|pages| pages.window.as_ref()).flat_map(WindowRun::leases);
@@ -153,7 +153,7 @@ impl WindowPages {
         (next + 1).saturating_sub(self.window) / self.page_size
     }
 
-    /// Adds a page to those of a resident. False: every page is held.
+    /// Adds a page to those of a resident. Returns false if every page is held.
     pub(super) fn add(&mut self, slot: u32, run: &mut WindowRun, plan: &mut StepPlan) -> bool {
         let Some(lease) = self.pool.allocate() else { return false };
         plan.write_window(slot, run.end(), lease.page());

@@ -2,10 +2,10 @@
 //!
 //! Foreground requests earn it: each of their steps adds a share of its time to an account. A step
 //! that also has background rows withdraws the time that those rows added. While the account is
-//! empty, there are no background rows. So they run where they cost next to nothing, as on a device
-//! that reads all weights for each step, and rarely where arithmetic bounds a step. Either way the
-//! foreground loses that share of its speed on average. With a share above 0, background work makes
-//! progress beside streams that never end.
+//! empty, there are no background rows. So background rows run often where they cost next to
+//! nothing, as on a device whose steps are bound by reading weights. They run rarely where
+//! arithmetic bounds a step. Either way the foreground loses that share of its speed on average.
+//! With a share above 0, background work makes progress beside streams that never end.
 
 use crate::mean::Mean;
 
@@ -16,7 +16,7 @@ pub(crate) struct Mixture {
     pub(crate) rows: u32,
     /// Positions of foreground requests.
     pub(crate) positions: u32,
-    /// Positions in the background.
+    /// Positions of background requests.
     pub(crate) background: u32,
 }
 
@@ -31,12 +31,12 @@ pub(crate) struct Background {
     alone: Option<(u32, Mean)>,
     /// True if the next step should be measured without background work.
     measures: bool,
-    /// Microseconds that a position in the background adds.
+    /// Microseconds that a background position adds to a step.
     position_us: Mean,
 }
 
 impl Background {
-    /// `percent`: the share of foreground time; 100 and more: unbounded.
+    /// Creates an empty account. `percent`: the share of foreground time; 100 and more: unbounded.
     pub(crate) fn new(percent: u32) -> Self {
         let share = f64::from(percent) / 100.0;
         Self { share, left_us: 0.0, alone: None, measures: false, position_us: Mean::default() }
@@ -47,8 +47,8 @@ impl Background {
         self.share == 0.0 || self.left_us < 0.0 || self.measures
     }
 
-    /// Learns from the time of a step. `drafts`: it verified drafts, so its number of rows says
-    /// little about its time.
+    /// Learns from the time of a step. `drafts`: whether the step verified drafts, so that its time
+    /// does not follow from its number of rows.
     pub(crate) fn learn(&mut self, step: Mixture, drafts: bool, device_us: u32) {
         let Mixture { rows, positions, background } = step;
         if device_us == 0 || self.share >= 1.0 {

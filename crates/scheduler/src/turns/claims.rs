@@ -17,7 +17,7 @@ type Lane = FairQueue<Ticket, (u32, i64)>;
 /// received.
 #[derive(Debug)]
 pub(crate) struct Claims {
-    /// False: all prompts are treated as one client's.
+    /// True if clients take turns. Otherwise all prompts count as one client's.
     fair: bool,
     lanes: BTreeMap<i64, Lane>,
     /// The remaining tokens by which each waiting prompt is sorted.
@@ -26,7 +26,7 @@ pub(crate) struct Claims {
     sweep_at: usize,
 }
 
-/// The place of a prompt in the order in which prompts get a step's tokens: smaller goes first.
+/// The position of a prompt in the order in which prompts get a step's tokens: smaller goes first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Claim {
     rank: i64,
@@ -69,8 +69,8 @@ impl Claims {
         self.lanes.values().find_map(Lane::first).copied()
     }
 
-    /// The place of a prompt. `work`: the remaining work of a resident; that of a waiting prompt is
-    /// recorded.
+    /// The position of a prompt in the order of passing. `work`: the remaining work of a resident;
+    /// that of a waiting prompt is recorded.
     pub(crate) fn place(&self, key: Key, client: u64, work: u32) -> Claim {
         let lane = self.lanes.get(&key.rank);
         let received = lane.map_or(0, |lane| lane.start_of(self.client(client)));
@@ -84,8 +84,8 @@ impl Claims {
         self.lanes.entry(rank).or_default().charge(client, tokens.into());
     }
 
-    /// Moves a rank's virtual time to the poorest client that waits or is one of `computing`. If
-    /// there is no such client, all debts of the rank are forgotten.
+    /// Moves a rank's virtual time to the client that has received the least, among those that wait
+    /// or are in `computing`. If there is no such client, all debts of the rank are forgotten.
     pub(crate) fn advance(&mut self, rank: i64, computing: impl Iterator<Item = u64>) {
         let fair = self.fair;
         let Some(lane) = self.lanes.get_mut(&rank) else { return };
@@ -96,7 +96,7 @@ impl Claims {
         }
     }
 
-    /// Now and then forgets the debts of ranks in which no prompt waits or `computes`.
+    /// From time to time, forgets the debts of ranks in which no prompt waits or `computes`.
     pub(crate) fn sweep(&mut self, computes: impl Fn(i64) -> bool) {
         if self.lanes.len() > self.sweep_at.max(16) {
             self.lanes.retain(|&rank, lane| !lane.is_empty() || computes(rank));
@@ -104,7 +104,7 @@ impl Claims {
         }
     }
 
-    /// True if a prompt waits.
+    /// True if this prompt waits.
     pub(crate) fn contains(&self, key: Key) -> bool {
         self.works.contains_key(&key)
     }

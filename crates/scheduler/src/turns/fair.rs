@@ -1,4 +1,4 @@
-//! Turns of clients by cost.
+//! Fair queueing of clients by cost.
 //!
 //! Turns are start-time fair queueing (Goyal, Vin and Cheng 1996). The next item of a client starts
 //! at the end of its last one in virtual time, and the earliest start goes first. Each item taken
@@ -7,8 +7,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-/// Units of virtual time for a unit of cost, fine enough that an even share of a small cost is not
-/// 0.
+/// Units of virtual time per unit of cost, fine enough that an even share of a small cost is not 0.
 pub(crate) const UNITS: u64 = 256;
 /// The number of idle clients that are remembered before those without debts are forgotten. At most
 /// twice as many are ever remembered.
@@ -50,7 +49,7 @@ impl<T, K: Copy + Ord> Default for Account<T, K> {
 }
 
 impl<T, K: Copy + Ord> Account<T, K> {
-    /// The client's place among the clients that wait.
+    /// The client's position among the clients that wait.
     fn turn(&self) -> Option<(u64, K)> {
         self.waiting.first_key_value().map(|(&arrival, _)| (self.start, arrival))
     }
@@ -69,7 +68,7 @@ impl<T, K: Copy + Ord> FairQueue<T, K> {
         self.turns.extend(account.turn().map(|turn| (turn, client)));
     }
 
-    /// True if nothing waits.
+    /// True if no item waits.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.turns.is_empty()
@@ -81,19 +80,19 @@ impl<T, K: Copy + Ord> FairQueue<T, K> {
         self.upcoming().next()
     }
 
-    /// The items client by client, in the order of the clients' turns.
+    /// All items, client by client, in the order of the clients' turns.
     pub fn upcoming(&self) -> impl Iterator<Item = &T> {
         let clients = self.turns.values().map(|client| &self.clients[client]);
         clients.flat_map(|account| account.waiting.values().map(|(_, item)| item))
     }
 
-    /// The items client by client, in the reverse order of [`Self::upcoming`].
+    /// All items, client by client, in the reverse order of [`Self::upcoming`].
     pub(crate) fn latest(&self) -> impl Iterator<Item = &T> {
         let clients = self.turns.values().rev().map(|client| &self.clients[client]);
         clients.flat_map(|account| account.waiting.values().rev().map(|(_, item)| item))
     }
 
-    /// The item of `client` that arrived then, if it waits.
+    /// The item of `client` with this arrival, if it waits.
     #[must_use]
     pub fn get(&self, client: u64, arrival: K) -> Option<&T> {
         self.clients.get(&client)?.waiting.get(&arrival).map(|(_, item)| item)
@@ -106,8 +105,8 @@ impl<T, K: Copy + Ord> FairQueue<T, K> {
         Some((client, self.take(client, arrival, true)?))
     }
 
-    /// Removes an item, if it waits. With `charged` its client pays for it; otherwise it costs the
-    /// client nothing.
+    /// Removes an item, if it waits. With `charged` its client pays the item's cost; otherwise the
+    /// client pays nothing.
     pub fn take(&mut self, client: u64, arrival: K, charged: bool) -> Option<T> {
         let active = self.turns.len() as u64;
         let account = self.clients.get_mut(&client)?;
@@ -117,8 +116,8 @@ impl<T, K: Copy + Ord> FairQueue<T, K> {
         let taken = account.waiting.remove(&arrival);
         if let (Some((cost, _)), true) = (&taken, charged) {
             let cost = cost.saturating_mul(UNITS).max(1);
-            // One more than there are: a new client should be ahead of clients that have just had
-            // their turn.
+            // Divide by one more than the waiting clients: a new client should come before clients
+            // that have just had their turn.
             let share = cost.div_ceil(active + 1);
             self.now = self.now.max(account.start).saturating_add(share);
             account.start = account.start.saturating_add(cost);
@@ -155,13 +154,13 @@ impl<T, K: Copy + Ord> FairQueue<T, K> {
         self.turns.first_key_value().map(|(&(start, _), _)| start)
     }
 
-    /// Moves virtual time on.
+    /// Advances virtual time to `to`, unless it is later already.
     pub(crate) fn advance(&mut self, to: u64) {
         self.now = self.now.max(to);
     }
 
-    /// Now and then forgets clients without debts, and every client without items once there are
-    /// too many.
+    /// From time to time, forgets clients without debts. Also forgets every client without items
+    /// once there are too many.
     fn sweep(&mut self) {
         let idle = self.clients.len() - self.turns.len();
         if idle <= self.sweep_at.max(64) {
@@ -176,7 +175,7 @@ impl<T, K: Copy + Ord> FairQueue<T, K> {
         self.sweep_at = (2 * left).min(2 * REMEMBERED);
     }
 
-    /// Clients that are remembered.
+    /// The number of clients that are remembered.
     #[cfg(test)]
     pub(crate) fn known(&self) -> usize {
         self.clients.len()

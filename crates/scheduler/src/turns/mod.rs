@@ -1,9 +1,9 @@
-//! Turns: the request that is next, and the one that is preempted.
+//! Turns: which request is admitted next, and which one is preempted.
 //!
 //! - `queue`: the order of waiting requests, by rank and by client (`fair`).
 //! - `shares`: the running requests of each client.
 //! - `claims`: the order in which prompts pass others in a step.
-//! - `pace`: the prompt tokens of a step beside running streams.
+//! - `pace`: the number of prompt tokens that a step may have while streams run.
 //! - `background`: the time that background work may add to foreground steps.
 
 pub(crate) mod background;
@@ -28,7 +28,7 @@ use pace::Pace;
 use queue::{PROBE_RANK, Queue};
 use shares::Shares;
 
-/// The order in which requests have their turns.
+/// The order in which requests get their turns.
 #[derive(Debug)]
 pub(crate) struct Turns {
     policy: Policy,
@@ -47,7 +47,7 @@ pub(crate) struct Turns {
     /// Suspects of the hand's death, resident or waiting. While there are any, only the first has
     /// rows.
     suspects: BTreeMap<Key, Handle>,
-    /// Microseconds a token that is computed.
+    /// Microseconds per computed token.
     token_us: Mean,
     pub(crate) pace: Pace,
     pub(crate) background: Background,
@@ -103,7 +103,7 @@ impl Turns {
         self.claims.iter_mut().for_each(|claims| claims.remove(ticket));
     }
 
-    /// Removes a request from the turns.
+    /// Removes a request from the queue, the claims, the shares and the suspects.
     pub(crate) fn leave(&mut self, ticket: &Ticket) {
         self.queue.remove(ticket);
         self.claims.iter_mut().for_each(|claims| claims.remove(ticket));
@@ -124,7 +124,7 @@ impl Turns {
         }
     }
 
-    /// Clears a suspect.
+    /// Ends the suspicion of a request.
     pub(crate) fn clear_suspect(&mut self, handle: Handle, entry: &mut Entry, memory: &Memory) {
         entry.request.past.suspect = None;
         self.suspects.remove(&entry.key);
@@ -149,8 +149,8 @@ impl Turns {
     }
 
     /// The waiting request that is the next to pass prompts in a step. The last slot is kept for
-    /// the request whose turn it is. The requests admitted before it have together at most as many
-    /// tokens as it has, so that they cannot keep pages from it for ever.
+    /// the request that is first in turn. Requests that pass it have together at most as many
+    /// tokens as it has, so that they cannot withhold pages for ever.
     pub(crate) fn passing(&self, roster: &Roster) -> Option<Ticket> {
         let (claims, next) = (self.claims.as_ref()?, self.next()?);
         let first = claims.first().filter(|_| self.shares.promised.is_none());
@@ -161,8 +161,8 @@ impl Turns {
         Some(first.filter(may).unwrap_or(next))
     }
 
-    /// True if the request lacked pages at its last try and none came back since. `returns` is the
-    /// count of returns.
+    /// True if the request lacked pages at its last try and no page was freed since. `returns` is
+    /// the number of frees so far.
     pub(crate) fn is_blocked(&self, key: Key, returns: u64) -> bool {
         [self.blocked, self.passing_blocked].contains(&Some((key, returns)))
     }
@@ -181,7 +181,7 @@ impl Turns {
         self.shares.settled = false;
     }
 
-    /// Makes the next request look for pages again.
+    /// Makes the next request try again to lease pages.
     pub(crate) fn unblock(&mut self) {
         (self.blocked, self.passing_blocked) = (None, None);
         self.shares.settled = false;
@@ -195,10 +195,10 @@ impl Turns {
     }
 
     /// The resident to preempt, and the request that gets its room. Background work is preempted
-    /// for any other request, and other residents by fair shares ([`Shares::who_gives_way`]), with
-    /// a promise of the next admission.
+    /// for any other request. Other residents are preempted by fair shares
+    /// ([`Shares::who_gives_way`]), and the request is promised the next admission.
     ///
-    /// This happens at most once a step. Between foreground requests it is so rare that
+    /// This happens at most once per step. Between foreground requests it is so rare that
     /// recomputation takes only a small part of all steps. It runs before any request has a row,
     /// since the preempted resident must have none.
     pub(crate) fn who_gives_way(
@@ -226,7 +226,7 @@ impl Turns {
             return None;
         }
         self.shares.settled = true;
-        // Requests that were admitted before go first, but not for ever before a client with less
+        // Requests that were admitted before go first, but they must not starve a client with less
         // than its share.
         let fresh = || self.queue.first_fresh(next?.key.rank);
         let ticket = self.shares.promised.or_else(fresh)?;
@@ -234,14 +234,14 @@ impl Turns {
         Some((victim, ticket))
     }
 
-    /// Promises the next admission to a request for which a resident was preempted that had
-    /// computed `lost` positions.
+    /// Promises the next admission to a request for which a resident was preempted. The resident
+    /// had computed `lost` positions.
     pub(crate) fn promise(&mut self, ticket: Ticket, step: u64, lost: u32) {
         self.blocked = None;
         self.shares.promise(ticket, step, lost, self.token_budget);
     }
 
-    /// Learns from the time of a step with `positions` positions.
+    /// Learns from the time of a step that computed `positions` positions.
     pub(crate) fn learn(&mut self, positions: u32, device_us: u32) {
         if positions > 0 && device_us > 0 {
             self.token_us.learn(f64::from(device_us) / f64::from(positions));
@@ -259,7 +259,7 @@ impl Turns {
         self.token_us.get().map_or(0, |token_us| (us as f64 / token_us) as u64)
     }
 
-    /// Checks that each request waits where it should, and each client's share.
+    /// Checks that each request is in the right queues, and that the counts of residents are right.
     pub(crate) fn check(&self, roster: &Roster) -> Result<(), String> {
         let mut counts = HashMap::new();
         for (handle, entry) in roster.requests.iter() {

@@ -1,21 +1,21 @@
 //! The number of prompt tokens that a step may have, so that running streams get their next tokens
 //! in time.
 //!
-//! Two times are learned: that of decode-only steps, and what prompts add to it. The first grows
-//! with the context, which is the number of positions that the rows read. A burst of prompts after
-//! a lone stream has a larger context than any decode step measured so far. A prompt adds time for
-//! each token, and for each pair of a token and an earlier position, since chunks deeper in a long
-//! prompt take longer.
+//! Two times are learned: that of decode-only steps, and the time that prompts add to it. The first
+//! grows with the context, which is the number of positions that the rows read. A burst of prompts
+//! after a lone stream has a larger context than any decode step measured so far. A prompt adds
+//! time for each token, and for each pair of a token and an earlier position, since chunks deeper
+//! in a long prompt take longer.
 
 use crate::config::DecodeGap;
 
-/// The automatic bound, in decode-only steps. A step reads all weights however few tokens it has,
-/// so a smaller bound spends more of the device's time on weights.
+/// The automatic gap, as a multiple of the time of a decode-only step. A step reads all weights
+/// however few tokens it has, so a smaller gap spends more of the device's time on weights.
 const STEPS: f64 = 6.0;
 /// The factor by which earlier steps lose weight at each step with prompts.
 const FADING: f64 = 1.0 - 1.0 / 64.0;
-/// The same factor for each decode-only step. These steps are many, and measurements under another
-/// load are worth keeping.
+/// The factor by which earlier steps lose weight at each decode-only step. There are many of these
+/// steps, and measurements under another load are worth keeping.
 const DECODE_FADING: f64 = 1.0 - 1.0 / 1024.0;
 /// The share of independent variation below which the times of tokens and pairs can't be separated.
 const SINGULAR: f64 = 1e-6;
@@ -57,7 +57,7 @@ impl Pace {
         Self { gap, decodes: Line::default(), sums: Sums::default() }
     }
 
-    /// Learns from the time of a step. `rows` gives the first position and the length of each.
+    /// Learns from the time of a step. `rows` yields the first position and the length of each row.
     pub(crate) fn learn(&mut self, rows: impl Iterator<Item = (u32, u32)>, device_us: u32) {
         if self.gap == DecodeGap::Off || device_us == 0 {
             return;
@@ -124,7 +124,7 @@ impl Line {
         let (x, y) = (self.x / self.weight, self.y / self.weight);
         let variance = self.x_x / self.weight - x * x;
         let slope = if variance > NARROW * x * x {
-            // A step takes some time without any context.
+            // The clamp keeps the time of a step without context at 0 or above.
             ((self.x_y / self.weight - x * y) / variance).clamp(0.0, y / x)
         } else {
             0.0
@@ -143,7 +143,7 @@ impl Sums {
         add(&mut self.pairs_us, pairs * us);
     }
 
-    /// Microseconds for a token and for a pair; 0: not measured.
+    /// Microseconds per token and per pair; 0: not measured.
     fn times(&self) -> (f64, f64) {
         let Self { tokens_tokens, tokens_pairs, pairs_pairs, tokens_us, pairs_us } = *self;
         if tokens_tokens == 0.0 {
@@ -167,7 +167,7 @@ impl Sums {
 mod tests {
     use super::*;
 
-    /// A device of 8 ms a step, 20 us a prompt token and 1 ns a pair.
+    /// A device that takes 8 ms per step, 20 us per prompt token and 1 ns per pair.
     fn device_us(start: u32, length: u32) -> u32 {
         let length = f64::from(length);
         let pairs = length * (f64::from(start) + length / 2.0);
@@ -224,7 +224,8 @@ mod tests {
         assert!((199..=200).contains(&pace.tokens(u32::MAX, 0, 0)));
     }
 
-    /// Qwen3-0.6B on an H100: 1.3 ms a step, 45 ns a context position, and 3.5 us a prompt token.
+    /// Qwen3-0.6B on an H100: 1.3 ms per step, 45 ns per context position, and 3.5 us per prompt
+    /// token.
     #[test]
     fn a_burst_after_a_lone_stream_has_the_gap_of_its_own_steps() {
         let decode_us = |context: u64| 1300.0 + 0.045 * context as f64;
@@ -232,7 +233,7 @@ mod tests {
         for start in 512..640 {
             pace.learn([(start, 1)].into_iter(), decode_us(u64::from(start)) as u32);
         }
-        // Four prompts a step, until 256 streams decode.
+        // Four prompts per step, until 256 streams decode.
         for step in 0..64u32 {
             let rows = (0..4 * step).map(|_| (512, 1));
             let context = 512 * u64::from(4 * step);

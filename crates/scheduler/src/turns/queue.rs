@@ -3,7 +3,7 @@
 //! Ranks (priorities) are served strictly in order. Within a rank, requests that lost their pages
 //! to a preemption or a death go first, by arrival. The others take turns by client
 //! ([`FairQueue`]). The cost of a request is its prompt and the tokens that it may generate. When
-//! no request of a rank waits, its clients have no debts any more.
+//! no request of a rank waits, the debts of its clients are forgotten.
 
 use std::collections::BTreeMap;
 
@@ -16,11 +16,11 @@ pub(crate) const PROBE_RANK: i64 = i64::MIN;
 /// All waiting requests but the suspects.
 #[derive(Debug)]
 pub(crate) struct Queue {
-    /// True for turns by client. Otherwise all requests count as one client's, and go by arrival.
+    /// True if clients take turns. Otherwise all requests count as one client's, and go by arrival.
     fair: bool,
     /// The requests that were admitted before.
     returning: BTreeMap<Key, Ticket>,
-    /// The requests that were never admitted, by rank. No lane is empty.
+    /// The requests that were never admitted, by rank. No rank has an empty queue.
     lanes: BTreeMap<i64, FairQueue<Ticket>>,
 }
 
@@ -29,7 +29,7 @@ impl Queue {
         Self { fair, returning: BTreeMap::new(), lanes: BTreeMap::new() }
     }
 
-    /// Adds a request. `returning`: it was admitted before.
+    /// Adds a request. `returning`: whether it was admitted before.
     pub(crate) fn insert(&mut self, ticket: Ticket, returning: bool) {
         if returning {
             self.returning.insert(ticket.key, ticket);
@@ -58,7 +58,7 @@ impl Queue {
         self.returning.values().chain(fresh).take(count).copied().collect()
     }
 
-    /// The requests that were never admitted, last turn first.
+    /// The requests that were never admitted, the last in turn first.
     pub(crate) fn latest(&self) -> impl Iterator<Item = &Ticket> {
         self.lanes.values().rev().flat_map(FairQueue::latest)
     }
@@ -76,12 +76,12 @@ impl Queue {
         self.lanes.get(&rank)?.first().copied()
     }
 
-    /// Removes a request that is admitted: its client has had its turn.
+    /// Removes a request that is admitted, and charges its cost to its client.
     pub(crate) fn admitted(&mut self, ticket: &Ticket) {
         self.take(ticket, true);
     }
 
-    /// Removes a request without admission, which costs its client nothing.
+    /// Removes a request without admission, which is not charged to its client.
     pub(crate) fn remove(&mut self, ticket: &Ticket) {
         self.take(ticket, false);
     }
@@ -100,7 +100,7 @@ impl Queue {
         self.lanes.clear();
     }
 
-    /// True if a request waits.
+    /// True if this request waits.
     pub(crate) fn contains(&self, ticket: &Ticket) -> bool {
         let Ticket { key, handle, .. } = ticket;
         let waiting = || self.lanes.get(&key.rank)?.get(self.client(ticket), key.arrival);
@@ -142,7 +142,7 @@ mod tests {
         returning: Vec<Ticket>,
         waiting: Vec<Ticket>,
         now: HashMap<i64, u64>,
-        /// Start of the next request, by rank and client.
+        /// The virtual start of the next request, by rank and client.
         start: HashMap<(i64, u64), u64>,
     }
 

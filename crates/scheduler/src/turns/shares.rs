@@ -7,17 +7,17 @@ use crate::request::Ticket;
 use crate::roster::Roster;
 use crate::slab::Handle;
 
-/// Preemption for shares may recompute at most one in this many tokens.
+/// Preemption for shares may recompute at most one in `YIELD_SHARE` tokens.
 const YIELD_SHARE: u64 = 4;
 
 /// Each client's share of the running requests.
 #[derive(Debug, Default)]
 pub(crate) struct Shares {
-    /// Residents of each client that has any.
+    /// The number of residents of each client that has any.
     pub(super) residents: HashMap<u64, u32>,
     /// The next request to admit, for which a resident was preempted.
     pub(super) promised: Option<Ticket>,
-    /// No request is preempted for shares before this step.
+    /// The first step in which a request may be preempted for shares again.
     rested_at: u64,
     /// True if the last search found no request to preempt, and nothing has changed since.
     pub(super) settled: bool,

@@ -8,8 +8,8 @@ use crate::harness::{Harness, config, request};
 /// Content of a place while an adapter is being written to it.
 const GARBAGE: u32 = u32::MAX - 8;
 
-/// The worker's places. A write takes effect when its plan comes, or when its end is reported: the
-/// scheduler may rely on neither.
+/// The worker's places. A write takes effect when its plan is executed, or when its end is
+/// reported, because the scheduler may rely on neither.
 pub(crate) struct Adapters {
     places: Vec<u32>,
     coming: Vec<Coming>,
@@ -18,7 +18,7 @@ pub(crate) struct Adapters {
 struct Coming {
     step: u64,
     write: PlaceWrite,
-    /// Set once the write has ended: whether it succeeded.
+    /// Whether the write succeeded; `None`: it has not ended.
     ended: Option<bool>,
 }
 
@@ -31,7 +31,7 @@ impl Adapters {
         self.coming.len()
     }
 
-    /// The adapter that changes the rows of a slot with this place.
+    /// The adapter in this place; `None` for a slot without a place.
     pub(crate) fn of(&self, place: Option<u32>) -> Option<u32> {
         place.map(|place| self.places[place as usize])
     }
@@ -51,7 +51,7 @@ impl Adapters {
         }
     }
 
-    /// Ends a write.
+    /// Marks a write as ended.
     pub(crate) fn end(&mut self, at: usize, fine: bool) {
         let count = self.coming.len().max(1);
         if let Some(coming) = self.coming.get_mut(at % count) {
@@ -75,7 +75,7 @@ impl Adapters {
 }
 
 fn adapted(id: u64, adapter: u32, max_tokens: u32) -> Request {
-    // Keys and values of an adapter are shared with no other adapter.
+    // Keys and values of one adapter are not shared with another.
     let cache_salt = 1 + u64::from(adapter);
     Request { adapter: Some(adapter), cache_salt, ..request(id, vec![3; 5], max_tokens) }
 }
@@ -84,7 +84,7 @@ fn machine(places: u32) -> SchedulerConfig {
     SchedulerConfig { places, max_running: 6, slots: 9, pages: 60, ..config() }
 }
 
-/// One step, before which the oldest write into a place ends.
+/// Runs one step, before which the oldest write into a place ends.
 fn turn(harness: &mut Harness) {
     harness.device.adapters.end(0, true);
     harness.plan();

@@ -11,22 +11,22 @@ use crate::harness::{config, request};
 /// The first id of background requests.
 const BACKGROUND: u64 = 1 << 32;
 
-/// A scheduler, a device whose tokens mean nothing, and the requests that wait.
+/// A scheduler, a device whose tokens are arbitrary, and the requests that wait.
 struct Replica {
     scheduler: Scheduler,
     plan: StepPlan,
-    /// Foreground requests that are not admitted.
+    /// Foreground requests that wait for admission.
     waiting: BTreeSet<u64>,
     ended: BTreeSet<u64>,
     submitted: usize,
     /// Results of plans in flight, at most `lookahead` of them.
     results: VecDeque<StepResult>,
     lookahead: usize,
-    /// Microseconds of a step, and of each position in it; 0 if the device reports no times.
+    /// Microseconds per step, and per position in it; 0 if the device reports no times.
     times: (u32, u32),
-    /// Microseconds of all steps so far.
+    /// The total time of all steps so far, in microseconds.
     us: u64,
-    /// Tokens that background requests have received.
+    /// The number of tokens that background requests have received.
     given: usize,
 }
 
@@ -55,7 +55,8 @@ impl Replica {
         self.scheduler.submit(request);
     }
 
-    /// One step. Checks that a background request is admitted only if no foreground request waits.
+    /// Runs one step. Checks that a background request is admitted only if no foreground request
+    /// waits.
     fn step(&mut self) -> bool {
         let mut events = Vec::new();
         let planned = self.scheduler.next_plan(&mut self.plan, &mut events);
@@ -95,7 +96,7 @@ impl Replica {
         for event in events {
             self.given += usize::from(matches!(event, Event::Token { id, .. } if id >= BACKGROUND));
             if let Event::Finished { id, .. } = event {
-                // A preempted request may end by a result that was in flight.
+                // A result that was in flight may end a preempted request.
                 self.waiting.remove(&id);
                 assert!(self.ended.insert(id), "{id} ends once");
             }
@@ -129,7 +130,8 @@ fn small() -> SchedulerConfig {
     }
 }
 
-/// This holds for the same client too, for the worst priority, and when pages are scarce.
+/// Background requests make room for foreground requests in nearly every step. This also holds for
+/// requests of the same client, for the worst priority, and when pages are scarce.
 #[test]
 fn a_step_frees_a_place_for_each_that_comes() {
     for policy in [Policy::Fcfs, Policy::Priority, Policy::PriorityAscending] {
@@ -167,7 +169,7 @@ fn nobody_gives_way_to_work_in_the_background() {
         replica.submit(Request { client: 1, ..request(id, vec![1; 20], 300) });
     }
     replica.step();
-    // A background request of a client that has no share yet.
+    // Submit a background request of a client that has no share yet.
     replica.submit(in_background(2, 0, 20, 5));
     while replica.ended.is_empty() {
         replica.step();
@@ -196,8 +198,8 @@ fn a_promise_to_work_in_the_background_holds_while_nobody_else_waits() {
     replica.finish();
 }
 
-/// Runs four streams beside background requests. Returns the time of 2000 steps relative to that of
-/// the streams alone, and the tokens of the background requests.
+/// Runs four streams beside background requests. Returns the time of 2000 steps relative to steps
+/// with the streams alone, and the number of tokens of the background requests.
 fn slowed(percent: u32, times: (u32, u32), lookahead: usize) -> (f64, usize) {
     let config =
         SchedulerConfig { background_share: percent, max_running: 8, pages: 2000, ..small() };
@@ -221,7 +223,8 @@ fn slowed(percent: u32, times: (u32, u32), lookahead: usize) -> (f64, usize) {
 #[test]
 fn streams_lose_their_share_to_work_in_the_background_and_no_more() {
     for lookahead in [0, 1] {
-        // One device is limited by arithmetic, one reads all its weights for any number of rows.
+        // One device is compute-bound; the other reads all its weights in each step, for any number
+        // of rows.
         let (slow, few) = slowed(5, (0, 1000), lookahead);
         assert!(slow < 1.06 && few > 100, "{slow}, {few} tokens");
         let (slow, many) = slowed(5, (10_000, 10), lookahead);
@@ -256,7 +259,7 @@ fn work_in_the_background_has_all_when_the_others_have_ended() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 256, ..ProptestConfig::default() })]
 
-    /// In any order of arrivals, no request waits behind a background request, and all end.
+    /// In any order of arrivals, no foreground request waits for a background request, and all end.
     #[test]
     fn nobody_waits_behind_work_in_the_background(
         arrivals in prop::collection::vec(

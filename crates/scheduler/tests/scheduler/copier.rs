@@ -10,9 +10,9 @@ use crate::device::{Device, GARBAGE};
 /// A fault in copies of recurrent states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CopyFault {
-    /// A restore is reported but not done.
+    /// A restore is reported as done, but copies nothing.
     NoRestores,
-    /// A save copies the content that the page had before the plan.
+    /// A save copies the page's content from before the plan.
     EarlySaves,
     /// A save writes to the page of another save.
     MixedSaves,
@@ -32,7 +32,7 @@ pub(crate) struct Copier {
 struct Copy {
     step: u64,
     copy: PageCopy,
-    /// Set once the copy has ended: whether it succeeded.
+    /// Whether the copy succeeded; `None`: it has not ended.
     ended: Option<bool>,
 }
 
@@ -49,18 +49,19 @@ impl Copier {
         self.under_way.len()
     }
 
-    /// True if a copy reads or writes this state page of the device.
+    /// True if a copy in flight reads or writes this state page of the device.
     pub(crate) fn has_state_page(&self, page: u32) -> bool {
         let of_states = self.under_way.iter().filter(|other| other.copy.direction.is_of_state());
         of_states.into_iter().any(|other| other.copy.hot == Some(page))
     }
 
-    /// The device has died, and with it the copies under way.
+    /// Drops the copies under way, because the device died.
     pub(crate) fn device_died(&mut self) {
         self.under_way.clear();
     }
 
-    /// Runs before a step: the fault `EarlySaves` copies here what must be copied after the rows.
+    /// Runs before a step. With the fault `EarlySaves` it already does the copies that belong after
+    /// the rows.
     pub(crate) fn start_early(&mut self, plan: &StepPlan, device: &mut Device) {
         if self.fault == Some(CopyFault::EarlySaves) {
             for copy in plan.copies().filter(|copy| copy.direction == Direction::SaveState) {
@@ -69,8 +70,8 @@ impl Copier {
         }
     }
 
-    /// The third part of a step. Half of the copies are done at once, the others when they are
-    /// reported: the scheduler may rely on neither.
+    /// The third phase of a step. Half of the copies are done at once, the others when they are
+    /// reported, because the scheduler may rely on neither.
     pub(crate) fn start(&mut self, plan: &StepPlan, device: &mut Device) {
         for copy in plan.copies() {
             let targets = |other: &Copy| match copy.direction {
@@ -106,7 +107,7 @@ impl Copier {
         }
     }
 
-    /// Ends a copy.
+    /// Marks a copy as ended.
     pub(crate) fn end(&mut self, at: usize, fine: bool) {
         let count = self.under_way.len().max(1);
         if let Some(copy) = self.under_way.get_mut(at % count) {
@@ -114,8 +115,8 @@ impl Copier {
         }
     }
 
-    /// Adds the ended copies to the result, except those of later steps: the worker has not read
-    /// them yet.
+    /// Adds the ended copies to the result, except copies of later steps: the worker has not read
+    /// the plans of those steps yet.
     pub(crate) fn report(&mut self, result: &mut StepResult, device: &mut Device) {
         for Copy { step, copy, ended } in std::mem::take(&mut self.under_way) {
             match ended.filter(|_| step <= result.step) {

@@ -1,6 +1,6 @@
-//! A worker without a model. The "keys and values" of a position are a hash of all tokens up to it.
-//! So the tests find a row that reads a wrong, stale or not yet computed page, and the sampled
-//! token depends on all that the row should read.
+//! A fake worker without a model. The "keys and values" of a position are a hash of all tokens up
+//! to it. So the tests find a row that reads a wrong, stale or not yet computed page, and the
+//! sampled token depends on everything that the row should read.
 
 use forebay_protocol::{
     PageCopy, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, Row, StateCopy, StepPlan, StepResult, Want,
@@ -43,8 +43,8 @@ fn contents(adapter: Option<u32>, tokens: &[i32]) -> impl Iterator<Item = u64> +
     })
 }
 
-/// The tokens that the worker reads in place of a prompt with images or embeddings. An embedding
-/// stands for a token that depends on its offset.
+/// The tokens that the worker reads in place of a prompt with images or embeddings. Each embedding
+/// is replaced by a token that depends on its offset.
 pub(crate) fn read_prompt(tokens: &[i32], embeds: Option<u32>, images: &[PromptImage]) -> Vec<i32> {
     let Some(offset) = embeds else {
         let mut tokens = tokens.to_vec();
@@ -64,14 +64,14 @@ pub(crate) fn next_token(adapter: Option<u32>, tokens: &[i32]) -> Option<i32> {
     (!tokens.contains(&NAN_TOKEN)).then_some((content % VOCAB as u64) as i32)
 }
 
-/// The vector of `tokens`; `None` if it is not finite.
+/// The pooled vector of `tokens`; `None` if it is not finite.
 pub(crate) fn vector(adapter: Option<u32>, tokens: &[i32], segment: u32) -> Option<[f32; 2]> {
     let content = contents(adapter, tokens).last().expect("at least one token");
     (!tokens.contains(&NAN_TOKEN)).then_some([(content % 4096) as f32, segment as f32])
 }
 
-/// The log-probabilities of the last of `tokens`, as a token of the prompt, with the `most`
-/// likeliest tokens beside it; `None` if the logits are not finite.
+/// The prompt log-probabilities of the last of `tokens`, with the `most` likeliest tokens at its
+/// position; `None` if the logits are not finite.
 pub(crate) fn of_prompt(adapter: Option<u32>, tokens: &[i32], most: u32) -> Option<PromptLogprobs> {
     let (&token, before) = tokens.split_last().expect("at least one token");
     let content = contents(adapter, tokens).last().expect("at least one token");
@@ -81,14 +81,14 @@ pub(crate) fn of_prompt(adapter: Option<u32>, tokens: &[i32], most: u32) -> Opti
     Some(PromptLogprobs { ranks: vec![1 + (content % 7) as i32], ids, values })
 }
 
-/// Appends the log-probabilities of a token.
+/// Appends the log-probabilities of more tokens.
 pub(crate) fn append(all: &mut PromptLogprobs, more: PromptLogprobs) {
     all.ranks.extend(more.ranks);
     all.ids.extend(more.ids);
     all.values.extend(more.values);
 }
 
-/// The memory of the worker. Without pages it keeps nothing and takes whole prompts only.
+/// The memory of the worker. Without pages it keeps nothing, and accepts only whole prompts.
 pub(crate) struct Device {
     pub(crate) page_size: usize,
     slots: Vec<DeviceSlot>,
@@ -96,9 +96,9 @@ pub(crate) struct Device {
     /// Index keys, one page for each host page; empty if requests are never sparse.
     pub(crate) index: Vec<Vec<u64>>,
     eyes: Option<Eyes>,
-    /// Pages of layers with a window; empty if these layers share the other pages.
+    /// Pages of sliding-window layers; empty if these layers share the other pages.
     window_pages: Vec<Vec<u64>>,
-    /// Positions that a query of those layers reads.
+    /// The number of positions that a query of those layers reads.
     window: usize,
     /// State pages; `None` if the model has no recurrent layers.
     pub(crate) states: Option<Vec<u64>>,
@@ -113,10 +113,10 @@ struct DeviceSlot {
     host: Vec<u32>,
     /// Pages for single positions; empty if the slot is not sparse.
     rows: Vec<u32>,
-    /// Pages of layers with a window.
+    /// Pages of sliding-window layers.
     window: Vec<u32>,
     images: SlotImages,
-    /// The recurrent state: a hash of all tokens that the slot's rows have computed. `None` if
+    /// The recurrent state: a hash of all tokens that the slot's rows have computed. `None`:
     /// nothing was computed or loaded since the slot was written.
     state: Option<u64>,
     /// The state before the last position of the last row. That position is computed again if the
@@ -125,7 +125,7 @@ struct DeviceSlot {
     place: Option<u32>,
 }
 
-/// The worker died while it executed a step.
+/// The error that the worker died while it executed a step.
 #[derive(Debug)]
 pub(crate) struct Death;
 
@@ -160,7 +160,7 @@ impl Device {
         }
     }
 
-    /// The page that a restore writes to.
+    /// The page to which a restore writes.
     pub(crate) fn target(&mut self, copy: &PageCopy) -> &mut Vec<u64> {
         match copy.hot {
             Some(hot) => &mut self.pages[hot as usize],
@@ -168,7 +168,7 @@ impl Device {
         }
     }
 
-    /// Pages that a row reads or writes. Pages of the index have numbers of their own.
+    /// Pages that a row reads or writes. Index pages and window pages have separate number ranges.
     pub(crate) fn pages_named(&self, row: &Row) -> Vec<u32> {
         let slot = &self.slots[row.slot as usize];
         let index = slot.host.iter().filter(|&&page| page != NO_PAGE).map(|page| INDEX + page);
@@ -177,12 +177,12 @@ impl Device {
         own.chain(index).chain(slot.rows.iter().copied()).chain(window).collect()
     }
 
-    /// The first position that a row reads in layers with a window.
+    /// The first position that a row reads in sliding-window layers.
     fn first_seen(&self, row: &Row) -> usize {
         (row.start as usize + 1).saturating_sub(self.window)
     }
 
-    /// Pages of the window part from position `first` of a row on, by numbers of their own.
+    /// Pages of the window part from position `first` of a row on, in a separate number range.
     fn window_of(&self, row: &Row, first: usize) -> Vec<u32> {
         if self.window_pages.is_empty() {
             return vec![];
@@ -193,12 +193,12 @@ impl Device {
         pages.iter().map(|&page| WINDOW.wrapping_add(page)).collect()
     }
 
-    /// Lets layers with a window read this many positions more than the scheduler assumes.
+    /// Makes sliding-window layers read this many positions more than the scheduler assumes.
     pub(crate) fn widen_window(&mut self, more: usize) {
         self.window += more;
     }
 
-    /// Pages that no other row may name.
+    /// Pages that no other row of the plan may name.
     pub(crate) fn pages_of_its_own(&self, row: &Row) -> Vec<u32> {
         let slot = &self.slots[row.slot as usize];
         let mut pages = self.pages_written(row);
@@ -212,7 +212,7 @@ impl Device {
         pages
     }
 
-    /// Pages that a row reads or writes, by position; `None` in place of dropped pages.
+    /// Pages that a row reads or writes, by position; `NO_PAGE` in place of dropped pages.
     fn pages_read(&self, row: &Row) -> Vec<u32> {
         if self.pages.is_empty() {
             return vec![];
@@ -227,7 +227,7 @@ impl Device {
         pages.split_off(pages.len().min(row.start as usize / self.page_size))
     }
 
-    /// The images whose layers a plan computes, before the plan is executed.
+    /// The images whose layers a plan computes. Call it before the plan is executed.
     pub(crate) fn images_in(&self, plan: &StepPlan, arena: &Arena) -> Vec<ImageId> {
         self.eyes.iter().flat_map(|eyes| eyes.images(plan, arena)).collect()
     }
@@ -237,7 +237,7 @@ impl Device {
         self.slots[row.slot as usize].images.pages(row.start, row.start + row.length)
     }
 
-    /// The first part of a step: writes slots and the page table. `images` returns a slot's images.
+    /// The first phase of a step: writes slots and page tables. `images` returns a slot's images.
     pub(crate) fn write_tables(
         &mut self,
         plan: &StepPlan,
@@ -252,7 +252,7 @@ impl Device {
             slot.tokens = [prompt.as_slice(), generated].concat();
             slot.place = new.place;
             slot.segment = new.spec.pooling.map_or(0, |pooling| pooling.segment);
-            // A real device never clears a page table. This one does, so that the tests notice a
+            // A real device never clears a page table. This one does, so that the tests detect a
             // page that the plan forgot to write.
             slot.pages.fill(NO_PAGE);
             slot.host.fill(NO_PAGE);
@@ -279,8 +279,8 @@ impl Device {
         }
     }
 
-    /// The second part: the rows. All read what was there before the step and the output of the
-    /// tower; then all write.
+    /// The second phase of a step: the rows. All read the content from before the step, and the
+    /// output of the tower; then all write.
     pub(crate) fn compute(
         &mut self,
         plan: &StepPlan,
@@ -300,13 +300,13 @@ impl Device {
         }
         self.load_states(plan, &states.loads);
         for row in plan.rows() {
-            // Chosen positions that are on no hot page are copied there.
+            // Sparse rows copy chosen positions that are on no hot page to these pages.
             for &page in &self.slots[row.slot as usize].rows {
                 self.pages[page as usize].fill(GARBAGE);
             }
         }
         let mut result = StepResult { step: plan.step(), ..StepResult::default() };
-        // Some steps are quicker than restores, and some are not.
+        // Make some steps faster than restores, and some slower.
         result.timing.device_us = 1 + plan.step() as u32 % 16;
         let mut wants = plan.prompt_logprobs().peekable();
         for (row, drafts) in plan.rows().zip(plan.drafts()) {
@@ -332,8 +332,8 @@ impl Device {
             if most > 0 {
                 assert_eq!(end, slot.tokens.len(), "{row:?} samples what is known");
                 slot.tokens.push(next.unwrap_or(0));
-                // Some of the tokens beyond the first that the row may give, but none that needs a
-                // position which it cannot compute.
+                // Return some of the further tokens that the row may return, but none that needs a
+                // position which the row cannot compute.
                 let mut more = slot.tokens.iter().map(|&token| token as u32).sum::<u32>() % most;
                 if !plan.drafts().all(|drafts| drafts.is_empty()) {
                     more = drafts.len() as u32;
@@ -415,7 +415,7 @@ impl Device {
         Ok(result)
     }
 
-    /// Withdraws the `count` tokens that a slot's last row gave.
+    /// Withdraws the `count` tokens that a slot's last row returned.
     pub(crate) fn take_back(&mut self, slot: u32, count: usize) {
         let slot = &mut self.slots[slot as usize];
         slot.tokens.truncate(slot.tokens.len() - count);

@@ -11,7 +11,7 @@ use forebay_scheduler::{
 use crate::device::next_token;
 use crate::harness::{Harness, alone, config, request};
 
-/// Proposes the right token with a given probability, and otherwise another one.
+/// Proposes the right token with a given probability, and otherwise a wrong one.
 #[derive(Debug, Clone)]
 pub(crate) struct Hostile {
     tokens: Vec<i32>,
@@ -27,7 +27,7 @@ impl Hostile {
         Self { tokens, right, adapter: request.adapter, source: DraftSource::Own }
     }
 
-    /// A proposer for each kind of request.
+    /// Creates a proposer whose share of right drafts depends on the request's id.
     pub(crate) fn boxed(request: &Request) -> Box<dyn Proposer> {
         Box::new(Self::new(request, [0, 40, 80, 100][request.id as usize % 4]))
     }
@@ -64,13 +64,13 @@ fn with(right: u64, request: Request) -> Request {
     Request { proposer: Some(Box::new(Hostile::new(&request, right))), ..request }
 }
 
-/// Runs until all requests have ended; returns the number of steps.
+/// Runs until all requests have ended; returns the total number of steps.
 fn drained(harness: &mut Harness) -> u64 {
     harness.drain();
     harness.scheduler.stats().steps
 }
 
-/// A prompt whose answer has `max_tokens` tokens.
+/// Creates a request whose answer has `max_tokens` tokens.
 fn long(id: u64, max_tokens: u32) -> Request {
     let fits = |seed: &i32| {
         let request = request(id, vec![*seed, 3, 5], max_tokens);
@@ -86,8 +86,8 @@ fn right_drafts_save_steps_and_wrong_ones_save_none() {
         for depth in [1, 2] {
             let mut harness = Harness::new(drafting(most), depth);
             harness.submit(with(right, long(0, 21)));
-            // The prompt's row gives the first token. At depth 2, the second plan is made before
-            // the scheduler knows it.
+            // The prompt's row returns the first token. At depth 2, the second plan is made before
+            // the scheduler has that token.
             let steps = steps + u64::from(depth == 2 && right > 0);
             assert_eq!(drained(&mut harness), steps, "{most} {right}");
             let stats = harness.scheduler.stats().drafts;
@@ -99,7 +99,7 @@ fn right_drafts_save_steps_and_wrong_ones_save_none() {
     }
 }
 
-/// The encoded plans of a run.
+/// Returns the encoded plans of a run.
 fn plans(config: SchedulerConfig, prepare: fn(Request) -> Request) -> Vec<Vec<u8>> {
     let mut harness = Harness::new(config, 2);
     for id in 0..6 {
@@ -145,7 +145,7 @@ fn without_drafts_each_plan_is_the_same_to_the_bit() {
 
 #[test]
 fn nobody_gives_way_for_a_draft() {
-    // Three requests that together need all pages, or more than there are, in the end.
+    // In the end the three requests together need all pages, or more pages than there are.
     for (right, pages) in [(0, 9), (100, 9), (0, 7), (100, 7), (100, 40)] {
         let drafts = Some(Drafts { most: 8, priced: false });
         let config = SchedulerConfig { drafts, pages, fair: false, ..config() };
@@ -288,7 +288,7 @@ fn a_predicted_answer_is_told_of() {
 
 #[test]
 fn the_device_learns_of_no_draft_it_cannot_use() {
-    // The drafts reach the end of the request and of its pages.
+    // The drafts reach the end of the request, and the end of its pages.
     let mut harness = Harness::new(SchedulerConfig { pages: 4, ..drafting(8) }, 1);
     harness.submit(with(100, long(0, 9)));
     let mut most = BTreeMap::new();

@@ -1,5 +1,5 @@
-//! Held requests, whose payloads are not yet at the worker. They have no turn, delay no other
-//! request, and all requests end as if alone.
+//! Held requests, whose payloads are not yet at the worker. They are not scheduled, and delay no
+//! other request. All requests generate the same tokens as alone.
 
 use forebay_scheduler::{Phase, Request};
 use proptest::prelude::*;
@@ -17,7 +17,7 @@ fn phase(harness: &Harness, id: u64) -> Option<Phase> {
     harness.scheduler.views().find(|view| view.id == id).map(|view| view.phase)
 }
 
-/// Kills the worker, and with it the payloads that it had.
+/// Kills the worker, which loses its payloads.
 fn kill(harness: &mut Harness) {
     harness.reset();
     let embedded: Vec<u64> = harness

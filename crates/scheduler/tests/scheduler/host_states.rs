@@ -40,7 +40,7 @@ fn ask(harness: &mut Harness, id: u64, prompt: Vec<i32>, max_tokens: u32) -> u32
     harness.clients[&id].cached_tokens
 }
 
-/// A harness in which the states of `text(1, 21)` are on the host only, at two positions.
+/// Creates a harness in which the states of `text(1, 21)` at two positions are only on the host.
 fn pushed_out(config: SchedulerConfig) -> Harness {
     let mut harness = Harness::new(config, 2);
     assert_eq!(ask(&mut harness, 0, text(1, 21), 9), 0);
@@ -58,7 +58,7 @@ fn a_state_that_the_device_gave_up_comes_back() {
             let before = harness.scheduler.stats();
             assert!(before.states.evictions > 0 && before.states.copied > 0, "{policy:?}");
             assert_eq!(before.states.restored, 0);
-            // The same prompt again, or the next turn, which continues after the answer.
+            // Submit the same prompt again, or the next turn, which continues after the answer.
             let next = [text(1, 21), harness.clients[&0].tokens.clone(), text(9, 4)].concat();
             let (asked, cached) = if goes_on { (next, 28) } else { (text(1, 21), 20) };
             assert_eq!(ask(&mut harness, 10, asked, 2), cached, "{policy:?}");
@@ -253,8 +253,8 @@ proptest! {
     }
 }
 
-/// The random runs would find a scheduler that used a state which was not restored, saved a state
-/// too early, or mixed up pages of the host.
+/// Checks that the random runs would detect a scheduler that used a state which was not restored,
+/// saved a state too early, or mixed up pages of the host.
 #[test]
 fn each_fault_of_copies_is_found() {
     for fault in [

@@ -71,7 +71,7 @@ fn masked_rows_have_drafts_that_their_form_allows_and_may_sit_out_with_them() {
         let drafts = Some(Drafts { most: 4, priced: false });
         let config = SchedulerConfig { drafts, pages: 64, ..config() };
         let mut harness = Harness::new(config, 1);
-        // The grammar of a request forces twice its id in tokens; that of request 3 is not ready.
+        // The grammar of a request forces `2 * id` tokens; the grammar of request 3 is not ready.
         harness.submit(masked(id, vec![1; 8], 30));
         let (mut most, mut sat_out) = (0, 0);
         while harness.plan() {

@@ -1,4 +1,5 @@
-//! In any sequence of events, a request gives the tokens that it gives alone, and ends once.
+//! Checks that in any sequence of events a request generates the same tokens as alone, and ends
+//! once.
 
 use forebay_protocol::{Grid, SamplingParams, SlotSpec};
 use forebay_scheduler::{
@@ -13,7 +14,7 @@ use crate::device::{KILL_TOKEN, NAN_TOKEN, VOCAB};
 use crate::drafts::Hostile;
 use crate::harness::{Harness, alone, config, pooled, request};
 
-/// The token that stands for a position of an image.
+/// The token at each position of an image.
 const PAD: i32 = 5;
 
 #[derive(Debug, Clone)]
@@ -26,9 +27,9 @@ pub(crate) enum Op {
     Kill,
     /// Memory runs out, and the next worker has as many pages.
     Starve,
-    /// A copy ends: which one, and whether it succeeded.
+    /// A copy ends: its index, and whether it succeeded.
     Copied(usize, bool),
-    /// A wanted image is placed, or fails.
+    /// The patches of a wanted image are placed in the arena, or cannot be loaded.
     Placed(usize, bool),
     /// The masks of some rows are not ready.
     Late(u8),
@@ -37,45 +38,46 @@ pub(crate) enum Op {
     MaskReady(usize),
 }
 
-/// A description of a request. Prompts share the beginnings of a few texts, and end differently.
+/// A description of a request. Prompts begin with parts of a few shared texts, and end differently.
 #[derive(Debug, Clone)]
 pub(crate) struct Ask {
     text: i32,
     shared: usize,
     own: Vec<i32>,
     max_tokens: u32,
-    /// Up to this many tokens of the answer were generated before the request is submitted.
+    /// The number of tokens of the answer, at most, that were generated before the submission.
     resumed: usize,
     stop: Option<i32>,
     priority: i32,
     client: u64,
-    /// The request is a background request.
+    /// True for a background request.
     background: bool,
-    /// The request is a probe.
+    /// True for a probe.
     probe: bool,
-    /// Length of the list of biases, which only makes the request larger.
+    /// The length of the list of biases, which only makes the request larger.
     lists: usize,
     salt: u64,
     adapter: Option<u32>,
-    /// Asks for a vector of its prompt, with this segment. Without pages all requests do.
+    /// The segment of a pooled request; `None`: it generates. Without pages all requests are
+    /// pooled.
     pooled: Option<u32>,
-    /// The tokens are sampled by masks.
+    /// True if masks restrict the sampled tokens.
     masked: bool,
-    /// The prompt is embeddings, at this offset.
+    /// The arena offset of the prompt's embeddings; `None`: the prompt consists of tokens.
     embeds: Option<u32>,
-    /// Images: the number of tokens before each, its id, its rows and columns.
+    /// Images: for each the number of tokens before it, its id, its rows and its columns.
     images: Vec<(usize, u128, u32, u32)>,
-    /// Asks for log-probabilities of the prompt: from about which token on, how many likely tokens
-    /// beside each, and whether only these are asked for.
+    /// A request for log-probabilities of the prompt: roughly the first token, the number of likely
+    /// tokens with each, and whether the request generates nothing else.
     prompt_logprobs: Option<(u32, u8, bool)>,
 }
 
 impl Ask {
     fn request(&self, id: u64, config: &SchedulerConfig) -> Request {
         let encoder = config.pages == 0;
-        // A probe is the server's own request, and uses the base model.
+        // A probe is an internal request of the server, and uses the base model.
         let adapter = self.adapter.filter(|_| config.places > 0 && !self.probe);
-        // Keys and values of an adapter are shared with no other adapter.
+        // Keys and values of one adapter are not shared with another.
         let cache_salt = self.salt + adapter.map_or(0, |id| u64::from(id + 1) << 8);
         let hot = (config.pages * config.page_size).min(config.most_positions()) as usize;
         let (room, hot) = if encoder { (usize::MAX, usize::MAX) } else { (hot, hot) };
@@ -121,7 +123,7 @@ impl Ask {
         let spec = SlotSpec {
             stop_ids: self.stop.into_iter().chain([VOCAB + 3, VOCAB + 5]).collect(),
             sampling: SamplingParams {
-                // This test's device has no biases: they only make the request larger.
+                // The fake device has no biases: they only make the request larger.
                 logit_bias: vec![(0, 0.0); self.lists].into(),
                 ..SamplingParams::default()
             },
@@ -358,10 +360,10 @@ pub(crate) fn run_on(mut harness: Harness, config: &SchedulerConfig, ops: Vec<Op
 /// An event of two replicas that take over each other's requests.
 #[derive(Debug, Clone)]
 struct PairOp {
-    /// Whether the event is at the second replica.
+    /// True if the event is at the second replica.
     second: bool,
     op: Op,
-    /// A request that waits at this replica moves to the other one instead.
+    /// `Some`: instead of the event, a request that waits at this replica moves to the other one.
     give: Option<usize>,
 }
 
@@ -420,14 +422,14 @@ fn pair_ops() -> impl Strategy<Value = Vec<PairOp>> {
     prop::collection::vec(op, 1..160)
 }
 
-/// The same events, and moves of waiting requests.
+/// The same events as [`ops`], plus moves of waiting requests.
 fn moving_ops() -> impl Strategy<Value = Vec<PairOp>> {
     let op = (any::<bool>(), op(&[NAN_TOKEN, KILL_TOKEN], 1));
     let op = (op, prop::option::weighted(0.2, any::<usize>()));
     prop::collection::vec(op.prop_map(|((second, op), give)| PairOp { second, op, give }), 1..160)
 }
 
-/// Number of random runs with moves: `FOREBAY_MOVES`, or a few.
+/// The number of random runs with moves: `FOREBAY_MOVES`, or a few.
 fn stories_of_moves() -> ProptestConfig {
     let cases = std::env::var("FOREBAY_MOVES").map(|count| count.parse().expect("a number"));
     ProptestConfig::with_cases(cases.unwrap_or(512))
@@ -500,8 +502,8 @@ proptest! {
         run_pair(config, depth, ops);
     }
 
-    /// The worker dies only by a killer request, so only killers may be poisoned. All killers are,
-    /// except after events that end requests otherwise.
+    /// Only a killer request can kill the worker, so only killers may be poisoned. All killers are,
+    /// except after events that end requests in other ways.
     #[test]
     fn only_killers_are_poisoned(
         config in all_machines(), depth in 1..=2_usize, ops in ops(&[KILL_TOKEN], 0),
@@ -512,7 +514,7 @@ proptest! {
         let asks = asks.iter().filter_map(|op| if let Op::Submit(ask) = op { Some(ask) } else { None });
         for (id, ask) in asks.enumerate() {
             let request = ask.request(id as u64, &config);
-            // Without generated tokens the last token of the prompt is not computed.
+            // A request that generates no tokens does not compute the last token of its prompt.
             let only = request.max_tokens == 0 && request.spec.pooling.is_none();
             let computed = &request.prompt[..request.prompt.len() - usize::from(only)];
             let killer = computed.contains(&KILL_TOKEN);

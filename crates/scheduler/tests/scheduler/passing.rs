@@ -10,7 +10,7 @@ use crate::harness::{config, request};
 
 const BUDGET: u32 = 1024;
 
-/// A scheduler, and a device of which only the time of a step matters.
+/// A scheduler, and a device that only simulates the time of a step.
 struct Replica {
     scheduler: Scheduler,
     plan: StepPlan,
@@ -40,14 +40,14 @@ impl Replica {
         Self { scheduler, plan, events, steps: 0, device_us: 0 }
     }
 
-    /// Submits a prompt of one repeated token. Each request has another token, so that no blocks
-    /// are shared.
+    /// Submits a prompt of one repeated token. Each request has a different token, so that no
+    /// blocks are shared.
     fn submit(&mut self, client: u64, id: u64, prompt: u32, max_tokens: u32) {
         let prompt = vec![id as i32; prompt as usize];
         self.scheduler.submit(Request { client, ..request(id, prompt, max_tokens) });
     }
 
-    /// One step; returns the prompt tokens of each request in it.
+    /// Runs one step; returns the prompt tokens of each request in it.
     fn step(&mut self) -> BTreeMap<u64, u32> {
         self.events.clear();
         assert!(self.scheduler.next_plan(&mut self.plan, &mut self.events), "there is work");
@@ -76,7 +76,7 @@ impl Replica {
         tokens
     }
 
-    /// Steps until a request has ended; fails after `limit`.
+    /// Runs steps until a request has ended; returns their number, and fails after `limit`.
     fn steps_to_end(&mut self, id: u64, limit: usize) -> usize {
         for steps in 1..=limit {
             self.step();
@@ -162,7 +162,7 @@ fn the_client_that_has_received_least_passes_first() {
     let mut received: BTreeMap<u64, u32> = BTreeMap::new();
     replica.submit(3, 2, 40 * BUDGET, 1);
     for _ in 0..60 {
-        // The second client always asks for more than it can get, with the shortest prompts.
+        // The second client always requests more than it can get, with the shortest prompts.
         for _ in 0..10 {
             replica.submit(2, next, 100, 1);
             next += 1;
@@ -171,7 +171,7 @@ fn the_client_that_has_received_least_passes_first() {
             *received.entry(id.min(3)).or_default() += tokens;
         }
     }
-    // The first client gets half, by its turn. The others share the other half.
+    // The first client gets half, because it is first in turn. The others share the other half.
     assert_eq!(received[&1], 30 * BUDGET);
     assert!(received[&2].abs_diff(received[&3]) <= BUDGET, "{received:?}");
 }
@@ -201,7 +201,7 @@ fn priorities_hold_in_a_step() {
     assert_eq!(replica.step(), BTreeMap::from([(1, BUDGET - 100), (3, 100)]));
 }
 
-/// Pages are scarce, and short prompts keep coming. Those that pass the first waiting prompt may
+/// Pages are scarce, and short prompts keep arriving. Those that pass the first waiting prompt may
 /// have as many tokens together as that prompt, and no more.
 #[test]
 fn a_waiting_prompt_is_passed_by_no_more_tokens_than_its_own() {
@@ -300,8 +300,8 @@ fn a_step_beside_running_streams_takes_no_longer_than_the_gap() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// In any order of arrivals, every prompt is computed. None takes more than about twice the
-    /// steps that it takes without `step_shares`.
+    /// In any order of arrivals, every prompt is computed. None takes more than about twice as many
+    /// steps as without `step_shares`.
     #[test]
     fn nobody_waits_more_than_twice_as_long(
         arrivals in prop::collection::vec((0..40_usize, 0..4_u64, 1..6000_u32), 1..40),
@@ -333,7 +333,7 @@ proptest! {
         }
         for (id, &(at, ..)) in arrivals.iter().enumerate() {
             let (with, without) = (ends[0][id] - at, ends[1][id] - at);
-            // In the last step of an older prompt, what it leaves of its half may go to others.
+            // In its last step, an older prompt may leave some of its half to other prompts.
             let older = arrivals.iter().enumerate();
             let older = older.filter(|&(other, &(began, ..))| {
                 (began, other) < (at, id) && ends[0][other] > at

@@ -26,7 +26,7 @@ const COSTS: [(u32, f64); 9] = [
     (16, 3.65),
     (64, 13.0),
 ];
-/// Microseconds from a result to the start of the next step, if that was not planned before.
+/// Microseconds from a result to the start of the next step, if the step was not planned before it.
 const TURN_US: f64 = 600.0;
 const ANSWER: u32 = 300;
 
@@ -37,7 +37,7 @@ fn step_us(positions: u32) -> f64 {
     STEP_US * (cheap + (dear - cheap) * share)
 }
 
-/// A number from 0 to 1.
+/// A pseudo-random number from 0 to 1.
 fn draw(seed: u64, at: u64) -> f64 {
     let mut z = ((seed << 32) ^ at).wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -48,10 +48,10 @@ fn draw(seed: u64, at: u64) -> f64 {
 /// The kind of text that is generated.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Text {
-    /// Words with the frequencies of a language, in random order: short matches are frequent, and
-    /// hardly any is right.
+    /// Words with the frequencies of a natural language, in random order: short matches are
+    /// frequent, and hardly any draft is right.
     Words,
-    /// The same words, with a proposer that has long matches everywhere. This share of its drafts
+    /// The same words, with a proposer that finds long matches everywhere. This share of its drafts
     /// is right.
     Likely(f64),
     /// The same forty words, repeated.
@@ -99,13 +99,13 @@ impl Proposer for Tempting {
     }
 }
 
-/// How measured times differ from the true ones.
+/// The difference of measured times from the true ones.
 #[derive(Debug, Clone, Copy)]
 enum Noise {
     None,
     /// By up to 30 %, independently in each step.
     Steps,
-    /// By 30 % in every second hundred steps.
+    /// By 30 % in every other block of 100 steps, and by up to 10 % in each step.
     Phases,
 }
 
@@ -119,8 +119,8 @@ impl Noise {
     }
 }
 
-/// True microseconds a token. Each of `running` requests at a time is followed by the next, until
-/// each place has had `answers`.
+/// Returns the true microseconds per token. `running` requests run at a time. As one ends, the next
+/// begins, until `running * answers` requests have ended.
 fn token_us(
     drafts: Option<Drafts>,
     (text, noise): (Text, Noise),
@@ -189,7 +189,7 @@ fn token_us(
     us / tokens as f64
 }
 
-/// Tokens a second with drafts, relative to those without.
+/// Tokens per second with drafts, relative to those without.
 fn gain(text: (Text, Noise), running: u32, answers: u64) -> f64 {
     let drafts = Some(Drafts { most: 8, priced: true });
     token_us(None, text, running, answers) / token_us(drafts, text, running, answers)

@@ -1,4 +1,4 @@
-//! Which request is blamed for the death of the worker.
+//! Tests of which request is blamed for the death of the worker.
 
 use forebay_scheduler::{Finish, SchedulerConfig};
 

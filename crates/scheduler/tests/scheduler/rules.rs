@@ -81,7 +81,7 @@ fn priority_counts_only_under_its_policy() {
 #[test]
 fn a_request_that_is_handed_on_waits_its_turn_unless_nobody_continues_it() {
     for (returned, first) in [(false, 1), (true, 2)] {
-        // With fair turns the harness expects no order of its own.
+        // With fair turns the harness does not check the order of admission.
         let config = SchedulerConfig { max_running: 1, fair: true, ..config() };
         let mut harness = Harness::new(config, 1);
         harness.submit(request(1, text(2), 2));
@@ -106,7 +106,7 @@ fn a_request_that_was_handed_on_to_a_dead_hand_goes_first_elsewhere() {
 
 #[test]
 fn a_request_keeps_its_pages_while_others_are_handed_on() {
-    // Pages for two of these requests.
+    // The pages suffice for two of these requests.
     let mut harness = Harness::new(SchedulerConfig { pages: 12, ..config() }, 1);
     harness.submit(request(1, text(4), 18));
     for id in 2..8 {

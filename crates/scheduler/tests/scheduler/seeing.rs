@@ -1,5 +1,5 @@
-//! The vision tower of the worker without a model. Its output for an image contains the image's id.
-//! So the tests find a row that reads a wrong, stale or not yet computed image page.
+//! The vision tower of the fake worker. Its output for an image contains the image's id. So the
+//! tests find a row that reads a wrong, stale or not yet computed image page.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use crate::harness::{Harness, config, request};
 /// An image that kills the worker.
 pub(crate) const KILL_IMAGE: ImageId = ImageId(1 << 100);
 
-/// The token that stands for a position of an image.
+/// The token that the worker reads in place of a position of an image.
 fn read_image(image: ImageId, position: u32) -> i32 {
     let hash = image.0.wrapping_mul(31).wrapping_add(u128::from(position)) % 97;
     VOCAB + 100 + hash as i32
@@ -28,7 +28,7 @@ pub(crate) fn read_images(tokens: &mut [i32], images: &[PromptImage]) {
     }
 }
 
-/// Patches by their offset in the arena, and the images that the scheduler asked for.
+/// Patches by their offset in the arena, and the images that the scheduler requested.
 #[derive(Default)]
 pub(crate) struct Arena {
     pub(crate) wanted: Vec<ImageId>,
@@ -43,7 +43,7 @@ impl Arena {
         self.next
     }
 
-    /// Frees the room of an image's patches. Each offset is freed once.
+    /// Frees the arena space of an image's patches. Each offset may be freed once.
     pub(crate) fn free(&mut self, offset: u32) {
         assert!(self.placed.remove(&offset).is_some(), "nothing is at {offset}");
     }
@@ -56,9 +56,9 @@ impl Arena {
 /// The images of a slot.
 #[derive(Clone, Default)]
 pub(crate) struct SlotImages {
-    /// The images of the request.
+    /// The images of the request, as it was submitted.
     truth: Vec<PromptImage>,
-    /// The images that plans announced.
+    /// The images that plans named for this slot.
     spans: BTreeMap<u32, (ImageSpan, Vec<u32>)>,
 }
 
@@ -137,7 +137,7 @@ impl Eyes {
         Ok(())
     }
 
-    /// The images whose layers a plan computes, before the plan is executed.
+    /// The images whose layers a plan computes. Call it before the plan is executed.
     pub(crate) fn images<'a>(
         &'a self,
         plan: &'a StepPlan,
@@ -166,8 +166,8 @@ impl Eyes {
     }
 }
 
-/// Ends of the rows of a prompt, whose image begins at position 3 and has 9 positions; steps have 4
-/// tokens.
+/// Returns the ends of the rows of a prompt. Its image begins at position 3 and has 9 positions,
+/// and steps have 4 tokens.
 fn ends_of_rows(whole: bool) -> Vec<u32> {
     let tower = Tower { layers: 1, pages: 4, page_tokens: 4, budget: 1, whole };
     let config = SchedulerConfig { tower: Some(tower), token_budget: 4, ..config() };

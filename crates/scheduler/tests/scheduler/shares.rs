@@ -8,7 +8,7 @@ use forebay_scheduler::{
 
 use crate::harness::{Harness, config, pooled, request, telling};
 
-/// A scheduler, and a device whose tokens mean nothing.
+/// A scheduler, and a device whose tokens are arbitrary.
 struct Replica {
     scheduler: Scheduler,
     plan: StepPlan,
@@ -25,7 +25,7 @@ impl Replica {
         self.scheduler.submit(Request { client, ..request(id, prompt, max_tokens) });
     }
 
-    /// One step; returns the ids that were admitted.
+    /// Runs one step; returns the ids of the requests that it admitted.
     fn step(&mut self) -> Vec<u64> {
         self.events.clear();
         let planned = self.scheduler.next_plan(&mut self.plan, &mut self.events);
@@ -46,7 +46,7 @@ impl Replica {
         ids
     }
 
-    /// Steps until `id` is admitted; `None` after `limit`.
+    /// Returns the number of steps until `id` is admitted; `None` after `limit`.
     fn steps_until(&mut self, id: u64, limit: usize) -> Option<usize> {
         (1..=limit).find(|_| self.step().contains(&id))
     }
@@ -169,8 +169,8 @@ fn nobody_gives_way_to_a_client_that_has_its_share_or_is_less_important() {
     assert_eq!(replica.scheduler.check_integrity(), Ok(()));
 }
 
-/// Each new client preempts a request that has much to compute again. This must not take most of
-/// the steps.
+/// Each new client preempts a request that has much to recompute. This must not take most of the
+/// steps.
 #[test]
 fn a_stream_of_new_clients_makes_others_give_way_only_now_and_then() {
     let config = SchedulerConfig { max_running: 8, slots: 16, token_budget: 64, ..large() };
@@ -262,7 +262,7 @@ fn the_words_of_a_request_are_those_of_its_plan() {
     replica.scheduler.submit(Request { spec: spec.clone(), ..whole });
     assert!(replica.scheduler.next_plan(&mut replica.plan, &mut replica.events));
     let empty = StepPlan::default().words();
-    // A row that may give several tokens needs one more word.
+    // A row that may return several tokens needs one more word.
     assert_eq!((replica.plan.words() - empty) as u64 + 1, request_words(100, &spec, 16, 1));
     let lists = SamplingParams { logit_bias: vec![(1, 0.5); 1024].into(), ..spec.sampling };
     let spec = SlotSpec { sampling: lists, stop_ids: vec![1; 1024].into(), ..spec };

@@ -77,13 +77,13 @@ fn the_second_request_that_leaves_a_prefix_finds_its_state() {
     let system = text(1, 40);
     let with = |tail: i32| [system.clone(), text(tail, 30)].concat();
     assert_eq!(ask(&mut harness, 0, with(4), 3), 0);
-    // Its blocks are cached, but no state is. Its own state is kept where it leaves the prefix.
+    // The prefix's blocks are cached, but no state. Now one is kept where the prompts diverge.
     assert_eq!(ask(&mut harness, 1, with(5), 3), 0);
     let stats = harness.scheduler.stats();
     assert_eq!((stats.states.hit_tokens, stats.states.missed_tokens), (0, 40));
     assert_eq!(ask(&mut harness, 2, with(6), 3), 40);
     assert_eq!(ask(&mut harness, 3, with(7), 3), 40);
-    // The same prompt again: all is found but the last token and the rest of its page.
+    // For the same prompt again, only the last token and the rest of its page are computed.
     assert_eq!(ask(&mut harness, 4, with(7), 3), 68);
     harness.drain();
 }
@@ -96,7 +96,7 @@ fn a_long_prompt_keeps_states_on_its_way() {
     for (id, shared) in [(1, 190), (2, 130), (3, 97), (4, 63), (5, 31)] {
         let prompt = [&long[..shared], &text(id, 9)[..]].concat();
         let cached = ask(&mut harness, id as u64, prompt, 2);
-        // The interval of 30 tokens, rounded up to whole pages.
+        // States are kept at the interval of 30 tokens, rounded up to whole pages.
         assert_eq!(cached, shared as u32 / 32 * 32, "{shared} shared");
     }
     harness.drain();
@@ -137,8 +137,8 @@ fn a_running_request_has_one_state_of_its_answer_and_the_oldest_give_way() {
 #[test]
 fn a_victim_goes_on_from_its_last_page() {
     for depth in [1, 2] {
-        // Steps before the request is preempted: some within its prompt of 70 tokens, some within
-        // its answer.
+        // The number of steps before the preemption. For some the request is in its prompt of 70
+        // tokens, for others in its answer.
         for steps in 2..40 {
             let config = SchedulerConfig { max_running: 1, slots: 2, ..machine(16, 0) };
             let mut harness = Harness::new(config, depth);
@@ -152,7 +152,7 @@ fn a_victim_goes_on_from_its_last_page() {
             harness.drain();
             let stats = harness.scheduler.stats();
             assert_eq!(stats.preemptions, 1, "after {steps} steps");
-            // The rest of a page, and the token that was in flight.
+            // The rest of a page, and the token that was in flight, are recomputed.
             assert!(stats.recomputed_tokens <= 5, "{steps}: {}", stats.recomputed_tokens);
         }
     }
@@ -184,7 +184,7 @@ pub(crate) fn recurrent() -> impl Strategy<Value = SchedulerConfig> {
     })
 }
 
-/// Number of random runs: `FOREBAY_STATES`, or the default.
+/// The number of random runs: `FOREBAY_STATES`, or the default.
 fn stories() -> ProptestConfig {
     let cases = std::env::var("FOREBAY_STATES").map(|count| count.parse().expect("a number"));
     ProptestConfig::with_cases(cases.unwrap_or(1024))
@@ -201,8 +201,8 @@ proptest! {
     }
 }
 
-/// The random runs find a missing load, saves that come a plan late, and mixed up states of slots.
-/// So they would find a scheduler with any of these faults.
+/// Checks that the random runs detect a missing load, saves that are one plan late, and mixed up
+/// states of slots. So they would detect a scheduler with any of these faults.
 #[test]
 fn each_fault_of_states_is_found() {
     for fault in [Spoilt::NoLoad, Spoilt::LateSaves, Spoilt::MixedSaves, Spoilt::MixedLoads] {
@@ -210,7 +210,7 @@ fn each_fault_of_states_is_found() {
     }
 }
 
-/// True if one of the first random runs with these configurations finds the fault.
+/// True if one of the first random runs with these configurations detects the fault.
 pub(crate) fn is_found(fault: Spoilt, machines: impl Strategy<Value = SchedulerConfig>) -> bool {
     let mut runner = TestRunner::deterministic();
     let story = (machines, 1..=2_usize, ops(&[], 0));

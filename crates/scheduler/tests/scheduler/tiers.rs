@@ -45,7 +45,7 @@ fn evict(harness: &mut Harness, first: u64) {
     }
 }
 
-/// A harness in which `prompt(0)` was computed, and its blocks are on the host only.
+/// Creates a harness in which `prompt(0)` was computed, and its blocks are only on the host.
 fn pushed_out(config: SchedulerConfig, depth: usize) -> Harness {
     let mut harness = Harness::new(config, depth);
     harness.submit(request(0, prompt(0), 2));
@@ -91,7 +91,7 @@ fn others_go_on_while_blocks_come_back() {
 #[test]
 fn the_block_that_fills_with_the_last_token_is_saved_too() {
     let mut harness = Harness::new(machine(host()), 2);
-    // Four positions of the second block are computed; the last token itself needs no compute.
+    // Four positions of the second block are computed; the last token itself is never computed.
     harness.submit(request(0, prompt(0)[..6].to_vec(), 3));
     settle(&mut harness);
     assert_eq!(harness.scheduler.stats().host.blocks_saved, 2);
@@ -152,7 +152,7 @@ fn a_restore_that_loses_the_hand_is_not_tried_again_and_nobody_is_suspected() {
     let after = harness.scheduler.stats();
     assert_eq!(after.host.blocks_restored, before.host.blocks_restored);
     assert_eq!(after.prompt_tokens - before.prompt_tokens, 17);
-    // The same when copies hang while rows are in flight.
+    // Repeat this for copies that hang while rows are in flight.
     harness.submit(request(10, prompt(1), 9));
     while !harness.scheduler.computes() {
         harness.plan();
@@ -185,7 +185,7 @@ fn the_policies_save_when_they_say() {
         }
         harness.drain();
     }
-    // In a small pool pages are evicted all the time, so everything is saved at once.
+    // In a small pool pages are evicted all the time, so every block is saved at once.
     let policy = SavePolicy::WriteBack;
     let mut harness = Harness::new(machine(HostTier { policy, ..host() }), 2);
     harness.submit(request(0, prompt(0), 2));

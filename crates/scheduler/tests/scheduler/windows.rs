@@ -1,4 +1,4 @@
-//! Layers with a window, whose pages have a pool of their own.
+//! Sliding-window layers, whose pages are in a separate pool.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
@@ -48,7 +48,8 @@ fn a_long_request_holds_the_pages_of_its_window_and_of_its_rows() {
         let mut harness = Harness::new(machine(40), depth);
         harness.submit(request(0, text(1, 400), 200));
         let most = settle(&mut harness);
-        // Two steps of 16 tokens, the window before them, and one incomplete page.
+        // These are the pages of two steps of 16 tokens, of the window before them, and one
+        // incomplete page.
         assert!(most <= 12, "{most} of 150 pages");
         let stats = harness.scheduler.stats();
         assert!(stats.windows.passed >= 145, "{:?}", stats.windows);
@@ -92,7 +93,7 @@ fn ends_of_requests_stay_while_others_pass_pages() {
     let mut harness = Harness::new(machine(16), 2);
     let first = text(1, 40);
     assert_eq!(ask(&mut harness, 0, first.clone(), 1), 0);
-    // This prompt uses four times as many pages in turn as there are.
+    // This prompt uses, one after another, four times as many pages as the pool has.
     assert_eq!(ask(&mut harness, 1, text(2, 256), 1), 0);
     let next = [&first[..], &text(3, 5)[..]].concat();
     assert_eq!(ask(&mut harness, 2, next, 1), 40);
@@ -147,12 +148,12 @@ fn a_victim_comes_back_at_every_step() {
     }
 }
 
-/// Configurations with a pool for layers with a window: with few pages, or as many as the other.
+/// Configurations with a window pool, which has few pages, or as many as the main pool.
 fn windowed() -> impl Strategy<Value = SchedulerConfig> {
     (all_machines(), 1..30_u32, 0..30_u32, 6..40_u32).prop_map(|(config, window, more, pages)| {
         let least = least_window_pages(window, config.page_size);
         let part = WindowPart { pages: least.saturating_add(more).min(pages), window };
-        // If images have to be whole, there is only one pool.
+        // If images have to be whole, there is only one page pool.
         let tower = config.tower.map(|tower| Tower { whole: false, ..tower });
         SchedulerConfig {
             windows: Some(part),
@@ -166,7 +167,7 @@ fn windowed() -> impl Strategy<Value = SchedulerConfig> {
     })
 }
 
-/// Number of random runs: `FOREBAY_WINDOWS`, or the default.
+/// The number of random runs: `FOREBAY_WINDOWS`, or the default.
 fn stories() -> ProptestConfig {
     let cases = std::env::var("FOREBAY_WINDOWS").map(|count| count.parse().expect("a number"));
     ProptestConfig::with_cases(cases.unwrap_or(1024))
@@ -175,8 +176,8 @@ fn stories() -> ProptestConfig {
 proptest! {
     #![proptest_config(stories())]
 
-    /// The device refuses each row that reads a dropped page, or one that another request has
-    /// written.
+    /// The fake device rejects each row that reads a dropped page, or a page that another request
+    /// has written.
     #[test]
     fn everybody_ends_as_if_alone_with_a_window_part(
         config in windowed(), depth in 1..=2_usize, ops in ops(&[NAN_TOKEN], 1),
@@ -185,7 +186,7 @@ proptest! {
     }
 }
 
-/// The random runs find a page that is dropped one position too early.
+/// Checks that the random runs detect a page that is dropped one position too early.
 #[test]
 fn a_page_that_is_dropped_too_early_is_found() {
     let mut runner = TestRunner::deterministic();

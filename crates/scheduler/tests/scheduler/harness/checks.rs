@@ -1,4 +1,4 @@
-//! Checks of plans and of the scheduler's accounts.
+//! Checks of plans, and of the scheduler's counters.
 
 use forebay_protocol::{Frame, HEADER_BYTES, Header, PromptLogprobsWant, StepPlan};
 
@@ -28,8 +28,8 @@ impl Harness {
             let named = self.flights.iter().any(|flight| flight.slots.contains(&slot));
             assert!(!named, "slot {slot} is in flight");
         }
-        // Sparse and windowed prompts get pages one by one, and no row if others take all of the
-        // budget.
+        // Sparse and windowed prompts get pages one by one, and have no row if other requests take
+        // the whole budget.
         let by_parts = self.config.sparse.is_some() || self.config.windows.is_some();
         for (slot, index, page) in plan.page_writes() {
             let sees = plan.image_spans().any(|(of, _, _)| of == slot) || self.is_late(slot);
@@ -41,7 +41,7 @@ impl Harness {
         assert_eq!(slots.len(), plan.rows().len(), "one row a slot");
     }
 
-    /// Positions of the largest image, if a row has to contain an image whole.
+    /// The number of positions of the largest image, if a row has to contain an image whole.
     fn largest_whole_image(&self) -> u32 {
         let whole = self.config.tower.is_some_and(|tower| tower.whole);
         let images = self.clients.values().flat_map(|client| client.request.images.iter());
@@ -53,8 +53,8 @@ impl Harness {
         self.slot_owner.get(&slot).is_some_and(|id| self.clients[id].waits)
     }
 
-    /// The most important admitted request has a row at least every other step. It may also wait
-    /// while copies are under way, for its mask, or for its images.
+    /// Checks that the most important admitted request has a row at least every other step. It may
+    /// have none while copies are under way, or while it waits for its mask or its images.
     pub(super) fn check_progress(&mut self) {
         if let Some(id) = self.most_important().filter(|_| !self.was_reset) {
             let copying = self.copier.outstanding() > 0;
@@ -85,7 +85,8 @@ impl Harness {
     }
 }
 
-/// A plan is within the limit unless it has a single new slot, and a reader accepts it.
+/// Checks that a plan is within the limit, unless it has only one new slot, and that it can be
+/// decoded.
 fn check_words(plan: &StepPlan, limit: usize) {
     assert!(plan.words() <= limit || plan.new_slots().count() <= 1, "{} words", plan.words());
     let mut bytes = Vec::new();

@@ -11,17 +11,18 @@ pub(super) struct MaskedRow {
     pub(super) slot: u32,
     /// The row's index among the rows that sample.
     pub(super) sample: usize,
-    /// The row's index among all rows, if an error of the row could only come from its token.
+    /// The row's index among all rows; `None` if the row also returns log-probabilities of the
+    /// prompt.
     pub(super) row: Option<usize>,
 }
 
 impl Harness {
-    /// Makes masked rows of the only step in flight sit out, those whose bits are set. Returns
-    /// their number.
+    /// Makes those masked rows of the only step in flight sit out whose bits are set. Returns the
+    /// number of these rows.
     pub(crate) fn sit_out(&mut self, bits: u8) -> usize {
         let [flight] = self.flights.make_contiguous() else { return 0 };
         let mut late = 0;
-        // From the last row on, so that the indices of earlier rows stay right.
+        // Begin with the last row, so that the indices of earlier rows stay valid.
         for at in (0..flight.masked.len()).rev().filter(|at| bits >> (at % 8) & 1 == 1) {
             let MaskedRow { id, slot, sample, row } = flight.masked[at];
             let client = self.clients.get_mut(&id).expect("submitted");
@@ -49,8 +50,8 @@ impl Harness {
         late
     }
 
-    /// Tells the scheduler which tokens the grammars of the masked requests in `got` allow: at
-    /// first only the right ones, later all. For some requests the grammar is not ready.
+    /// Tells the scheduler which tokens the grammars of the masked requests in `got` allow: first
+    /// only the right tokens, later all tokens. For some requests the grammar is not ready.
     pub(super) fn expect_masked(&mut self, got: &[u64]) {
         for &id in got {
             let client = &self.clients[&id];
@@ -68,7 +69,7 @@ impl Harness {
         }
     }
 
-    /// Lets a masked request wait for its mask, without a row that sits out.
+    /// Makes a masked request wait for its mask, without a row that sits out.
     pub(crate) fn wait_for_mask(&mut self, at: usize) {
         let masked = self.live().filter(|(_, client)| client.request.masked);
         let ids: Vec<u64> = masked.map(|(&id, _)| id).collect();
@@ -80,7 +81,7 @@ impl Harness {
         }
     }
 
-    /// Makes the mask of one waiting request ready; of all with `None`.
+    /// Makes the mask of one waiting request ready; with `None`, the masks of all.
     pub(crate) fn mask_ready(&mut self, at: Option<usize>) {
         let waiting = self.clients.iter_mut().filter(|(_, client)| client.waits);
         let waiting: Vec<_> = waiting.collect();

@@ -22,29 +22,29 @@ use requests::told_alone;
 pub(crate) use requests::{alone, config, pooled, request, telling};
 use states::{StateCopies, StateFault};
 
-/// What a client has received of its request, and the request's position in the order.
+/// The data that a client has received for its request, and the request's position in the order.
 pub(crate) struct Client {
     pub(crate) request: Request,
     order: (i64, usize),
     expected: (Vec<i32>, Finish),
     pub(crate) tokens: Vec<i32>,
     pub(crate) vector: Option<Box<[f32]>>,
-    /// Log-probabilities of the prompt so far, and the number of parts in which they came.
+    /// Log-probabilities of the prompt so far, and the number of events that reported them.
     pub(crate) prompt: PromptLogprobs,
     pub(crate) parts: u32,
-    /// How the request ended, if it did; `Some(None)` if it was aborted or poisoned.
+    /// How the request ended; `None`: it is live; `Some(None)`: it was aborted or poisoned.
     pub(crate) end: Option<Option<Finish>>,
     pub(crate) resident: bool,
-    /// The request waits for copies.
+    /// True if the request waits for copies.
     arriving: bool,
-    /// The request waits for its mask.
+    /// True if the request waits for its mask.
     waits: bool,
     pub(crate) admissions: u32,
     pub(crate) cached_tokens: u32,
     pub(crate) preemptions: u32,
-    /// Number of the worker's deaths at which the request had a row in flight.
+    /// The number of the worker's deaths at which the request had a row in flight.
     pub(crate) deaths: u32,
-    /// Steps without a row since the request became the most important one.
+    /// The number of steps without a row since the request became the most important one.
     idle: u32,
     /// Tokens of the requests that were admitted before this one while it was first in the order.
     passed: u64,
@@ -87,14 +87,14 @@ pub(crate) struct Harness {
     pub(crate) predicted: BTreeMap<u64, (u32, u32)>,
     pub(crate) plan: StepPlan,
     last_step: u64,
-    /// After a reset, requests are no longer admitted by their order of arrival.
+    /// True after a reset: requests are then no longer admitted in their order of arrival.
     pub(crate) was_reset: bool,
     record: Option<Record>,
     fault: Option<StateFault>,
 }
 
 impl Harness {
-    /// A harness with at most `depth` plans in flight.
+    /// Creates a harness with at most `depth` plans in flight.
     pub(crate) fn new(config: SchedulerConfig, depth: usize) -> Self {
         assert!(depth <= MAX_IN_FLIGHT);
         Self {
@@ -213,8 +213,8 @@ impl Harness {
         planned
     }
 
-    /// Applies the oldest result in flight; a step that kills the worker resets. False if nothing
-    /// is in flight.
+    /// Applies the oldest result in flight; a step that kills the worker leads to a reset. False if
+    /// no step is in flight.
     pub(crate) fn apply(&mut self) -> bool {
         match self.flights.front().map(|flight| flight.result.is_some()) {
             None => return false,
@@ -240,7 +240,7 @@ impl Harness {
                 continue;
             }
             if let Event::Preempted { id } = event {
-                // A copy of one of its blocks has failed.
+                // A copy of one of the request's blocks has failed.
                 assert!(self.clients[&id].arriving && self.clients[&id].end.is_none());
                 self.lost_its_place(id);
                 continue;
@@ -301,7 +301,7 @@ impl Harness {
         true
     }
 
-    /// Puts the patches of a wanted image into the arena, or fails to.
+    /// Puts the patches of a wanted image into the arena, or reports that this failed.
     pub(crate) fn place(&mut self, at: usize, fine: bool) {
         if self.arena.wanted.is_empty() {
             return;
@@ -365,7 +365,7 @@ impl Harness {
         poisoned
     }
 
-    /// Copies are under way and none ends: the worker is given up, and no request is suspected.
+    /// Gives the worker up because copies are under way and none ends. No request is suspected.
     pub(crate) fn copies_hang(&mut self) {
         self.flights.clear();
         self.scheduler.reset_for_copies();
@@ -381,7 +381,7 @@ impl Harness {
         assert_eq!(others.pages_held, 0);
     }
 
-    /// Memory runs out: no request is suspected, and the next worker has these page counts.
+    /// Lets memory run out: no request is suspected, and the next worker has these page counts.
     pub(crate) fn memory_runs_out(&mut self, pages: u32, host_pages: u32) {
         self.flights.clear();
         self.scheduler.reset_without_blame();
@@ -412,13 +412,13 @@ impl Harness {
         assert_eq!((all, stats.pages_free), (pages as usize, pages as usize));
     }
 
-    /// Memory runs out, and the next worker has as many pages as the last.
+    /// Lets memory run out; the next worker has as many pages as the last.
     pub(crate) fn starve(&mut self) {
         let host_pages = self.config.host.map_or(0, |host| host.pages);
         self.memory_runs_out(self.config.pages, host_pages);
     }
 
-    /// The worker has died: all live requests go to the harness `other`.
+    /// Moves all live requests to the harness `other`, because the worker died.
     pub(crate) fn move_to(&mut self, other: &mut Self) {
         other.was_reset = true;
         for request in self.scheduler.surrender() {
@@ -460,7 +460,7 @@ impl Harness {
         other.scheduler.submit(request);
     }
 
-    /// Runs until all requests have ended, and checks that each ended as it should.
+    /// Runs until all requests have ended, and checks each end and its tokens.
     pub(crate) fn drain(&mut self) {
         let work: usize = self
             .clients
@@ -480,7 +480,7 @@ impl Harness {
             assert!(planned || !idle || waits, "nothing is in flight, and nothing is planned");
             while self.plan() {}
             self.check_progress();
-            // One copy a step, so that others stay under way.
+            // End one copy per step, so that others stay under way.
             self.copier.end(rounds, !rounds.is_multiple_of(7));
             self.device.adapters.end(rounds, true);
             self.place(rounds, true);
@@ -542,8 +542,8 @@ impl Harness {
     }
 
     fn admitted(&mut self, id: u64, cached_tokens: u32, replayed: bool) {
-        // A request that waits for an adapter's place has no turn, and the harness cannot tell
-        // which one does.
+        // A request that waits for an adapter's place is not scheduled, and the harness cannot
+        // determine which request waits.
         let placed = self.live().all(|(_, c)| c.resident || c.request.adapter.is_none());
         if placed && !self.was_reset && !self.config.fair {
             let cost = self.clients[&id].cost();
@@ -604,7 +604,7 @@ impl Harness {
             waiting: vec![],
             result: None,
         };
-        // Count only for the request that is first now; the others waited behind it.
+        // Count only for the request that is first now; the others had to wait for it.
         let first = self.most_important();
         for (&id, client) in &mut self.clients {
             client.idle = if first == Some(id) { client.idle + 1 } else { 0 };

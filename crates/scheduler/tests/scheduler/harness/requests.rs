@@ -1,4 +1,4 @@
-//! Requests, and the tokens that each gives when it runs alone.
+//! Requests, and the tokens that each generates when it runs alone.
 
 use forebay_protocol::{Pooling, PromptLogprobs, SlotSpec};
 use forebay_scheduler::{
@@ -47,13 +47,14 @@ pub(crate) fn pooled(id: u64, prompt: Vec<i32>, segment: u32) -> Request {
     Request { spec, ..request(id, prompt, 0) }
 }
 
-/// The tokens and the end of a request that runs alone, after those that it was submitted with.
+/// The tokens and the end of a request that runs alone. The tokens follow those that it was
+/// submitted with.
 pub(crate) fn alone(request: &Request) -> (Vec<i32>, Finish) {
     let mut tokens = read_prompt(&request.prompt, request.spec.embeds, &request.images);
     tokens.extend_from_slice(&request.generated);
     let mut given = Vec::new();
     if request.max_tokens == 0 && request.spec.pooling.is_none() {
-        // The token after the last one does not matter.
+        // The last token is not computed, since no token after it is needed.
         tokens.pop();
     }
     if request.max_tokens == 0 {

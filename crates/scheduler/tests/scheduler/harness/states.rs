@@ -1,11 +1,11 @@
-//! Rules for state pages, and faults that the tests must notice.
+//! Rules for state pages, and faults that the tests must detect.
 
 use forebay_protocol::{Direction, Row, StateCopy, StepPlan};
 
 use super::Harness;
 use crate::copier::CopyFault;
 
-/// A fault of the scheduler in copies of recurrent states.
+/// A fault in the copies of recurrent states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Spoilt {
     /// A load is missing.
@@ -24,7 +24,7 @@ pub(crate) enum Spoilt {
 #[derive(Debug)]
 pub(crate) struct StateFault {
     kind: Spoilt,
-    /// The saves that the next plan has in place of its own.
+    /// The saves that the next plan has instead of its own saves.
     late: Vec<StateCopy>,
 }
 
