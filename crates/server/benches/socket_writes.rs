@@ -1,10 +1,10 @@
-//! The cost of writing one chunk to each of N sockets: one `send` a socket, or one io_uring
+//! The cost of writing one chunk to each of N sockets: one `send` per socket, or one io_uring
 //! submission for many sockets. `cargo bench -p forebay-server --bench socket_writes`.
 //!
 //! The sockets are TCP connections over loopback. A second thread reads them, woken by epoll. Times
-//! are CPU times of the writing thread. The column beside them adds the CPU time of all other
-//! threads but the reader, such as io_uring workers of the kernel. Rounds of the two methods
-//! alternate; results are medians over the rounds.
+//! are CPU times of the writing thread. The next column adds the CPU time of all other threads
+//! except the reader, such as io_uring workers of the kernel. Rounds of the two methods alternate;
+//! results are medians over the rounds.
 #![expect(
     unsafe_code,
     reason = "io_uring's submission queue takes pointers to what is to be written"
@@ -22,10 +22,10 @@ use rustix::event::epoll;
 use rustix::net::SendFlags;
 use rustix::time::{ClockId, clock_gettime};
 
-/// About the length of a chat chunk.
+/// About the length of a chat chunk in a stream.
 const CHUNK: [u8; 240] = [b'x'; 240];
 const SOCKETS: [usize; 4] = [64, 512, 2048, 4096];
-/// Entries of the ring, and so the most writes of one submission.
+/// The number of entries of the ring, and so the maximum number of writes per submission.
 const RING: u32 = 1024;
 const ROUNDS: usize = 9;
 const CHUNKS_A_ROUND: usize = 60_000;
@@ -69,7 +69,7 @@ fn print(sockets: usize, way: &str, cost: Cost, ratio: f64) {
     println!("{sockets:7}  {way:8} {writer:7.2}  {:26.2}  {ratio:5.2}", writer + others);
 }
 
-/// CPU microseconds a chunk.
+/// CPU microseconds per chunk.
 #[derive(Debug, Clone, Copy)]
 struct Cost {
     writer: f64,
@@ -108,7 +108,7 @@ impl Lines {
         Ok(Self { sockets, received, reader_cpu, sent: 0 })
     }
 
-    /// Writes one chunk to every socket, waits until all are read, and repeats this.
+    /// Repeatedly writes one chunk to every socket, and waits until all chunks are read.
     fn round(&mut self, mut write: impl FnMut(&mut Self) -> Outcome<()>) -> Outcome<Cost> {
         let steps = CHUNKS_A_ROUND.div_ceil(self.sockets.len());
         let mut writer = Duration::ZERO;
@@ -185,7 +185,7 @@ fn read_all(clients: &[TcpStream], received: &AtomicU64, used: &AtomicU64) -> io
     }
 }
 
-/// The CPU time of the clock's thread or process.
+/// Returns the CPU time of the clock's thread or process.
 fn cpu(clock: ClockId) -> Duration {
     let time = clock_gettime(clock);
     Duration::new(time.tv_sec.cast_unsigned(), time.tv_nsec as u32)

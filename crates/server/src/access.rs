@@ -22,7 +22,8 @@ const SEC_FETCH: [HeaderName; 3] = [
 /// How long a browser may cache the answer to a preflight request.
 const PREFLIGHT_AGE: std::time::Duration = std::time::Duration::from_secs(600);
 
-/// Tells browsers which pages may read answers; `None`: only the server's own page may.
+/// Creates the layer that lists the origins whose pages may read responses. `None`: only the
+/// server's own pages may.
 pub(crate) fn cors(access: &Access) -> Option<CorsLayer> {
     if access.allowed_origins.is_empty() {
         return None;
@@ -42,7 +43,7 @@ pub(crate) fn cors(access: &Access) -> Option<CorsLayer> {
     Some(layer)
 }
 
-/// Refuses requests that name another host, or come from pages of other origins.
+/// Rejects requests for a host name that is not allowed, or from pages of other origins.
 pub(crate) async fn check_access<S: HasSettings>(
     State(state): State<Arc<S>>,
     request: Request,
@@ -54,7 +55,8 @@ pub(crate) async fn check_access<S: HasSettings>(
     }
 }
 
-/// Refuses requests of content types that a browser sends without a preflight.
+/// Rejects a browser's POST request that is not JSON: browsers send such requests without a
+/// preflight.
 pub(crate) async fn check_type(request: Request, next: Next) -> Response {
     if request.method() == Method::POST
         && from_browser(request.headers())

@@ -1,6 +1,6 @@
-//! Adapters by their names: loaded at the start and at run time, and registered with the engine.
+//! Adapters by their names: loaded at startup and at run time, and registered with the engine.
 //!
-//! Loading other content under a name creates another adapter with a number of its own. Running
+//! Loading different content under an existing name creates a new adapter with a new id. Running
 //! requests keep the old adapter, and the two share no block of the prefix cache.
 
 use std::collections::BTreeMap;
@@ -18,31 +18,31 @@ use tokio::task::spawn_blocking;
 
 use crate::state::now;
 
-/// The largest number of names.
+/// The maximum number of adapter names.
 const MOST_NAMES: usize = 1024;
-/// The largest number of bytes of a name.
+/// The maximum length of a name in bytes.
 const NAME_BYTES: usize = 128;
 
 /// The checked files of an adapter.
 #[derive(Debug, Clone)]
 pub struct AdapterFiles {
-    /// The path, as it was given.
+    /// The path as it was configured or requested.
     pub path: PathBuf,
     /// A hash of the content.
     pub digest: String,
-    /// The modules that it changes, by the last parts of their names.
+    /// The modules that the adapter changes, each by the last component of its name.
     pub modules: Vec<String>,
-    /// The places of the adapter's matrices in files, for hands.
+    /// The locations of the adapter's matrices in files, for the hands.
     pub manifest: Value,
 }
 
-/// Reads and checks the files of an adapter. The error is one line for the client.
+/// Reads and checks the files of an adapter. The error is a one-line message for the client.
 pub type AdapterReader = Arc<dyn Fn(&Path) -> Result<AdapterFiles, String> + Send + Sync>;
 
 /// The adapters of a server.
 #[derive(Clone)]
 pub struct AdapterSettings {
-    /// Adapters that are loaded at the start, by name.
+    /// Adapters that are loaded at startup, by name.
     pub at_start: Vec<(String, AdapterFiles)>,
     /// Reads adapters that clients load; `None`: clients can't load any.
     pub reader: Option<AdapterReader>,
@@ -60,14 +60,14 @@ impl std::fmt::Debug for AdapterSettings {
 /// An adapter that requests may name.
 #[derive(Debug)]
 pub(crate) struct NamedAdapter {
-    /// The engine's number for it. Adapters with the same content have the same number.
+    /// The adapter's id in the engine. Adapters with the same content share an id.
     pub(crate) id: u32,
     pub(crate) name: String,
     pub(crate) path: PathBuf,
     pub(crate) digest: String,
-    /// Seconds since 1970 at its load.
+    /// The time of the load, in seconds since 1970.
     pub(crate) loaded: u64,
-    /// The adapter's requests under this name.
+    /// Counts the requests that use the adapter under this name.
     pub(crate) load: Arc<AdapterLoad>,
 }
 
@@ -77,7 +77,7 @@ pub(crate) struct Adapters {
     engine: Arc<dyn Engine>,
     names: RwLock<BTreeMap<String, Arc<NamedAdapter>>>,
     next_id: AtomicU32,
-    /// Held by the only load at a time.
+    /// Held during a load, so that only one load runs at a time.
     loading: Mutex<()>,
     reads: AtomicU64,
     failed_reads: AtomicU64,
@@ -104,7 +104,7 @@ impl Adapters {
         self.names.read().get(name).cloned()
     }
 
-    /// All adapters, by their names.
+    /// Returns all adapters, sorted by name.
     pub(crate) fn all(&self) -> Vec<Arc<NamedAdapter>> {
         self.names.read().values().cloned().collect()
     }
@@ -114,8 +114,8 @@ impl Adapters {
         self.settings.open
     }
 
-    /// Registers files under a name. Returns the number of another adapter that had the name
-    /// before.
+    /// Registers files under a name. The engine forgets the adapter that had the name before,
+    /// unless another name refers to it.
     fn enter(&self, name: &str, files: &AdapterFiles) {
         let mut names = self.names.write();
         let same = names.values().find(|other| other.digest == files.digest);
@@ -123,7 +123,7 @@ impl Adapters {
             || {
                 let id = self.next_id.fetch_add(1, Ordering::Relaxed);
                 let manifest = files.manifest.clone();
-                // Tell the hands before any request can name the adapter.
+                // Send the adapter to the hands before any request can name it.
                 self.engine.adapter(&AdapterOrder::Know { id, manifest });
                 id
             },
@@ -149,10 +149,11 @@ impl Adapters {
         }
     }
 
-    /// Loads an adapter for a client. With `in_place` a name may get another content.
+    /// Loads an adapter for a client. `in_place` allows new content for a name that is in use.
     ///
     /// # Errors
-    /// The name is not one, or is taken; or the files can't be served.
+    /// Clients may not load adapters, too many are loaded, the name is taken, or the files can't be
+    /// served.
     pub(crate) async fn load(
         &self,
         name: &str,
@@ -200,7 +201,7 @@ impl Adapters {
     /// Removes a name. Running requests finish.
     ///
     /// # Errors
-    /// No adapter has the name, or clients load and unload none.
+    /// No adapter has the name, or clients may not load and unload adapters.
     pub(crate) fn unload(&self, name: &str) -> Result<(), ApiError> {
         if self.settings.reader.is_none() {
             return Err(closed());
@@ -224,10 +225,10 @@ impl Adapters {
     }
 }
 
-/// Checks that a text is allowed as an adapter's name.
+/// Checks that `name` is a valid adapter name.
 ///
 /// # Errors
-/// It may not be.
+/// The name is not valid.
 pub fn check_adapter_name(name: &str) -> Result<(), String> {
     let fine = |byte: u8| byte.is_ascii_alphanumeric() || b"._:/-".contains(&byte);
     if name.is_empty() || name.len() > NAME_BYTES || !name.bytes().all(fine) {

@@ -17,7 +17,7 @@ impl Inner {
     }
 }
 
-/// Counts a call as alive.
+/// A guard that counts a call as alive until it is dropped.
 pub(crate) struct LiveGuard {
     state: Shared,
     tag: Option<RouterTag>,

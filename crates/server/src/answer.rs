@@ -1,8 +1,8 @@
-//! Non-streamed answers as JSON, within the bounds on unread output.
+//! Writes non-streamed responses as JSON, within the bounds on unread output.
 //!
-//! An answer may repeat data, such as a prompt's log-probabilities in each choice. So bytes are
-//! counted as they are written. Choices are built one at a time, and each is dropped once it has
-//! been written. The bytes are charged until they have been sent.
+//! A response may repeat data, such as a prompt's log-probabilities in each choice. So bytes are
+//! counted while they are written. Choices are built one at a time, and each is dropped once it is
+//! written. The bytes stay charged until they have been sent.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -18,12 +18,12 @@ use serde::Serialize;
 
 use crate::reply::{Failure, unwritable};
 
-/// Writes an answer of at most this many bytes.
+/// Writes a response of at most `limit` bytes.
 pub(crate) struct AnswerWriter {
     bytes: Vec<u8>,
     limit: usize,
     charge: Arc<Charge>,
-    /// The error that ended the writing.
+    /// The error that stopped the writing.
     error: Option<ApiError>,
 }
 
@@ -39,7 +39,7 @@ impl AsRef<[u8]> for ChargedBytes {
     }
 }
 
-/// A response of JSON whose bytes stay charged until they have been sent.
+/// Creates a JSON response whose bytes stay charged until they have been sent.
 pub(crate) fn charged(bytes: Bytes, charge: Arc<Charge>) -> Response {
     let bytes = Bytes::from_owner(ChargedBytes { bytes, _charge: charge });
     let mut response = Response::new(Body::from(bytes));
@@ -69,24 +69,24 @@ impl Write for AnswerWriter {
 }
 
 impl AnswerWriter {
-    /// A writer of at most `limit` bytes, charged to `charge`.
+    /// Creates a writer of at most `limit` bytes, charged to `charge`.
     pub(crate) fn new(limit: usize, charge: &Arc<Charge>) -> Self {
         Self { bytes: Vec::new(), limit, charge: Arc::clone(charge), error: None }
     }
 
-    /// Writes one value as the answer.
+    /// Writes one value as the response.
     ///
     /// # Errors
-    /// It is too large.
+    /// The response is too large.
     pub(crate) fn value<T: Serialize>(mut self, value: &T) -> Result<Response, Failure> {
         self.json(value)?;
         Ok(self.finish())
     }
 
-    /// Writes a list as the answer. Each item is built when it is written.
+    /// Writes a list as the response. Each item is built when it is written.
     ///
     /// # Errors
-    /// It is too large.
+    /// The response is too large.
     pub(crate) fn list<T: Serialize>(
         mut self,
         items: impl Iterator<Item = T>,
@@ -95,10 +95,10 @@ impl AnswerWriter {
         Ok(self.finish())
     }
 
-    /// Writes `value` as the answer, with these items in its empty list `field`.
+    /// Writes `value` as the response, with `items` inserted into its empty list `field`.
     ///
     /// # Errors
-    /// It is too large.
+    /// The response is too large.
     pub(crate) fn filled<T: Serialize>(
         mut self,
         value: &impl Serialize,

@@ -1,4 +1,4 @@
-//! Clients' files and batches: who owns them, and the errors of their store.
+//! Clients' files and batches: their owners, and the errors of the store.
 
 use std::sync::Arc;
 
@@ -37,10 +37,10 @@ impl FromRequestParts<Shared> for StoreClient {
 }
 
 impl StoreClient {
-    /// Runs work that may wait for the disk.
+    /// Runs `work` on a thread that may block on the disk.
     ///
     /// # Errors
-    /// Those of the store.
+    /// The errors of the store.
     pub(crate) async fn run<T: Send + 'static>(
         self,
         work: impl FnOnce(&Arc<BatchStore>, &Owner) -> Result<T, StoreError> + Send + 'static,
@@ -49,10 +49,10 @@ impl StoreClient {
     }
 }
 
-/// Runs work that may wait for the disk.
+/// Runs `work` on a thread that may block on the disk.
 ///
 /// # Errors
-/// Those of the store.
+/// The errors of the store.
 pub(crate) async fn on_disk<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, StoreError> + Send + 'static,
 ) -> Result<T, ApiError> {

@@ -31,24 +31,24 @@ use crate::peers::{Peer, Resume};
 use crate::state::Shared;
 use crate::submission::Submission;
 
-/// Choices that are submitted at a time, before the HTTP thread yields to other tasks.
+/// The number of choices submitted before the task yields to other tasks of the HTTP thread.
 pub(crate) const CHOICES_A_TURN: usize = 16;
 
-/// Engine requests of one client request: all choices of all prompts. Dropping it aborts those that
-/// have not ended. So the slots and pages of a client that disconnects are freed, whether it
-/// streams or not.
+/// The engine requests of one client request: all choices of all prompts. Dropping the call aborts
+/// the unfinished engine requests. So the slots and pages of a client that disconnects are freed,
+/// whether it streams or not.
 pub(crate) struct Call {
     engine: Arc<dyn Engine>,
-    /// The engine requests by choice; `None` once one has ended.
+    /// The engine request of each choice; `None` once it has finished.
     alive: Vec<Option<RequestId>>,
     receiver: Receiver,
     span: tracing::Span,
     /// The part of a stream that another brain has sent to the client already.
     before: Option<Delta>,
     live: LiveGuard,
-    /// The charge for the choices and the answer.
+    /// The charge for the choices and the response.
     charge: Arc<Charge>,
-    /// The largest size of a non-streamed answer in bytes.
+    /// The maximum size of a non-streamed response in bytes.
     limit: usize,
 }
 
@@ -59,19 +59,19 @@ struct Origin<'a> {
     peer: &'a Peer,
     streamed: bool,
     arrived: Instant,
-    /// The tokens that another brain has sent to the client already.
+    /// The generated tokens that another brain has already sent to the client.
     said: &'a [i32],
     /// True if the call has one prompt.
     alone: bool,
 }
 
 impl Call {
-    /// Submits every choice of every prompt, or none. `peer` is the sending router. Many choices
-    /// are submitted in portions, with other tasks in between. Dropping the future aborts the
-    /// submitted ones.
+    /// Submits every choice of every prompt, or none. `peer` is the sender of the request. Many
+    /// choices are submitted in portions, between which other tasks run. Dropping the future aborts
+    /// the submitted choices.
     ///
     /// # Errors
-    /// There is no room for them, or the engine refuses one of them.
+    /// The memory budget is exhausted, a parameter is not valid, or the engine rejects a choice.
     pub(crate) async fn start(
         state: &Shared,
         submissions: Vec<Submission>,
@@ -265,27 +265,28 @@ impl Call {
         Ok(())
     }
 
-    /// A writer of the whole answer.
+    /// Creates a writer for the non-streamed response.
     pub(crate) fn writer(&self) -> AnswerWriter {
         AnswerWriter::new(self.limit, &self.charge)
     }
 
-    /// Tokens so far.
+    /// Returns the token counts so far.
     pub(crate) fn tally(&self) -> Tally {
         self.receiver.tally()
     }
 
-    /// Takes the part of a stream that another brain has sent already.
+    /// Takes the part of the stream that another brain has already sent.
     pub(crate) fn take_before(&mut self) -> Option<Delta> {
         self.before.take()
     }
 
-    /// Makes later output go through `outlet`.
+    /// Sends later output through `outlet`.
     pub(crate) fn lend(&self, outlet: Outlet) {
         self.receiver.lend(outlet);
     }
 
-    /// Calls `write` with the encoder that was lent.
+    /// Calls `write` with the encoder of the lent outlet, and returns its result; `None` if no
+    /// outlet was lent.
     pub(crate) fn encode<R>(
         &self,
         write: impl FnOnce(&mut dyn EventEncoder, &Tally) -> R,
@@ -293,14 +294,14 @@ impl Call {
         self.receiver.encode(write)
     }
 
-    /// The response's name, for the trace.
+    /// Records the response's id in the trace.
     pub(crate) fn named(self, id: &str) -> Self {
         self.span.record("id", id);
         self
     }
 
-    /// Moves the new deltas of each choice into `out`. `Ready(false)`: every choice has ended, and
-    /// all ends were read.
+    /// Moves the new deltas of each choice into `out`. `Ready(false)`: every choice has finished,
+    /// and its last delta was read.
     pub(crate) fn poll(
         &mut self,
         context: &mut Context<'_>,
@@ -322,7 +323,7 @@ impl Call {
     /// Waits for the whole output of each choice.
     ///
     /// # Errors
-    /// The error of the first choice that was not served to its end; the others are aborted.
+    /// The error of the first choice that failed; the other choices are aborted.
     pub(crate) async fn collect(&mut self) -> Result<Vec<Delta>, ApiError> {
         let mut out = Vec::with_capacity(self.alive.len());
         poll_fn(|context| self.poll(context, &mut out)).await;
@@ -355,7 +356,7 @@ fn spell(state: &Shared, terms: &Terms) -> Speller {
     Speller::new(state.text.tokenizer(), terms, &state.model.marks)
 }
 
-/// A zero count for these prompts and their choices.
+/// Creates a tally of zero tokens for these prompts and their choices.
 fn tally(submissions: &[Submission], state: &Shared) -> Tally {
     let prompts = submissions.iter();
     let mut tally =
@@ -373,8 +374,8 @@ fn tally(submissions: &[Submission], state: &Shared) -> Tally {
     tally
 }
 
-/// A proposer of drafts for a choice that continues `said`. `text`: its text in the shared history,
-/// if drafts come from there too.
+/// Creates a proposer of draft tokens for a choice that continues `said`. `text` is the choice's
+/// text in the shared history; `None`: the proposer does not search that history.
 fn lookup(history: &Arc<History>, said: &[i32], text: Option<SharedText>) -> Box<dyn Proposer> {
     let mut lookup = Lookup::new(Arc::clone(history));
     if let Some(text) = text {
@@ -384,7 +385,7 @@ fn lookup(history: &Arc<History>, said: &[i32], text: Option<SharedText>) -> Box
     Box::new(lookup)
 }
 
-/// Names of a prompt's blocks, and those of them that a prefill server has computed.
+/// Returns the names of a prompt's blocks, and a loan of the blocks that a prefill server computed.
 async fn fetch(
     side: &DecodeSide,
     Origin { state, peer, said, alone, .. }: Origin<'_>,
@@ -416,7 +417,7 @@ async fn fetch(
     (names, loan)
 }
 
-/// Names of the prompt's blocks, where several choices would each have them computed.
+/// Returns the names of the prompt's blocks if several choices share the prompt; otherwise none.
 fn shared_names(state: &Shared, salt: u64, submission: &Submission) -> Arc<[BlockHash]> {
     let named_later = submission.embeds.is_some() || !submission.images.is_empty();
     if submission.terms.generation.n == 1 || named_later {
@@ -451,7 +452,7 @@ fn check_resume(
     Ok(())
 }
 
-/// Feeds the client's text so far to `speller`. Returns it as one delta.
+/// Feeds `speller` the tokens that the client already has. Returns their text as one delta.
 fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> Delta {
     let mut before = Delta { tokens: resume.generated.clone(), ..Delta::default() };
     let mut fresh = String::new();
@@ -466,7 +467,7 @@ fn before(speller: &mut Speller, resume: &Resume, generation: &Generation) -> De
     before
 }
 
-/// Refuses a priority that clients may not use.
+/// Rejects a priority outside the range for clients.
 pub(crate) fn check_priority(priority: i32, state: &Shared) -> Result<(), ApiError> {
     let most = state.config.max_client_priority.unwrap_or(u32::MAX);
     if priority.unsigned_abs() <= most {
@@ -478,7 +479,7 @@ pub(crate) fn check_priority(priority: i32, state: &Shared) -> Result<(), ApiErr
     Err(ApiError::invalid("priority", reason))
 }
 
-/// The error for a client whose request was not accepted.
+/// Converts the engine's rejection of a request to the client's error.
 pub(crate) fn submit_error(error: SubmitError) -> ApiError {
     let reason = error.to_string();
     match error {
@@ -489,7 +490,7 @@ pub(crate) fn submit_error(error: SubmitError) -> ApiError {
     }
 }
 
-/// Microseconds since a moment.
+/// Returns the microseconds since `since`.
 fn elapsed_us(since: Instant) -> u64 {
     u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX)
 }

@@ -26,7 +26,8 @@ use crate::reply::ReplyError;
 use crate::routes;
 use crate::state::{Shared, now};
 
-/// The first and the longest wait before a request for which the server had no room is tried again.
+/// The first wait before the retry of a request for which the server had no room. The wait doubles
+/// with each retry, up to `LONGEST_WAIT`.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 
@@ -96,7 +97,7 @@ impl OwnRoutes {
     }
 }
 
-/// True if the server has aborted the request, which a retry would not change.
+/// True if the server aborted the request: a retry would not help.
 fn is_abort(response: &Response) -> bool {
     matches!(response.extensions().get::<ReplyError>(), Some(ReplyError(ApiError::Aborted)))
 }

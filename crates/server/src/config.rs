@@ -1,4 +1,4 @@
-//! The server's settings, which the binary makes.
+//! The server's settings, which the binary creates.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,19 +19,19 @@ use crate::images::model::ImageModel;
 use crate::pooling::model::PooledModel;
 use crate::store::StoreConfig;
 
-/// The rule for clients that share cached blocks.
+/// Which clients share cached blocks.
 #[derive(Debug, Clone, Serialize)]
 pub struct Sharing {
-    /// The namer of the engine's blocks. It also makes salts, so that clients cannot find another
-    /// salt that gives the same names.
+    /// Computes the names of the engine's blocks. It also derives salts, so that clients cannot
+    /// find another salt that gives the same names.
     #[serde(skip)]
     pub namer: Namer,
     /// True if clients with different keys share blocks.
     pub share_cache_across_keys: bool,
 }
 
-/// The settings of the server. The listener is opened by the caller. A field that comes from a flag
-/// has the flag's name. Keys are never shown.
+/// The settings of the server. The caller opens the listener. A field that comes from a flag has
+/// the flag's name. Keys are not serialised.
 #[derive(Debug, Clone, Serialize)]
 pub struct ServerConfig {
     /// Keys of clients. If there are any, each client must send one.
@@ -44,77 +44,77 @@ pub struct ServerConfig {
     /// The key of routers. A router that sends it gets the blocks of the prefix caches.
     #[serde(skip)]
     pub router_key: Option<String>,
-    /// The rule for clients that share cached blocks.
+    /// Which clients share cached blocks.
     #[serde(flatten)]
     pub sharing: Sharing,
     /// True if cached tokens are hidden from clients.
     pub hide_cached_tokens: bool,
-    /// MiB of answers in which requests of the same salt find drafts; 0: none.
+    /// MiB of earlier answers in which requests with the same salt look up draft tokens; 0:
+    /// disabled.
     pub speculative_shared_history: u32,
-    /// Hosts and pages whose requests are answered.
+    /// The hosts and origins whose requests are accepted.
     #[serde(skip)]
     pub access: Access,
-    /// A prefix that paths may have, such as `/llm`, for a proxy that keeps it in URLs. Empty, or
-    /// without a slash at its end.
+    /// A path prefix that requests may have, such as `/llm`, for a proxy that does not strip it.
+    /// Empty, or without a trailing slash.
     pub root_path: String,
-    /// Proxies that are trusted to name the sender of a request.
+    /// Proxies whose headers with the client's address are trusted.
     #[serde(skip)]
     pub trusted_proxies: TrustedProxies,
-    /// The largest number of connections at a time. A few more get a 503, or the server's health.
+    /// The maximum number of open connections. A few more are accepted, which receive a 503 or the
+    /// server's health.
     pub max_connections: usize,
     /// Certificate and key; `None`: connections are not encrypted.
     #[serde(skip)]
     pub tls: Option<Tls>,
-    /// The largest `priority` of a client; the smallest is its negative. `None`: any.
+    /// The maximum `priority` of a client; the minimum is its negative. `None`: no bounds.
     pub max_client_priority: Option<u32>,
-    /// The largest request body in bytes. Everything but embeddings and images is limited to
-    /// `max_json_bytes`.
+    /// The maximum size of a request body in bytes. Everything but embeddings and images is limited
+    /// to `max_json_bytes`.
     pub max_body_bytes: usize,
-    /// The largest request body without its embeddings and images in bytes.
+    /// The maximum size of a request body without its embeddings and images, in bytes.
     pub max_json_bytes: usize,
-    /// The largest memory of all requests together in bytes, from their bodies to their expected
+    /// The maximum memory of all requests together in bytes, from their bodies to their expected
     /// output.
     pub max_request_bytes_in_flight: usize,
-    /// How long a request's head may take to arrive, then its body, and how long a connection may
-    /// be idle.
+    /// The time limit for a request's head, then for its body, and for an idle connection.
     #[serde(serialize_with = "as_seconds")]
     pub receive_timeout: Duration,
-    /// How long a client may accept no bytes while some wait for it. Then its connection is closed.
+    /// How long a client may read nothing while output waits. Then its connection is closed.
     #[serde(serialize_with = "as_seconds")]
     pub send_timeout: Duration,
-    /// The largest number of unsent bytes of a response. A response that exceeds it ends with an
-    /// error.
+    /// The maximum number of unsent bytes of a response. A response that exceeds it fails.
     pub max_unread_bytes: usize,
     /// How long running requests may continue after the shutdown signal.
     #[serde(serialize_with = "as_seconds")]
     pub drain_timeout: Duration,
-    /// The longest wait of /health_generate for its token.
+    /// The time limit of /health_generate for its token.
     #[serde(skip)]
     pub health_timeout: Duration,
-    /// The way of chunks to their sockets.
+    /// How stream chunks are written to their sockets.
     pub egress: EgressMode,
-    /// The number of tokens in a chunk of a stream, unless the request sets it. The first token and
-    /// the end are sent at once.
+    /// The number of tokens per chunk of a stream, unless the request sets it. The first token and
+    /// the last chunk are sent at once.
     pub stream_interval: u32,
     /// The bounds of stored responses, which clients can retrieve or continue.
     #[serde(flatten)]
     pub responses: StoreConfig,
-    /// The store of files and batches; `None`: none are kept.
+    /// The settings of files and batches; `None`: none are stored.
     #[serde(flatten)]
     pub batches: Option<BatchConfig>,
-    /// True if there is a page at `/`.
+    /// True if a web page is served at `/`.
     pub webui: bool,
     /// True if requests wait while the model loads. Otherwise they get an error.
     pub queue_while_loading: bool,
     /// True if a parameter without an effect is an error.
     pub strict_params: bool,
-    /// The largest number of tokens of /tokenize and /detokenize; `None`: four times the context,
+    /// The maximum number of tokens of /tokenize and /detokenize; `None`: four times the context,
     /// and at least 65536.
     pub max_tokenize_tokens: Option<usize>,
 }
 
 impl Default for ServerConfig {
-    /// The defaults of the flags.
+    /// Creates the settings with the defaults of the flags.
     fn default() -> Self {
         Self {
             api_keys: Keys::default(),
@@ -152,9 +152,9 @@ impl Default for ServerConfig {
 /// The served model.
 #[derive(Debug, Clone)]
 pub struct ModelInfo {
-    /// Names that requests may use, at least one; lists show the first.
+    /// Names that requests may use, at least one; model lists show the first.
     pub served_names: Vec<String>,
-    /// Further names that requests may use, shown in no list.
+    /// Further names that requests may use; model lists do not show them.
     pub aliases: Vec<String>,
     /// The loaded model: a hub id or a path.
     pub root: String,
@@ -170,13 +170,13 @@ pub struct ModelInfo {
     pub tokenizer_config: Map<String, Value>,
     /// The form in which the model writes reasoning and tool calls.
     pub dialect: Dialect,
-    /// Special tokens that are marks of this form, ascending.
+    /// Ids of the special tokens that are marks of this dialect, ascending.
     pub marks: Arc<[i32]>,
-    /// The compiler of grammars for answers; `None`: answers can't be constrained.
+    /// The compiler of grammars; `None`: answers can't be constrained.
     pub grammars: Option<Grammars>,
-    /// The images that the model takes; `None`: none.
+    /// The image inputs that the model accepts; `None`: no images.
     pub images: Option<ImageModel>,
-    /// The fetcher of images by their URLs.
+    /// Downloads images from their URLs.
     pub fetcher: Option<Fetcher>,
     /// The marks around the model's reasoning, if they are known.
     pub markers: Option<Markers>,

@@ -11,8 +11,8 @@ use forebay_text::Tokenizer;
 use crate::state::Shared;
 use crate::submission::Submission;
 
-/// The constraints of a submission's choices, after the tokens `said`. A compilation takes a turn
-/// of `client`. `None`: nothing restricts the choices.
+/// Builds the constraints of a submission's choices, after the tokens `said`. A compilation is
+/// queued as a job of `client`. `None`: nothing restricts the choices.
 pub(crate) async fn constraints(
     state: &Shared,
     submission: &Submission,
@@ -49,7 +49,8 @@ pub(crate) async fn constraints(
     grammars.constraints(wanted).await.map(Some).map_err(|error| refused(param, error))
 }
 
-/// The reasoning before the answer, if the model is known to reason.
+/// Returns the reasoning that the constraint must allow before the answer. `None`: the model is not
+/// known to reason, or its reasoning needs no constraint.
 fn reasoning(state: &Shared, terms: &Terms, prompt: &[i32]) -> Result<Option<Reasoning>, ApiError> {
     let generation = &terms.generation;
     let budget = generation.thinking_budget;
@@ -75,7 +76,7 @@ fn reasoning(state: &Shared, terms: &Terms, prompt: &[i32]) -> Result<Option<Rea
     Ok(matters.then(|| Reasoning { markers: markers.clone(), start, budget }))
 }
 
-/// Token ids that are allowed where an answer is complete.
+/// Returns the token ids that are allowed where an answer is complete.
 fn ends(terms: &Terms, eos: &[i32]) -> Arc<[i32]> {
     let mut ends = [&terms.stop_ids, eos].concat();
     ends.sort_unstable();
@@ -83,7 +84,7 @@ fn ends(terms: &Terms, eos: &[i32]) -> Arc<[i32]> {
     ends.into()
 }
 
-/// The tokens of each word, at the start of a text and after a space.
+/// Returns the tokens of each word, once without and once with a leading space.
 fn spelled(tokenizer: &Tokenizer, words: &[String]) -> Result<Arc<[Box<[i32]>]>, ApiError> {
     let mut spelled: Vec<Box<[i32]>> = Vec::with_capacity(2 * words.len());
     for (at, word) in words.iter().enumerate() {
@@ -103,7 +104,7 @@ fn spelled(tokenizer: &Tokenizer, words: &[String]) -> Result<Arc<[Box<[i32]>]>,
     Ok(spelled.into())
 }
 
-/// The error for a client whose constraint can't be made.
+/// Converts a grammar error to the client's error for the parameter `param`.
 fn refused(param: &str, error: GrammarError) -> ApiError {
     match error {
         GrammarError::Invalid { path, reason } => {
@@ -126,7 +127,7 @@ fn refused(param: &str, error: GrammarError) -> ApiError {
     }
 }
 
-/// The error of a server that can't compile new grammars.
+/// Creates the error for a client while the server can't compile new grammars.
 pub(crate) fn stuck(error: &GrammarError) -> ApiError {
     ApiError::Unavailable { reason: error.to_string(), code: "grammar_stuck" }
 }

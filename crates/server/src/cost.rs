@@ -1,32 +1,32 @@
 //! The bytes of memory that are charged to a request.
 //!
-//! A request is charged twice. One charge covers its body and the parsed values, until its prompts
-//! are token ids. The other covers its choices and its answer, until that has been sent. The memory
-//! of a compiled grammar is added to the second.
+//! A request is charged twice. The first charge covers its body and the parsed values, until its
+//! prompts are token ids. The second covers its choices and its response, until the response has
+//! been sent. The memory of a compiled grammar is added to the second charge.
 
 use forebay_egress::LOGPROB_JSON;
 use forebay_engine::History;
 
-/// Bytes of memory for each byte of a body: the body, its copy in one piece, and the parsed values.
+/// Bytes of memory per byte of a body: the body, its contiguous copy, and the parsed values.
 const UNREAD: usize = 4;
-/// Bytes of a parsed request for each byte of its body: strings, rendered prompt and token ids.
+/// Bytes of a parsed request per byte of its body: strings, rendered prompt and token ids.
 const READ: usize = 3;
-/// Bytes of a JSON value that is kept unparsed, with the template's copy.
+/// Bytes of a JSON value that is kept unparsed, including the chat template's copy.
 const VALUE: usize = 512;
-/// Bytes of a request of any kind.
+/// The fixed bytes of each request.
 const REQUEST: usize = 4096;
 /// Bytes of a choice: its entries in the queue, the egress and the mailbox.
 const CHOICE: usize = 4096;
 /// Bytes of a token id.
 const TOKEN: usize = size_of::<i32>();
-/// Bytes of a log-probability as numbers: an id, and a value.
+/// Bytes of a log-probability in memory: a token id and a value.
 const LOGPROB: usize = 8;
-/// Bytes of a generated token: its id here and in the engine, and its text.
+/// Bytes of a generated token: its id in the server and in the engine, and its text.
 const GENERATED: usize = 12;
-/// Tokens that are charged to a choice in advance. Few answers get longer; further tokens are
-/// charged as they come.
+/// The maximum number of tokens that are charged to a choice in advance. Few answers are longer;
+/// further tokens are charged when they are generated.
 const EXPECTED: u32 = 4096;
-/// Bytes of an element of a vector: two copies as a number, and the JSON.
+/// Bytes of an element of an embedding: two copies as `f32`, and its JSON text.
 const ELEMENT: usize = 2 * size_of::<f32>() + 16;
 
 /// Bytes of a request whose body has `body` bytes, received or still expected.
@@ -34,18 +34,19 @@ pub(crate) fn unread(body: usize) -> usize {
     REQUEST.saturating_add(body.saturating_mul(UNREAD))
 }
 
-/// Bytes of the parsed form of a body of `body` bytes. Its embeddings take `embeds` bytes on top,
-/// and `values` JSON values were kept.
+/// Bytes of the parsed form of a body of `body` bytes. Its embeddings take `embeds` more bytes, and
+/// `values` JSON values are kept unparsed.
 pub(crate) fn read(body: usize, embeds: usize, values: usize) -> usize {
     REQUEST + body * READ + embeds + values * VALUE
 }
 
-/// Bytes of the choices of prompts.
+/// Bytes of prompts and their choices.
 pub(crate) fn choices(prompts: impl Iterator<Item = Size>) -> usize {
     prompts.map(|size| size.bytes()).fold(0, usize::saturating_add)
 }
 
-/// Bytes of pooled prompts with `tokens` tokens in all, and their vectors of `size` elements.
+/// Bytes of `inputs` pooled prompts with `tokens` tokens in all, and their vectors of `size`
+/// elements.
 pub(crate) fn inputs(inputs: usize, tokens: usize, size: usize) -> usize {
     let vectors = inputs.saturating_mul(CHOICE + ELEMENT * size);
     vectors.saturating_add(2 * TOKEN * tokens)
@@ -53,20 +54,20 @@ pub(crate) fn inputs(inputs: usize, tokens: usize, size: usize) -> usize {
 
 /// The sizes of a prompt and its choices.
 pub(crate) struct Size {
-    /// Tokens of the prompt.
+    /// The number of tokens of the prompt.
     pub(crate) prompt: usize,
-    /// Tokens among which drafts are looked up.
+    /// The number of tokens in which drafts are looked up.
     pub(crate) indexed: usize,
-    /// The largest number of tokens of a choice.
+    /// The maximum number of tokens of a choice.
     pub(crate) max_tokens: u32,
     pub(crate) choices: usize,
-    /// Log-probabilities of each token.
+    /// The number of log-probabilities per generated token.
     pub(crate) candidates: usize,
-    /// Allowed token ids.
+    /// The number of allowed token ids.
     pub(crate) allowed: usize,
-    /// Log-probabilities of each token of the prompt.
+    /// The number of log-probabilities per prompt token.
     pub(crate) told: usize,
-    /// Bytes of the answer that repeat the prompt, and of its log-probabilities.
+    /// Bytes of the response that repeat the prompt, and of its log-probabilities.
     pub(crate) repeated: usize,
 }
 
@@ -77,8 +78,8 @@ impl Size {
         let tokens = max_tokens.min(EXPECTED) as usize;
         // An admitted choice has a copy of the prompt's tokens.
         let choice = CHOICE + TOKEN * prompt + tokens * (GENERATED + LOGPROB_JSON * candidates);
-        // Choices share the allowed ids, and so do prompts. Counting them for each is more than
-        // enough.
+        // All choices and prompts share the allowed ids, so counting them once per prompt is more
+        // than enough.
         (TOKEN * (prompt + allowed) + LOGPROB * told * prompt)
             .saturating_add(repeated)
             .saturating_add(History::bytes(indexed))

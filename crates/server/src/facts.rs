@@ -1,4 +1,4 @@
-//! Facts about the model's files, in the format of clients that show them.
+//! Facts about the model's files, in the formats that clients expect.
 
 use serde::Serialize;
 use serde_json::{Map, Value, json};
@@ -36,7 +36,7 @@ const KEYS: [(&str, &[&str]); 12] = [
 ];
 
 impl ModelFacts {
-    /// The facts of a model with this `config.json`.
+    /// Creates the facts of a model with this `config.json`.
     #[must_use]
     pub fn new(
         format: &str,
@@ -53,7 +53,7 @@ impl ModelFacts {
         }
     }
 
-    /// The number of parameters as Ollama shows it, such as `134.52M`; empty: not known.
+    /// Returns the number of parameters in Ollama's format, such as `134.52M`; empty: not known.
     pub(crate) fn parameter_size(&self) -> String {
         let Some(parameters) = self.parameters else { return String::new() };
         let number = parameters as f64;
@@ -69,8 +69,8 @@ impl ModelFacts {
         }
     }
 
-    /// The sizes of the model under the keys of a GGUF file. Sizes that the model does not have are
-    /// left out.
+    /// Returns the model's dimensions under the metadata keys of a GGUF file. Dimensions that the
+    /// model does not have are left out.
     pub(crate) fn metadata(&self, context_length: u32) -> Map<String, Value> {
         let family = &self.family;
         // Configurations of vision models have the decoder's sizes in `text_config`.
@@ -96,8 +96,7 @@ impl ModelFacts {
     }
 }
 
-/// The family of a model: its type, or the start of its architecture's name if the file has no
-/// type.
+/// Returns the family of a model: its `model_type`, or else the start of its architecture's name.
 fn family(config: &Map<String, Value>) -> String {
     if let Some(kind) = config.get("model_type").and_then(Value::as_str) {
         return kind.to_owned();

@@ -1,7 +1,7 @@
 //! Bodies of multipart forms, with bounded memory for the parser.
 //!
 //! The parser buffers all available data before it parses, and keeps a part's head until the head
-//! is complete. So it gets one frame at a time, and the bytes outside the file are bounded.
+//! is complete. So the parser gets one frame at a time, and the bytes outside the file are bounded.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -14,10 +14,10 @@ use bytes::Bytes;
 use http_body_util::BodyExt;
 use hyper::body::Frame;
 
-/// The largest number of bytes of a form without its file.
+/// The maximum number of bytes of a form without its file.
 const BESIDE: u64 = 1 << 20;
 
-/// The number of bytes of a form's file that have been read.
+/// Counts the bytes of a form's file that were read.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TakenBytes(Arc<AtomicU64>);
 
@@ -27,16 +27,16 @@ impl TakenBytes {
     }
 }
 
-/// See the module.
+/// A form's body that yields one frame per poll. See the module.
 struct FormBody {
     body: Body,
     received: u64,
     taken: TakenBytes,
-    /// True if the parser was given a frame and has not asked for another yet.
+    /// True if the parser was given a frame and has not polled for another yet.
     gave: bool,
 }
 
-/// The bounded body, and the counter of its bytes that were read.
+/// Returns the bounded body, and the counter of its file's bytes that were read.
 pub(crate) fn bounded(body: Body) -> (Body, TakenBytes) {
     let taken = TakenBytes::default();
     let form = FormBody { body, received: 0, taken: taken.clone(), gave: false };
@@ -62,7 +62,7 @@ impl HttpBody for FormBody {
             self.gave = true;
             self.received += data.len() as u64;
             let kept = self.received.saturating_sub(self.taken.0.load(Ordering::Relaxed));
-            // The last frames of a file may not be taken yet.
+            // The last frames of a file may not be counted as read yet.
             if kept > BESIDE + data.len() as u64 {
                 let reason = format!("the form has more than {BESIDE} bytes beside its file");
                 return Poll::Ready(Some(Err(Error::new(std::io::Error::other(reason)))));
@@ -83,7 +83,8 @@ mod tests {
 
     const FRAME: usize = 64 << 10;
 
-    /// A request with endless frames after `head`, and the number of frames that were read.
+    /// Returns a request with endless frames after `head`, the counter of read file bytes, and the
+    /// number of frames that were polled.
     fn endless(head: &'static str) -> (Request, TakenBytes, Arc<AtomicUsize>) {
         let asked = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&asked);

@@ -1,5 +1,5 @@
-//! Reports in the answer's headers how it differs from the request: parameters without effect,
-//! unless those are refused, and tools that the model's template does not show.
+//! Response headers that report how the server deviated from the request: parameters without effect
+//! (unless those are errors), and tools that the model's template does not render.
 
 use std::cell::{Cell, RefCell};
 
@@ -13,9 +13,10 @@ use crate::state::Shared;
 
 /// The header with the names of parameters that had no effect, separated by commas.
 pub(crate) const HEADER: HeaderName = HeaderName::from_static("x-forebay-ignored");
-/// The header with the way tools were shown to the model, if its template does not show them.
+/// The header that is present if tools were shown to the model in a system message, because the
+/// chat template does not render tools.
 pub(crate) const TOOLS_HEADER: HeaderName = HeaderName::from_static("x-forebay-tools");
-/// The largest size of the header in bytes. Further names are left out.
+/// The maximum size of the header in bytes. Further names are left out.
 const MOST_BYTES: usize = 1024;
 
 tokio::task_local! {
@@ -23,7 +24,7 @@ tokio::task_local! {
     static GENERIC_TOOLS: Cell<bool>;
 }
 
-/// Records that a system message lists the request's tools.
+/// Records that a generic system message lists the request's tools.
 pub(crate) fn note_generic_tools() {
     // The server's own requests have no client to report to.
     let _ = GENERIC_TOOLS.try_with(|generic| generic.set(true));
@@ -44,7 +45,7 @@ pub(crate) fn ignore(state: &Shared, name: &str) -> Result<(), ApiError> {
     Ok(())
 }
 
-/// Records a difference from the request that is no error.
+/// Records a deviation from the request that is no error.
 pub(crate) fn note(name: String) {
     // The server's own requests have no client to report to.
     let _ = NAMES.try_with(|names| {
@@ -55,7 +56,7 @@ pub(crate) fn note(name: String) {
     });
 }
 
-/// Answers a request, and names the parameters that had no effect.
+/// Runs a request, and adds headers with the parameters that had no effect.
 pub(crate) async fn tell(request: Request, next: Next) -> Response {
     let answer = async {
         let response = next.run(request).await;

@@ -1,4 +1,4 @@
-//! A compressed body, as inflated frames.
+//! A compressed body as a stream of inflated frames.
 
 use std::pin::Pin;
 use std::task::{Context, Poll};
@@ -13,7 +13,7 @@ pub(crate) struct Inflated {
     /// `None`: the body has ended.
     body: Option<Body>,
     inflater: Inflater,
-    /// Compressed bytes that have arrived and are not inflated yet.
+    /// Compressed bytes that have arrived but are not inflated yet.
     rest: Bytes,
     /// True if other tasks should run before the next frame.
     yields: bool,
@@ -24,7 +24,7 @@ impl Inflated {
         Self { body: Some(body), inflater, rest: Bytes::new(), yields: false }
     }
 
-    /// The next piece; `Ready(None)`: the end.
+    /// Returns the next inflated chunk; `Ready(None)`: the end of the body.
     fn poll_piece(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<Vec<u8>, ApiError>>> {
         if std::mem::take(&mut self.yields) {
             context.waker().wake_by_ref();

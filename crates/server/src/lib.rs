@@ -2,29 +2,29 @@
 //!
 //! The path of a request: [`serve`] accepts the connection, `limits` reads the body, and `intake`
 //! parses large bodies on other threads. `forebay-api` validates, and the text pool tokenises.
-//! `call` registers each choice with the egress thread and submits it to the engine. The answer
-//! goes through [`EgressSink`] to the egress thread, which turns outputs into text and writes
-//! chunks of streams directly to the socket ([`forebay_http::Line`]). Everything else goes through
-//! the request's mailbox to the response (`sse`): non-streamed answers, chunks for slow readers,
-//! and every end. A dropped response aborts its requests. The outputs of a pooling model are
-//! vectors, and take another path ([`PooledSink`], `pooling`).
+//! `call` registers each choice with the egress thread and submits it to the engine. The output
+//! goes through [`EgressSink`] to the egress thread, which detokenises it and writes chunks of
+//! streams directly to the socket ([`forebay_http::Line`]). Everything else goes through the
+//! request's mailbox to the response (`sse`): non-streamed responses, chunks for slow readers, and
+//! the last chunk of every stream. Dropping a response aborts its requests. The outputs of a
+//! pooling model are vectors, and take another path ([`PooledSink`], `pooling`).
 //!
-//! A server of several models has an [`AppState`] for each, and a [`ModelServer`] in front that
-//! finds a request's model and loads it (`fleet`).
+//! A server of several models has an [`AppState`] per model. A [`ModelServer`] in front finds the
+//! model that a request names, and loads it (`fleet`).
 //!
-//! If a router is in front, `peers` reads its headers and answers with load, blocks, and the facts
-//! with which another brain continues a stream.
+//! If a router is in front, `peers` reads its headers and returns the load, the blocks, and the
+//! facts with which another brain continues a stream.
 //!
-//! A prefill server computes prompts for decode servers, which take the blocks of their cache over
-//! (`pd`).
+//! A prefill server computes prompts for decode servers, which fetch the resulting blocks of the KV
+//! cache (`pd`).
 //!
-//! | threads | who | what |
+//! | threads | item | work |
 //! |---|---|---|
-//! | the caller's runtime (2 to 4) | [`serve`] | connections, parsing, validation, heads and ends of responses |
+//! | the caller's, 2 to 4 | [`serve`] | connections, parsing, validation, response heads and ends |
 //! | 1 or more | [`egress()`] | detokenisation, stop strings, chunks, request metrics |
-//! | 1, where the model pools | [`pooled()`] | vectors to the requests that wait for them, request metrics |
+//! | 1, for a pooling model | [`pooled()`] | vectors to waiting requests, request metrics |
 //! | 1 or more | [`Intake`] | parsing of large bodies, embeddings into the arena |
-//! | as many, where the model sees images | [`Intake`] | pixels to patches in the arena |
+//! | as many, if the model accepts images | [`Intake`] | decoding of images into the arena |
 //! | N | `forebay_text::TextPool` | templates, tokenisation |
 
 mod access;

@@ -1,4 +1,4 @@
-//! Limits of every request: the size of its body, and how long it may take to arrive.
+//! Limits of every request: the size of its body, and the time in which it must arrive.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -24,8 +24,9 @@ use crate::intake::body::{BodyLimit, Pieces};
 use crate::intake::turns::{Pace, Turn, Turns, Verdict};
 use crate::state::Shared;
 
-/// A body is charged in steps of this many bytes, before they arrive. So a client that declares a
-/// large body but sends little of it is charged little.
+/// A body is charged in steps, before its bytes arrive: `STEP` bytes, or the bytes so far divided
+/// by `STEP_PART` if that is more. So a client that declares a large body but sends little of it is
+/// charged little.
 const STEP: usize = 16 << 10;
 const STEP_PART: usize = 4;
 
@@ -42,7 +43,7 @@ impl Upload {
         Self { body, client, inflater: Ok(None) }
     }
 
-    /// The body, inflated if it is compressed. Limits apply to the inflated bytes.
+    /// Returns the body, inflated if it is compressed. Limits apply to the inflated bytes.
     pub(crate) fn into_body(self) -> Result<Body, ApiError> {
         Ok(match self.inflater? {
             Some(inflater) => Body::new(Inflated::new(self.body, inflater)),
@@ -61,7 +62,7 @@ impl<S: HasClients> FromRequest<Arc<S>> for Upload {
     }
 }
 
-/// The largest size of a body that may have embeddings or images, in bytes.
+/// Returns the limit of a body. `embeds` is true if the body may have embeddings or images.
 pub(crate) fn body_limit(config: &ServerConfig, embeds: bool) -> BodyLimit {
     let (json, json_flag) = if config.max_body_bytes < config.max_json_bytes {
         (config.max_body_bytes, "--max-body-bytes")
@@ -71,7 +72,8 @@ pub(crate) fn body_limit(config: &ServerConfig, embeds: bool) -> BodyLimit {
     BodyLimit { most: if embeds { config.max_body_bytes } else { json }, json, json_flag }
 }
 
-/// Reads and parses a body. The charge covers the memory of the result, and has to be kept as long.
+/// Reads and parses a body. The returned charge covers the memory of the result: keep it as long as
+/// the result.
 pub(crate) async fn read<T>(upload: Upload, state: &Shared) -> Result<(T, Arc<Charge>), ApiError>
 where
     T: Limited + Send + 'static,
@@ -89,7 +91,7 @@ where
     Ok((request, charge))
 }
 
-/// A body as it came, for any route.
+/// Reads a body without parsing it, for any route.
 pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Charge), ApiError> {
     let limit = body_limit(&state.config, true);
     let charge = state.budget.open(upload.client);
@@ -99,10 +101,10 @@ pub(crate) async fn whole(upload: Upload, state: &Shared) -> Result<(Bytes, Char
     Ok((pieces.join(), charge))
 }
 
-/// The largest body of an administrator's order, in bytes.
+/// The maximum size of the body of an admin request, in bytes.
 const SMALL_BYTES: usize = 16 << 10;
 
-/// Reads the body of an administrator's order.
+/// Reads and parses the body of an admin request.
 pub(crate) async fn small<T: DeserializeOwned>(
     state: &Shared,
     upload: Upload,
@@ -111,7 +113,7 @@ pub(crate) async fn small<T: DeserializeOwned>(
     order(&body)
 }
 
-/// Parses the body of an administrator's order. An empty body means no fields.
+/// Parses the body of an admin request. An empty body means no fields.
 pub(crate) fn order<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
     if body.len() > SMALL_BYTES {
         let reason = format!("the body has {} bytes, and {SMALL_BYTES} at most", body.len());
@@ -122,7 +124,7 @@ pub(crate) fn order<T: DeserializeOwned>(body: &[u8]) -> Result<T, ApiError> {
         .map_err(|error| ApiError::invalid("body", format!("the body: {error}")))
 }
 
-/// The parameters of a URL, after its `?`.
+/// Parses the query parameters of a URL.
 pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
     match Query::try_from_uri(uri) {
         Ok(Query(query)) => Ok(query),
@@ -131,8 +133,8 @@ pub(crate) fn query<T: DeserializeOwned>(uri: &Uri) -> Result<T, ApiError> {
 }
 
 /// Reads a body of at most `limit` bytes that has to arrive within `time`. A large body waits for
-/// its turn, which lasts until the caller has parsed it. Reading all at once would allocate and
-/// clear memory for all of them.
+/// its turn, which lasts until the caller has parsed it. Reading all large bodies at once would
+/// allocate and clear memory for all of them.
 pub(crate) async fn collect(
     upload: Upload,
     limit: BodyLimit,
@@ -142,7 +144,7 @@ pub(crate) async fn collect(
 ) -> Result<(Pieces, Option<Turn>), ApiError> {
     let client = upload.client;
     let mut body = upload.into_body()?;
-    // A declared length above the limit is refused before anything is read.
+    // A declared length above the limit is rejected before anything is read.
     let declared = body.size_hint().lower();
     if declared > limit.most as u64 {
         return Err(limit.error(limit.most));
@@ -160,7 +162,8 @@ async fn read_frames(
     charge: &Charge,
 ) -> Result<(Pieces, Option<Turn>), ApiError> {
     let hint = body.size_hint();
-    // A declared size was checked against the limit, and fits into an empty server.
+    // A declared size was checked against the limit. It has to fit into the budget of an idle
+    // server.
     let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     charge.check(unread(size(hint.lower())))?;
     let most = hint.upper().map_or(usize::MAX, size);
@@ -208,7 +211,7 @@ async fn read_frames(
     }
 }
 
-/// The error for a body that broke off.
+/// Converts an error from reading a body to the client's error.
 pub(crate) fn broken(error: axum::Error) -> ApiError {
     match error.into_inner().downcast::<ApiError>() {
         Ok(error) => *error,
@@ -280,7 +283,7 @@ mod tests {
         assert_eq!(over.unwrap_err(), ApiError::BodyTooLarge { limit: (3 << 20) - 1, flag });
         let wrong = read(b"{}".to_vec(), 100).await.unwrap_err();
         assert!(wrong.to_string().contains("gzip"), "{wrong}");
-        // The parsed request is charged, too.
+        // The inflated bytes are charged, too.
         let budget = ByteBudget::new(1 << 20);
         let headers = HeaderMap::from_iter([(CONTENT_ENCODING, HeaderValue::from_static("gzip"))]);
         let upload = Upload { inflater: Inflater::of(&headers), ..upload(gzip(&large)) };
@@ -322,7 +325,7 @@ mod tests {
         let (pieces, turn) = quick.await.unwrap();
         assert_eq!((pieces.len(), turn.is_some()), (2 * LARGE_BODY, true));
 
-        // From now on this body waits in the queue for slow bodies, whatever the others do.
+        // From now on this body waits in the queue for slow bodies, whatever the other bodies do.
         slow.send_data(vec![1; 5].into()).await.unwrap();
         drop(slow);
         let (pieces, slow_turn) = slow_one.await.unwrap();
@@ -332,7 +335,7 @@ mod tests {
         assert_eq!(turns.free(), 1);
     }
 
-    /// Sends forty bodies, one byte a millisecond each. Returns how many turns passed before a
+    /// Sends forty bodies, one byte per millisecond each. Returns how many turns passed before a
     /// large body of another client was read.
     async fn turns_before(clients: u64) -> u64 {
         let turns = Arc::new(Turns::new(1));
@@ -352,7 +355,7 @@ mod tests {
                 collect(upload, limit, Duration::MAX, &turns, &free()).await.ok();
             });
         }
-        // Long enough for each of them to have had a turn.
+        // Long enough for each body to have had a turn.
         tokio::time::sleep(Duration::from_secs(5)).await;
         assert!(turns.given() > 40);
         let before = turns.given();
@@ -380,7 +383,7 @@ mod tests {
         assert!(!greedy.iter_mut().any(is_ready));
         let mut other = Box::pin(turns.take(ClientId(2), Pace::Steady));
         assert!(!is_ready(&mut other));
-        // A request that leaves the line is skipped.
+        // A request that leaves the queue is skipped.
         let mut gone = Box::pin(turns.take(ClientId(3), Pace::Steady));
         assert!(!is_ready(&mut gone));
         drop(gone);

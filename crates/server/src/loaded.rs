@@ -1,4 +1,4 @@
-//! The end of the model's load.
+//! Waiting for the end of the model's load.
 
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -26,7 +26,7 @@ impl ModelLoad {
             });
             told
         });
-        // The sender is dropped only after the last value, or when the server ends.
+        // The sender is dropped only after its last value, or when the server stops.
         let _ = told.clone().wait_for(|&loaded| loaded).await;
     }
 }

@@ -1,4 +1,4 @@
-//! Requests that arrive before the model is loaded, and wait for it.
+//! Requests that arrive before the model is loaded wait for it.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ fn is_loading(state: &Shared) -> bool {
     matches!(state.status(), Status::Starting(_))
 }
 
-/// Holds a request until the model is loaded, before any of its body is read.
+/// Delays a request until the model is loaded, before any of its body is read.
 pub(crate) async fn hold(State(state): State<Shared>, request: Request, next: Next) -> Response {
     if state.config.queue_while_loading && is_loading(&state) {
         let asked = Arc::clone(&state);

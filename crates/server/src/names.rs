@@ -1,14 +1,14 @@
-//! Names of requests and of their answers.
+//! Names of requests and of their responses.
 
 use axum::http::HeaderName;
 
-/// The header of a request's name.
+/// The header with a request's id.
 pub(crate) const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// The suffix of a model's name that Ollama's clients add.
+/// The suffix that Ollama's clients add to a model's name.
 pub(crate) const LATEST: &str = ":latest";
 
-/// 128 random bits as 32 hexadecimal digits.
+/// Returns 128 random bits as 32 hexadecimal digits.
 pub(crate) fn random_hex() -> String {
     format!("{:032x}", rand::random::<u128>())
 }

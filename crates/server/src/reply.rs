@@ -8,11 +8,11 @@ use forebay_api::ApiError;
 use forebay_http::Refusal;
 use serde::Serialize;
 
-/// An error on its way to the client.
+/// An error that becomes the client's response.
 #[derive(Debug)]
 pub(crate) struct Failure(pub(crate) ApiError);
 
-/// The error of a response, kept for APIs that encode errors in another shape.
+/// The error of a response, kept in its extensions for APIs that encode errors in another format.
 #[derive(Debug, Clone)]
 pub(crate) struct ReplyError(pub(crate) ApiError);
 
@@ -33,7 +33,8 @@ impl IntoResponse for Failure {
         let Self(error) = self;
         let status =
             StatusCode::from_u16(error.status()).unwrap_or(StatusCode::INTERNAL_SERVER_ERROR);
-        // A 503 state was logged when it began, and health probes repeat the request constantly.
+        // Only a 500 is a warning. A state that causes a 503 was logged when it began, and health
+        // probes repeat the request all the time.
         if status == StatusCode::INTERNAL_SERVER_ERROR {
             tracing::warn!(status = status.as_u16(), %error, "request failed");
         } else {
@@ -48,7 +49,7 @@ impl IntoResponse for Failure {
     }
 }
 
-/// A JSON response.
+/// Creates a JSON response.
 pub(crate) fn json<T: Serialize>(status: StatusCode, value: &T) -> Response {
     match serde_json::to_vec(value) {
         Ok(body) => {
@@ -66,12 +67,12 @@ pub(crate) fn json<T: Serialize>(status: StatusCode, value: &T) -> Response {
     }
 }
 
-/// A JSON response with status 200.
+/// Creates a JSON response with status 200.
 pub(crate) fn ok<T: Serialize>(value: &T) -> Response {
     json(StatusCode::OK, value)
 }
 
-/// The error for a response that serde could not write, which is a bug.
+/// Creates the error for a response that serde could not write, which is a bug.
 pub(crate) fn unwritable(error: serde_json::Error) -> Failure {
     let reason = format!("the response could not be written as JSON: {error}");
     Failure(ApiError::Internal { reason, code: None })

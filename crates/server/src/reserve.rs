@@ -1,7 +1,8 @@
-//! Answers that need no free connection: whether the process is alive, and the state of the server.
+//! Responses that need no free connection: whether the process is alive, and the state of the
+//! server.
 //!
-//! The main listener accepts a few connections beyond its limit. They are refused, unless they ask
-//! for `/livez` or `/health`. A health listener (`--health-port`) has a thread of its own.
+//! The main listener accepts a few connections beyond its limit. They receive an error, except for
+//! requests to `/livez` or `/health`. A health listener (`--health-port`) has a separate thread.
 
 use std::io;
 use std::net::TcpListener;
@@ -18,14 +19,14 @@ use crate::routes::fleet::lists;
 use crate::routes::info;
 use crate::serve::AnyServer;
 
-/// The number of connections beyond the limit, and of those at a health listener.
+/// The maximum number of connections beyond the limit, and of connections at a health listener.
 pub(crate) const RESERVE: usize = 64;
-/// How long a request's head may take to arrive there.
+/// The time limit for the head of a request on these connections.
 const HEADER_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long such a client may accept no bytes.
+/// How long a client of these connections may read nothing while output waits.
 const SEND_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The routes about the process and its health.
+/// Returns the routes for the process and its health.
 fn health(server: &AnyServer) -> Router {
     let live = Router::new().route("/livez", get(info::live));
     live.merge(match server {
@@ -50,7 +51,7 @@ fn metrics(server: &AnyServer) -> Router {
     }
 }
 
-/// The setup of connections beyond the limit.
+/// Returns the setup of connections beyond the limit.
 pub(crate) fn setup(server: &AnyServer) -> ConnectionSetup {
     let (limit, tls) = (server.config().max_connections, server.config().tls.clone());
     let full = move || async move {
@@ -67,14 +68,14 @@ pub(crate) fn setup(server: &AnyServer) -> ConnectionSetup {
     }
 }
 
-/// A thread that answers `/livez`, `/health` and `/metrics`. Dropping it ends the thread.
+/// A thread that serves `/livez`, `/health` and `/metrics`. Dropping this stops the thread.
 #[derive(Debug)]
 pub struct HealthThread {
     _thread: ListenerThread,
 }
 
 impl HealthThread {
-    /// Answers clients of `listener`, in plain HTTP.
+    /// Serves clients of `listener`, in plain HTTP.
     ///
     /// # Errors
     /// The system can't start a thread, or the listener can't be polled.

@@ -9,16 +9,17 @@ use forebay_engine::Preference;
 use crate::reply::Failure;
 use crate::state::Shared;
 
-/// The header of Forebay's router, and that of SGLang's router.
+/// The header of Forebay's router, and the header of SGLang's router.
 const KEY_HEADERS: [&str; 2] = ["x-routing-key", "x-smg-routing-key"];
-/// The header of vLLM for a replica.
+/// vLLM's header that selects a replica.
 const RANK_HEADER: &str = "x-data-parallel-rank";
 
-/// The headers' preferences.
+/// The routing preferences of a request's headers.
 pub(crate) struct Routing(pub(crate) Preference);
 
 impl Routing {
-    /// Completes the body's parameters with headers.
+    /// Adds the preferences of the headers to the body's parameters, unless the body has
+    /// preferences.
     pub(crate) fn fill(&self, generation: &mut Generation) {
         let Preference { key, replica } = &self.0;
         let body = &mut generation.preference;

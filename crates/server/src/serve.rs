@@ -1,4 +1,4 @@
-//! The service of a listener, and its drain.
+//! Serving a listener, and draining at shutdown.
 
 use std::io;
 use std::time::Duration;
@@ -17,7 +17,7 @@ use crate::state::AppState;
 
 /// How long connections may take to close after the last request.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long connections may take to close after requests were cut off.
+/// How long connections may take to close after their requests were aborted.
 const CUT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A server of one model, or of several.
@@ -63,7 +63,7 @@ impl AnyServer {
         }
     }
 
-    /// Starts computing batches, if files of requests are stored.
+    /// Starts computing batches, if the server has a store for them.
     fn compute_batches(&self) -> Option<AbortHandle> {
         let Self::One(state) = self else { return None };
         let state = state.shared();
@@ -92,13 +92,13 @@ impl AnyServer {
     }
 }
 
-/// Serves until `shutdown` is ready, and then drains. New requests get 503, and running ones have
-/// `drain_timeout` to finish. Requests that are left then, or when `hurry` is ready, are aborted,
-/// each with a terminal event. Then connections are closed. The engine is left drained, not
-/// stopped.
+/// Serves until `shutdown` completes, and then drains. New requests get 503, and running requests
+/// have `drain_timeout` to finish. Requests that still run then, or when `hurry` completes, are
+/// aborted, each with a terminal event. Then connections are closed. The engine is left drained,
+/// not stopped.
 ///
 /// # Errors
-/// The spare descriptor cannot be opened. Later there are no errors.
+/// The spare file descriptor cannot be opened. Later there are no errors.
 pub async fn serve(
     listener: impl Into<Listener>,
     server: impl Into<AnyServer>,
@@ -139,12 +139,13 @@ pub async fn serve(
         }
     };
     connections.close(patience).await;
-    // Unanswered requests are computed after the next start.
+    // Batch requests without a response are computed after the next start.
     computing.iter().for_each(AbortHandle::abort);
     Ok(())
 }
 
-/// The ordinary connections, and those beyond the limit, which get an error or the server's health.
+/// Creates the ordinary connections, and those beyond the limit, which get an error or the server's
+/// health.
 fn connections(server: &AnyServer) -> io::Result<Connections> {
     let config = server.config();
     let usual = ConnectionSetup {

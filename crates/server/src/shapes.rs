@@ -1,4 +1,4 @@
-//! Error shapes, which differ by API.
+//! Error formats, which differ by API.
 
 use axum::body::Body;
 use axum::extract::Request;
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 use crate::reply::ReplyError;
 
-/// The dialect of the client.
+/// The API whose error format a client expects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Shape {
     OpenAi,
@@ -29,7 +29,7 @@ impl Shape {
     }
 }
 
-/// Answers a request, and gives an error the shape of the route's API.
+/// Runs a request, and converts an error to the format of the route's API.
 pub(crate) async fn tell_errors(request: Request, next: Next) -> Response {
     let shape = Shape::of(request.uri());
     let mut response = next.run(request).await;
@@ -48,7 +48,7 @@ pub(crate) async fn tell_errors(request: Request, next: Next) -> Response {
     response
 }
 
-/// An error in the shape of Anthropic's API.
+/// Formats an error for Anthropic's API.
 pub(crate) fn anthropic(error: &ApiError) -> Value {
     let kind = match error.status() {
         401 => "authentication_error",
@@ -61,8 +61,8 @@ pub(crate) fn anthropic(error: &ApiError) -> Value {
         _ => "invalid_request_error",
     };
     let message = match error {
-        // Anthropic's clients match these words, and then shorten the conversation. A prompt has to
-        // leave room for a token.
+        // Anthropic's clients match this text, and then shorten the conversation. A prompt has to
+        // leave room for one token.
         ApiError::ContextLength { prompt, limit, .. } => {
             format!("prompt is too long: {prompt} tokens > {} maximum", limit.saturating_sub(1))
         }
@@ -74,7 +74,7 @@ pub(crate) fn anthropic(error: &ApiError) -> Value {
     json!({"type": "error", "error": {"type": kind, "message": message}})
 }
 
-/// An error in the shape of Ollama's API.
+/// Formats an error for Ollama's API.
 pub(crate) fn ollama(error: &ApiError) -> Value {
     json!({"error": error.body().error.message})
 }

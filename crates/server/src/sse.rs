@@ -1,7 +1,7 @@
 //! Server-sent events: a call's deltas as the frames of a response body.
 //!
-//! A frame has everything that was pending when the connection became writable. Most chunks take
-//! another path: see `mailbox`.
+//! A frame contains everything that was pending when the connection became writable. Most chunks
+//! take another path: see `mailbox`.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -34,7 +34,7 @@ struct EventBody {
 }
 
 impl EventBody {
-    /// Encodes a batch of deltas; true if the stream continues.
+    /// Encodes a batch of deltas. Returns true if the stream continues.
     fn encode(&mut self, call: &Call, more: bool, out: &mut Vec<u8>) -> Result<bool, ApiError> {
         let failed = |error: serde_json::Error| ApiError::Internal {
             reason: format!("a chunk could not be written as JSON: {error}"),
@@ -82,7 +82,7 @@ impl HttpBody for EventBody {
                 Ok(false) => {}
                 Err(error) => {
                     tracing::warn!(%error, "stream failed");
-                    // An error that cannot be encoded is left out: the connection ends anyway.
+                    // An error that cannot be encoded is left out: the connection closes anyway.
                     let told = call.encode(|encoder, _| encoder.fail(&error, &mut out));
                     if told.is_none() && event(&error.body(), &mut out).is_ok() {
                         out.extend_from_slice(DONE);
@@ -98,10 +98,10 @@ impl HttpBody for EventBody {
     }
 }
 
-/// A streamed response with the name `name`, to a request by `wire` from `peer`.
+/// Creates a streamed response with the name `name`, to a request from `peer` on connection `wire`.
 ///
 /// # Errors
-/// It was to continue another brain's stream, and cannot.
+/// The request continues another brain's stream, which this API does not support.
 pub(crate) fn stream(
     state: &Shared,
     mut call: Call,
@@ -124,7 +124,7 @@ pub(crate) fn stream(
     for (name, value) in [
         (CONTENT_TYPE, media_type),
         (CACHE_CONTROL, "no-cache"),
-        // Asks reverse proxies not to hold events back.
+        // This header makes reverse proxies send events without buffering.
         (HeaderName::from_static("x-accel-buffering"), "no"),
     ] {
         response.headers_mut().insert(name, HeaderValue::from_static(value));

@@ -25,7 +25,7 @@ use forebay_http::{ByteBudget, Clients, Guard, HasClients, Keys};
 use forebay_text::TextPool;
 use serde_json::Value;
 
-/// The parts of a server.
+/// The parts from which a server is built.
 pub struct ServerParts {
     /// The settings.
     pub config: ServerConfig,
@@ -33,15 +33,15 @@ pub struct ServerParts {
     pub info: Value,
     /// Watches the server's threads; /health reports its findings.
     pub guard: Guard,
-    /// Log lines that were dropped because the writer was behind, for /metrics.
+    /// The number of log lines that were dropped because the writer lagged, for /metrics.
     pub log_lines_dropped: Arc<AtomicU64>,
     /// The served model.
     pub model: ModelInfo,
-    /// The engines.
+    /// The engine, with all replicas.
     pub engine: Arc<dyn Engine>,
-    /// The threads that tokenise.
+    /// The threads that tokenise prompts.
     pub text: Arc<TextPool>,
-    /// The threads that read bodies.
+    /// The threads that parse large bodies.
     pub intake: Intake,
     /// The receiving end of the engines' output sink.
     pub egress: Egress,
@@ -51,27 +51,29 @@ pub struct ServerParts {
     pub blocks: Option<BlockLog>,
     /// The store of files and batches; `None`: none are stored.
     pub batches: Option<Arc<BatchStore>>,
-    /// The adapters; `None`: requests name none.
+    /// The adapters; `None`: requests can name none.
     pub adapters: Option<AdapterSettings>,
-    /// The weights, where hands can load others.
+    /// The settings of weight updates; `None`: the weights never change.
     pub weights: Option<WeightSettings>,
-    /// The parts with which it computes prompts for others, or has them computed; `None`: neither.
+    /// The parts for disaggregated prefill; `None`: the server computes only whole requests, by
+    /// itself.
     pub pd: Option<PdParts>,
-    /// The parts that it shares with other models of the process; `None`: it is the only one.
+    /// The parts that this model shares with other models of the process; `None`: it is the only
+    /// model.
     pub common: Option<CommonParts>,
 }
 
 /// The parts that all models of a process share. Clones refer to the same parts.
 #[derive(Debug, Clone)]
 pub struct CommonParts {
-    /// The budget of bytes that requests take.
+    /// The memory budget of all requests in bytes.
     pub(crate) budget: ByteBudget,
     pub(crate) store: Arc<Store>,
     pub(crate) clients: Arc<Clients>,
 }
 
 impl CommonParts {
-    /// The parts of a server with these settings.
+    /// Creates the parts of a server with these settings.
     #[must_use]
     pub fn new(config: &ServerConfig) -> Self {
         Self::with_budget(config, config.max_request_bytes_in_flight)
@@ -93,7 +95,7 @@ pub struct AppState(Shared);
 /// A served name, and the adapter it refers to.
 pub(crate) type Named = (String, Option<Arc<NamedAdapter>>);
 
-/// The largest number of adapters that an error lists.
+/// The maximum number of adapters that an error lists.
 const LISTED: usize = 16;
 
 /// The state that the routes share.
@@ -106,40 +108,42 @@ pub(crate) struct Inner {
     pub(crate) info: Value,
     /// Watches the server's threads; /health reports its findings.
     pub(crate) guard: Guard,
-    /// Log lines that were dropped because the writer was behind, for /metrics.
+    /// The number of log lines that were dropped because the writer lagged, for /metrics.
     pub(crate) log_lines_dropped: Arc<AtomicU64>,
     pub(crate) model: ModelInfo,
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) text: Arc<TextPool>,
     pub(crate) intake: Arc<Intake>,
-    /// The budget of bytes that requests take.
+    /// The memory budget of all requests in bytes.
     pub(crate) budget: ByteBudget,
     pub(crate) egress: Egress,
     pub(crate) store: Arc<Store>,
     pub(crate) loaded: ModelLoad,
     pub(crate) live: Live,
     pub(crate) metrics: Arc<Metrics>,
-    /// Seconds since 1970 at the start.
+    /// The start of the server, in seconds since 1970.
     pub(crate) started: u64,
     pub(crate) clients: Arc<Clients>,
-    /// Calls whose response is not finished.
+    /// The calls whose response is not finished.
     pub(crate) book: Book,
-    /// The content of the prefix caches.
+    /// The changes of the engines' prefix caches, for routers.
     pub(crate) blocks: Option<BlockLog>,
     /// The store of files and batches; `None`: none are stored.
     pub(crate) batches: Option<Arc<BatchStore>>,
     pub(crate) adapters: Option<Adapters>,
     pub(crate) weights: Arc<Weights>,
     pub(crate) trainer: Arc<Trainer>,
-    /// The side of a server that computes prompts for others, or has them computed.
+    /// The server's side of disaggregated prefill; `None`: the server computes only whole requests,
+    /// by itself.
     pub(crate) pd: Option<Pd>,
-    /// The answers that drafts of other requests come from; `None`: drafts come from none.
+    /// The earlier answers in which drafts are looked up; `None`: drafts come from a request's own
+    /// text only.
     pub(crate) answers: Option<Arc<SharedHistory>>,
     next_id: AtomicU64,
 }
 
 impl AppState {
-    /// Puts the parts together.
+    /// Creates the state from its parts.
     pub fn new(parts: ServerParts) -> Self {
         let ServerParts { config, info, guard, log_lines_dropped, model, engine, adapters, .. } =
             parts;
@@ -189,15 +193,15 @@ impl AppState {
 }
 
 impl Inner {
-    /// A request name that was never used.
+    /// Returns a request id that was never used.
     pub(crate) fn next_id(&self) -> RequestId {
         RequestId(self.next_id.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// The limits for a new request.
+    /// Returns the limits for a new request.
     ///
     /// # Errors
-    /// New requests cannot be accepted now.
+    /// The server accepts no new requests at present.
     pub(crate) fn admit(&self) -> Result<Limits, ApiError> {
         match self.status() {
             Status::Ready | Status::Recovering(_) => {}
@@ -207,7 +211,7 @@ impl Inner {
         self.limits()
     }
 
-    /// The engine's state; failed if a thread of the server has panicked.
+    /// Returns the engine's state; failed if a thread of the server has panicked.
     pub(crate) fn status(&self) -> Status {
         match self.guard.cause() {
             Some(cause) => Status::Failed(cause),
@@ -215,10 +219,10 @@ impl Inner {
         }
     }
 
-    /// Checks that some replica may get new requests.
+    /// Checks that at least one replica accepts new requests.
     ///
     /// # Errors
-    /// All are drained.
+    /// All replicas are drained.
     pub(crate) fn undrained(&self) -> Result<(), ApiError> {
         if !self.engine.drained() {
             return Ok(());
@@ -227,10 +231,10 @@ impl Inner {
         Err(ApiError::Unavailable { reason, code: "drained" })
     }
 
-    /// The limits of the loaded model.
+    /// Returns the limits of the loaded model.
     ///
     /// # Errors
-    /// It has not been loaded yet.
+    /// The model has not been loaded yet.
     pub(crate) fn limits(&self) -> Result<Limits, ApiError> {
         let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
         Ok(Limits {
@@ -247,7 +251,7 @@ impl Inner {
         self.engine.facts().is_some_and(|facts| facts.hand.verifies_drafts)
     }
 
-    /// The number of positions of all image pages of a replica.
+    /// Returns the number of positions of all image pages of a replica.
     ///
     /// # Errors
     /// The model has not been loaded yet.
@@ -256,10 +260,11 @@ impl Inner {
         Ok(facts.hand.image_page_count.saturating_mul(facts.hand.image_page_tokens))
     }
 
-    /// The number and type of an embedding's elements, for prompts of embeddings in `param`.
+    /// Returns the number and type of an embedding's elements, for prompts of embeddings in
+    /// `param`.
     ///
     /// # Errors
-    /// It has not been loaded yet, or it takes tokens only.
+    /// The model has not been loaded yet, or it accepts only tokens.
     pub(crate) fn embeddings(&self, param: &str) -> Result<(u32, Dtype), ApiError> {
         let facts = self.engine.facts().ok_or_else(|| not_serving(self.engine.status()))?;
         if facts.hand.tokens_only {
@@ -271,7 +276,7 @@ impl Inner {
         Ok((facts.hand.hidden_size, facts.hand.dtype))
     }
 
-    /// The served name that a request refers to, of the model or of an adapter.
+    /// Returns the served name of the model or adapter that a request names.
     ///
     /// # Errors
     /// The model is not served.
@@ -279,8 +284,8 @@ impl Inner {
         self.named(wanted).map(|(name, _)| name)
     }
 
-    /// The served name that a request refers to, and its adapter; `None`: the model itself. An
-    /// adapter may be written as the model's name, a colon and its own name.
+    /// Returns the served name that a request names, and the adapter; `None`: the model itself. The
+    /// name of an adapter may be prefixed with the model's name and a colon.
     ///
     /// # Errors
     /// The model is not served.
@@ -324,7 +329,7 @@ impl Inner {
     }
 }
 
-/// A state that has a server's settings, for the layers around its routes.
+/// A state that has a server's settings, for the middleware around its routes.
 pub(crate) trait HasSettings: HasClients {
     fn settings(&self) -> &ServerConfig;
 }
@@ -341,7 +346,7 @@ impl HasClients for Inner {
     }
 }
 
-/// The error for a client while no requests are served.
+/// Creates the error for a client while the server accepts no requests.
 pub(crate) fn not_serving(status: Status) -> ApiError {
     let (reason, code) = match status {
         Status::Draining => return ApiError::Draining,
@@ -355,7 +360,7 @@ pub(crate) fn not_serving(status: Status) -> ApiError {
     ApiError::Unavailable { reason, code }
 }
 
-/// Seconds since 1970.
+/// Returns the time in seconds since 1970.
 pub(crate) fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs())
 }

@@ -1,7 +1,8 @@
 //! Stored responses, which clients can retrieve or continue.
 //!
-//! Their total size is bounded, and so is the age of each. Each API key finds only its own
-//! responses. If room is short, the key with the largest share loses its oldest response first.
+//! The total size of all responses is bounded, and so is the age of each. Each API key finds only
+//! its own responses. If room is short, the key with the largest share loses its oldest response
+//! first.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
@@ -15,12 +16,13 @@ use parking_lot::Mutex;
 use serde::Serialize;
 use tokio::task::AbortHandle;
 
-/// The bounds of kept responses.
+/// The bounds of stored responses.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub struct StoreConfig {
-    /// The largest total size of all responses and conversations in bytes; 0: none is stored.
+    /// The maximum total size of all responses and conversations in bytes; 0: no response is
+    /// stored.
     pub response_store_bytes: usize,
-    /// The time for which a response is kept.
+    /// The time for which a response is stored.
     #[serde(serialize_with = "as_seconds")]
     pub response_store_ttl: Duration,
 }
@@ -31,7 +33,7 @@ impl Default for StoreConfig {
     }
 }
 
-/// The owner of a response: a key's number, or one common owner if there are no keys.
+/// The owner of a response: the number of an API key, or one common owner if there are no keys.
 pub(crate) type Owner = usize;
 
 /// The items that one response added to its conversation.
@@ -43,13 +45,13 @@ pub(crate) struct Turn {
 }
 
 impl Turn {
-    /// The approximate number of its bytes.
+    /// Returns the turn's approximate size in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.weight.bytes
     }
 }
 
-/// Bytes that are counted while this exists. Turns exist as long as any response after them.
+/// Counts bytes while it exists. A turn exists as long as the stored responses that contain it.
 #[derive(Debug)]
 struct Weight {
     bytes: usize,
@@ -73,25 +75,26 @@ impl Drop for Weight {
     }
 }
 
-/// A response on its way into the store.
+/// A finished response, before it is stored.
 #[derive(Debug)]
 pub(crate) struct FinishedResponse {
-    /// The body as it is sent.
+    /// The body as it is sent to clients.
     pub(crate) body: Bytes,
     pub(crate) input: Vec<Item>,
     pub(crate) output: Vec<Item>,
-    /// The conversation before.
+    /// The earlier turns of the conversation.
     pub(crate) before: Vec<Arc<Turn>>,
-    /// True for a background response, which is computed after its answer was sent.
+    /// True for a background response, which is computed after the HTTP response was sent.
     pub(crate) background: bool,
 }
 
-/// A response that is kept.
+/// A stored response.
 #[derive(Debug, Clone)]
 pub(crate) struct Kept {
-    /// The body as it is sent.
+    /// The body as it is sent to clients.
     pub(crate) body: Bytes,
-    /// The conversation, ending with the response's own turn. Empty while the response is computed.
+    /// The conversation, which ends with the response's own turn. Empty while the response is being
+    /// computed.
     pub(crate) turns: Vec<Arc<Turn>>,
     /// True while a background response is being computed.
     pub(crate) running: bool,
@@ -112,7 +115,7 @@ struct Entry {
 struct Share {
     bytes: Arc<AtomicUsize>,
     entries: HashMap<Box<str>, Entry>,
-    /// Names in the order of arrival.
+    /// Response ids in the order of arrival.
     order: BTreeMap<u64, Box<str>>,
     /// The number of evicted responses that were not reported to their owner yet.
     untold: u64,
@@ -125,14 +128,14 @@ impl Share {
         Some(entry)
     }
 
-    /// The oldest that is not being computed.
+    /// Returns the id of the oldest response that is not being computed.
     fn oldest(&self) -> Option<&str> {
         let mut names = self.order.values();
         names.find(|name| !self.entries[&***name].kept.running).map(|name| &**name)
     }
 }
 
-/// The responses.
+/// The stored responses of all owners.
 #[derive(Debug)]
 pub(crate) struct Store {
     config: StoreConfig,
@@ -145,22 +148,23 @@ impl Store {
         Self { config, bytes: Arc::default(), shares: Mutex::default() }
     }
 
-    /// True if any is kept.
+    /// True if the store keeps responses.
     pub(crate) fn keeps(&self) -> bool {
         self.config.response_store_bytes > 0
     }
 
-    /// Bytes that are kept.
+    /// Returns the number of stored bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes.load(Ordering::Relaxed)
     }
 
-    /// Keeps a response that has ended.
+    /// Stores a finished response.
     pub(crate) fn keep(&self, owner: Owner, id: &str, finished: FinishedResponse) {
         let FinishedResponse { body, input, output, before, background } = finished;
         let mut guard = self.shares.lock();
         let share = guard.1.entry(owner).or_default();
-        // A response that was deleted or stopped while it was computed stays so.
+        // A response that was deleted or stopped while it was being computed stays deleted or
+        // stopped.
         if background && !share.entries.get(id).is_some_and(|entry| entry.kept.running) {
             return;
         }
@@ -173,14 +177,14 @@ impl Store {
         self.insert(&mut guard, owner, id, kept, None);
     }
 
-    /// Stores the name and state of a background response that is about to be computed.
+    /// Stores the id and state of a background response that is about to be computed.
     pub(crate) fn begin(&self, owner: Owner, id: &str, body: Bytes, abort: Option<AbortHandle>) {
         let kept = Kept { body, turns: Vec::new(), running: true, background: true };
         self.insert(&mut self.shares.lock(), owner, id, kept, abort);
     }
 
-    /// Ends a background response in a state that can't be continued: failed or cancelled. False:
-    /// it is no longer being computed.
+    /// Stores the final state of a background response that can't be continued: failed or
+    /// cancelled. Returns false if the response is no longer being computed.
     pub(crate) fn fail(&self, owner: Owner, id: &str, body: Bytes) -> bool {
         let mut guard = self.shares.lock();
         let running = guard.1.get(&owner).and_then(|share| share.entries.get(id));
@@ -240,20 +244,20 @@ impl Store {
         });
     }
 
-    /// A response that is kept.
+    /// Returns a stored response.
     pub(crate) fn get(&self, owner: Owner, id: &str) -> Option<Kept> {
         let mut guard = self.shares.lock();
         self.expire(&mut guard.1);
         Some(guard.1.get(&owner)?.entries.get(id)?.kept.clone())
     }
 
-    /// Items of kept responses with these names.
+    /// Returns the items of stored responses with these ids.
     pub(crate) fn items(&self, owner: Owner, names: &HashSet<&str>) -> HashMap<String, Item> {
         let mut guard = self.shares.lock();
         self.expire(&mut guard.1);
         let entries = guard.1.get(&owner).into_iter().flat_map(|share| share.entries.values());
-        // A conversation's last turn belongs to the response; earlier turns belong to other
-        // responses.
+        // Only the last turn of a conversation belongs to the response; earlier turns belong to
+        // other responses.
         let turns = entries.filter_map(|entry| entry.kept.turns.last());
         let items = turns.flat_map(|turn| turn.input.iter().chain(&turn.output));
         let named = |item: &Item| {
@@ -263,7 +267,8 @@ impl Store {
         items.filter_map(named).collect()
     }
 
-    /// Deletes a response, and stops it if it is being computed. False: there is no such response.
+    /// Deletes a response, and stops it if it is being computed. Returns false if there is no such
+    /// response.
     pub(crate) fn delete(&self, owner: Owner, id: &str) -> bool {
         let mut guard = self.shares.lock();
         let Some(entry) = guard.1.get_mut(&owner).and_then(|share| share.remove(id)) else {
@@ -280,14 +285,14 @@ impl Store {
         entry.and_then(|entry| entry.abort.as_ref()).into_iter().for_each(AbortHandle::abort);
     }
 
-    /// The number of this owner's evicted responses since the last call.
+    /// Returns the number of this owner's responses that were evicted since the last call.
     pub(crate) fn take_untold(&self, owner: Owner) -> u64 {
         let mut guard = self.shares.lock();
         guard.1.get_mut(&owner).map_or(0, |share| std::mem::take(&mut share.untold))
     }
 }
 
-/// Bytes of an entry without its response.
+/// Bytes of an entry without its body and turns.
 const ENTRY: usize = 512;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! A prompt on its way to the engine.
+//! A prompt with its parameters, before it is submitted to the engine.
 
 use std::sync::Arc;
 
@@ -13,42 +13,43 @@ use crate::ignored::note;
 use crate::images::ImageFile;
 use crate::state::Shared;
 
-/// Prompts up to this many tokens are indexed without an intake thread: it takes less than a
+/// Prompts of up to this many tokens are indexed on the current thread, which takes less than a
 /// millisecond.
 const INDEXED_AT_ONCE: usize = 1 << 13;
 
-/// The parts of an answer that repeat a prompt.
+/// The data of a response that repeats a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Repetition {
-    /// Choices that have them.
+    /// The number of choices that contain this data.
     pub(crate) choices: usize,
-    /// Bytes of the prompt itself in each choice.
+    /// Bytes of the prompt itself per choice.
     pub(crate) bytes: usize,
-    /// The number of log-probabilities for each prompt token that is listed in a choice.
+    /// The number of log-probabilities per listed prompt token and choice.
     pub(crate) logprobs: usize,
 }
 
 /// One prompt with its parameters.
 pub(crate) struct Submission {
     pub(crate) prompt: Arc<[i32]>,
-    /// The embeddings in place of the prompt's tokens.
+    /// The embeddings that replace the prompt's tokens; `None`: the prompt has tokens.
     pub(crate) embeds: Option<Embeds>,
-    /// The places of its images, and their files.
+    /// The positions of the prompt's images, and their files.
     pub(crate) images: Arc<[PromptImage]>,
     pub(crate) files: Vec<Arc<ImageFile>>,
     pub(crate) terms: Arc<Terms>,
     /// Tokens of the predicted answer; `None`: no prediction was given.
     pub(crate) prediction: Option<Vec<i32>>,
-    /// True if its answers have drafts.
+    /// True if drafts are proposed for the prompt's choices.
     pub(crate) drafts: bool,
-    /// Tokens to generate.
+    /// The maximum number of tokens to generate.
     pub(crate) max_tokens: u32,
     pub(crate) repetition: Repetition,
 }
 
 impl Submission {
     /// Checks that the prompt from `param` fits, and that its tokens are in the model's vocabulary.
-    /// If there is no room for all requested tokens, the client gets fewer, and a header says so.
+    /// If there is no room for all requested tokens, fewer are generated, and a header reports
+    /// that.
     pub(crate) fn new(
         state: &Shared,
         prompt: Vec<i32>,
@@ -82,7 +83,7 @@ impl Submission {
         })
     }
 
-    /// A prompt of the server's own, of which one token is generated, the most likely.
+    /// Creates a prompt of the server itself, for which one token is generated greedily.
     pub(crate) fn of_one_token(
         state: &Shared,
         prompt: Vec<i32>,
@@ -108,19 +109,19 @@ impl Submission {
         u32::try_from(self.prompt.len()).unwrap_or(u32::MAX)
     }
 
-    /// The tokens among which drafts are looked up.
+    /// Returns the number of tokens in which drafts are looked up.
     fn indexed(&self) -> usize {
         self.prompt.len() + self.prediction.as_ref().map_or(0, Vec::len)
     }
 
-    /// An index of the prompt's tokens and of the predicted answer, in which drafts are looked up;
-    /// `None`: the request has no drafts.
+    /// Returns an index of the prompt's tokens and of the predicted answer, in which drafts are
+    /// looked up; `None`: the request has no drafts.
     pub(crate) async fn history(
         &self,
         state: &Shared,
         client: ClientId,
     ) -> Result<Option<Arc<History>>, ApiError> {
-        // Prompts of embeddings have no tokens to find drafts in.
+        // Prompts of embeddings have no tokens to look up.
         if !self.drafts || self.embeds.is_some() {
             return Ok(None);
         }
@@ -134,7 +135,7 @@ impl Submission {
         state.intake.read(client, bytes, move || Ok(index())).await.map(Some)
     }
 
-    /// Bytes of the answer that repeat the prompt, and of its log-probabilities.
+    /// Returns the bytes of the response that repeat the prompt, and of its log-probabilities.
     pub(crate) fn repeated(&self) -> usize {
         let Repetition { choices, bytes, logprobs } = self.repetition;
         let first = self.terms.generation.prompt_logprobs.map_or(0, |tail| tail.first as usize);
@@ -142,7 +143,7 @@ impl Submission {
         choices.saturating_mul(bytes + tokens * logprobs * LOGPROB_JSON)
     }
 
-    /// The largest amount of memory that the request may take.
+    /// Returns the sizes that determine the request's maximum memory.
     pub(crate) fn size(&self) -> Size {
         let Generation { sampling, n, .. } = &self.terms.generation;
         Size {
@@ -158,7 +159,7 @@ impl Submission {
     }
 }
 
-/// Log-probabilities of each token of a prompt.
+/// Returns the number of log-probabilities per prompt token.
 fn told(generation: &Generation) -> usize {
     generation.prompt_logprobs.map_or(0, |tail| 1 + usize::from(tail.most))
 }

@@ -1,4 +1,4 @@
-//! Writes the tensors of an update from a body to files, which hands read.
+//! Writes the tensors of an update from a request body to files, which hands read.
 
 use std::borrow::Cow;
 use std::fs::File;
@@ -19,20 +19,20 @@ use tokio::time::timeout;
 use crate::limits::Upload;
 use crate::weight_files::TensorFolder;
 
-/// Why a body of tensors is limited, for errors that otherwise name a flag.
+/// The reason for the body's size limit, for errors that otherwise name a flag.
 const LIMIT: &str = "four for each number of the served checkpoint";
-/// Characters that are decoded at a time: whole groups of four.
+/// The number of characters that are decoded at a time: a multiple of four.
 const AT_ONCE: usize = 1 << 20;
-/// The number of pieces of a body that may wait for the disk.
+/// The number of chunks of a body that may wait for the disk.
 const AHEAD: usize = 4;
-/// The largest number of files in one update. A client with several ranks sends one for each.
+/// The maximum number of files per update. A client with several ranks sends one file per rank.
 const MOST_FILES: usize = 64;
 
-/// Writes a body to a file in the folder, with little of it in memory at a time. Each piece has to
+/// Writes a body to a file in the folder, with only a few chunks in memory. Each chunk has to
 /// arrive within `patience`.
 ///
 /// # Errors
-/// The body is too large or breaks off, or the file can't be written.
+/// The body is too large or incomplete, or the file can't be written.
 pub(crate) async fn write_body(
     upload: Upload,
     folder: &TensorFolder,
@@ -81,10 +81,10 @@ fn write_pieces(path: &Path, mut pieces: mpsc::Receiver<Bytes>) -> io::Result<()
     Ok(())
 }
 
-/// Decodes base64 texts into files in the folder, one each.
+/// Decodes base64 texts into files in the folder, one file per text.
 ///
 /// # Errors
-/// A text is not base64, there is none or there are too many, or a file can't be written.
+/// A text is not base64, the number of texts is 0 or too large, or a file can't be written.
 pub(crate) fn write_decoded(
     texts: &[Cow<'_, str>],
     folder: &TensorFolder,
@@ -134,7 +134,7 @@ mod tests {
 
     use super::*;
 
-    /// A folder for this many bytes, in the directory for temporary files.
+    /// Creates a folder for `most_bytes` bytes, in the directory for temporary files.
     fn folder(name: &str, most_bytes: u64) -> TensorFolder {
         let path = std::env::temp_dir().join(format!("{name}-{}", std::process::id()));
         std::fs::create_dir_all(&path).expect("a folder");

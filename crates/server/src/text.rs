@@ -1,4 +1,4 @@
-//! Turns prompts into token ids, on the threads of the text pool.
+//! Tokenises prompts, on the threads of the text pool.
 
 use std::sync::Arc;
 
@@ -15,13 +15,13 @@ use crate::state::Shared;
 #[derive(Clone, Copy)]
 pub(crate) struct RequestText<'a> {
     pool: &'a TextPool,
-    /// Cached encodings are shared only by requests of the same salt, like blocks.
+    /// Like cached blocks, cached encodings are shared only by requests with the same salt.
     salt: u64,
     pub(crate) charge: &'a Arc<Charge>,
 }
 
 impl<'a> RequestText<'a> {
-    /// Access for a request of `peer` with `cache_salt`.
+    /// Creates the access for a request of `peer` with `cache_salt`.
     pub(crate) fn new(
         state: &'a Shared,
         peer: &Peer,
@@ -31,7 +31,7 @@ impl<'a> RequestText<'a> {
         Self { pool: &state.text, salt: peer.salt(state, cache_salt), charge }
     }
 
-    /// Access for texts of at most `most` tokens each; `None`: any number.
+    /// Returns access for texts of at most `most` tokens each; `None`: no limit.
     pub(crate) fn within(&self, most: impl Into<Option<usize>>) -> Within<'a> {
         self.pool.within(most).salted(self.salt).keeping(self.charge.clone())
     }
@@ -40,7 +40,7 @@ impl<'a> RequestText<'a> {
 /// A conversation as a prompt.
 pub(crate) struct RenderedChat {
     pub(crate) ids: Vec<i32>,
-    /// The text as the template wrote it.
+    /// The text that the chat template rendered.
     pub(crate) text: String,
     /// Parameters that the template does not use.
     pub(crate) ignored: Vec<&'static str>,
@@ -49,7 +49,8 @@ pub(crate) struct RenderedChat {
 /// Renders and tokenises a conversation, which came in `param` and may have `most` tokens.
 ///
 /// # Errors
-/// The template or the tokenizer refuses it, it is too long, or the text threads are overloaded.
+/// The template or the tokenizer rejects the conversation, it is too long, or the text threads are
+/// overloaded.
 pub(crate) async fn encode_chat(
     text: RequestText<'_>,
     mut chat: ChatPrompt,
@@ -80,8 +81,8 @@ pub(crate) async fn encode_chat(
     Ok(RenderedChat { ids: encoded.ids, text: encoded.text.unwrap_or_default(), ignored })
 }
 
-/// Sets the template's variables for reasoning effort. Returns the parameters that the template has
-/// no variable for. The client's own variables take precedence.
+/// Sets the template's variables for reasoning effort. Returns the parameters for which the
+/// template has no variable. Variables that the client has set take precedence.
 fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     const LEVEL: &str = "reasoning_effort";
     let Effort { level, thinks, params } = std::mem::take(&mut chat.effort);
@@ -96,7 +97,7 @@ fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     let wanted = thinks.or(level.as_ref().map(|_| !off));
     let mut switch = false;
     if let Some(wanted) = wanted {
-        // A template may read both.
+        // A template may read both variables.
         for name in ["enable_thinking", "thinking"] {
             switch |= set(name, Value::Bool(wanted));
         }
@@ -114,10 +115,10 @@ fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     ignored
 }
 
-/// Tokenises texts as one job of the pool. Each may have `most` tokens; `None`: any number.
+/// Tokenises texts as one job of the pool. Each text may have `most` tokens; `None`: no limit.
 ///
 /// # Errors
-/// The tokenizer refuses a text, one is too long, or the text threads are overloaded.
+/// The tokenizer rejects a text, a text is too long, or the text threads are overloaded.
 pub(crate) async fn encode_prompts(
     text: RequestText<'_>,
     prompts: Vec<Prompt>,
@@ -155,7 +156,7 @@ pub(crate) async fn encode_prompts(
     Ok(encoded.into_iter().filter_map(|ids| ids.or_else(|| fresh.next())).collect())
 }
 
-/// The error for a client whose text came in `param`.
+/// Converts an error of the text in `param` to the client's error.
 pub(crate) fn text_error(error: TextError, param: &str) -> ApiError {
     let reason = error.to_string();
     match error {

@@ -1,8 +1,8 @@
-//! Tensors that a trainer broadcasts to a process group with this server.
+//! Receives tensors that a trainer broadcasts to a process group with this server.
 //!
-//! The server leaves a group when it is destroyed, when the server ends, or when it fails during a
-//! transfer; the trainer then makes another one. Received tensors go to files, like tensors in
-//! bodies, so an update applies all of them or none ([`Weights::update`]).
+//! The server leaves a group when the group is destroyed, when the server stops, or when a transfer
+//! fails; the trainer then has to create another group. Received tensors go to files, like tensors
+//! in bodies, so an update applies all of them or none ([`Weights::update`]).
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,38 +18,38 @@ use crate::weights::{Source, Update, Weights, in_blocking, joined};
 const NAMES: &str = "names";
 /// The parameter that names a group.
 const GROUP: &str = "group_name";
-/// The largest number of bytes of an element of a tensor.
+/// The maximum size of a tensor's element in bytes.
 const LARGEST_ELEMENT: u64 = 8;
 
 /// The connection to this server's trainer.
 pub(crate) struct Trainer {
     weights: Arc<Weights>,
-    /// The group, if one was joined.
+    /// The group that was joined; `None`: there is none.
     link: Mutex<Option<JoinedGroup>>,
 }
 
-/// A group that was joined.
+/// A joined process group.
 struct JoinedGroup {
     name: String,
     receiver: Box<dyn TensorReceiver>,
-    /// The tensors received so far for an update that is not complete.
+    /// The tensors received so far for an incomplete update.
     begun: Option<Begun>,
 }
 
-/// The tensors of an update so far.
+/// The tensors of an incomplete update.
 struct Begun {
     folder: TensorFolder,
     files: Vec<PathBuf>,
     bytes: u64,
-    /// No other update is received meanwhile.
+    /// The lock that prevents other updates from being received.
     _turn: OwnedMutexGuard<()>,
 }
 
-/// Tensors that a trainer sends now.
+/// Tensors that a trainer is about to send.
 pub(crate) struct SentTensors {
     pub(crate) group: String,
     pub(crate) tensors: Vec<NamedTensor>,
-    /// True if later requests bring more tensors of the update.
+    /// True if later requests send more tensors of the same update.
     pub(crate) more: bool,
     pub(crate) version: Option<String>,
     /// True if requests are aborted before the update.
@@ -63,7 +63,7 @@ impl Trainer {
         Arc::new(Self { weights, link: Mutex::default() })
     }
 
-    /// The group, if no operation on it is running.
+    /// Locks the group, if no operation on it is running.
     fn idle(&self) -> Result<MutexGuard<'_, Option<JoinedGroup>>, ApiError> {
         self.link.try_lock().map_err(|_| {
             let reason = "the group is being joined, or tensors of it are being received";
@@ -74,7 +74,7 @@ impl Trainer {
     /// Joins a trainer's group. Continues even if the future is dropped.
     ///
     /// # Errors
-    /// A group was joined before, or the ranks do not meet.
+    /// Another group was joined already, or the ranks do not all join in time.
     pub(crate) async fn join(self: Arc<Self>, group: TrainerGroup) -> Result<(), ApiError> {
         let files = Arc::clone(&self.weights.settings()?.files);
         let task = tokio::spawn(async move {
@@ -95,13 +95,13 @@ impl Trainer {
     /// Leaves the group, and drops the tensors of an incomplete update.
     ///
     /// # Errors
-    /// There is no such group.
+    /// This group was not joined.
     pub(crate) async fn leave(&self, group: &str) -> Result<(), ApiError> {
         self.weights.settings()?;
         let mut link = self.idle()?;
         check_group(link.as_ref(), group)?;
         let joined = link.take();
-        // Ending its process may take a moment.
+        // Stopping the receiver's process may take a moment.
         let leave = move || {
             drop(joined);
             Ok(())
@@ -110,12 +110,12 @@ impl Trainer {
     }
 
     /// Receives tensors. When the update is complete, all replicas compute with it. Returns the
-    /// number of requests that continue with it; `None`: more tensors are to come. Continues even
-    /// if the future is dropped.
+    /// number of requests that continue with the new weights; `None`: more tensors are to come.
+    /// Continues even if the future is dropped.
     ///
     /// # Errors
-    /// The tensors do not come, and the group is left; or they can't be loaded. The old weights
-    /// stay in use.
+    /// The tensors can't be received, and the server leaves the group. Or the new weights can't be
+    /// loaded. In both cases the old weights stay in use.
     pub(crate) async fn receive(
         self: Arc<Self>,
         sent: SentTensors,
@@ -167,15 +167,15 @@ impl Trainer {
     }
 }
 
-/// Leaves a group whose trainer may be sending tensors that nobody receives, so that its calls fail
-/// at once. Returns the error.
+/// Leaves a group whose trainer may be sending tensors that nobody receives, so that the trainer's
+/// calls fail at once. Returns the error.
 async fn given_up(receiver: Box<dyn TensorReceiver>, error: ApiError) -> ApiError {
-    // Ending its process may take a moment.
+    // Stopping the receiver's process may take a moment.
     let _ = spawn_blocking(move || drop(receiver)).await;
     error
 }
 
-/// Bytes of a tensor, at most.
+/// Returns the maximum size of a tensor in bytes.
 fn bytes(tensor: &NamedTensor) -> u64 {
     let elements = tensor.shape.iter().fold(1_u64, |all, &size| all.saturating_mul(size));
     let element = match tensor.dtype.trim_start_matches("torch.") {

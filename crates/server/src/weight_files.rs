@@ -1,4 +1,4 @@
-//! The server's interface to weight files, which it never reads itself.
+//! The server's interface to weight files, which it never reads directly.
 
 use std::any::Any;
 use std::path::{Path, PathBuf};
@@ -7,12 +7,12 @@ use std::sync::Arc;
 use serde::ser::{Serialize, SerializeSeq, Serializer};
 use serde_json::Value;
 
-/// A private folder for the tensors of one update. It is removed with the last clone.
+/// A private folder for the tensors of one update. It is removed when the last clone is dropped.
 #[derive(Clone)]
 pub struct TensorFolder {
-    /// The file's path.
+    /// The folder's path.
     pub path: PathBuf,
-    /// The largest number of bytes of all files with tensors in it.
+    /// The maximum total size of the folder's tensor files in bytes.
     pub most_bytes: u64,
     /// Dropping it removes the folder.
     pub guard: Arc<dyn Any + Send + Sync>,
@@ -21,7 +21,7 @@ pub struct TensorFolder {
 /// A trainer's process group, and this server's rank in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TrainerGroup {
-    /// The host at which ranks meet.
+    /// The trainer's host, at which ranks meet.
     pub address: String,
     /// The port of the trainer's host.
     pub port: u16,
@@ -38,18 +38,19 @@ pub struct TrainerGroup {
 pub struct NamedTensor {
     /// The tensor's name in the served checkpoint.
     pub name: String,
-    /// The tensor's type, as PyTorch calls it.
+    /// The tensor's type, by its PyTorch name.
     pub dtype: String,
     /// The tensor's sizes.
     pub shape: Vec<u64>,
 }
 
-/// A rank in a trainer's group. Dropping it leaves the group.
+/// A member of a trainer's process group. Dropping it leaves the group.
 pub trait TensorReceiver: Send {
-    /// Receives tensors in this order, and writes them to a new safetensors file.
+    /// Receives these tensors in order, and writes them to a new safetensors file.
     ///
     /// # Errors
-    /// The trainer is gone, or did not send them in time. The group can't be used any more.
+    /// The trainer has disconnected, or did not send the tensors in time. The group can't be used
+    /// any more.
     fn receive(&mut self, tensors: &[NamedTensor], file: &Path) -> Result<(), String>;
 }
 
@@ -58,27 +59,27 @@ pub trait TensorReceiver: Send {
 pub struct ParameterValues {
     /// The sizes; the first one may have been truncated.
     pub shape: Vec<usize>,
-    /// All values, the last dimension first.
+    /// All values in row-major order.
     pub values: Vec<f32>,
 }
 
 /// Access to the model files that hands load. `served` is the description of the hands' current
-/// model. Errors are one line for the client.
+/// model. Errors are one-line messages for the client.
 pub trait WeightFiles: Send + Sync {
-    /// Describes the model in a folder or file for hands.
+    /// Describes the model in a folder or file for the hands.
     ///
     /// # Errors
-    /// The model is not there, is damaged, or is not of the served model's shape.
+    /// The model does not exist, is damaged, or does not have the served model's shapes.
     fn describe(&self, path: &Path) -> Result<Value, String>;
 
-    /// A new folder for tensors.
+    /// Creates a folder for tensors.
     ///
     /// # Errors
-    /// The served model's tensors can't be replaced, or the folder can't be made.
+    /// The served model's tensors can't be replaced, or the folder can't be created.
     fn folder(&self, served: &Value) -> Result<TensorFolder, String>;
 
-    /// Describes the served model with tensors replaced by those of safetensors files in the
-    /// folder.
+    /// Describes the served model with some tensors replaced by the tensors of safetensors files in
+    /// the folder.
     ///
     /// # Errors
     /// A file is damaged, or has a tensor that the model does not have.
@@ -92,10 +93,10 @@ pub trait WeightFiles: Send + Sync {
     /// Joins a trainer's group. Waits for the trainer.
     ///
     /// # Errors
-    /// The ranks do not meet.
+    /// The ranks do not all join.
     fn join(&self, group: &TrainerGroup) -> Result<Box<dyn TensorReceiver>, String>;
 
-    /// The first rows of a parameter.
+    /// Returns the first rows of a parameter.
     ///
     /// # Errors
     /// There is no such parameter, it is not stored as plain floats, or too many values are
@@ -109,7 +110,7 @@ impl Serialize for ParameterValues {
     }
 }
 
-/// A part of a nested list: a list of parts, or a number.
+/// A nested list, or a number at the innermost level.
 struct Nested<'a> {
     shape: &'a [usize],
     values: &'a [f32],

@@ -1,7 +1,8 @@
 //! Weight updates at run time, and the pauses around them.
 //!
-//! All replicas are paused, the first one starts its hand with the new weights, and the others
-//! follow once that has worked. If one of the others fails, all return to the old weights.
+//! All replicas are paused. The first replica starts its hand with the new weights, and the others
+//! follow if that has succeeded. If one of the others fails, all replicas return to the old
+//! weights.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -20,7 +21,7 @@ use crate::weight_files::{ParameterValues, TensorFolder, WeightFiles};
 
 /// The default name of the weights, as in SGLang.
 const FIRST_VERSION: &str = "default";
-/// The largest number of bytes of a version.
+/// The maximum length of a version in bytes.
 const VERSION_BYTES: usize = 128;
 
 /// The settings of a server whose hands can load other weights.
@@ -28,7 +29,7 @@ const VERSION_BYTES: usize = 128;
 pub struct WeightSettings {
     /// The model description with which hands start.
     pub model: Value,
-    /// The files of weights.
+    /// Access to the files with weights.
     pub files: Arc<dyn WeightFiles>,
     /// True if clients may change weights without an admin key.
     pub open: bool,
@@ -40,7 +41,7 @@ impl std::fmt::Debug for WeightSettings {
     }
 }
 
-/// The name of the current weights. Clones share it.
+/// The name of the current weights. Clones share the name.
 #[derive(Debug, Clone)]
 pub(crate) struct WeightVersion(Arc<RwLock<Arc<str>>>);
 
@@ -49,7 +50,7 @@ impl WeightVersion {
         Arc::clone(&self.0.read())
     }
 
-    /// Gives the weights another name.
+    /// Changes the name of the weights.
     ///
     /// # Errors
     /// The name is too long.
@@ -60,10 +61,10 @@ impl WeightVersion {
     }
 }
 
-/// Checks the name of weights.
+/// Checks a name of weights.
 ///
 /// # Errors
-/// It is too long.
+/// The name is too long.
 fn check_version(version: &str) -> Result<(), ApiError> {
     if version.len() <= VERSION_BYTES {
         return Ok(());
@@ -73,31 +74,31 @@ fn check_version(version: &str) -> Result<(), ApiError> {
     Err(ApiError::invalid("weight_version", reason))
 }
 
-/// The source of other weights.
+/// The source of new weights.
 pub(crate) enum Source {
-    /// In a folder or GGUF file, whole.
+    /// A complete checkpoint, in a folder or GGUF file.
     Path(PathBuf),
-    /// Some tensors come from these files of the folder.
+    /// Tensors in these files of the folder replace tensors of the served checkpoint.
     Tensors(TensorFolder, Vec<PathBuf>),
 }
 
-/// An update of weights that a client asks for.
+/// An update of weights that a client requests.
 pub(crate) struct Update {
     pub(crate) source: Source,
     /// The parameter that names the weights.
     pub(crate) param: &'static str,
     pub(crate) version: Option<String>,
-    /// True if requests are aborted before.
+    /// True if requests are aborted before the update.
     pub(crate) aborts: bool,
     /// True if the pause continues after the update.
     pub(crate) keeps_pause: bool,
 }
 
-/// The model that hands have.
+/// The model that the hands have loaded.
 struct ServedWeights {
-    /// The model's description.
+    /// The model's description for hands.
     model: Value,
-    /// The folder with tensors that were sent; `None`: there are none.
+    /// The folder with replaced tensors; `None`: no tensors were replaced.
     #[expect(dead_code, reason = "its end removes the folder")]
     folder: Option<TensorFolder>,
 }
@@ -107,11 +108,11 @@ pub(crate) struct Weights {
     engine: Arc<dyn Engine>,
     settings: Option<WeightSettings>,
     version: WeightVersion,
-    /// True from a client's pause to its end.
+    /// True while a client's pause lasts.
     paused: AtomicBool,
-    /// The hands' current model. Locked by the one pause, resume or update that runs.
+    /// The hands' current model. Locked by the pause, resume or update that is running.
     served: Mutex<ServedWeights>,
-    /// Locked while tensors are received, so that only one update takes room at a time.
+    /// Locked while tensors are received, so that only one update uses disk space at a time.
     receiving: Arc<Mutex<()>>,
     next_id: AtomicU64,
 }
@@ -130,7 +131,7 @@ impl Weights {
         })
     }
 
-    /// The version; `None`: the weights never change.
+    /// Returns the version; `None`: the weights never change.
     pub(crate) fn version(&self) -> Option<&WeightVersion> {
         self.settings.is_some().then_some(&self.version)
     }
@@ -148,7 +149,7 @@ impl Weights {
     /// remaining requests. Continues even if the future is dropped.
     ///
     /// # Errors
-    /// The engine has ended, or the pause was ended before all replicas were paused.
+    /// The engine has stopped, or the pause was cancelled before all replicas were paused.
     pub(crate) async fn pause(
         self: Arc<Self>,
         mode: PauseMode,
@@ -158,7 +159,7 @@ impl Weights {
             let served = self.served.lock().await;
             self.paused.store(true, Ordering::Release);
             let handles = self.engine.handles();
-            // Unlock: another pause or a resume may come before requests have been finished.
+            // Unlock: another pause or a resume may be requested before the requests have finished.
             drop(served);
             let left = pause_all(&handles, mode).await?;
             if clears {
@@ -176,11 +177,11 @@ impl Weights {
         self.engine.handles().iter().for_each(EngineHandle::resume);
     }
 
-    /// Makes all replicas compute with other weights. Running requests continue with them. Returns
+    /// Makes all replicas compute with new weights. Running requests continue with them. Returns
     /// the number of these requests. Continues even if the future is dropped.
     ///
     /// # Errors
-    /// The weights can't be read or loaded. The old ones stay in use.
+    /// The weights can't be read or loaded. The old weights stay in use.
     pub(crate) async fn update(self: Arc<Self>, update: Update) -> Result<usize, ApiError> {
         update.version.as_deref().map_or(Ok(()), check_version)?;
         joined(tokio::spawn(async move { self.update_now(update).await }).await)
@@ -230,10 +231,10 @@ impl Weights {
         })
     }
 
-    /// A folder for the tensors of one update, with the lock for receiving them.
+    /// Creates a folder for the tensors of one update, and locks the receiving of tensors.
     ///
     /// # Errors
-    /// Others are being received, or the served tensors can't be replaced.
+    /// Another update is being received, or the served tensors can't be replaced.
     pub(crate) async fn folder(
         &self,
         param: &'static str,
@@ -248,24 +249,24 @@ impl Weights {
         Ok((folder, turn))
     }
 
-    /// The first rows of a parameter that hands have.
+    /// Returns the first rows of a parameter of the hands' current model.
     ///
     /// # Errors
-    /// There is no such parameter, or it is not stored as numbers.
+    /// There is no such parameter, or it is not stored as plain numbers.
     pub(crate) async fn rows(
         &self,
         name: String,
         rows: usize,
     ) -> Result<ParameterValues, ApiError> {
         let files = Arc::clone(&self.settings()?.files);
-        // Locked until they are read, because an update would remove the files.
+        // Locked while the files are read, because an update would remove them.
         let served = self.served.lock().await;
         let model = served.model.clone();
         in_blocking(move || files.rows(&model, &name, rows), "name").await
     }
 
-    /// Loads the weights in one replica, then in the others. If one fails, all return to the
-    /// previous ones.
+    /// Loads the weights in one replica, then in the others. If one replica fails, all return to
+    /// the previous weights.
     async fn load(
         &self,
         handles: &[EngineHandle],
@@ -298,7 +299,7 @@ impl Weights {
 async fn pause_all(handles: &[EngineHandle], mode: PauseMode) -> Result<usize, ApiError> {
     let pauses = handles.iter().map(|handle| {
         let (sender, receiver) = oneshot::channel();
-        // The caller may have gone by now.
+        // The caller may have been dropped by now.
         handle.pause(mode, Box::new(move |left| _ = sender.send(left)));
         receiver
     });
@@ -313,7 +314,7 @@ async fn pause_all(handles: &[EngineHandle], mode: PauseMode) -> Result<usize, A
     Ok(all)
 }
 
-/// Makes an engine load other weights. The future gives the outcome.
+/// Makes an engine load other weights. The future returns the outcome.
 fn reload(
     handle: &EngineHandle,
     id: u64,
@@ -325,7 +326,7 @@ fn reload(
     Box::pin(async move { receiver.await.unwrap_or_else(|_| Err("the engine has ended".into())) })
 }
 
-/// Runs file work on a blocking thread. Its error is an error of the parameter.
+/// Runs file work on a blocking thread. An error is attributed to the parameter `param`.
 pub(crate) async fn in_blocking<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, String> + Send + 'static,
     param: &'static str,

@@ -1,4 +1,4 @@
-//! The connection of a request, for its answer.
+//! The connection of a request, for direct writes of response chunks.
 
 use std::convert::Infallible;
 use std::sync::Arc;
@@ -11,8 +11,8 @@ use forebay_http::Line;
 
 use crate::state::Shared;
 
-/// The connection for writing chunks without hyper; `None`: direct writes are off, or the answer
-/// has no chunks (HTTP/1.0).
+/// The connection to which chunks are written without hyper; `None`: direct writes are disabled, or
+/// the response has no chunks (HTTP/1.0).
 pub(crate) struct Wire(pub(crate) Option<Arc<Line>>);
 
 impl FromRequestParts<Shared> for Wire {

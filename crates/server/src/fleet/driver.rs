@@ -1,5 +1,5 @@
 //! Loads and unloads models: runs the actions that the fleet decides, and reports their outcomes to
-//! it.
+//! the fleet.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
@@ -103,7 +103,7 @@ impl Front {
         self.step();
     }
 
-    /// Reports the death of a model that takes requests.
+    /// Waits until a running model dies, and reports that to the fleet.
     async fn watch(
         self: Arc<Self>,
         model: usize,
@@ -142,7 +142,7 @@ impl Front {
         let name = &self.entries[model].names[0];
         if let Some(running) = running {
             running.leaving.send_replace(true);
-            // Wait for responses that are computed in the background, after their answers.
+            // Wait for background responses: their HTTP exchange ends before they are computed.
             running.shared.idle().await;
             running.stop().await;
         }
@@ -154,7 +154,8 @@ impl Front {
         self.step();
     }
 
-    /// Drops the kept state of a model, whose threads may still be ending.
+    /// Drops the state that is kept for the next start of a model. The model's threads may still be
+    /// exiting.
     pub(super) async fn forget(&self, model: usize) {
         let loader = Arc::clone(&self.loader);
         if spawn_blocking(move || loader.forget(model)).await.is_err() {

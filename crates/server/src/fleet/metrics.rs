@@ -1,4 +1,4 @@
-//! Metrics of several models in one exposition.
+//! Merges the metrics of several models into one exposition.
 
 use std::collections::HashSet;
 use std::fmt::Write;
@@ -11,8 +11,8 @@ struct Family {
     samples: Vec<String>,
 }
 
-/// Merges the expositions of several models, each with its model's label. The text format needs all
-/// samples of a metric together.
+/// Merges the Prometheus expositions of several models, each with its model's label. The text
+/// format requires all samples of a metric to be adjacent.
 pub(crate) fn join(texts: &[String]) -> String {
     let mut families: Vec<Family> = Vec::new();
     // Process-wide metrics have no model label, and are the same in all expositions.
@@ -54,12 +54,12 @@ pub(crate) fn join(texts: &[String]) -> String {
 /// One sample of a metric.
 pub(crate) struct Sample<'a> {
     pub(crate) model: &'a str,
-    /// A further label: its name and value.
+    /// An additional label: its name and value.
     pub(crate) label: Option<(&'a str, &'a str)>,
     pub(crate) value: f64,
 }
 
-/// A metric of the fleet with one sample for each model.
+/// Formats a metric of the fleet with one sample per model.
 pub(crate) fn metric(name: &str, help: &str, kind: &str, samples: &[Sample<'_>]) -> String {
     let mut text = format!("# HELP {name} {help}\n# TYPE {name} {kind}\n");
     for Sample { model, label, value } in samples {

@@ -1,8 +1,8 @@
 //! Several models in one server: the driver of [`forebay_fleet`].
 //!
-//! Everything that belongs to one model is its [`AppState`], with routes of its own. The [`Front`]
-//! has the shared state, and a slot for each model. A request visits a model: it waits until the
-//! model is ready, and the model stays until the answer has ended.
+//! The state of one model is its [`AppState`], with its own routes. The [`Front`] has the shared
+//! state, and the load state of each model. A request visits a model: it waits until the model is
+//! ready, and the model stays loaded until the response is complete.
 
 mod driver;
 pub(crate) mod metrics;
@@ -34,9 +34,9 @@ use crate::state::{AppState, CommonParts, HasSettings, Shared, now};
 use names::NameIndex;
 pub(crate) use visit::{ModelBody, Visit};
 
-/// The number of bodies above `LARGE_BODY` that are read at the same time.
+/// The maximum number of bodies above `LARGE_BODY` that are read at the same time.
 const READERS: usize = 2;
-/// The server itself, which loads pinned models. No client has this id.
+/// The client id of the server itself, which loads pinned models. No client has this id.
 const SERVER: ClientId = ClientId(0);
 
 /// A model that a server may load.
@@ -58,39 +58,39 @@ pub struct ModelEntry {
     pub defaults: GenerationDefaults,
     /// The chat template; empty: there is none.
     pub template: String,
-    /// The longest prompt and answer together, in tokens.
+    /// The maximum number of tokens of prompt and answer together.
     pub context_length: u32,
-    /// True if measured memory replaces the planned numbers after a load.
+    /// True if the memory measured after a load replaces the planned memory.
     pub measures: bool,
     /// The model's entry in the fleet's plan of memory.
     pub plan: FleetModel,
 }
 
-/// Ends the hands of a model and waits for them.
+/// Stops the hands of a model and waits for their exit.
 type StopModel = Box<dyn FnOnce() + Send>;
 
-/// A model whose hands start.
+/// A model whose hands are starting.
 pub struct StartedModel {
-    /// The model.
+    /// The model's state.
     pub state: AppState,
-    /// Receives a value when its engine has ended.
+    /// Receives a value when the model's engine has stopped.
     pub ended: oneshot::Receiver<()>,
-    /// Stops its engine and hands, and waits for their end.
+    /// Stops the model's engine and hands, and waits for their exit.
     pub stop: StopModel,
 }
 
-/// Starts models, on threads that may wait.
+/// Starts models. Its methods run on threads that may block.
 pub trait ModelLoader: Send + Sync + 'static {
     /// Starts a model that may use `bytes` bytes for weights and pages.
     ///
     /// # Errors
-    /// The reason in one line.
+    /// The model can't be started; the error is a one-line reason.
     fn start(&self, model: usize, entry: &ModelEntry, bytes: u64) -> Result<StartedModel, String>;
 
-    /// Drops the state of a model that was kept for its next start.
+    /// Drops the state that was kept for a model's next start.
     fn forget(&self, model: usize);
 
-    /// Bytes of memory that are free now, if known.
+    /// Returns the number of bytes of free memory; `None`: not known.
     fn available(&self) -> Option<u64>;
 }
 
@@ -100,13 +100,13 @@ pub struct FleetParts {
     pub config: ServerConfig,
     /// The parts that all models share.
     pub common: CommonParts,
-    /// The watch over the threads of the process.
+    /// Detects panics of the process's threads.
     pub guard: Guard,
     /// The models, at least one. Requests that name none go to the first.
     pub models: Vec<ModelEntry>,
-    /// The bounds on memory, number and queues.
+    /// The bounds on memory, the number of loaded models, and the queues.
     pub bounds: FleetBounds,
-    /// The starter of models.
+    /// Starts the models.
     pub loader: Arc<dyn ModelLoader>,
 }
 
@@ -121,18 +121,18 @@ pub(crate) struct Front {
     pub(crate) guard: Guard,
     pub(crate) turns: Turns,
     pub(crate) entries: Vec<ModelEntry>,
-    /// Seconds since 1970 at the start.
+    /// The start of the server, in seconds since 1970.
     pub(crate) started: u64,
     names: NameIndex,
     loader: Arc<dyn ModelLoader>,
-    /// The configured bound of memory.
+    /// The configured memory bound in bytes.
     memory_bytes: u64,
     books: Mutex<Books>,
-    /// Counts changes of state.
+    /// A counter that is incremented at each change of state, to wake waiting tasks.
     changes: watch::Sender<u64>,
-    /// Wakes the timer.
+    /// Wakes the fleet's timer task.
     wake: Notify,
-    /// The number of running visits.
+    /// The number of running and waiting visits.
     visits: watch::Sender<usize>,
     clock: Instant,
     draining: AtomicBool,
@@ -151,13 +151,13 @@ struct Books {
 #[derive(Default)]
 struct Slot {
     running: Option<RunningModel>,
-    /// The reason of the last failure.
+    /// The reason for the last failure.
     error: Option<String>,
     loads: u64,
     load_seconds: f64,
 }
 
-/// A model that takes requests.
+/// A model that accepts requests.
 #[derive(Clone)]
 pub(crate) struct RunningModel {
     pub(crate) shared: Shared,
@@ -183,12 +183,12 @@ impl RunningModel {
     pub(crate) fn left(&self) -> impl Future<Output = ()> + Send + use<> {
         let mut leaving = self.leaving.subscribe();
         async move {
-            // If the sender is gone, the model has left.
+            // If the sender was dropped, the model has been unloaded.
             let _ = leaving.wait_for(|&leaves| leaves).await;
         }
     }
 
-    /// Ends the model's feeds, engine and hands.
+    /// Stops the model's feeds, engine and hands.
     async fn stop(&self) {
         self.leaving.send_replace(true);
         let Some(stop) = self.stop.lock().take() else { return };
@@ -199,7 +199,7 @@ impl RunningModel {
     }
 }
 
-/// A model as lists show it.
+/// A model's entry in model lists.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct ModelReport {
     pub(crate) state: ModelState,
@@ -210,7 +210,7 @@ pub(crate) struct ModelReport {
     /// Seconds until the model is unloaded if no request comes.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) idle_in: Option<f64>,
-    /// The reason of the last failure.
+    /// The reason for the last failure.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) error: Option<String>,
     #[serde(skip)]
@@ -223,7 +223,7 @@ impl ModelServer {
     /// Builds the server.
     ///
     /// # Errors
-    /// A name means two models, or a model can never be loaded.
+    /// Two models share a name, or a model can never be loaded.
     pub fn new(parts: FleetParts) -> Result<Self, String> {
         let FleetParts { config, common, guard, mut models, bounds, loader } = parts;
         let names = NameIndex::new(&mut models)?;
@@ -301,7 +301,7 @@ impl ModelServer {
     }
 }
 
-/// The error for a model that can never be loaded, with its numbers.
+/// Returns the error text for a model that can never be loaded, with the sizes in question.
 fn misfit(refusal: FleetRefusal) -> String {
     let gb = |bytes: u64| format!("{:.2} GB", bytes as f64 / 1e9);
     match refusal {
@@ -320,7 +320,8 @@ impl Front {
         u64::try_from(self.clock.elapsed().as_millis()).unwrap_or(u64::MAX)
     }
 
-    /// The model that a request names, by any of its names, or the first model if it names none.
+    /// Returns the index of the model with this served name or alias, or of the first model if
+    /// `name` is `None`.
     ///
     /// # Errors
     /// There is no such model.
@@ -333,7 +334,7 @@ impl Front {
         })
     }
 
-    /// A model as it is now.
+    /// Returns the current state of a model.
     pub(crate) fn report(&self, model: usize) -> ModelReport {
         let (now, books) = (self.now_ms(), self.books.lock());
         let (running, waiting) = books.fleet.requests(model);
@@ -351,18 +352,19 @@ impl Front {
         }
     }
 
-    /// The model, if it takes requests.
+    /// Returns the model if it accepts requests.
     pub(crate) fn running(&self, model: usize) -> Option<RunningModel> {
         self.books.lock().slots[model].running.clone()
     }
 
-    /// Sets the idle time after which a model sleeps, until it has slept once; `None`: never.
+    /// Sets the idle time after which a model sleeps; `None`: never. It applies until the model has
+    /// slept once.
     pub(crate) fn keep(&self, model: usize, idle: Option<Duration>) {
         let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         self.books.lock().fleet.keep(model, Some(idle.map(millis)));
     }
 
-    /// Makes a model leave, and waits for that, but not for long-running requests.
+    /// Unloads a model or puts it to sleep. Waits for that, but at most for the drain timeout.
     pub(crate) async fn dismiss(self: &Arc<Self>, model: usize, level: SleepLevel) {
         let mut changes = self.changes.subscribe();
         let was_asleep = {
@@ -378,11 +380,11 @@ impl Front {
         let inside =
             || !matches!(self.report(model).state, ModelState::Asleep | ModelState::Unloaded);
         let gone = async { while inside() && changes.changed().await.is_ok() {} };
-        // The model is unloaded anyway once its requests have ended.
+        // After the time limit, the model still leaves memory once its requests have finished.
         let _ = timeout(self.config.drain_timeout, gone).await;
     }
 
-    /// The error for a request that cannot even be queued.
+    /// Converts the fleet's refusal of a request to the client's error.
     fn refused(&self, model: usize, refusal: FleetRefusal) -> ApiError {
         let name = &self.entries[model].names[0];
         match refusal {
@@ -406,7 +408,7 @@ impl Front {
         }
     }
 
-    /// Refuses new requests from now on.
+    /// Rejects new requests from now on.
     pub(crate) fn drain(&self) {
         self.draining.store(true, Ordering::SeqCst);
     }
@@ -425,7 +427,7 @@ impl Front {
         }
     }
 
-    /// The models that take requests.
+    /// Returns the models that accept requests.
     pub(crate) fn all_running(&self) -> Vec<RunningModel> {
         self.books.lock().slots.iter().filter_map(|slot| slot.running.clone()).collect()
     }

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use super::ModelEntry;
 use crate::names::LATEST;
 
-/// The models by all their names.
+/// Maps each name to the index of its model.
 #[derive(Debug)]
 pub(crate) struct NameIndex(HashMap<String, usize>);
 
@@ -13,7 +13,7 @@ impl NameIndex {
     /// Adds `:latest` names to the aliases of each model, and indexes all names.
     ///
     /// # Errors
-    /// A name means two models.
+    /// Two models have the same name.
     pub(crate) fn new(entries: &mut [ModelEntry]) -> Result<Self, String> {
         let mut index = HashMap::new();
         for (model, entry) in entries.iter_mut().enumerate() {
@@ -41,7 +41,7 @@ impl NameIndex {
         Ok(Self(index))
     }
 
-    /// The model that a name means.
+    /// Returns the index of the model with this name.
     pub(crate) fn find(&self, name: &str) -> Option<usize> {
         self.0.get(name).copied()
     }

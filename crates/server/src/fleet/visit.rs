@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 
 use super::Front;
 
-/// A request that runs on a model. The model stays until this is dropped.
+/// A request that runs on a model. The model stays loaded until the visit is dropped.
 pub(crate) struct Visit {
     front: Arc<Front>,
     model: usize,
@@ -28,7 +28,7 @@ impl Drop for Visit {
     }
 }
 
-/// A waiting request. Dropping it gives up its place in the queue.
+/// A waiting request. Dropping it removes the request from the queue.
 struct Wait {
     front: Arc<Front>,
     model: usize,
@@ -108,7 +108,7 @@ impl Front {
         }
     }
 
-    /// The error for a request whose model did not become ready.
+    /// Creates the error for a request whose model did not become ready.
     fn gave_up(&self, model: usize) -> ApiError {
         if self.is_draining() {
             return ApiError::Draining;
@@ -124,22 +124,22 @@ impl Front {
     }
 }
 
-/// The body of an answer of a model.
+/// A response body of a model.
 pub(crate) struct ModelBody {
     body: Body,
-    /// Ends with the body.
+    /// Keeps the model loaded until the body is dropped; `None`: nothing is kept.
     _visit: Option<Visit>,
-    /// Ends the body.
+    /// The body ends when this future completes.
     until: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
 impl ModelBody {
-    /// A body until whose end the model stays.
+    /// Creates a body that keeps the model loaded until the body is complete.
     pub(crate) fn held(body: Body, visit: Visit) -> Body {
         Body::new(Self { body, _visit: Some(visit), until: None })
     }
 
-    /// A body that ends when the model leaves.
+    /// Creates a body that ends when `left` completes, at the unloading of the model.
     pub(crate) fn until(body: Body, left: impl Future<Output = ()> + Send + 'static) -> Body {
         Body::new(Self { body, _visit: None, until: Some(Box::pin(left)) })
     }

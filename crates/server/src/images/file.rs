@@ -1,4 +1,4 @@
-//! An image as its client sent it.
+//! Image files as clients sent them.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -13,11 +13,11 @@ use tokio::runtime::Handle;
 use super::model::ImageModel;
 use crate::intake::{Cost, Intake};
 
-/// The largest buffer that a thread keeps for the next image, in bytes.
+/// The maximum size in bytes of a buffer that a thread keeps for the next image.
 const KEPT: usize = 32 << 20;
 
 thread_local! {
-    /// A thread's image preparer, and a buffer for patches on their way to the arena.
+    /// A thread's image preparer, and its buffer for patches before they are written to the arena.
     static WORKSHOP: RefCell<(Preparer, Vec<u8>)> = RefCell::default();
 }
 
@@ -38,7 +38,8 @@ impl fmt::Debug for ImageFile {
 }
 
 impl ImageFile {
-    /// Reads the header of a file that came in `param`, and computes its identity.
+    /// Reads the header of a file that was sent in the parameter `param`, and computes the image's
+    /// id.
     ///
     /// # Errors
     /// The file is not an image, or is not supported.
@@ -55,7 +56,7 @@ impl ImageFile {
         Ok(Self { bytes, header, processing, id, param, charge })
     }
 
-    /// Rows and columns of positions.
+    /// Returns the rows and columns of positions.
     pub(crate) fn grid(&self) -> Grid {
         let grid = self.positions();
         Grid { rows: grid.height, columns: grid.width }
@@ -65,7 +66,7 @@ impl ImageFile {
         self.id
     }
 
-    /// The path of its part.
+    /// Returns the path of the request's parameter that contains the image.
     pub(crate) fn param(&self) -> &str {
         &self.param
     }
@@ -79,12 +80,12 @@ impl ImageFile {
         self.processing.bytes(self.positions())
     }
 
-    /// The largest memory that decoding the file and making patches takes.
+    /// Returns the maximum memory in bytes for decoding the file and making patches.
     pub(crate) fn decoding_bytes(&self) -> usize {
         self.header.decoding_bytes(&self.processing)
     }
 
-    /// Decodes the file and writes its patches into memory that the hand reads.
+    /// Decodes the file and writes its patches to the arena.
     fn write(&self, payload: &dyn Payload) -> Result<(), PictureError> {
         WORKSHOP.with_borrow_mut(|(preparer, patches)| {
             patches.resize(self.patch_bytes(), 0);
@@ -117,7 +118,7 @@ impl fmt::Debug for Shown {
 }
 
 impl Shown {
-    /// An image for a request that is submitted on the current runtime.
+    /// Creates an image for a request that is submitted on the current runtime.
     pub(crate) fn new(file: Arc<ImageFile>, intake: &Arc<Intake>) -> Self {
         Self { file, intake: Arc::clone(intake), runtime: Handle::current() }
     }
@@ -128,7 +129,7 @@ impl Picture for Shown {
         let (file, intake) = (Arc::clone(&self.file), Arc::clone(&self.intake));
         self.runtime.spawn(async move {
             let (client, bytes) = (file.charge.client(), file.patch_bytes());
-            // Time goes by pixels, as memory does.
+            // Decoding time grows with the number of pixels, as memory does.
             let memory = file.decoding_bytes();
             let cost = Cost { time: memory as u64, memory };
             let write = move |payload: &dyn Payload| file.write(payload);

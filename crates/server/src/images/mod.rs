@@ -2,8 +2,8 @@
 //! needs them.
 //!
 //! The intake threads decode base64 and hash files. A request is submitted once the headers of its
-//! images are read. Pixels are decoded, on threads of their own, only if the scheduler does not
-//! have the image on pages. So a repeated image needs neither patches nor the tower.
+//! images are read. Separate threads decode pixels, and only if the scheduler does not find the
+//! image in cached pages. So a repeated image needs neither patches nor the vision tower.
 
 mod file;
 pub(crate) mod model;
@@ -24,12 +24,12 @@ pub(crate) use prompt::{SeenPrompt, spread};
 
 use crate::state::Shared;
 
-/// Reads the files of a conversation's images, and their headers. The client of `charge` is charged
-/// for them.
+/// Reads the files of a conversation's images, and their headers. The files are charged to the
+/// client of `charge`.
 ///
 /// # Errors
-/// An image is invalid, too large, or not available. The error names the part with the first such
-/// image.
+/// An image is invalid, too large, or not available. The error names the content part of the first
+/// such image.
 pub(crate) async fn read(
     state: &Shared,
     parts: Vec<ImagePart>,
@@ -41,8 +41,8 @@ pub(crate) async fn read(
     };
     let mut reading = JoinSet::new();
     for (index, part) in parts.into_iter().enumerate() {
-        // A file is charged until its request has ended, because the device may need the image
-        // again.
+        // A file stays charged until its request has finished, because the device may need the
+        // image again.
         let (state, charge) = (Arc::clone(state), charge.beside());
         reading.spawn(async move { (index, read_one(&state, model, part, charge).await) });
     }
@@ -105,7 +105,8 @@ async fn read_one(
     Ok(Arc::new(file))
 }
 
-/// Fetches the image file in `param` from the network or this machine. It is charged as it arrives.
+/// Fetches the image file in `param` from the network or the local disk. Its bytes are charged as
+/// they arrive.
 async fn fetch(state: &Shared, param: &str, url: &str, charge: &Charge) -> Result<Bytes, ApiError> {
     let refused = |error: FetchError| ApiError::invalid(param, format!("`{param}`: {error}"));
     let fetcher = state.model.fetcher.as_ref().ok_or(FetchError::Off).map_err(refused)?;
@@ -125,7 +126,7 @@ async fn fetch(state: &Shared, param: &str, url: &str, charge: &Charge) -> Resul
     }
 }
 
-/// The error for a client about the image in `param`.
+/// Converts an error of the image in `param` to the client's error.
 pub(crate) fn image_error(param: &str, error: &ImageError) -> ApiError {
     ApiError::invalid(param, format!("`{param}`: {error}"))
 }

@@ -2,22 +2,22 @@
 
 use forebay_vision::Processing;
 
-/// The images that the served model takes, and their limits.
+/// The images that the served model accepts, and their limits.
 #[derive(Debug, Clone, Copy)]
 pub struct ImageModel {
-    /// The processing that cuts images.
+    /// How images are resized and cut into patches.
     pub processing: Processing,
     /// The token id at the positions of an image.
     pub token: i32,
-    /// The largest number of images of a request.
+    /// The maximum number of images per request.
     pub most: u32,
     /// The limits of one image.
     pub limits: forebay_vision::Limits,
 }
 
 impl ImageModel {
-    /// Bytes to reserve for `threads` decoding threads, out of the budget for all requests. Enough
-    /// for the largest images, but at most half of the budget.
+    /// Returns the bytes to reserve for `threads` decoding threads, out of the budget of all
+    /// requests. Enough for images of the maximum size, but at most half of the budget.
     #[must_use]
     pub fn decoding_bytes(&self, threads: usize, of_requests: usize) -> usize {
         let largest = self.limits.decoding_bytes(&self.processing);

@@ -1,5 +1,5 @@
-//! Prompts with images. The template writes one token for an image, which is replaced by one for
-//! each of the image's positions.
+//! Prompts with images. The chat template writes one token per image; it is replaced by one token
+//! per position of the image.
 
 use std::sync::Arc;
 
@@ -8,17 +8,18 @@ use forebay_engine::PromptImage;
 
 use super::file::ImageFile;
 
-/// A prompt with the places of its images.
+/// A prompt with the positions of its images.
 #[derive(Debug, Default)]
 pub(crate) struct SeenPrompt {
     pub(crate) ids: Vec<i32>,
     pub(crate) images: Arc<[PromptImage]>,
 }
 
-/// Replaces each image's single `token` in `ids` by one for each position. `ids` come from `param`.
+/// Replaces the single `token` of each image in `ids` by one `token` per position of the image. The
+/// prompt `ids` came in `param`.
 ///
 /// # Errors
-/// The numbers of such tokens and of images differ.
+/// The number of these tokens in `ids` differs from the number of images.
 pub(crate) fn spread(
     ids: Vec<i32>,
     token: i32,

@@ -1,4 +1,4 @@
-//! Permits that clients take in turn.
+//! A limited number of permits that clients take in turn.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,28 +8,28 @@ use forebay_http::ClientId;
 use parking_lot::Mutex;
 use tokio::sync::oneshot;
 
-/// A limited number of permits. If all are taken, clients take turns: a client with forty tasks
-/// waits for one turn of each other client between two of its own.
+/// A limited number of permits. If all are taken, clients take turns: between two turns of its own,
+/// a client with forty tasks waits for one turn of each other client.
 #[derive(Debug)]
 pub(crate) struct Line(Mutex<Inner>);
 
 #[derive(Debug)]
 struct Inner {
     free: usize,
-    /// The largest number of permits of a client.
+    /// The maximum number of permits of a client.
     each: usize,
     held: HashMap<ClientId, usize>,
     waiting: FairQueue<oneshot::Sender<Permit>>,
-    /// Tasks that have waited, ever.
+    /// The number of tasks that ever waited.
     arrivals: i64,
-    /// Permits that were given, ever.
+    /// The number of permits that were ever given.
     given: u64,
 }
 
-/// A client's permit, held until it is dropped.
+/// A client's permit, returned when it is dropped.
 #[derive(Debug)]
 pub(crate) struct Permit {
-    /// The line to return it to; `None` if it was returned.
+    /// The line to return the permit to; `None` if it was returned.
     line: Option<Arc<Line>>,
     client: ClientId,
 }
@@ -58,7 +58,7 @@ impl Inner {
 }
 
 impl Line {
-    /// A line with `all` permits, of which a client has at most `each`.
+    /// Creates a line with `all` permits, of which a client has at most `each`.
     pub(crate) fn new(all: usize, each: usize) -> Arc<Self> {
         Arc::new(Self(Mutex::new(Inner {
             free: all,
@@ -70,7 +70,7 @@ impl Line {
         })))
     }
 
-    /// Waits for a permit for `client`. Dropping the future leaves the queue.
+    /// Waits for a permit for `client`. Dropping the future removes the task from the queue.
     pub(crate) async fn take(self: &Arc<Self>, client: ClientId) -> Permit {
         let (_wait, permit) = {
             let mut inner = self.0.lock();
@@ -83,30 +83,30 @@ impl Line {
             inner.waiting.insert(client.0, arrival, 1, sender);
             (Wait { line: self, client, arrival }, permit)
         };
-        // The line, and so its senders, live as long as this borrow.
+        // This borrow keeps the line alive, and so the queue's senders.
         permit.await.unwrap_or(Permit { line: None, client })
     }
 
-    /// Tasks that wait.
+    /// Returns the number of waiting tasks.
     #[cfg(test)]
     pub(crate) fn waiting(&self) -> usize {
         self.0.lock().waiting.upcoming().count()
     }
 
-    /// Permits that were given, ever.
+    /// Returns the number of permits that were ever given.
     #[cfg(test)]
     pub(crate) fn given(&self) -> u64 {
         self.0.lock().given
     }
 
-    /// Free permits.
+    /// Returns the number of free permits.
     #[cfg(test)]
     pub(crate) fn free(&self) -> usize {
         self.0.lock().free
     }
 }
 
-/// A queued task. Dropping it leaves the queue.
+/// A queued task. Dropping it removes the task from the queue.
 struct Wait<'a> {
     line: &'a Line,
     client: ClientId,
@@ -115,7 +115,7 @@ struct Wait<'a> {
 
 impl Drop for Wait<'_> {
     fn drop(&mut self) {
-        // The entry is gone already if the task got its permit.
+        // The entry was removed already if the task got its permit.
         self.line.0.lock().waiting.take(self.client.0, self.arrival, false);
     }
 }
@@ -130,7 +130,7 @@ impl Drop for Permit {
             let may = |client| held.get(&ClientId(client)).copied().unwrap_or(0) < *each;
             let Some((client, next)) = waiting.pop(may) else { return };
             let permit = inner.give(&line, ClientId(client));
-            // A waiter that has left the queue returns the permit here, under this lock.
+            // If the waiter has left the queue, its permit comes back here, while the lock is held.
             if let Err(mut unwanted) = next.send(permit) {
                 unwanted.line = None;
                 inner.take_back(ClientId(client));

@@ -1,13 +1,13 @@
-//! The intake of large requests, away from the threads of steps and streams.
+//! The intake of large requests, on threads separate from those of steps and streams.
 //!
 //! The intake threads parse a body above [`LARGE_BODY`], and decode its base64. Data that is too
-//! big for a plan goes into memory that the hand reads (`forebay_engine::Payloads`). A request
-//! first waits in the queue for room there (`room`). Then the intake threads convert the data and
-//! write it there, once. Only then is the request submitted. If the client disconnects at any
-//! point, its room is freed.
+//! big for a plan goes into the arena, which the hand reads (`forebay_engine::Payloads`). A request
+//! first waits in the queue for room in the arena (`room`). Then the intake threads convert the
+//! data and write it there, once. Only then is the request submitted. If the client disconnects at
+//! any point, its room is freed.
 //!
-//! Images are decoded on threads of their own: an image of a few KB can take seconds, and must not
-//! delay other work. Clients take turns in every queue.
+//! Separate threads decode images: an image of a few KB can take seconds, and must not delay other
+//! work. Clients take turns in every queue.
 
 pub(crate) mod body;
 mod line;
@@ -32,28 +32,30 @@ use turns::Turns;
 pub(crate) use workers::Cost;
 use workers::Workers;
 
-/// Bodies of at least this many bytes take much longer to parse than to pass to another thread.
+/// The size in bytes from which a body is parsed on another thread, because parsing takes much
+/// longer than the hand-over.
 pub(crate) const LARGE_BODY: usize = 64 << 10;
 
-/// The number of files that are fetched at the same time: in all, and for one client.
+/// The maximum number of concurrent file downloads.
 const FETCHES: usize = 256;
+/// The maximum number of concurrent file downloads per client.
 const FETCHES_EACH: usize = 16;
 
-/// The threads of the intake.
+/// Which threads do the intake's work.
 #[derive(Clone)]
 pub enum IntakeMode {
-    /// The number of the pool's own threads.
+    /// A pool of this many threads.
     Threads(usize),
-    /// The engine's thread, between two steps, for comparison.
+    /// The engine's thread, between two steps. For measurements only, because it delays steps.
     Engine(Arc<dyn Engine>),
 }
 
-/// The intake: it parses large bodies and writes payloads into memory that the hand reads.
+/// The intake: it parses large bodies and writes payloads to the arena.
 pub struct Intake {
     workers: Workers,
     /// The threads that decode images; `None`: the model takes no images.
     pixels: Option<Workers>,
-    /// Bytes that decoding may take at a time.
+    /// The maximum number of bytes that all image decoding may use.
     pixel_bytes: usize,
     room: Room,
     turns: Turns,
@@ -61,12 +63,13 @@ pub struct Intake {
 }
 
 impl Intake {
-    /// Starts the threads, under `guard`. At most `queue` bodies wait to be parsed, and at most
-    /// `queue` requests wait for room in `payloads`. The same number of further threads decode
-    /// images, in at most `pixel_bytes` bytes of memory; 0: there are none.
+    /// Starts the threads, watched by `guard`. At most `queue` bodies wait to be parsed, and at
+    /// most `queue` requests wait for room in `payloads`. The same number of separate threads
+    /// decode images, in at most `pixel_bytes` bytes of memory. If `pixel_bytes` is 0, no threads
+    /// decode images.
     ///
     /// # Errors
-    /// The system refuses a thread.
+    /// The system can't create a thread.
     pub fn start(
         mode: IntakeMode,
         payloads: Arc<dyn Payloads>,
@@ -74,7 +77,8 @@ impl Intake {
         pixel_bytes: usize,
         guard: &Guard,
     ) -> io::Result<Self> {
-        // Read at most as many large bodies at a time as threads can parse.
+        // The number of large bodies that are read at a time is the number of threads that can
+        // parse them.
         let turns = match &mode {
             IntakeMode::Threads(count) => (*count).max(1),
             IntakeMode::Engine(_) => 1,
@@ -91,22 +95,22 @@ impl Intake {
         })
     }
 
-    /// The queue for reading large bodies, in which clients take turns.
+    /// Returns the queue for reading large bodies, in which clients take turns.
     pub(crate) fn turns(&self) -> &Turns {
         &self.turns
     }
 
-    /// The permits to fetch a file from elsewhere.
+    /// Returns the permits for downloads.
     pub(crate) fn fetches(&self) -> &Arc<Line> {
         &self.fetches
     }
 
-    /// Bytes that are set aside for decoding images.
+    /// Returns the bytes that are reserved for decoding images.
     pub(crate) fn pixel_bytes(&self) -> usize {
         self.pixel_bytes
     }
 
-    /// The current counts.
+    /// Returns the current counts.
     pub(crate) fn stats(&self) -> IntakeStats {
         IntakeStats {
             unread: self.workers.waiting(),
@@ -116,8 +120,8 @@ impl Intake {
         }
     }
 
-    /// Parses a body, on an intake thread if it is large. Also returns the names of parameters that
-    /// were not read.
+    /// Parses a body, on an intake thread if it is large. Also returns the names of the parameters
+    /// that were not read.
     pub(crate) async fn parse<T>(
         &self,
         body: Pieces,
@@ -130,14 +134,13 @@ impl Intake {
         if body.len() < LARGE_BODY {
             return parse_body(body, limit, charge);
         }
-        // If the task is dropped meanwhile, it drops the body and its charge.
+        // If the task is dropped in the meantime, it drops the body and its charge.
         let charge = Arc::clone(charge);
         let (client, cost) = (charge.client(), Cost { time: body.len() as u64, memory: 0 });
         self.workers.begin(client, cost, move || parse_body(body, limit, &charge)).await
     }
 
-    /// Runs `work` on an intake thread, for long processing of `bytes` bytes of a request of
-    /// `client`.
+    /// Runs `work` on an intake thread: long processing of `bytes` bytes of a request of `client`.
     pub(crate) async fn read<T: Send + 'static>(
         &self,
         client: ClientId,
@@ -148,10 +151,10 @@ impl Intake {
     }
 
     /// Runs `write` on an image thread. It writes `bytes` bytes of patches of an image of `client`
-    /// into memory that the hand reads.
+    /// to the arena.
     ///
     /// # Errors
-    /// There will never be room, too many wait for it, or `write` fails.
+    /// The patches can never fit, too many requests wait for room, or `write` fails.
     pub(crate) async fn place_patches(
         &self,
         client: ClientId,
@@ -167,11 +170,11 @@ impl Intake {
         workers.run(Some(client), cost, work).await.map_err(failed)?
     }
 
-    /// Writes the embeddings of prompts of `client`, which came in `param`, into memory that the
-    /// hand reads. Returns the number of positions of each, and where it is.
+    /// Writes the embeddings of prompts of `client`, which came in `param`, to the arena. Returns
+    /// the number of positions and the location of each.
     ///
     /// # Errors
-    /// There will never be room, too many requests wait for room, or an element is not finite.
+    /// The embeddings can never fit, too many requests wait for room, or an element is not finite.
     pub(crate) async fn place(
         &self,
         client: ClientId,
@@ -185,7 +188,7 @@ impl Intake {
             let mut at = 0;
             let mut placed = Vec::with_capacity(prompts.len());
             for prompt in &prompts {
-                // Arena offsets fit into 32 bits, and this one is inside the arena.
+                // Arena offsets fit into 32 bits, and this offset is inside the arena.
                 let offset = payload.offset() + at as u32;
                 placed.push((prompt.rows(), Embeds { payload: Arc::clone(&payload), offset }));
                 prompt.convert(dtype, |piece| {
@@ -236,7 +239,7 @@ mod tests {
     const A: ClientId = ClientId(1);
     const B: ClientId = ClientId(2);
 
-    /// Images of one client delay neither the reading of others nor an image of another client.
+    /// Images of one client delay neither the reading of bodies nor an image of another client.
     #[tokio::test]
     async fn pixels_hold_up_nothing_else_and_clients_take_turns() {
         let mode = IntakeMode::Threads(1);

@@ -12,7 +12,7 @@ use tokio::sync::Notify;
 use super::line::Line;
 
 /// Room in the arena, given to clients in turns. A small request does not overtake a large one
-/// whose turn it is, or the large one might never get its room.
+/// whose turn has come, or the large one might never get its room.
 pub(crate) struct Room {
     payloads: Arc<dyn Payloads>,
     freed: Arc<Notify>,
@@ -27,24 +27,24 @@ impl Room {
     pub(crate) fn new(payloads: Arc<dyn Payloads>, limit: usize) -> Self {
         let freed = Arc::new(Notify::new());
         let told = Arc::clone(&freed);
-        // Only the first in the queue listens. A notification that comes between two checks is kept
-        // for it.
+        // Only the first task in the queue waits for notifications. A notification between two of
+        // its checks is stored.
         payloads.on_freed(Box::new(move || told.notify_one()));
         Self { payloads, freed, turn: Line::new(1, 1), waiting: Mutex::default(), limit }
     }
 
-    /// The number of requests in the queue, including one that is just getting its room.
+    /// Returns the number of requests in the queue, including the one that is reserving its room.
     pub(crate) fn in_line(&self) -> usize {
         self.waiting.lock().all()
     }
 
-    /// Reserved bytes of the arena.
+    /// Returns the reserved bytes of the arena.
     pub(crate) fn used(&self) -> usize {
         self.payloads.used()
     }
 
-    /// Waits for `bytes` bytes of room for `client`, all at once: tasks that hold some room and
-    /// wait for more could deadlock. Dropping the future leaves the queue.
+    /// Waits for `bytes` bytes of room for `client`, all at once: tasks that keep some room and
+    /// wait for more could deadlock. Dropping the future removes the request from the queue.
     pub(crate) async fn take(
         &self,
         client: ClientId,
@@ -74,7 +74,7 @@ impl Room {
     }
 }
 
-/// A place in the line.
+/// An entry in the queue, removed when it is dropped.
 struct Place<'a> {
     room: &'a Room,
     client: ClientId,
@@ -99,7 +99,7 @@ pub(super) mod tests {
     const ONE: ClientId = ClientId(1);
     const OTHER: ClientId = ClientId(2);
 
-    /// A counter that stands for a number of bytes.
+    /// A fake arena that only counts bytes.
     #[derive(Clone, Default)]
     struct Bytes {
         free: Arc<AtomicUsize>,
@@ -153,7 +153,7 @@ pub(super) mod tests {
         }
     }
 
-    /// Memory with room for 100 bytes.
+    /// Creates a fake arena of 100 bytes.
     pub(in crate::intake) fn memory() -> Arc<dyn Payloads> {
         let bytes = Bytes::default();
         bytes.free.store(100, Ordering::SeqCst);
@@ -225,7 +225,7 @@ pub(super) mod tests {
         let room = room(10);
         let first = got(pin!(room.take(ONE, 100, "p")));
         let mut second = Box::pin(room.take(ONE, 100, "p"));
-        // The notification comes when no task listens.
+        // The notification arrives while no task waits for it.
         drop(first);
         let second = got(second.as_mut());
         let mut third = Box::pin(room.take(ONE, 50, "p"));

@@ -1,9 +1,9 @@
-//! Turns among clients that send large bodies.
+//! Turns of clients that send large bodies.
 //!
 //! A body that arrives too slowly loses its turn. It then waits in the queue for slow bodies, whose
 //! turns are shorter, so a fast client never waits for a slow one. Turns go to clients, not to
-//! bodies: a client with forty bodies waits for one turn of each other client between two of its
-//! own.
+//! bodies: between two turns of its own, a client with forty bodies waits for one turn of each
+//! other client.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,22 +13,22 @@ use tokio::time::Instant;
 
 use super::line::{Line, Permit};
 
-/// Bytes a second that must arrive during a turn.
+/// Bytes per second that must arrive during a turn.
 const RATE: u64 = 10_000_000;
-/// How long a client with a turn may send nothing.
+/// How long a client may send nothing during its turn.
 pub(crate) const PATIENCE: Duration = Duration::from_millis(5);
 
 /// The speed of a body's arrival so far.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Pace {
-    /// The body arrived as fast as it was read.
+    /// The body has arrived at the required rate so far.
     Steady,
-    /// The body's turn ended before all of it was read.
+    /// The body lost its turn because it arrived too slowly.
     Slow,
 }
 
 impl Pace {
-    /// The time over which the rate is measured.
+    /// Returns the time over which the rate is measured.
     fn window(self) -> Duration {
         match self {
             Self::Steady => Duration::from_millis(50),
@@ -36,12 +36,12 @@ impl Pace {
         }
     }
 
-    /// The number of bytes that must arrive in a window.
+    /// Returns the number of bytes that must arrive per window.
     fn share(self) -> usize {
         (RATE as u128 * self.window().as_micros() / 1_000_000) as usize
     }
 
-    /// The longest turn while others wait.
+    /// Returns the longest turn while other bodies wait.
     fn longest(self) -> Duration {
         10 * self.window()
     }
@@ -54,7 +54,7 @@ pub(crate) struct Turns {
     slow: Arc<Line>,
 }
 
-/// The right to send, until it is dropped.
+/// A client's turn to send its body, until it is dropped.
 #[derive(Debug)]
 pub(crate) struct Turn {
     _permit: Permit,
@@ -65,13 +65,13 @@ pub(crate) struct Turn {
 }
 
 impl Turns {
-    /// Allows `count` steady bodies at a time, and one slow one.
+    /// Allows `count` steady bodies at a time, and one slow body.
     pub(crate) fn new(count: usize) -> Self {
         let count = count.max(1);
         Self { steady: Line::new(count, count), slow: Line::new(1, 1) }
     }
 
-    /// Waits for a turn for `client`. Dropping the future gives it up.
+    /// Waits for a turn for `client`. Dropping the future leaves the queue.
     pub(crate) async fn take(&self, client: ClientId, pace: Pace) -> Turn {
         let line = match pace {
             Pace::Steady => &self.steady,
@@ -82,36 +82,36 @@ impl Turns {
         Turn { _permit: permit, pace, began: now, window: now, arrived: 0 }
     }
 
-    /// Turns that were given, of either pace.
+    /// Returns the number of turns that were ever given, at either pace.
     #[cfg(test)]
     pub(crate) fn given(&self) -> u64 {
         self.steady.given() + self.slow.given()
     }
 
-    /// The number of free steady turns.
+    /// Returns the number of free turns for steady bodies.
     #[cfg(test)]
     pub(crate) fn free(&self) -> usize {
         self.steady.free()
     }
 }
 
-/// The state of a turn after bytes have arrived.
+/// Whether a turn continues after bytes have arrived.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Verdict {
     GoesOn,
     /// The body came too slowly.
     TooSlow,
-    /// The turn was long enough: others are next.
+    /// The turn has lasted long enough: other bodies are next.
     Over,
 }
 
 impl Turn {
-    /// When the turn is lost, unless bytes arrive first.
+    /// Returns the time at which the turn is lost, unless bytes arrive first.
     pub(crate) fn deadline(&self) -> Instant {
         (Instant::now() + PATIENCE).min(self.window + self.pace.window())
     }
 
-    /// Counts arrived bytes.
+    /// Counts `bytes` arrived bytes.
     pub(crate) fn arrived(&mut self, bytes: usize) -> Verdict {
         let now = Instant::now();
         self.arrived += bytes;

@@ -1,7 +1,7 @@
-//! Threads for the work of requests.
+//! Threads that run the jobs of requests, such as parsing a body or decoding an image.
 //!
-//! Work of requests that have begun goes first. The rest goes in turns of the clients, weighted by
-//! estimated cost, so a client with much work waits behind one with little.
+//! Jobs of requests that have begun run first. Clients take turns with the other jobs, weighted by
+//! estimated cost. So a client with much work does not delay a client with little work.
 
 use std::collections::VecDeque;
 use std::io;
@@ -22,10 +22,11 @@ use super::IntakeMode;
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// The estimated cost of a piece of work.
+/// The estimated cost of a job.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Cost {
-    /// An estimate in units that are only comparable within one pool, such as bytes to read.
+    /// The estimated time, in units that are only comparable within one pool, such as bytes to
+    /// read.
     pub(crate) time: u64,
     /// Bytes of memory while the work runs, if the pool has a memory bound.
     pub(crate) memory: usize,
@@ -36,14 +37,14 @@ struct Job {
     memory: usize,
 }
 
-/// See the module.
+/// A pool of threads. See the module.
 pub(crate) struct Workers {
     lanes: Lanes,
     threads: Vec<JoinHandle<()>>,
-    /// The requests that wait to begin. The arena's room bounds the number of requests that have
+    /// The requests that wait to begin. The arena's size bounds the number of requests that have
     /// begun.
     waiting: Arc<Mutex<Holdings>>,
-    /// The largest number of requests that wait to begin.
+    /// The maximum number of requests that wait to begin.
     queue: usize,
 }
 
@@ -52,22 +53,22 @@ enum Lanes {
     Engine(Arc<dyn Engine>),
 }
 
-/// The work that waits for a thread.
+/// The jobs that wait for a thread.
 #[derive(Default)]
 struct Lane {
     jobs: Mutex<Jobs>,
-    /// Signalled when work can be started, or no more will come.
+    /// Signalled when a job can be started, or when no more jobs will come.
     news: Condvar,
 }
 
 #[derive(Default)]
 struct Jobs {
-    /// Work of requests that have room in the arena. It goes first, because others wait for that
-    /// room.
+    /// Jobs of requests that have room in the arena. They run first, because other requests wait
+    /// for that room.
     begun: VecDeque<Job>,
     new: FairQueue<Job>,
     arrivals: i64,
-    /// Bytes that running work may take in all, and how many of these are free.
+    /// The bytes that running jobs may use in all, and how many of them are free.
     most: usize,
     memory: usize,
     closed: bool,
@@ -78,8 +79,7 @@ impl Jobs {
         Self { most: memory, memory, ..Self::default() }
     }
 
-    /// The next piece of work, if there is memory for it. A piece that does not fit yet keeps its
-    /// turn.
+    /// Returns the next job, if there is memory for it. A job that does not fit yet keeps its turn.
     fn next(&mut self) -> Option<Job> {
         let next = self.begun.front().or_else(|| self.new.first())?;
         self.memory = self.memory.checked_sub(next.memory)?;
@@ -91,7 +91,7 @@ impl Jobs {
     }
 }
 
-/// A place among the requests that wait to begin.
+/// An entry among the requests that wait to begin, removed when it is dropped.
 struct Place {
     waiting: Arc<Mutex<Holdings>>,
     client: ClientId,
@@ -104,8 +104,8 @@ impl Drop for Place {
 }
 
 impl Workers {
-    /// Starts threads whose names begin with `name`. Running work may take at most `memory` bytes,
-    /// by its declared cost.
+    /// Starts threads whose names begin with `name`. Running jobs may use at most `memory` bytes,
+    /// according to their declared cost.
     pub(crate) fn start(
         mode: IntakeMode,
         name: &str,
@@ -130,12 +130,12 @@ impl Workers {
         Ok(Self { lanes, threads, waiting: Arc::default(), queue })
     }
 
-    /// The number of requests that have not begun.
+    /// Returns the number of requests that have not begun.
     pub(crate) fn waiting(&self) -> usize {
         self.waiting.lock().all()
     }
 
-    /// Pieces of work that wait for a thread.
+    /// Returns the number of jobs that wait for a thread.
     #[cfg(test)]
     pub(super) fn queued(&self) -> usize {
         let Lanes::Threads(lane) = &self.lanes else { return 0 };
@@ -143,7 +143,7 @@ impl Workers {
         jobs.begun.len() + jobs.new.upcoming().count()
     }
 
-    /// Runs the first work of a request of `client`. An error means that the queue is full.
+    /// Runs the first job of a request of `client`. It fails if the queue is full.
     pub(crate) async fn begin<T: Send + 'static>(
         &self,
         client: ClientId,
@@ -166,7 +166,7 @@ impl Workers {
         self.run(Some(client), cost, work).await
     }
 
-    /// Runs more work of a request that has room in the arena.
+    /// Runs another job of a request that has room in the arena.
     pub(crate) async fn go_on<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> Result<T, ApiError> + Send + 'static,
@@ -174,8 +174,8 @@ impl Workers {
         self.run(None, Cost::default(), work).await
     }
 
-    /// Runs work in its client's turn, or first if it has no client. Dropping the future cancels
-    /// work that has not started.
+    /// Runs `work` in its client's turn, or before all clients' jobs if `client` is `None`.
+    /// Dropping the future cancels work that has not started.
     pub(crate) async fn run<T: Send + 'static>(
         &self,
         client: Option<ClientId>,
@@ -191,7 +191,7 @@ impl Workers {
                 let reason = "the request could not be read".to_owned();
                 Err(ApiError::Internal { reason, code: Some("intake") })
             });
-            // The client may have gone by now.
+            // The client may have disconnected by now.
             let _ = reply.send(result);
         });
         match &self.lanes {
@@ -209,7 +209,7 @@ impl Drop for Workers {
             lane.news.notify_all();
         }
         for thread in self.threads.drain(..) {
-            // Jobs catch their own panics, so the thread's outcome has no information.
+            // Jobs catch their own panics, so the thread's result has no information.
             let _ = thread.join();
         }
     }
@@ -234,7 +234,7 @@ impl Lane {
         self.news.notify_one();
     }
 
-    /// Waits for work; `None`: there is none, and no more will come.
+    /// Waits for a job; `None`: there is none, and no more will come.
     fn next(&self) -> Option<Job> {
         let mut jobs = self.jobs.lock();
         loop {
@@ -257,7 +257,7 @@ impl Lane {
     }
 }
 
-/// A thread's handle to its queue. When the thread is gone no work is done, so waiting tasks must
+/// A thread's handle to its queue. After the thread has exited no job runs, so waiting tasks must
 /// be woken.
 struct Worker(Arc<Lane>);
 
@@ -305,8 +305,8 @@ mod tests {
         assert!(cause.starts_with("the thread intake-0 panicked"), "{cause}");
     }
 
-    /// A job that blocks its thread until the sender is used, and the order in which later work was
-    /// done.
+    /// Blocks the only thread with a job until `release` is used. `done` receives the names of
+    /// later jobs in the order in which they ran.
     struct Held {
         workers: Arc<Workers>,
         release: mpsc::Sender<()>,
@@ -375,7 +375,7 @@ mod tests {
         assert_eq!((served, held.workers.waiting()), (16, 0));
     }
 
-    /// Two threads, and memory for only one piece of work at a time.
+    /// Two threads, and memory for only one job at a time.
     #[test]
     fn running_work_takes_no_more_memory_than_there_is() {
         let guard = Guard::default();

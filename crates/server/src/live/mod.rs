@@ -1,4 +1,4 @@
-//! The data for the web page's engine tab: current steps, pages and requests. It is collected four
+//! The data for the web page's engine tab: current steps, pages and requests. It is sampled four
 //! times a second, and only while a viewer is connected.
 
 mod requests;
@@ -21,7 +21,7 @@ use crate::live::tick::Watch;
 pub(crate) use crate::live::trace::trace;
 use crate::state::Shared;
 
-/// Opens a feed. It ends when the client leaves, or when the server drains.
+/// Opens a feed of events. It ends when the client disconnects, or when the server drains.
 ///
 /// # Errors
 /// Too many feeds are open already.
@@ -36,7 +36,7 @@ pub(crate) fn watch(state: &Shared) -> Result<Response<FeedBody>, ApiError> {
 async fn write(state: Shared, feed: Feed) {
     let mut watch = Watch::new(&state);
     let mut shown = snapshot::follow(&state);
-    // The last snapshot was for an earlier viewer.
+    // The last snapshot was made for an earlier viewer.
     shown.mark_unchanged();
     loop {
         tokio::select! {
@@ -58,11 +58,11 @@ async fn write(state: Shared, feed: Feed) {
     }
 }
 
-/// A request from its arrival to its end.
+/// The events of a request, from its arrival to its end.
 #[derive(Serialize)]
 pub(crate) struct Life {
     id: String,
-    /// The replica that it came to last.
+    /// The replica of the last event.
     replica: usize,
     events: Vec<LifeEvent>,
 }
@@ -75,10 +75,10 @@ struct LifeEvent {
     replica: usize,
 }
 
-/// The known moments in the life of a request.
+/// Returns the recorded events of a request.
 ///
 /// # Errors
-/// The request is unknown, or its moments are no longer kept.
+/// The request is unknown, or its events are no longer kept.
 pub(crate) fn life(state: &Shared, id: &str) -> Result<Life, ApiError> {
     let unknown = || ApiError::UnknownRequest { id: cut(id, SHOWN_BYTES).into_owned() };
     let number: u64 = id.parse().map_err(|_| unknown())?;

@@ -1,4 +1,4 @@
-//! Finds the requests that have changed since a viewer's last event.
+//! Finds the requests that changed since a viewer's last update.
 
 use std::collections::{HashMap, HashSet};
 
@@ -7,18 +7,18 @@ use forebay_engine::{EngineHandle, EventKind, MOST_VIEWS, Moment, Phase, Request
 use crate::live::shown::Snapshot;
 use crate::live::tick::RequestTick;
 
-/// A watcher's knowledge of requests.
+/// What a viewer has already received about requests.
 #[derive(Debug, Default)]
 pub(super) struct RequestsSent {
-    /// The place of each replica's next moment.
+    /// The index of the next event to read, per replica.
     places: Vec<u64>,
-    /// The requests as they were last sent.
+    /// The requests as they were last sent, with their replicas.
     known: HashMap<u64, (usize, RequestView)>,
-    /// Requests that began and ended between two samples, known from their events.
+    /// Requests that are not in a snapshot yet, known from their events only.
     unseen: HashMap<u64, (usize, RequestView)>,
 }
 
-/// Snapshots and events of a replica.
+/// A replica's current requests, and its events since the last update.
 pub(super) struct News<'a> {
     views: &'a [RequestView],
     moments: Since<Moment>,
@@ -35,8 +35,8 @@ impl RequestsSent {
         self.known.clear();
     }
 
-    /// The requests that have changed, and those that have ended. A request that began and ended in
-    /// between is in both.
+    /// Returns the requests that changed, and the ids of those that finished. A request that began
+    /// and finished since the last update is in both.
     pub(super) fn changes(&mut self, snapshot: &Snapshot) -> (Vec<RequestTick>, Vec<u64>) {
         let mut news = Vec::with_capacity(snapshot.replicas.len());
         for (at, seen) in snapshot.replicas.iter().enumerate() {
@@ -122,7 +122,7 @@ impl RequestsSent {
         }
     }
 
-    /// Drops requests that are not alive. Their ends may be among the lost moments.
+    /// Drops requests that are not alive: their last events may be among the lost events.
     fn drop_absent(&mut self, news: &[News<'_>], ended: &mut Vec<u64>) {
         self.unseen.clear();
         if news.iter().any(|news| news.views.len() >= MOST_VIEWS) {

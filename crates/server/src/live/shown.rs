@@ -1,4 +1,4 @@
-//! The replicas, in the form for viewers.
+//! The state of the replicas, as viewers receive it.
 
 use std::sync::Arc;
 
@@ -12,11 +12,11 @@ use tokio::sync::watch;
 #[derive(Default)]
 pub(crate) struct Live {
     pub(super) watchers: Watchers,
-    /// The latest snapshot; `None`: there is no viewer, so the engines are not asked.
+    /// The latest snapshot; `None`: there is no viewer, so the engines are not queried.
     pub(super) shown: Mutex<Option<watch::Receiver<Arc<Snapshot>>>>,
 }
 
-/// The state of the replicas at a moment.
+/// The state of all replicas at one time.
 #[derive(Default)]
 pub(super) struct Snapshot {
     pub(super) now_us: u64,

@@ -1,4 +1,4 @@
-//! The state of the engines, read once for all viewers.
+//! Snapshots of the engines' state, shared by all viewers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,7 +14,8 @@ use crate::state::Shared;
 /// How long an engine thread may take to list its requests. After that the previous list is shown.
 const PATIENCE: Duration = Duration::from_millis(200);
 
-/// The stream of snapshots. Its task starts with the first subscriber and ends after the last.
+/// Returns the stream of snapshots. Its task starts with the first subscriber and ends after the
+/// last.
 pub(super) fn follow(state: &Shared) -> watch::Receiver<Arc<Snapshot>> {
     let mut shown = state.live.shown.lock();
     if let Some(shown) = &*shown {
@@ -34,7 +35,7 @@ async fn look(state: Shared, show: watch::Sender<Arc<Snapshot>>) {
         ticks.tick().await;
         {
             let mut shown = state.live.shown.lock();
-            // One receiver is kept for later subscribers.
+            // The state keeps one receiver for later subscribers.
             if show.receiver_count() <= 1 {
                 *shown = None;
                 return;
@@ -59,7 +60,7 @@ async fn snapshot(state: &Shared, before: &Snapshot) -> Snapshot {
     Snapshot { now_us, replicas: replicas.collect() }
 }
 
-/// The requests of each engine; `None`: it did not answer in time.
+/// Returns the requests of each engine; `None`: it did not reply in time.
 pub(crate) async fn views(engines: &[EngineHandle]) -> Vec<Option<Vec<RequestView>>> {
     let asked: Vec<_> = engines.iter().map(ask).collect();
     let mut told = Vec::with_capacity(asked.len());

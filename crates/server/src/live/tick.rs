@@ -8,10 +8,10 @@ use crate::live::requests::RequestsSent;
 use crate::live::shown::{ReplicaState, Snapshot};
 use crate::state::Shared;
 
-/// The number of earlier steps that a new viewer gets.
+/// The number of earlier steps that a new viewer receives.
 const FIRST_STEPS: u64 = 1024;
 
-/// The first event. It is sent again when its facts change.
+/// The first event. It is sent again when one of its values changes.
 #[derive(Serialize)]
 pub(super) struct Start {
     version: u32,
@@ -80,7 +80,7 @@ struct Prefix {
     hits: u64,
 }
 
-/// A request as it is now.
+/// The current state of a request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub(super) struct RequestTick {
     pub(super) id: String,
@@ -92,13 +92,13 @@ pub(super) struct RequestTick {
     pub(super) generated: u32,
     pub(super) max_tokens: u32,
     pub(super) since_us: u64,
-    /// The request whose prompt is computed before this one's.
+    /// The request whose prompt has to be computed before this request's prompt.
     pub(super) waits_for: Option<String>,
 }
 
-/// A watcher's knowledge of the engines.
+/// What a viewer has already received about the engines.
 pub(super) struct Watch {
-    /// The place of each replica's next step.
+    /// The index of the next step to read, per replica.
     steps: Vec<u64>,
     told: RequestsSent,
     started: Vec<ReplicaStart>,
@@ -114,7 +114,7 @@ impl Watch {
         Self { steps: steps.collect(), told: RequestsSent::new(&engines), started: Vec::new() }
     }
 
-    /// The event with the initial state, unless it was sent already.
+    /// Returns the event with the initial state, unless it was sent already.
     pub(super) fn start(&mut self, state: &Shared, snapshot: &Snapshot) -> Option<Start> {
         let replicas = snapshot.replicas.iter().enumerate();
         let replicas: Vec<_> = replicas.map(|(at, seen)| begin(at, &seen.engine)).collect();
@@ -122,7 +122,7 @@ impl Watch {
             return None;
         }
         self.started.clone_from(&replicas);
-        // The page drops its requests on this event, so all are sent again.
+        // The web page drops its list of requests on this event, so all requests are sent again.
         self.told.forget();
         Some(Start {
             version: 1,

@@ -1,4 +1,4 @@
-//! The kept steps as a trace in Chrome's format, which Perfetto opens.
+//! The recorded steps as a trace in Chrome's format, which Perfetto opens.
 //!
 //! The format: <https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU>.
 
@@ -7,12 +7,13 @@ use serde_json::{Value, json};
 
 use crate::state::Shared;
 
-/// Rows of a replica in the trace.
+/// The thread id of a replica's engine thread in the trace.
 const ENGINE: u32 = 1;
+/// The thread id of a replica's device in the trace.
 const DEVICE: u32 = 2;
 
-/// The trace of all replicas. Each replica is a process with two threads: its engine thread and its
-/// device.
+/// Returns the trace of all replicas. Each replica is a process with two threads: its engine thread
+/// and its device.
 pub(crate) fn trace(state: &Shared) -> Value {
     let mut events = Vec::new();
     for (at, engine) in state.engine.handles().iter().enumerate() {

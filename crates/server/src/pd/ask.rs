@@ -1,5 +1,5 @@
-//! A question to a prefill server, over a connection of its own. The open connection is the loan:
-//! when it closes, the prefill server stops.
+//! A request to a prefill server, on a separate connection. The open connection keeps the request
+//! alive: when it closes, the prefill server stops.
 
 use std::time::Duration;
 
@@ -19,13 +19,14 @@ use tokio::time::timeout;
 
 use super::wire::PATH;
 
-/// The longest time to connect.
+/// The connect timeout.
 const CONNECT: Duration = Duration::from_secs(3);
-/// The largest head of an answer in bytes, and the largest number of its headers.
+/// The maximum size of a response's head in bytes.
 const MAX_HEAD: usize = 64 << 10;
+/// The maximum number of headers of a response.
 const MAX_HEADERS: usize = 100;
 
-/// A prefill server can't be asked.
+/// The reason why a prefill server can't be queried.
 #[derive(Debug, Error)]
 pub(crate) enum AskError {
     #[error("it takes no connection: {0}")]
@@ -36,14 +37,14 @@ pub(crate) enum AskError {
     Url,
 }
 
-/// An answer that has begun. Dropping it closes the connection.
+/// A response whose head has arrived. Dropping it closes the connection.
 #[derive(Debug)]
 pub(crate) struct OpenAnswer {
     pub(crate) response: Response<Incoming>,
     _driver: Driver,
 }
 
-/// A task that ends with its last user.
+/// The connection's task, aborted when this is dropped.
 #[derive(Debug)]
 struct Driver(JoinHandle<()>);
 
@@ -53,7 +54,7 @@ impl Drop for Driver {
     }
 }
 
-/// Asks a prefill server, which is shown `key`.
+/// Sends a request to a prefill server, with `key` as the router key.
 pub(crate) async fn ask(
     url: &BackendUrl,
     key: Option<&str>,
@@ -76,7 +77,7 @@ pub(crate) async fn ask(
         .max_header_size(MAX_HEAD)
         .handshake(TokioIo::new(socket));
     let (mut sender, connection) = handshake.await?;
-    // An error of the connection is an error of the answer too.
+    // An error of the connection is reported by the response too.
     let driver = Driver(tokio::spawn(async move { drop(connection.await) }));
     let response = sender.send_request(request).await?;
     Ok(OpenAnswer { response, _driver: driver })

@@ -1,36 +1,36 @@
-//! Counts of prompts that one server computes for another.
+//! Statistics of prompts that one server computes for another.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use forebay_egress::{FetchCounts, PdCounts, SentCounts};
 
-/// The end of a decode server's look for a prompt's blocks.
+/// The outcome of a decode server's attempt to fetch a prompt's blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
-    /// Blocks have come, and nothing failed.
+    /// Blocks were received, and nothing failed.
     Came,
-    /// Little of the prompt is not cached.
+    /// Only a small part of the prompt is not cached.
     Short,
-    /// It is a request that is not handed over: with images, embeddings, an adapter, several
+    /// The kind of the request is not supported: it has images, embeddings, an adapter, several
     /// prompts, or log-probabilities of its prompt.
     Kind,
-    /// No prefill server is named that may be asked, or all have just failed.
+    /// No usable prefill server is configured, or all have just failed.
     NoServer,
-    /// There is no room for the blocks now.
+    /// There is no room for the blocks at present.
     Full,
-    /// The prefill server takes no more requests now.
+    /// The prefill server accepts no more requests at present.
     Busy,
-    /// The prefill server has no blocks to give.
+    /// The prefill server has no blocks to send.
     Nothing,
-    /// The prefill server takes no connection.
+    /// No connection to the prefill server could be opened.
     Unreachable,
-    /// It refuses the request: it has another model, other pages or another key.
+    /// The prefill server rejects the request: its model, pages or key differ.
     Refused,
-    /// The connection broke before the end.
+    /// The connection broke before the last frame.
     Broken,
     /// The prefill server took too long.
     Late,
-    /// The prefill server has sent something else than was asked for.
+    /// The prefill server sent data that was not requested.
     Wrong,
 }
 
@@ -51,7 +51,7 @@ impl Outcome {
         (Self::Wrong, "wrong"),
     ];
 
-    /// True if the prefill server is to blame.
+    /// True if the outcome is the prefill server's fault.
     pub(crate) fn is_failure(self) -> bool {
         match self {
             Self::Unreachable | Self::Refused | Self::Broken | Self::Late | Self::Wrong => true,
@@ -61,7 +61,7 @@ impl Outcome {
     }
 }
 
-/// Counts of a decode server.
+/// Statistics of a decode server.
 #[derive(Debug, Default)]
 pub(crate) struct FetchCounters {
     outcomes: [AtomicU64; Outcome::ALL.len()],
@@ -91,7 +91,7 @@ impl FetchCounters {
     }
 }
 
-/// Counts of a prefill server.
+/// Statistics of a prefill server.
 #[derive(Debug, Default)]
 pub(crate) struct SentCounters {
     prompts: AtomicU64,

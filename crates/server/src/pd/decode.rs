@@ -1,4 +1,4 @@
-//! Blocks of prompts that a prefill server computes for this decode server.
+//! Fetches blocks of prompts that a prefill server computes for this decode server.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -19,35 +19,35 @@ use super::room::{ReceivedRoom, Reservation};
 use super::tier::{PageSizes, TierPages};
 use super::wire::{BlockReceiver, PrefillRequest, WireError};
 
-/// The longest time without a byte of an answer.
+/// The longest time without a byte of a response.
 const SILENCE: Duration = Duration::from_secs(5);
-/// The time for which a server that has failed is not asked, unless a router names it.
+/// How long a failed prefill server gets no requests, unless a router names it.
 const PAUSE: Duration = Duration::from_secs(5);
-/// Received blocks may fill one page in `RECEIVED_SHARE` of the host tier.
+/// The number of pages for received blocks is the number of host pages divided by this.
 const RECEIVED_SHARE: u32 = 2;
-/// The longest refusal that is read.
+/// The maximum number of bytes that are read of an error response.
 const MAX_REFUSAL: usize = 4 << 10;
 
-/// A prefill server that may be asked.
+/// A configured prefill server.
 #[derive(Debug)]
 struct PrefillServer {
     url: BackendUrl,
-    /// The number of requests to this server that are in flight.
+    /// The number of requests in flight to this server.
     asked: AtomicUsize,
-    /// The server is not asked before this time.
+    /// The server gets no requests before this time.
     paused: Mutex<Option<Instant>>,
 }
 
-/// A decode server's side.
+/// The state of a server with `--disaggregation-mode decode`.
 #[derive(Debug)]
 pub(crate) struct DecodeSide {
     config: DecodeConfig,
     model: String,
     memory: Arc<dyn TierMemory>,
-    /// Known with the hand's first facts.
+    /// Created once the hand has reported its facts.
     room: Mutex<Option<Arc<ReceivedRoom>>>,
     servers: Vec<PrefillServer>,
-    /// The last failure that was logged.
+    /// The last failure that was logged, to log repeated failures once.
     told: Mutex<String>,
     counts: FetchCounters,
 }
@@ -56,9 +56,10 @@ pub(crate) struct DecodeSide {
 #[derive(Debug)]
 pub(crate) struct PrefillPrompt<'a> {
     pub(crate) tokens: &'a [i32],
-    /// Names of its full blocks.
+    /// The names of the prompt's full blocks.
     pub(crate) names: &'a [BlockHash],
-    /// A number for these names, which servers with the same secret have in common.
+    /// Identifies the secret with which these blocks are named; equal on servers with the same
+    /// secret.
     pub(crate) namer: u64,
     pub(crate) salt: u64,
     pub(crate) client: u64,
@@ -66,11 +67,11 @@ pub(crate) struct PrefillPrompt<'a> {
     pub(crate) background: bool,
     /// The prefill server that a router has named.
     pub(crate) server: Option<&'a BackendUrl>,
-    /// The key of routers, which prefill servers are shown.
+    /// The router key that is sent to prefill servers.
     pub(crate) key: Option<&'a str>,
 }
 
-/// The failure of a question, with a sentence for the log.
+/// A failed request: its outcome, and a sentence for the log.
 type Failed = (Outcome, String);
 
 /// Counts a request to a prefill server while it is in flight.
@@ -108,7 +109,7 @@ impl DecodeSide {
         }
     }
 
-    /// True if this server was started with this prefill server.
+    /// True if this server was configured with this prefill server.
     pub(crate) fn knows(&self, url: &BackendUrl) -> bool {
         self.servers.iter().any(|server| server.url == *url)
     }
@@ -117,14 +118,14 @@ impl DecodeSide {
         self.counts.counts()
     }
 
-    /// Notes a request whose prompt is of a kind that is not handed over.
+    /// Counts a request that is not handed over because of its kind.
     pub(crate) fn stays(&self) -> Outcome {
         self.counts.ended(Outcome::Kind);
         Outcome::Kind
     }
 
-    /// Has a prefill server compute a prompt, unless little of it is left to compute. Gives the
-    /// blocks that have come. Dropping the future ends it all.
+    /// Has a prefill server compute a prompt, unless little of it is left to compute. Returns a
+    /// loan of the received blocks. Dropping the future cancels the request.
     pub(crate) async fn fetch(
         &self,
         engine: &dyn Engine,
@@ -142,7 +143,7 @@ impl DecodeSide {
     ) -> (Option<Loan>, Outcome) {
         let Some(facts) = engine.facts() else { return (None, Outcome::Nothing) };
         let size = facts.page_size.max(1) as usize;
-        // At least one position is computed here.
+        // This server has to compute at least one position itself.
         let wanted = prompt.tokens.len().saturating_sub(1) / size;
         let names = &prompt.names[..wanted.min(prompt.names.len())];
         let cached = usize::try_from(engine.cached(names)).unwrap_or(0) / size;
@@ -193,7 +194,7 @@ impl DecodeSide {
                 outcome
             }
         };
-        // With recurrent layers no block is of use without a state.
+        // With recurrent layers, blocks are useless without a state.
         let useless = facts.hand.state_bytes > 0 && states.is_empty();
         // Blocks of a server that violates the protocol are discarded. Blocks that were complete
         // before a connection broke are kept.
@@ -203,7 +204,8 @@ impl DecodeSide {
         (Some(reserved.lend(blocks, states)), outcome)
     }
 
-    /// The server that a router has named, or the one of ours with the fewest questions.
+    /// Returns the server that a router has named, or the configured server with the fewest
+    /// requests.
     fn choose<'a>(
         &'a self,
         named: Option<&'a BackendUrl>,
@@ -235,7 +237,7 @@ impl DecodeSide {
         room.as_ref()?.reserve([blocks, states])
     }
 
-    /// Logs a failure, unless the last one was the same.
+    /// Logs a failure, unless the last logged failure was the same.
     fn tell(&self, url: &BackendUrl, reason: &str) {
         let sentence = format!("prefill server {}: {reason}", url.url());
         let mut told = self.told.lock();
@@ -246,7 +248,7 @@ impl DecodeSide {
     }
 }
 
-/// Asks a prefill server, and puts the blocks of its answer into their pages.
+/// Sends a request to a prefill server, and writes the blocks of the response to their pages.
 async fn receive(
     url: &BackendUrl,
     key: Option<&str>,
@@ -285,7 +287,7 @@ async fn receive(
     Ok(())
 }
 
-/// The reason that a prefill server gives for its refusal.
+/// Returns the reason that a prefill server states for rejecting a request.
 async fn refusal(mut asked: OpenAnswer) -> Failed {
     let status = asked.response.status();
     let body = Limited::new(asked.response.body_mut(), MAX_REFUSAL).collect().await;

@@ -1,12 +1,12 @@
-//! Prefill apart from decode, with a server for each.
+//! Disaggregated prefill and decode: prompts are computed by separate servers.
 //!
 //! A *decode server* has a *prefill server* compute a prompt ([`decode`]). The prefill server
-//! answers with a stream of blocks, in the order of the prompt and as they are saved in its host
-//! tier ([`prefill`]). The decode server puts them into memory of its own (`room`), which its hands
-//! read as the host tier of one replica more. The request goes to the engine with a
-//! [`forebay_engine::Loan`] of these pages. What has not come is computed.
+//! responds with a stream of blocks in prompt order, as they are saved in its host tier
+//! ([`prefill`]). The decode server writes them into a memory region (`room`), which its hands read
+//! as the host tier of an additional replica. The request goes to the engine with a
+//! [`forebay_engine::Loan`] of these pages. The engine computes the blocks that did not arrive.
 //!
-//! `wire` has the messages, `tier` the places of pages in memory, `ask` the connection.
+//! `wire` has the messages, `tier` the layout of pages in memory, `ask` the connection.
 
 mod ask;
 pub(crate) mod counts;

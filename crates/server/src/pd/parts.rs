@@ -1,4 +1,4 @@
-//! The settings of a server that computes prompts for others, or has them computed.
+//! The settings of a server that computes prompts for other servers, or has them computed.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,25 +7,25 @@ use forebay_api::BackendUrl;
 use forebay_engine::{Facts, TierMemory, as_seconds};
 use serde::{Serialize, Serializer};
 
-/// The part of requests that a server computes.
+/// Which part of a request a server computes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "disaggregation_mode", rename_all = "lowercase")]
 pub enum Disaggregation {
     /// Prompts, for decode servers.
     Prefill,
-    /// Whole requests, of whose prompts prefill servers compute most.
+    /// Whole requests; prefill servers compute most of their prompts.
     Decode(DecodeConfig),
 }
 
-/// The settings of a decode server. A field of a flag has the flag's name.
+/// The settings of a decode server. Each field has the name of its flag.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 pub struct DecodeConfig {
-    /// Prefill servers that it asks if no router names one.
+    /// The prefill servers to use if no router names one.
     #[serde(serialize_with = "as_urls")]
     pub pd_prefill_servers: Vec<BackendUrl>,
-    /// Uncached tokens of a prompt up to which no other server is asked.
+    /// The number of uncached prompt tokens up to which no prefill server is used.
     pub pd_local_tokens: u32,
-    /// The longest time from the question to the last block.
+    /// The longest time from the request to the last block.
     #[serde(serialize_with = "as_seconds")]
     pub pd_timeout: Duration,
 }
@@ -45,20 +45,20 @@ fn as_urls<S: Serializer>(urls: &[BackendUrl], serializer: S) -> Result<S::Ok, S
     serializer.collect_seq(urls.iter().map(BackendUrl::url))
 }
 
-/// The parts of a server of one of the modes.
+/// The parts that a prefill server or a decode server needs in addition to the usual server parts.
 #[derive(Debug)]
 pub struct PdParts {
     /// The mode.
     pub config: Disaggregation,
-    /// The name of the model and of all settings that change the numbers in its pages.
+    /// Identifies the model and all settings that change the contents of its pages.
     pub model: String,
-    /// The host tier of each replica of a prefill server. A decode server has one memory for pages
-    /// that come, which its hands read as the tier of one replica more.
+    /// A prefill server has the host tier of each replica. A decode server has one memory region
+    /// for received pages, which its hands read as the host tier of an additional replica.
     pub tiers: Vec<Arc<dyn TierMemory>>,
 }
 
-/// The name of everything on which the bytes of a page depend; `None`: no other server reads these
-/// pages. `model` is [`PdParts::model`].
+/// Returns a string that identifies everything on which the bytes of a page depend; `None`: no
+/// other server can read these pages. `model` is [`PdParts::model`].
 pub(super) fn layout(model: &str, facts: &Facts) -> Option<String> {
     let hand = &facts.hand;
     let (name, page, state) = (&hand.kv_layout, hand.page_bytes, hand.state_bytes);

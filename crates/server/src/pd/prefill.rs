@@ -31,21 +31,22 @@ use crate::reply::Failure;
 use crate::state::Shared;
 use crate::submission::Submission;
 
-/// The time between two looks for blocks that were saved.
+/// The interval at which saved blocks are looked for.
 const POLL: Duration = Duration::from_millis(5);
 /// The longest time without a frame.
 const QUIET: Duration = Duration::from_secs(1);
-/// Blocks that are lent at a time.
+/// The maximum number of blocks that are lent at a time.
 const LENT: usize = 64;
-/// The largest piece of an answer in bytes, and the pieces that may wait for the network.
+/// The maximum size of a response chunk in bytes.
 const PIECE: usize = 256 << 10;
+/// The maximum number of response chunks that may be queued.
 const AHEAD: usize = 4;
 
 /// Computes a prompt for a decode server.
 ///
-/// The answer is a sequence of frames with the prompt's blocks, in the form of this server's host
-/// tier, as they are saved there. Closing the connection ends the request. Only routers, and
-/// servers with their key, may ask.
+/// The response is a sequence of frames with the prompt's blocks. Each block is sent once it is
+/// saved in this server's host tier, in the format of the tier. Closing the connection aborts the
+/// request. Only routers, and servers with a router's key, may use this route.
 #[utoipa::path(
     post,
     path = "/pd/prefill",
@@ -84,7 +85,7 @@ pub(crate) async fn prefill(
     Ok(response)
 }
 
-/// The names of the blocks that a decode server lacks.
+/// Returns the names of the blocks that a decode server lacks.
 fn wanted_blocks(
     state: &Shared,
     side: &PrefillSide,
@@ -113,7 +114,7 @@ fn wanted_blocks(
     Ok(names.split_off(wanted.skip))
 }
 
-/// The decode server has gone, or the model has failed.
+/// The decode server has disconnected, or the model has failed.
 struct SendError;
 
 impl From<io::Error> for SendError {
@@ -123,7 +124,7 @@ impl From<io::Error> for SendError {
     }
 }
 
-/// The blocks of a prompt on their way to a decode server.
+/// Sends the blocks of a prompt to a decode server.
 struct BlockSender {
     state: Shared,
     /// The blocks to send.
@@ -136,8 +137,8 @@ struct BlockSender {
 }
 
 impl BlockSender {
-    /// Sends blocks until all were sent, or no more will be saved. Without the last frame the
-    /// answer has no end, and the decode server knows that something has failed.
+    /// Sends blocks until all were sent, or no more will be saved. The last frame is sent only on
+    /// success: without it the decode server detects a failure.
     async fn run(mut self, mut call: Call) {
         let out = self.out.clone();
         tokio::select! {
@@ -151,10 +152,10 @@ impl BlockSender {
         let computed = call.collect();
         tokio::pin!(computed);
         let mut ended = false;
-        // A state is kept at the end of the prompt alone, and blocks are of no use without it.
+        // A state is kept only at the end of the prompt, and blocks are useless without it.
         let whole = self.state.engine.facts().is_some_and(|facts| facts.hand.state_bytes > 0);
         while self.sent < self.names.len() {
-            // This is asked before blocks are lent: what is saved in between is still sent.
+            // This check comes before the lending: blocks that are saved in between are still sent.
             let more = !ended || self.will_save().await;
             let progress = (!whole || !more) && self.send_saved().await?;
             if progress {
@@ -177,7 +178,7 @@ impl BlockSender {
         self.frame(header(END, 0, 0).to_vec()).await
     }
 
-    /// Sends the next blocks that are in a host tier; false: the next one is in none.
+    /// Sends the next blocks that are in a host tier. Returns false if no tier has the next block.
     async fn send_saved(&mut self) -> Result<bool, SendError> {
         let all = &self.names[self.sent..];
         let has_states = self.state.engine.facts().is_some_and(|it| it.hand.state_bytes > 0);
@@ -204,7 +205,7 @@ impl BlockSender {
         Ok(self.sent > before)
     }
 
-    /// The host tier of a loan.
+    /// Opens the host tier of a loan.
     fn pages(&self, loan: &Loan) -> Result<TierPages, SendError> {
         let (Some(Pd::Prefill(side)), Some(facts)) = (&self.state.pd, self.state.engine.facts())
         else {
@@ -214,7 +215,7 @@ impl BlockSender {
         Ok(TierPages::open(Arc::clone(tier), PageSizes::new(&facts))?)
     }
 
-    /// Sends a page with its note, in pieces.
+    /// Sends a page with its note, in chunks.
     async fn page(
         &mut self,
         pages: &TierPages,
@@ -245,11 +246,11 @@ impl BlockSender {
         sent.map_err(|_| SendError)
     }
 
-    /// A loan of leading blocks that a replica has saved.
+    /// Borrows leading blocks that a replica has saved.
     async fn lend(&self, names: Vec<BlockHash>) -> Option<Arc<Loan>> {
         for handle in self.state.engine.handles() {
             let (tell, told) = oneshot::channel();
-            // The decode server may be gone.
+            // The decode server may have disconnected.
             let reply = LoanReply::new(move |loan| _ = tell.send(loan));
             handle.lend(names.clone(), reply);
             if let Ok(Some(loan)) = told.await {
@@ -259,7 +260,7 @@ impl BlockSender {
         None
     }
 
-    /// True if a replica is saving one of the blocks that are left, or will.
+    /// True if a replica is saving, or will save, one of the remaining blocks.
     async fn will_save(&self) -> bool {
         for handle in self.state.engine.handles() {
             let (tell, told) = oneshot::channel();
@@ -273,7 +274,7 @@ impl BlockSender {
     }
 }
 
-/// The pieces of an answer.
+/// The chunks of a response.
 struct Frames(mpsc::Receiver<Bytes>);
 
 impl HttpBody for Frames {

@@ -1,7 +1,7 @@
-//! Room for pages that come from prefill servers.
+//! Room for pages that prefill servers send.
 //!
-//! Pages are reserved before their bytes come, so a server that sends more is refused. They come
-//! back when the last copy that reads them has ended, or when the answer was of no use.
+//! Pages are reserved before their bytes arrive, so a server that sends more is rejected. They are
+//! freed after the last copy that reads them, or if the response was unusable.
 
 use std::sync::Arc;
 
@@ -10,25 +10,25 @@ use parking_lot::Mutex;
 
 use super::tier::{PageKind, TierPages};
 
-/// The pages, and those of them that are free.
+/// The pages for received blocks, and which of them are free.
 #[derive(Debug)]
 pub(crate) struct ReceivedRoom {
     pages: TierPages,
-    /// The number of these pages' lender to hands.
+    /// The number by which hands identify the lender of these pages.
     lender: u32,
-    /// Free pages of blocks, and of states.
+    /// The free pages for blocks, and those for states.
     free: Mutex<[Vec<u32>; 2]>,
 }
 
 impl ReceivedRoom {
-    /// Creates the room: `counts` has the free pages for blocks and for states.
+    /// Creates the room: `counts` has the number of pages for blocks and for states.
     pub(crate) fn new(pages: TierPages, counts: [u32; 2], lender: u32) -> Arc<Self> {
         let free = Mutex::new(counts.map(|count| (0..count).rev().collect()));
         Arc::new(Self { pages, lender, free })
     }
 
     /// Reserves pages: `counts` has the number for blocks and the number for states. `None`: too
-    /// few are free now.
+    /// few pages are free.
     pub(crate) fn reserve(self: &Arc<Self>, counts: [usize; 2]) -> Option<Reservation> {
         let mut free = self.free.lock();
         if free.iter().zip(counts).any(|(free, count)| free.len() < count) {
@@ -42,14 +42,14 @@ impl ReceivedRoom {
         Some(Reservation { room: Arc::clone(self), taken })
     }
 
-    /// The number of free pages of blocks and of states.
+    /// Returns the number of free pages for blocks and for states.
     #[cfg(test)]
     pub(crate) fn free(&self) -> [usize; 2] {
         self.free.lock().each_ref().map(Vec::len)
     }
 }
 
-/// Reserved pages. Dropping it frees them.
+/// Reserved pages. Dropping the reservation frees them.
 #[derive(Debug)]
 pub(crate) struct Reservation {
     room: Arc<ReceivedRoom>,
@@ -57,18 +57,18 @@ pub(crate) struct Reservation {
 }
 
 impl Reservation {
-    /// The memory of the pages.
+    /// Returns the memory that contains the pages.
     pub(crate) fn pages(&self) -> &TierPages {
         &self.room.pages
     }
 
-    /// The `nth` reserved page of a kind.
+    /// Returns the `nth` reserved page of a kind.
     pub(crate) fn page(&self, kind: PageKind, nth: usize) -> Option<(PageKind, u32)> {
         self.taken[kind as usize].get(nth).map(|&page| (kind, page))
     }
 
-    /// Lends the blocks that have come to the first pages, and the states to the first of theirs.
-    /// The other pages are free at once.
+    /// Lends the received `blocks` and `states`, which are in the first reserved pages of their
+    /// kind. Frees the other pages at once.
     pub(crate) fn lend(mut self, blocks: &[BlockHash], states: &[BlockHash]) -> Loan {
         let rest = Self {
             room: Arc::clone(&self.room),

@@ -1,4 +1,4 @@
-//! The parts of a server with `--disaggregation-mode`.
+//! The state of a server with `--disaggregation-mode`, for both modes.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::counts::SentCounters;
 use super::decode::DecodeSide;
 use super::parts::{Disaggregation, PdParts};
 
-/// The side of a server, with its counts.
+/// The role of a server in disaggregated prefill, with its statistics.
 #[derive(Debug)]
 pub(crate) enum Pd {
     /// The server computes prompts for decode servers.
@@ -18,10 +18,10 @@ pub(crate) enum Pd {
     Decode(Box<DecodeSide>),
 }
 
-/// A prefill server's side.
+/// The state of a server with `--disaggregation-mode prefill`.
 #[derive(Debug)]
 pub(crate) struct PrefillSide {
-    /// The name of the model, for layouts.
+    /// Identifies the model in layouts.
     pub(crate) model: String,
     /// The host tier of each replica.
     pub(crate) tiers: Vec<Arc<dyn TierMemory>>,
@@ -29,7 +29,7 @@ pub(crate) struct PrefillSide {
 }
 
 impl Pd {
-    /// The side that these parts are for; `None`: a decode server without memory for blocks.
+    /// Creates the state from its parts; `None` for a decode server without memory for blocks.
     pub(crate) fn new(parts: PdParts) -> Option<Self> {
         let PdParts { config, model, mut tiers } = parts;
         Some(match config {
@@ -42,7 +42,7 @@ impl Pd {
         })
     }
 
-    /// The name of the mode.
+    /// Returns the name of the mode.
     pub(crate) fn mode(&self) -> &'static str {
         match self {
             Self::Prefill(_) => "prefill",

@@ -1,6 +1,5 @@
-//! The places of pages in the memory of a host tier, as hands keep them (docs/protocol.md). Pages
-//! are first, with a note for each behind them. State pages and their notes follow, and their
-//! number is last.
+//! The layout of a host tier's memory, as hands use it (docs/protocol.md): all pages, then a note
+//! for each page. State pages and their notes follow, then the number of state pages.
 
 use std::io;
 use std::sync::Arc;
@@ -16,7 +15,7 @@ pub(crate) enum PageKind {
     State,
 }
 
-/// Bytes of a page of keys and values, and of a state; 0: the model has no states.
+/// The bytes of a page of keys and values, and of a state; 0: the model has no states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct PageSizes {
     pub(crate) page: u64,
@@ -28,7 +27,7 @@ impl PageSizes {
         Self { page: facts.hand.page_bytes, state: facts.hand.state_bytes }
     }
 
-    /// Bytes of a page, and of its note.
+    /// Returns the bytes of a page, and of its note.
     fn parts(self, kind: PageKind) -> [u64; 2] {
         match kind {
             PageKind::Block => [self.page, PAGE_NOTE_BYTES],
@@ -36,7 +35,7 @@ impl PageSizes {
         }
     }
 
-    /// Bytes of a page with its note behind it.
+    /// Returns the bytes of a page together with its note.
     pub(crate) fn record(self, kind: PageKind) -> u64 {
         self.parts(kind).iter().sum()
     }
@@ -52,10 +51,10 @@ pub(crate) struct TierPages {
 }
 
 impl TierPages {
-    /// The pages in memory that a hand has made as long as they are.
+    /// Opens the pages in memory that a hand has already created.
     ///
     /// # Errors
-    /// There are no such pages.
+    /// The memory has no pages of these sizes.
     pub(crate) fn open(memory: Arc<dyn TierMemory>, sizes: PageSizes) -> io::Result<Self> {
         let bytes = memory.bytes()?;
         let strange = || io::Error::other(format!("{bytes} bytes are no pages of {sizes:?}"));
@@ -75,10 +74,10 @@ impl TierPages {
         Ok(Self { memory, sizes, pages: rest / record, states })
     }
 
-    /// So many pages in memory that has none yet.
+    /// Creates `pages` pages and `states` state pages in empty memory.
     ///
     /// # Errors
-    /// The system refuses it.
+    /// The system can't provide the memory.
     pub(crate) fn create(
         memory: Arc<dyn TierMemory>,
         sizes: PageSizes,
@@ -95,12 +94,12 @@ impl TierPages {
         Ok(Self { memory, sizes, pages: pages.into(), states })
     }
 
-    /// Bytes of pages and states.
+    /// Returns the bytes of a page and of a state.
     pub(crate) fn sizes(&self) -> PageSizes {
         self.sizes
     }
 
-    /// Reads a page with its note behind it, from byte `at` on.
+    /// Reads a page followed by its note, from byte `at` on.
     ///
     /// # Errors
     /// There is no such page.
@@ -121,7 +120,7 @@ impl TierPages {
         Ok(())
     }
 
-    /// Writes to a page with its note behind it, from byte `at` on. Nobody may read it yet.
+    /// Writes to a page followed by its note, from byte `at` on. Nobody may read the page yet.
     ///
     /// # Errors
     /// There is no such page, or the system has no memory for it.
@@ -142,7 +141,7 @@ impl TierPages {
         Ok(())
     }
 
-    /// The places of a page and of its note, and the bytes of the page.
+    /// Returns the offsets of a page and of its note, and the bytes of the page.
     fn places(&self, kind: PageKind, page: u32) -> io::Result<[u64; 3]> {
         let of_blocks = self.pages * self.sizes.record(PageKind::Block);
         let (first, count) = match kind {
@@ -158,7 +157,7 @@ impl TierPages {
     }
 }
 
-/// Of `length` bytes from `at` on, the number before `split`.
+/// Returns how many of `length` bytes from `at` on come before `split`.
 fn before(at: u64, split: u64, length: usize) -> usize {
     usize::try_from(split.saturating_sub(at)).unwrap_or(usize::MAX).min(length)
 }

@@ -1,10 +1,10 @@
 //! The messages between a decode server and a prefill server.
 //!
-//! The question is JSON. The answer is a sequence of frames. A frame is a kind and a length of 32
+//! The request is JSON. The response is a sequence of frames. A frame is a kind and a length of 32
 //! bits each, a name of 128 bits, and bytes, all little-endian. A block's bytes are its page and
-//! the note behind it, as the host tier has them. The blocks come in the order of the prompt, each
-//! once. The state after one of them may follow. A frame [`ALIVE`] says that the rest takes longer,
-//! and [`END`] that nothing more comes.
+//! then its note, as the host tier has them. The blocks come in the order of the prompt, each once.
+//! The state after one of the blocks may follow. A frame [`ALIVE`] is a keep-alive, and [`END`] is
+//! the last frame.
 
 use std::io;
 
@@ -16,45 +16,45 @@ use utoipa::ToSchema;
 use super::room::Reservation;
 use super::tier::{PageKind, PageSizes};
 
-/// The route of prefill servers.
+/// The path of the prefill servers' route.
 pub(crate) const PATH: &str = "/pd/prefill";
-/// Bytes before those of a frame.
+/// The size in bytes of a frame's header.
 pub(crate) const HEADER: usize = 24;
 /// The kinds of frames.
 pub(crate) const ALIVE: u32 = 0;
 pub(crate) const BLOCK: u32 = 1;
 pub(crate) const STATE: u32 = 2;
 pub(crate) const END: u32 = 3;
-/// Frames without bytes that may come, beside one for each other frame: those of an hour. A
-/// prefill server sends one a second.
+/// The maximum number of [`ALIVE`] frames: those of an hour, as a prefill server sends one per
+/// second.
 const MOST_ALIVE: usize = 3600;
 
-/// A decode server's question.
+/// A decode server's request for the blocks of a prompt.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, ToSchema)]
 pub(crate) struct PrefillRequest {
-    /// The name of everything on which the bytes of a page depend. The servers must have the same.
+    /// Identifies everything on which the bytes of a page depend. It must be equal on both servers.
     pub(crate) layout: String,
-    /// A number for the names of blocks, which servers with the same secret have in common.
+    /// Identifies the secret with which blocks are named; equal on servers with the same secret.
     pub(crate) names: u64,
     /// The salt of the request.
     pub(crate) salt: u64,
-    /// The tokens of the blocks, and one more.
+    /// The tokens of the blocks, and one more token.
     pub(crate) prompt: Vec<i32>,
-    /// Leading blocks that the decode server has.
+    /// The number of leading blocks that the decode server has.
     #[serde(default)]
     pub(crate) skip: usize,
-    /// The client whose share the request takes.
+    /// The client whose share the request uses.
     #[serde(default)]
     pub(crate) client: u64,
-    /// The priority; larger goes first.
+    /// The priority; a request with a larger value is scheduled sooner.
     #[serde(default)]
     pub(crate) priority: i32,
-    /// True for work in the background.
+    /// True for background work.
     #[serde(default)]
     pub(crate) background: bool,
 }
 
-/// The bytes before those of a frame.
+/// Encodes the header of a frame.
 pub(crate) fn header(kind: u32, length: u64, name: u128) -> [u8; HEADER] {
     let mut bytes = [0; HEADER];
     // A page has less than 4 GiB.
@@ -65,10 +65,10 @@ pub(crate) fn header(kind: u32, length: u64, name: u128) -> [u8; HEADER] {
     bytes
 }
 
-/// The reason for which an answer is of no use.
+/// The reason why a response is unusable.
 #[derive(Debug, Error)]
 pub(crate) enum WireError {
-    /// The answer violates the protocol of this module.
+    /// The response violates the protocol of this module.
     #[error("it sends {0}")]
     Frame(&'static str),
     /// There is no memory for the bytes.
@@ -76,7 +76,7 @@ pub(crate) enum WireError {
     Memory(#[from] io::Error),
 }
 
-/// A page that is coming.
+/// A page of which a part has arrived.
 #[derive(Debug)]
 struct PartialPage {
     place: (PageKind, u32),
@@ -84,23 +84,23 @@ struct PartialPage {
     all: u64,
 }
 
-/// Puts the blocks of an answer into reserved pages. The length of everything is known before it
-/// comes.
+/// Writes the blocks of a response to reserved pages. Checks the length of each frame before its
+/// bytes arrive.
 #[derive(Debug)]
 pub(crate) struct BlockReceiver<'names, 'pages> {
-    /// The blocks that were asked for, and have not begun to come.
+    /// The names of the requested blocks.
     names: &'names [BlockHash],
     reserved: &'pages Reservation,
     sizes: PageSizes,
     head: [u8; HEADER],
-    /// Bytes of the next frame's head.
+    /// The number of bytes of the next frame's header that have arrived.
     filled: usize,
     coming: Option<PartialPage>,
-    /// Blocks that have come whole.
+    /// The number of blocks that have arrived completely.
     blocks: usize,
-    /// The number of the block after which the state is that has come whole.
+    /// The index of the block whose following state has arrived completely.
     state: Option<usize>,
-    /// The same of a state that has begun to come.
+    /// The index of the block whose following state has begun to arrive.
     state_after: Option<usize>,
     alive: usize,
     ended: bool,
@@ -124,12 +124,13 @@ impl<'names, 'pages> BlockReceiver<'names, 'pages> {
         }
     }
 
-    /// Blocks that have come whole.
+    /// Returns the names of the blocks that have arrived completely.
     pub(crate) fn blocks(&self) -> &'names [BlockHash] {
         &self.names[..self.blocks]
     }
 
-    /// The block after which the state is, if it has come whole.
+    /// Returns the name of the block that the received state follows; empty until the state has
+    /// arrived completely.
     pub(crate) fn states(&self) -> &'names [BlockHash] {
         self.state.map_or(&[], |at| &self.names[at..=at])
     }
@@ -139,10 +140,10 @@ impl<'names, 'pages> BlockReceiver<'names, 'pages> {
         self.ended
     }
 
-    /// Takes the next bytes of the answer.
+    /// Processes the next bytes of the response.
     ///
     /// # Errors
-    /// The answer is of no use.
+    /// The response is unusable.
     pub(crate) fn push(&mut self, mut bytes: &[u8]) -> Result<(), WireError> {
         while !bytes.is_empty() {
             if self.ended {
@@ -175,7 +176,7 @@ impl<'names, 'pages> BlockReceiver<'names, 'pages> {
         Ok(())
     }
 
-    /// Begins the frame whose head has come.
+    /// Begins the frame whose header has arrived.
     fn begin(&mut self) -> Result<(), WireError> {
         let number = |at: usize| {
             let bytes = self.head[at..at + 4].try_into().unwrap_or_default();
@@ -262,7 +263,7 @@ mod tests {
     }
 
     proptest! {
-        /// However an answer is cut into pieces, its pages arrive at the right places.
+        /// However a response is cut into chunks, its pages arrive in the right memory.
         #[test]
         fn an_answer_comes_in_pieces_of_any_length(
             cuts in prop::collection::vec(1_usize..40, 1..60)

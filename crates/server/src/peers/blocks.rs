@@ -1,5 +1,5 @@
 //! The blocks of this brain's prefix caches. Routers use them to send a prompt to the brain that
-//! has its beginning cached.
+//! has the prompt's prefix cached.
 
 use std::time::Duration;
 
@@ -18,12 +18,12 @@ use crate::state::Shared;
 /// The longest wait for an event.
 const LONGEST_WAIT: Duration = Duration::from_secs(60);
 
-/// The names of a prompt's blocks, for requests with this salt.
+/// Returns the names of a prompt's blocks, for requests with this salt.
 pub(super) fn names(state: &Shared, salt: u64, prompt: &[i32]) -> Vec<u64> {
     state.engine.block_names(salt, prompt).into_iter().map(short).collect()
 }
 
-/// The number of the first requested event, and the longest wait.
+/// The query parameters: the number of the first requested event, and the longest wait.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Since {
     #[serde(default)]
@@ -33,12 +33,12 @@ pub(crate) struct Since {
     wait: f64,
 }
 
-/// Blocks that prefix caches have stored and dropped, for routers.
+/// Returns changes of the blocks in prefix caches, for routers.
 ///
-/// The body is little-endian numbers of 64 bits. First comes the number for the next request, then
-/// 1 if all earlier answers are void, then names of blocks. The lowest two bits of a name are the
-/// block's new tiers: bit 0 for device memory, bit 1 for host memory. With neither bit the block
-/// was dropped.
+/// The body is little-endian numbers of 64 bits. First comes the value of `after` for the next
+/// request, then 1 if all earlier responses are void and 0 otherwise, then names of blocks. The
+/// lowest two bits of a name are the block's new tiers: bit 0 for device memory, bit 1 for host
+/// memory. With neither bit the block was dropped.
 #[utoipa::path(
     get,
     path = "/v1/blocks",
@@ -61,7 +61,7 @@ pub(crate) async fn blocks(State(state): State<Shared>, uri: Uri) -> Result<Resp
     Ok(response)
 }
 
-/// A client's number of seconds to wait.
+/// Converts a client's number of seconds to the duration of a wait.
 pub(crate) fn wait(seconds: f64) -> Result<Duration, ApiError> {
     let wait = Duration::try_from_secs_f64(seconds)
         .map_err(|error| ApiError::invalid("wait", format!("`wait`: {error}")))?;

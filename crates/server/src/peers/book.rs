@@ -10,13 +10,14 @@ use parking_lot::Mutex;
 use rustc_hash::FxBuildHasher;
 use tokio::sync::watch;
 
-/// The shortest interval between two reports in streams to the same router; every response's head
-/// carries one anyway.
+/// The shortest interval between two reports in streams to the same router. The head of every
+/// response carries a report anyway.
 const BETWEEN_COMMENTS: Duration = Duration::from_millis(4);
 /// The number of routers that are remembered. Routers without requests are forgotten first.
 const MAX_ROUTERS: usize = 64;
 
-/// How many dispatches of a router may arrive ahead of a missing one before it counts as lost.
+/// How many dispatches of a router may arrive after a missing one before the missing one counts as
+/// lost.
 const MAX_AHEAD: usize = 4096;
 
 /// The state of one router.
@@ -24,13 +25,13 @@ const MAX_AHEAD: usize = 4096;
 struct Sender {
     /// Every dispatch up to this number has arrived, or never will.
     low: u64,
-    /// Dispatches beyond it that have arrived.
+    /// Dispatches above `low` that have arrived.
     above: BTreeSet<u64>,
-    /// Calls of this router that are alive.
+    /// The number of this router's calls that are alive.
     own: u32,
-    /// Ids of their engine requests, by dispatch.
+    /// The ids of the calls' engine requests, by dispatch.
     submitted: BTreeMap<u64, Vec<u64>>,
-    /// When a stream last carried a report, in microseconds since the start.
+    /// When a stream last carried a report, in microseconds since the book's creation.
     commented: Arc<AtomicU64>,
 }
 
@@ -54,7 +55,7 @@ pub(crate) struct Book {
     epoch: u64,
     start: Instant,
     reports: AtomicU64,
-    /// Calls that are alive.
+    /// The number of calls that are alive.
     live: watch::Sender<usize>,
     routers: Mutex<HashMap<u64, Sender, FxBuildHasher>>,
 }
@@ -70,7 +71,7 @@ impl Book {
         }
     }
 
-    /// Records that a call begins. `tag` is the router's.
+    /// Records that a call begins. `tag` is the router's, if a router sent the call.
     pub(crate) fn enter(&self, tag: Option<&RouterTag>) {
         let Some(tag) = tag else { return self.live.send_modify(|live| *live += 1) };
         let mut routers = self.routers.lock();
@@ -103,8 +104,8 @@ impl Book {
         self.live.send_modify(|live| *live -= 1);
     }
 
-    /// Up to `most` of a router's dispatches whose engine requests all wait, the latest first.
-    /// `waiting` returns the tokens of a waiting engine request.
+    /// Returns up to `most` of a router's dispatches whose engine requests all wait, the latest
+    /// first. `waiting` returns the tokens of a waiting engine request.
     pub(crate) fn queued(
         &self,
         router: u64,
@@ -121,7 +122,7 @@ impl Book {
         queued.take(most).collect()
     }
 
-    /// The calls' part of a report to a router; the engine's part is left empty.
+    /// Returns the calls' part of a report to a router; the engine's part is left empty.
     pub(crate) fn report(&self, router: Option<u64>) -> LoadReport {
         let routers = self.routers.lock();
         let sender = router.and_then(|router| routers.get(&router));
@@ -135,14 +136,14 @@ impl Book {
         }
     }
 
-    /// Decides when a router's streams carry a report.
+    /// Returns the pace at which a router's streams carry reports.
     pub(crate) fn pace(&self, router: u64) -> Pace {
         let mut routers = self.routers.lock();
         let commented = Arc::clone(&routers.entry(router).or_default().commented);
         Pace { start: self.start, commented }
     }
 
-    /// Follows the number of calls that are alive.
+    /// Returns a receiver of the number of calls that are alive.
     pub(crate) fn watch(&self) -> watch::Receiver<usize> {
         self.live.subscribe()
     }
@@ -156,8 +157,8 @@ pub(crate) struct Pace {
 }
 
 impl Pace {
-    /// True if this stream should carry a report at `now`. Other streams then get false for a
-    /// while.
+    /// True if this stream should carry a report at `now`. Then `is_due` is false for the router's
+    /// other streams until the interval has passed.
     pub(crate) fn is_due(&self, now: Instant) -> bool {
         let micros = |time: Duration| u64::try_from(time.as_micros()).unwrap_or(u64::MAX);
         let now = micros(now.saturating_duration_since(self.start));
@@ -223,7 +224,7 @@ mod tests {
             let queued = book.queued(1, most, waiting);
             queued.iter().map(|queued| (queued.seq, queued.tokens)).collect::<Vec<_>>()
         };
-        // The fourth router has submitted nothing yet.
+        // The fourth dispatch has submitted nothing yet.
         assert_eq!(found(8, all), [(3, 30), (2, 41), (1, 10)]);
         assert_eq!(found(2, all), [(3, 30), (2, 41)]);
         assert_eq!(found(8, |id| (id != 21).then_some(id)), [(3, 30), (1, 10)]);
@@ -258,7 +259,7 @@ mod tests {
     }
 
     proptest! {
-        /// In whatever order dispatches arrive, `seen` ends before the first gap.
+        /// In whatever order dispatches arrive, `seen` is the last number before the first gap.
         #[test]
         fn seen_is_without_gaps(order in Just((1..20u64).collect::<Vec<_>>()).prop_shuffle(), count in 1usize..19) {
             let book = Book::new();

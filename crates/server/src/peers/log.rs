@@ -10,14 +10,14 @@ use rustc_hash::FxBuildHasher;
 use tokio::sync::watch;
 use tokio::time::timeout;
 
-/// The number of events that are kept. A router that is further behind gets all blocks again.
+/// The number of events that are kept. A router that lags by more gets all blocks again.
 const KEPT: usize = 1 << 16;
-/// The bits of an event for the tiers that hold a block: device memory and host memory. Neither:
-/// the block was dropped.
+/// The bits of an event for the tiers that hold a block: device memory and host memory. Neither
+/// bit: the block was dropped.
 const DEVICE: u64 = 1;
 const HOST: u64 = 2;
 
-/// The name of a block for routers: half of its hash, without the bits for tiers.
+/// Returns the name of a block for routers: half of its hash, without the bits for tiers.
 pub(super) fn short(name: BlockHash) -> u64 {
     name.number() as u64 & !(DEVICE | HOST)
 }
@@ -35,7 +35,7 @@ struct Log {
     /// The number of replicas that hold each block, on their devices and in host memory.
     holders: HashMap<u64, [u32; 2], FxBuildHasher>,
     events: VecDeque<u64>,
-    /// The number of the first of them.
+    /// The number of the first kept event.
     first: u64,
 }
 
@@ -69,8 +69,8 @@ impl Log {
         }
     }
 
-    /// The answer to a router that has all events before number `after`: the number of the next
-    /// event, 1 if the router has to start afresh, and events.
+    /// Returns the response to a router that has all events before number `after`: the number of
+    /// the next event, 1 if the router has to start afresh, and events.
     fn since(&self, after: u64) -> Vec<u8> {
         let mut out = self.next().to_le_bytes().to_vec();
         let known = after >= self.first && after <= self.next();
@@ -86,7 +86,7 @@ impl Log {
     }
 }
 
-/// The tiers in which at least one replica holds a block.
+/// Returns the tiers in which at least one replica holds a block.
 fn held(&[device, host]: &[u32; 2]) -> u64 {
     DEVICE * u64::from(device > 0) + HOST * u64::from(host > 0)
 }
@@ -99,8 +99,8 @@ pub struct BlockLog {
 }
 
 impl Default for BlockLog {
-    /// A log whose first number is random, so that a router that followed an earlier brain at this
-    /// address gets all blocks again.
+    /// Creates a log whose first number is random, so that a router that followed an earlier brain
+    /// at this address gets all blocks again.
     fn default() -> Self {
         let first = u64::from(rand::random::<u32>()) << 16 | 1;
         Self {
@@ -111,18 +111,18 @@ impl Default for BlockLog {
 }
 
 impl BlockLog {
-    /// The observer of a new replica's changes.
+    /// Creates the observer of a new replica's changes.
     #[must_use]
     pub fn replica(&self) -> ReplicaBlocks {
         ReplicaBlocks { log: self.clone(), blocks: HashMap::default() }
     }
 
-    /// Waits until there is an event after number `after`, for at most `wait`. Returns the answer
-    /// to a router that has all events before it.
+    /// Waits until there is an event after number `after`, for at most `wait`. Returns the response
+    /// to a router that has all events before `after`.
     pub(super) async fn follow(&self, after: u64, wait: Duration) -> Vec<u8> {
         let mut changed = self.changed.subscribe();
         if self.log.lock().next() == after {
-            // After the time limit, the answer has no new blocks.
+            // After the time limit, the response has no new blocks.
             let _ = timeout(wait, changed.changed()).await;
         }
         self.log.lock().since(after)
@@ -133,7 +133,7 @@ impl BlockLog {
 #[derive(Debug)]
 pub struct ReplicaBlocks {
     log: BlockLog,
-    /// The tiers of each block.
+    /// The tiers of each block on this replica.
     blocks: HashMap<u64, u64, FxBuildHasher>,
 }
 
@@ -197,7 +197,7 @@ mod tests {
     }
 
     proptest! {
-        /// Whenever a follower asks, it learns exactly the blocks that at least one replica holds.
+        /// Each read gives a follower exactly the blocks that at least one replica holds.
         #[test]
         fn a_follower_knows_what_is_there(
             moves in prop::collection::vec((0usize..2, 0u128..8, 0u8..10), 0..120),
@@ -249,7 +249,7 @@ mod tests {
         assert_eq!((answer[1], answer.len()), (1, KEPT + 12));
         follower.read(&log);
         assert_eq!(follower.blocks.len(), KEPT + 10);
-        // A number of another server's log means nothing to this one.
+        // An event number from another server's log is not valid in this log.
         assert_eq!(numbers(&log.log.lock().since(7))[1], 1);
     }
 }

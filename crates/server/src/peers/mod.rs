@@ -1,4 +1,4 @@
-//! Routers in front of this brain: which router sent a request, answers to routers, and streams
+//! Routers in front of this brain: which router sent a request, responses to routers, and streams
 //! that began at another brain.
 //!
 //! Nothing changes for requests without the header [`ROUTER_HEADER`], or without the router's key
@@ -46,18 +46,18 @@ pub use log::{BlockLog, ReplicaBlocks};
 #[derive(Debug)]
 pub(crate) struct Resume {
     name: StreamName,
-    /// Tokens that the client has.
+    /// Tokens that the client already has.
     pub(crate) generated: Vec<i32>,
 }
 
-/// The headers of a router's request, and the wanted extras of the response.
+/// The headers of a router's request, and the extra data that it requested for the response.
 #[derive(Debug)]
 struct Exchange {
     tag: RouterTag,
     resume: Option<Resume>,
-    /// Names of the prompt's blocks.
+    /// The names of the prompt's blocks, as encoded for the header.
     blocks: OnceLock<String>,
-    /// The name of a stream that another brain can continue.
+    /// The name of the stream, if another brain can continue it.
     stream: OnceLock<String>,
     /// The prefill server that the router names, if the router is allowed to name one.
     prefill: Option<BackendUrl>,
@@ -66,17 +66,17 @@ struct Exchange {
 }
 
 /// The sender of a request: a client, perhaps through a router. The default is the server itself,
-/// whose health check sends requests.
+/// for requests of its health check.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Peer {
     client: Option<ClientId>,
-    /// The exchange with its router; most requests have none.
+    /// The exchange with the router; `None` without a router.
     exchange: Option<Arc<Exchange>>,
-    /// The salt of its key; 0 if keys share the cache.
+    /// The salt of the client's API key; 0 if keys share the cache.
     tenant: u64,
     /// True for background work, which uses only spare capacity.
     background: bool,
-    /// The adapter that its model's name means.
+    /// The adapter that the requested model name refers to.
     pub(crate) adapter: Option<Arc<NamedAdapter>>,
 }
 
@@ -84,7 +84,7 @@ pub(crate) struct Peer {
 fn is_background(headers: &HeaderMap) -> bool {
     let (name, background) = BACKGROUND;
     let lines = headers.get_all(name).iter().filter_map(|line| line.to_str().ok());
-    // Of several, the last one counts.
+    // If there are several values, the last one counts.
     let mut urgency = lines.flat_map(|line| line.split(',')).map(str::trim);
     urgency.rfind(|item| item.starts_with("u=")) == Some(background)
 }
@@ -106,17 +106,18 @@ impl FromRequestParts<Shared> for Peer {
 }
 
 impl Peer {
-    /// Another server, which asks for the prompt of a client of its own.
+    /// Creates a peer for another server, which requests the prefill of one of its clients'
+    /// prompts.
     pub(crate) fn of_server(client: ClientId, salt: u64, background: bool) -> Self {
         Self { client: Some(client), tenant: salt, background, ..Self::default() }
     }
 
-    /// The prefill server that its router names.
+    /// Returns the prefill server that the router names.
     pub(crate) fn prefill(&self) -> Option<&BackendUrl> {
         self.exchange.as_ref()?.prefill.as_ref()
     }
 
-    /// Tells its router what became of the question to a prefill server.
+    /// Records the outcome of the request to a prefill server, for the router.
     pub(crate) fn fetched(&self, outcome: Outcome) {
         let told = match outcome {
             Outcome::Came => PREFILL_CAME,
@@ -124,17 +125,17 @@ impl Peer {
             _ => return,
         };
         if let Some(exchange) = &self.exchange {
-            // Prefill servers are asked for one prompt of a request only, so the cell is empty.
+            // Only one prompt of a request goes to a prefill server, so the cell is empty.
             let _ = exchange.fetched.set(told);
         }
     }
 
-    /// The client whose shares the request takes.
+    /// Returns the client whose share the request uses.
     pub(crate) fn client(&self) -> ClientId {
         self.client.unwrap_or(ClientId(0))
     }
 
-    /// True if the server asks itself.
+    /// True if the request is the server's own health check.
     pub(crate) fn is_probe(&self) -> bool {
         self.client.is_none()
     }
@@ -148,8 +149,8 @@ impl Peer {
         self.exchange.as_ref().map(|exchange| &exchange.tag)
     }
 
-    /// The salt of a request whose client gave `cache_salt`. Only requests with the same salt share
-    /// cached blocks. An adapter's content is part of it, its name is not.
+    /// Returns the salt of a request with this `cache_salt`. Only requests with the same salt share
+    /// cached blocks. The salt depends on the adapter's content, not on its name.
     pub(crate) fn salt(&self, state: &Shared, cache_salt: Option<&str>) -> u64 {
         let namer = &state.config.sharing.namer;
         let salt = cache_salt
@@ -159,12 +160,12 @@ impl Peer {
         })
     }
 
-    /// The stream that this request continues.
+    /// Returns the stream that this request continues.
     pub(crate) fn resume(&self) -> Option<&Resume> {
         self.exchange.as_ref()?.resume.as_ref()
     }
 
-    /// The response's name: a new one, unless it continues another brain's response.
+    /// Returns the response's name: a new one, unless it continues another brain's response.
     pub(crate) fn name(&self, prefix: &str) -> StreamName {
         match self.resume() {
             Some(resume) => resume.name.clone(),
@@ -193,7 +194,7 @@ impl Peer {
         if !encoder.resumable() {
             return encoder;
         }
-        // A stream is made once a request.
+        // A request has at most one stream, so the cell is empty.
         let _ = exchange.stream.set(name.encode());
         let router = exchange.tag.router;
         let pace = state.book.pace(router);
@@ -207,7 +208,7 @@ impl Peer {
     }
 }
 
-/// The load of this brain, as reported to `router`.
+/// Returns the load of this brain, as reported to `router`.
 pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
     let stats = state.engine.stats().scheduler;
     let replicas = state.engine.replicas();
@@ -223,8 +224,8 @@ pub(crate) fn report(state: &Shared, router: Option<u64>) -> LoadReport {
     }
 }
 
-/// Up to `most` waiting dispatches of a router that were never admitted, the latest first. A
-/// replica's requests beyond [`forebay_engine::MOST_VIEWS`] are not examined.
+/// Returns up to `most` waiting dispatches of a router that were never admitted, the latest first.
+/// A replica's requests beyond [`forebay_engine::MOST_VIEWS`] are not examined.
 pub(crate) async fn queued(state: &Shared, router: u64, most: usize) -> Vec<QueuedDispatch> {
     let told = live::views(&state.engine.handles()).await;
     let untouched = told.into_iter().flatten().flatten().filter(|view| view.untouched);
@@ -233,7 +234,7 @@ pub(crate) async fn queued(state: &Shared, router: u64, most: usize) -> Vec<Queu
     state.book.queued(router, most, |id| waiting.get(&id).copied())
 }
 
-/// Events with a comment after each delta except the last: the delta's tokens, and now and then the
+/// Adds a comment after each delta except the last: the delta's tokens, and from time to time the
 /// load.
 struct AnnotatedEvents {
     encoder: Box<dyn EventEncoder>,
@@ -251,12 +252,12 @@ impl EventEncoder for AnnotatedEvents {
         tally: &Tally,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
-        // The encoder may take the delta apart.
+        // The encoder may take the delta's fields.
         self.ids.clone_from(&delta.tokens);
         let ends = delta.end.is_some();
         self.encoder.delta(choice, delta, tally, out)?;
-        // Without a comment, the router passes the end on only as a whole: another brain could not
-        // resume within it.
+        // The last delta has no comment, so the router forwards the end only as a whole: another
+        // brain could not resume within it.
         if !ends {
             let due = self.pace.is_due(Instant::now());
             let report = due.then(|| report(&self.state, Some(self.router)));
@@ -291,7 +292,7 @@ impl EventEncoder for AnnotatedEvents {
 }
 
 /// True if a request comes from a router that may read this brain's blocks and load. Without a
-/// router key every sender may, but only if the server needs no key at all.
+/// router key every sender may, but only if the server requires no key at all.
 pub(crate) fn is_router(state: &Shared, headers: &HeaderMap) -> bool {
     let config = &state.config;
     match &config.router_key {
@@ -302,13 +303,13 @@ pub(crate) fn is_router(state: &Shared, headers: &HeaderMap) -> bool {
     }
 }
 
-/// The error for a client that is not such a router.
+/// Creates the error for a sender that may not read this brain's blocks and load.
 pub(crate) fn not_a_router() -> ApiError {
     let reason = "only routers with the key of this server may ask this: --router-key".to_owned();
     ApiError::Forbidden { reason, code: "router_key_needed" }
 }
 
-/// Reads a router's header, and adds the requested facts to the answer.
+/// Reads a router's headers, and adds the requested data to the response.
 pub(crate) async fn talk(State(state): State<Shared>, request: Request, next: Next) -> Response {
     if !request.headers().contains_key(ROUTER_HEADER) {
         return next.run(request).await;
@@ -354,8 +355,8 @@ fn insert(headers: &mut HeaderMap, name: &'static str, value: &[u8]) {
     }
 }
 
-/// True if the router of this request may have a decode server ask this prefill server. Where
-/// routers have no key any client could name a server, so only the known ones are asked.
+/// True if this request's router may name this prefill server. If routers need no key, any client
+/// could name a server, so only configured servers are allowed.
 fn may_name(state: &Shared, url: &BackendUrl) -> bool {
     let Some(Pd::Decode(side)) = &state.pd else { return false };
     if state.config.router_key.is_some() || side.knows(url) {
@@ -371,7 +372,8 @@ fn may_name(state: &Shared, url: &BackendUrl) -> bool {
     false
 }
 
-/// Removes a router's headers from a request.
+/// Reads the router's headers and the tokens of a resumed stream. Returns them and the rest of the
+/// request.
 async fn read(state: &Shared, request: Request) -> Result<(Exchange, Request), ApiError> {
     let (mut parts, body) = request.into_parts();
     let Ok(client) = ClientId::from_request_parts(&mut parts, state).await;

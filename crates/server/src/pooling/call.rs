@@ -1,4 +1,4 @@
-//! A client's request for vectors, as one engine request for each input.
+//! A client's pooling request as one engine request per input.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,11 +17,11 @@ use crate::cost;
 use crate::peers::Peer;
 use crate::state::Shared;
 
-/// Engine requests of one client request. Dropping it aborts those that have not ended. So the
-/// slots and pages of a client that disconnects are freed.
+/// The engine requests of one client request. Dropping the call aborts the unfinished engine
+/// requests. So the slots and pages of a client that disconnects are freed.
 pub(crate) struct PooledCall {
     engine: Arc<dyn Engine>,
-    /// The inputs that have not ended.
+    /// The inputs that have not finished.
     alive: Vec<RequestId>,
     answer: oneshot::Receiver<PooledAnswer>,
     usage: PoolingUsage,
@@ -30,26 +30,26 @@ pub(crate) struct PooledCall {
     charge: Arc<Charge>,
 }
 
-/// Where a call's inputs came from, and where their vectors go.
+/// Parameters of a call that all its inputs share.
 pub(crate) struct Place<'a> {
-    /// The parameter that carries them.
+    /// The request parameter that contains the inputs.
     pub(crate) param: &'a str,
-    /// Larger is sooner, under the priority policy.
+    /// A larger value is scheduled sooner, under the priority policy.
     pub(crate) priority: i32,
-    /// Keeps its cached blocks apart from those of others.
+    /// Separates the call's cached blocks from those of requests with other salts.
     pub(crate) cache_salt: Option<Arc<str>>,
     /// The requested replica.
     pub(crate) preference: Preference,
 }
 
 impl PooledCall {
-    /// Submits every input, at least one, or none. `place` says where inputs came from and where
-    /// vectors go. Many inputs are submitted in portions, with other tasks in between. Dropping the
-    /// future aborts the submitted ones.
+    /// Submits all inputs, or none after an error. There has to be at least one input. Many inputs
+    /// are submitted in portions, between which other tasks run. Dropping the future aborts the
+    /// submitted inputs.
     ///
     /// # Errors
-    /// An input is too long or has an unknown token, there is no room for them, or the engine
-    /// refuses one.
+    /// An input is too long or has an unknown token, the memory budget is exhausted, or the engine
+    /// rejects an input.
     pub(crate) async fn start(
         state: &Shared,
         model: &PooledModel,
@@ -121,18 +121,18 @@ impl PooledCall {
         Ok(call)
     }
 
-    /// The response's name, for the trace.
+    /// Records the response's id in the trace.
     pub(crate) fn named(self, id: &str) -> Self {
         self.span.record("id", id);
         self
     }
 
-    /// The charge for the inputs and the answer.
+    /// Returns the charge for the inputs and the response.
     pub(crate) fn charge(&self) -> Arc<Charge> {
         Arc::clone(&self.charge)
     }
 
-    /// Tokens of all inputs.
+    /// Returns the token counts of all inputs.
     pub(crate) fn usage(&self) -> PoolingUsage {
         self.usage
     }
@@ -140,7 +140,7 @@ impl PooledCall {
     /// Waits for the raw vectors of all inputs, in order.
     ///
     /// # Errors
-    /// The error of the first input that was not served; the others are aborted.
+    /// The error of the first input that failed; the other inputs are aborted.
     pub(crate) async fn collect(&mut self) -> PooledAnswer {
         let gone =
             || ApiError::Unavailable { reason: "the engine has ended".into(), code: "failed" };
@@ -164,7 +164,7 @@ impl Drop for PooledCall {
     }
 }
 
-/// Refuses inputs of `param` that are longer than `limit` tokens.
+/// Rejects inputs of `param` that are longer than `limit` tokens.
 pub(crate) fn check_lengths(inputs: &[Input], limit: u32, param: &str) -> Result<(), ApiError> {
     let Some(at) = inputs.iter().position(|input| input.tokens.len() > limit as usize) else {
         return Ok(());

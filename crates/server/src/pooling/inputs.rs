@@ -1,4 +1,4 @@
-//! Turns texts into prompts, truncated if the client asks for that.
+//! Converts texts to prompts, truncated if the client requests that.
 
 use std::sync::Arc;
 
@@ -17,16 +17,16 @@ pub(crate) struct Input {
 }
 
 impl Input {
-    /// A pair of texts. Some tokenizers give both texts the same segment; then there is no second
-    /// one.
+    /// Creates the input of a pair of texts. Some tokenizers give both texts the same segment; then
+    /// the input has no second segment.
     fn of_pair(tokens: Vec<i32>, second: u32) -> Self {
         let segment = if (second as usize) < tokens.len() { second } else { 0 };
         Self { tokens, segment }
     }
 }
 
-/// Tokenises texts, and truncates inputs to `limit` tokens. Without a limit, an input of more than
-/// `most` tokens is an error.
+/// Tokenises texts, and truncates inputs to `limit` tokens. If `limit` is `None`, an input of more
+/// than `most` tokens is an error.
 pub(crate) async fn encode_inputs(
     text: RequestText<'_>,
     mut prompts: Vec<Prompt>,
@@ -35,7 +35,8 @@ pub(crate) async fn encode_inputs(
     most: usize,
     param: &'static str,
 ) -> Result<Vec<Input>, ApiError> {
-    // Special tokens around a text are kept when the text is cut; an empty text has only those.
+    // Truncation keeps the special tokens around a text. The encoding of an empty text shows which
+    // these are.
     let is_text: Vec<bool> = prompts.iter().map(|p| matches!(p, Prompt::Text(_))).collect();
     if limit.is_some() {
         prompts.push(Prompt::Text(String::new()));
@@ -99,7 +100,7 @@ pub(crate) async fn encode_pairs(
     Ok(inputs)
 }
 
-/// Truncates `tokens` to `limit`, but keeps the first `kept` and the ending that it shares with
+/// Truncates `tokens` to `limit`, but keeps the first `kept` tokens and the common suffix with
 /// `frame`.
 fn cut(tokens: &mut Vec<i32>, frame: &[i32], limit: usize, kept: usize) {
     let excess = tokens.len().saturating_sub(limit);

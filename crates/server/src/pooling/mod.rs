@@ -1,9 +1,9 @@
-//! Requests for vectors. Each input is submitted separately, and the answer is sent when the last
-//! vector has come.
+//! Pooling requests. Each input is submitted separately, and the response is sent when the last
+//! vector has arrived.
 //!
-//! A pooling model makes no text, so its outputs bypass the egress thread. `forebay_egress` brings
-//! them from the engine, and routes wait for a `call`. `inputs` turns texts into prompts, and
-//! `vectors` processes the model's output.
+//! A pooling model generates no text, so its outputs bypass the egress thread. `forebay_egress`
+//! brings them from the engine, and routes wait for a `call`. `inputs` converts texts to prompts,
+//! and `vectors` processes the model's output.
 
 mod call;
 mod inputs;
@@ -21,10 +21,10 @@ pub(crate) use vectors::{Form, answers, cosine, form, scores};
 use crate::state::Inner;
 
 impl Inner {
-    /// The model, if it is a pooling model.
+    /// Returns the model if it is a pooling model.
     ///
     /// # Errors
-    /// It generates.
+    /// The model generates text.
     pub(crate) fn pooled_model(&self) -> Result<&PooledModel, ApiError> {
         self.model.pooling.as_ref().ok_or_else(|| {
             self.wrong_model(
@@ -33,10 +33,10 @@ impl Inner {
         })
     }
 
-    /// The model, if it embeds texts as vectors.
+    /// Returns the model if it embeds texts as vectors.
     ///
     /// # Errors
-    /// It generates, or scores pairs.
+    /// The model generates text, or scores pairs, or classifies.
     pub(crate) fn embedder(&self) -> Result<&PooledModel, ApiError> {
         let model = self.pooled_model()?;
         match model.task {
@@ -50,10 +50,10 @@ impl Inner {
         }
     }
 
-    /// The model, if it can score a pair of texts: directly, or by comparing vectors.
+    /// Returns the model if it can score a pair of texts: directly, or by comparing vectors.
     ///
     /// # Errors
-    /// It generates, or has several labels.
+    /// The model generates text, or has several labels.
     pub(crate) fn scorer(&self) -> Result<&PooledModel, ApiError> {
         let model = self.pooled_model()?;
         match model.task {
@@ -64,10 +64,10 @@ impl Inner {
         }
     }
 
-    /// The model, if it is a classifier.
+    /// Returns the model if it is a classifier.
     ///
     /// # Errors
-    /// It generates, or makes vectors.
+    /// The model generates text, or embeds texts as vectors.
     pub(crate) fn classifier(&self) -> Result<&PooledModel, ApiError> {
         let model = self.model.pooling.as_ref();
         model.filter(|model| model.task != PoolingTask::Embed).ok_or_else(|| {
@@ -75,7 +75,7 @@ impl Inner {
         })
     }
 
-    /// Refuses requests that need a generating model.
+    /// Rejects requests that need a generating model.
     ///
     /// # Errors
     /// The model is a pooling model.

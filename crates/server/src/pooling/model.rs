@@ -1,48 +1,48 @@
-//! A model that pools.
+//! A pooling model.
 
 use forebay_egress::Pooled;
 
-/// The output of a model that pools.
+/// The task of a pooling model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PoolingTask {
-    /// Vectors of texts.
+    /// The model embeds a text as a vector.
     Embed,
-    /// The model gives a pair of texts one score.
+    /// The model gives one score to a pair of texts.
     Score,
-    /// The model gives a number for each of several labels.
+    /// The model gives a score to each of several labels.
     Classify,
 }
 
-/// The activation that turns raw scores into answers.
+/// The activation that converts raw scores to the scores in responses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ScoreFunction {
     /// No activation.
     Identity,
     /// Maps each score to a number between 0 and 1.
     Sigmoid,
-    /// Turns all scores together into probabilities.
+    /// Converts all scores of an input to probabilities.
     Softmax,
 }
 
-/// A model that pools.
+/// A pooling model.
 #[derive(Debug, Clone)]
 pub struct PooledModel {
-    /// The output of the model.
+    /// The task of the model.
     pub task: PoolingTask,
     /// The number of elements of a vector.
     pub size: usize,
-    /// True if the model's authors normalise vectors to length 1.
+    /// True if the model's configuration normalises vectors to length 1.
     pub normalize: bool,
-    /// The activation that turns scores into answers.
+    /// The activation that converts raw scores to the scores in responses.
     pub function: ScoreFunction,
-    /// The names of labels, one for each score; empty: the model makes vectors.
+    /// The names of labels, one per score; empty: the model embeds texts as vectors.
     pub labels: Vec<String>,
     /// The receiving end of the engine's sink for vectors.
     pub outputs: Pooled,
 }
 
 impl PooledModel {
-    /// The activation for a client, which may want `raw` scores.
+    /// Returns the activation for a request; `raw`: the client requests raw scores.
     pub(crate) fn function_for(&self, raw: bool) -> ScoreFunction {
         if raw { ScoreFunction::Identity } else { self.function }
     }

@@ -1,4 +1,4 @@
-//! Work on the model's vectors: scaling, encoding, scores.
+//! Processing of the model's vectors: scaling, encoding, scores.
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD;
@@ -6,7 +6,7 @@ use forebay_api::{EncodingFormat, Vector};
 
 use super::model::ScoreFunction;
 
-/// The requested form of vectors.
+/// The requested format of vectors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Form {
     pub(crate) dimensions: Option<usize>,
@@ -14,7 +14,7 @@ pub(crate) struct Form {
     pub(crate) format: EncodingFormat,
 }
 
-/// Cuts, normalises and writes a vector.
+/// Truncates, normalises and encodes a vector.
 pub(crate) fn form(vector: Box<[f32]>, form: Form) -> Vector {
     let mut vector = vector.into_vec();
     // Truncate first, because the result must have length 1 (Kusupati et al. 2022).
@@ -49,13 +49,13 @@ pub(crate) fn answers(mut scores: Box<[f32]>, function: ScoreFunction) -> Box<[f
     scores
 }
 
-/// The scores of vectors of one number.
+/// Returns the scores of vectors with one element each.
 pub(crate) fn scores(vectors: Vec<Box<[f32]>>, function: ScoreFunction) -> Vec<f32> {
     let first = |vector| answers(vector, function).first().copied().unwrap_or(0.0);
     vectors.into_iter().map(first).collect()
 }
 
-/// The cosine of the angle between two vectors; 0 if one of them is zero.
+/// Returns the cosine of the angle between two vectors; 0 if one of them is zero.
 pub(crate) fn cosine(a: &[f32], b: &[f32]) -> f32 {
     let product: f64 = a.iter().zip(b).map(|(&x, &y)| f64::from(x) * f64::from(y)).sum();
     let lengths = length(a) * length(b);

@@ -1,5 +1,5 @@
-//! Loading and unloading adapters at run time, by the routes of vLLM and SGLang, and llama-server's
-//! list.
+//! Loading and unloading adapters at run time, with the routes of vLLM and SGLang, and
+//! llama-server's list of adapters.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -23,7 +23,7 @@ pub(crate) struct LoadAdapter {
     /// The folder or GGUF file, below `--lora-root`.
     #[schema(value_type = String)]
     lora_path: PathBuf,
-    /// True if the name may exist already. The old adapter finishes its requests.
+    /// True if the name may exist already. Requests that use the old adapter finish with it.
     #[serde(default)]
     load_inplace: bool,
 }
@@ -31,7 +31,7 @@ pub(crate) struct LoadAdapter {
 /// An adapter to unload.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct UnloadAdapter {
-    /// The name.
+    /// The name of the adapter.
     lora_name: String,
 }
 
@@ -70,7 +70,7 @@ pub(crate) async fn load(State(state): State<Shared>, body: Upload) -> Result<Re
     Ok(format!("Success: LoRA adapter '{name}' added successfully.").into_response())
 }
 
-/// Unloads an adapter. Its requests are finished.
+/// Unloads an adapter. Requests that already use it finish.
 #[utoipa::path(
     post,
     path = "/v1/unload_lora_adapter",
@@ -105,7 +105,7 @@ pub(crate) async fn load_listed(
     Ok(listed(&state))
 }
 
-/// Unloads an adapter. Its requests are finished.
+/// Unloads an adapter. Requests that already use it finish.
 #[utoipa::path(
     post,
     path = "/unload_lora_adapter",
@@ -174,8 +174,8 @@ fn adapters(state: &Shared) -> Result<&Adapters, ApiError> {
     })
 }
 
-/// Accepts a request with an admin key, or any request if the server is reachable only from this
-/// machine.
+/// Accepts a request with an admin key, or any request if the server can be reached only from the
+/// local machine.
 pub(super) async fn check_adapters(
     State(state): State<Shared>,
     key: forebay_http::KeyId,
@@ -186,8 +186,9 @@ pub(super) async fn check_adapters(
     check_operator(state, key, request, next, is_open, "adapters are loaded").await
 }
 
-/// Accepts a request with an admin key. If there are no admin keys, a server that is reachable only
-/// from this machine accepts all. `what` names the action in errors.
+/// Accepts a request with an admin key. If there are no admin keys, accepts all requests if
+/// `is_open`, that is, if the server can be reached only from the local machine. `what` names the
+/// action in errors.
 pub(super) async fn check_operator(
     state: Shared,
     key: forebay_http::KeyId,

@@ -1,4 +1,4 @@
-//! The common entry of every route that computes: one order of checks for all of them.
+//! The common entry of all routes that compute: it runs the same checks in the same order.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -14,12 +14,12 @@ use crate::reply::Failure;
 use crate::routing::Routing;
 use crate::state::Shared;
 
-/// A request body of such a route, and its checks.
+/// A request body of a route that computes, and its checks.
 pub(crate) trait Admissible: Limited + Send + 'static {
-    /// A checked body, in which only the prompt's length can still be wrong.
+    /// A checked body, in which only the prompt's length can still be invalid.
     type Valid: Send;
 
-    /// The requested model, by one of the served names.
+    /// Returns the name of the requested model; `None`: the body names no model.
     fn model(&self) -> Option<&str>;
 
     /// Checks that the model fits the route.
@@ -30,30 +30,30 @@ pub(crate) trait Admissible: Limited + Send + 'static {
         Ok(())
     }
 
-    /// Checks the rest.
+    /// Checks the parameters of the body.
     ///
     /// # Errors
-    /// The first parameter that is wrong.
+    /// A parameter is invalid; the error names the first.
     fn validate_at(self, door: &Door<'_>) -> Result<Self::Valid, ApiError>;
 }
 
-/// The server state that a body is checked against, and the client that sent it.
+/// The server state against which a body is checked, and the client that sent the body.
 pub(crate) struct Door<'a> {
     pub(crate) state: &'a Shared,
     pub(crate) limits: Limits,
-    /// Headers that complete the body.
+    /// Routing parameters from headers, which complete the body.
     pub(crate) routing: &'a Routing,
     pub(crate) key: KeyId,
     pub(crate) client: ClientId,
 }
 
-/// A request that may be computed.
+/// A request that passed all checks.
 pub(crate) struct AdmittedRequest<T: Admissible> {
     pub(crate) admission: Admission,
     pub(crate) valid: T::Valid,
 }
 
-/// A request without its body.
+/// Everything about an admitted request except its body.
 pub(crate) struct Admission {
     pub(crate) state: Shared,
     pub(crate) peer: Peer,

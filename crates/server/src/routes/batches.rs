@@ -12,10 +12,10 @@ use crate::limits::{Upload, whole};
 use crate::reply::{self, Failure};
 use crate::state::{Shared, now};
 
-/// The largest and default number of batches on a page of a list.
+/// The maximum and default number of batches per page of a list.
 const PAGE: usize = 100;
 const USUAL_PAGE: usize = 20;
-/// The largest body of a request for a batch, in bytes.
+/// The maximum size of the body that creates a batch, in bytes.
 const BODY_BYTES: usize = 64 << 10;
 
 /// Computes the requests of a file in the background.
@@ -44,7 +44,7 @@ pub(crate) async fn create(
     Ok(reply::ok(&client.run(move |store, owner| store.create(owner, new, now())).await?))
 }
 
-/// Lists the batches of a key, the newest first.
+/// Lists the batches of an API key, the newest first.
 #[utoipa::path(
     get,
     path = "/v1/batches",
@@ -82,7 +82,7 @@ pub(crate) async fn retrieve(
     Ok(reply::ok(&client.run(move |store, owner| store.batch(owner, &id, now())).await?))
 }
 
-/// Cancels a batch. The answers so far become a file.
+/// Cancels a batch. The responses so far become a file.
 #[utoipa::path(
     post,
     path = "/v1/batches/{id}/cancel",

@@ -1,4 +1,4 @@
-//! `POST /classify`, under each of its known paths.
+//! `POST /classify`, under each path that clients use for it.
 
 use std::sync::Arc;
 
@@ -31,7 +31,7 @@ impl Admissible for ClassifyRequest {
     }
 }
 
-/// Gives the probabilities of a classifier's labels for texts.
+/// Returns the probabilities of a classifier's labels for texts.
 #[utoipa::path(
     post,
     path = "/classify",

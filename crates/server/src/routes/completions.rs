@@ -58,7 +58,7 @@ pub(crate) async fn completions(
     let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
     let generation = valid.generation;
     let skip_special = generation.skip_special_tokens;
-    // Of each prompt's choices `n` are returned.
+    // `n` of each prompt's choices are returned.
     let (made, n) = (generation.n as usize, valid.n as usize);
     let shown = Shown { tokens: valid.tokens, top: valid.logprobs, apart: valid.prompt_logprobs };
     let told = generation.prompt_logprobs.is_some();
@@ -125,8 +125,8 @@ pub(crate) async fn completions(
     call.writer().filled(&completion, "choices", choices)
 }
 
-/// For each prompt, the `n` of its `made` choices with the highest mean log-probability, the best
-/// first. If all are returned they stay in order.
+/// Returns, for each prompt, the `n` of its `made` choices with the highest mean log-probability,
+/// the best first. If all are returned they stay in order.
 fn most_likely(deltas: Vec<Delta>, made: usize, n: usize) -> Vec<Delta> {
     if made == n {
         return deltas;
@@ -150,8 +150,8 @@ fn most_likely(deltas: Vec<Delta>, made: usize, n: usize) -> Vec<Delta> {
     kept
 }
 
-/// Writes embeddings into memory that the hand reads. Those that do not fit the context are refused
-/// before they take room.
+/// Writes embeddings to the arena. Embeddings that do not fit the context are rejected before they
+/// take room.
 async fn embedded(
     state: &Shared,
     embeds: PromptEmbeds,
@@ -167,7 +167,7 @@ async fn embedded(
     }
     let placed = state.intake.place(client, prompts, dtype, PARAM).await?;
     let submissions = placed.into_iter().map(|(rows, embeds)| {
-        // Only the number of tokens matters, because embeddings replace them.
+        // Only the number of tokens matters: the embeddings replace the tokens.
         let tokens = vec![0; rows as usize];
         let submission = Submission::new(state, tokens, Arc::clone(terms), limits, PARAM)?;
         Ok(Submission { embeds: Some(embeds), ..submission })
@@ -175,7 +175,7 @@ async fn embedded(
     submissions.collect()
 }
 
-/// The prompts that came as text; `None` for token ids.
+/// Returns the text of each prompt; `None` for a prompt of token ids.
 fn given(prompts: &CompletionPrompts) -> Vec<Option<Arc<str>>> {
     let CompletionPrompts::Prompts(prompts) = prompts else { return Vec::new() };
     let text = |prompt: &Prompt| match prompt {
@@ -185,9 +185,9 @@ fn given(prompts: &CompletionPrompts) -> Vec<Option<Arc<str>>> {
     prompts.iter().map(text).collect()
 }
 
-/// The text of each prompt, for all its choices; `None` if it is not requested. `known`: prompts
-/// that came as text. The others, which were checked to fit the context, are decoded on another
-/// thread.
+/// Returns the text of each prompt, which its choices repeat; `None` if it is not requested.
+/// `known` has the prompts that arrived as text. The other prompts, which were checked to fit the
+/// context, are decoded on another thread.
 async fn echo_texts(
     state: &Shared,
     known: Vec<Option<Arc<str>>>,
@@ -215,22 +215,22 @@ async fn echo_texts(
         .map_err(|error| text_error(error, "prompt"))
 }
 
-/// The data about tokens that is shown.
+/// The token data that the response includes.
 #[derive(Debug, Clone, Copy, Default)]
 struct Shown {
     tokens: TokenOutput,
-    /// The number of alternatives in log-probabilities.
+    /// The number of alternatives per token in log-probabilities; `None`: no log-probabilities.
     top: Option<u8>,
-    /// The number of alternatives for the prompt's log-probabilities, if these are separate from
-    /// the answer's.
+    /// The number of alternatives in the prompt's log-probabilities, if these are reported
+    /// separately from the answer's.
     apart: Option<u8>,
 }
 
 impl Shown {
-    /// The parts of `choices` choices that repeat a prompt. They begin with `echo` if the prompt's
-    /// text is requested.
+    /// Returns the size of the prompt data that each of `choices` choices repeats. `echo` is the
+    /// prompt's text, if requested.
     fn repetition(self, echo: Option<&str>, prompt: &[i32], choices: usize) -> Repetition {
-        /// The digits of an id, and a comma.
+        /// The bytes of an id in decimal and a comma.
         const ID: usize = 8;
         let of_text = self.top.filter(|_| echo.is_some());
         let lists = [of_text, self.apart].into_iter().flatten();
@@ -245,20 +245,20 @@ impl Shown {
 /// The state of a choice between chunks.
 #[derive(Default)]
 struct ChoiceState {
-    /// Prompt text that is still to be sent.
+    /// Prompt text that has not been sent yet.
     echo: Option<Arc<str>>,
-    /// The prompt's tokens, if their log-probabilities are sent together with the text.
+    /// The prompt's tokens, if their log-probabilities are sent together with the prompt's text.
     echoed: Option<Arc<[i32]>>,
     /// The log-probabilities of the prompt.
     told: Arc<PromptLogprobList>,
-    /// Characters of all tokens' text so far.
+    /// The number of characters of all tokens' text so far.
     offset: u32,
     /// The tokenizer for log-probabilities, if requested.
     tokenizer: Option<Arc<Tokenizer>>,
     shown: Shown,
-    /// The prompt's ids, if they still have to be sent.
+    /// The prompt's ids, if they have not been sent yet.
     prompt: Option<Arc<[i32]>>,
-    /// The chunk of a text alone.
+    /// The chunk template of a delta with text only.
     plain: Option<Cut>,
 }
 
@@ -307,7 +307,7 @@ impl ChoiceState {
         let tokenizer = self.tokenizer.clone()?;
         let mut lists = CompletionLogprobs::default();
         if let Some(prompt) = self.echoed.take() {
-            // Nothing is before the first token.
+            // The first token has no log-probability: it has no predecessor.
             if let Some(&first) = prompt.first() {
                 self.add(&tokenizer, first, None, &mut lists);
             }
@@ -323,7 +323,7 @@ impl ChoiceState {
         Some(lists)
     }
 
-    /// Adds a token with its log-probability and the most likely ones.
+    /// Adds a token with its log-probability and the most likely tokens.
     fn add(
         &mut self,
         tokenizer: &Tokenizer,
@@ -353,7 +353,7 @@ fn characters(text: &str) -> u32 {
 struct CompletionEncoder {
     chunks: Chunks,
     states: Vec<ChoiceState>,
-    /// The prompts' log-probabilities, if they are sent ahead of the text.
+    /// Delays deltas until the prompts' log-probabilities are known, if these were requested.
     awaited: Option<PromptLogprobGate>,
 }
 
@@ -416,7 +416,7 @@ impl EventEncoder for CompletionEncoder {
 
     fn resume(&mut self, before: &Delta) {
         for state in &mut self.states {
-            // The prompt went ahead of the first token.
+            // The prompt was sent before the first token.
             if !before.tokens.is_empty() {
                 state.echo = None;
                 self.awaited = None;
@@ -434,7 +434,7 @@ impl EventEncoder for CompletionEncoder {
     }
 }
 
-/// The number with the digits that `token_logprobs` should show: a [`Value`] holds an f64, and
+/// Converts a log-probability to a [`Value`] without further digits: a [`Value`] holds an f64, and
 /// widening would add digits.
 fn shortest(value: f32) -> Value {
     Value::from(value.to_string().parse().unwrap_or_else(|_| f64::from(value)))

@@ -18,8 +18,8 @@ use crate::reply::Failure;
 use crate::state::{Shared, now};
 use crate::text::RequestText;
 
-/// Responses of at least this many values are written on another thread, so that they do not block
-/// the HTTP threads.
+/// Responses with at least this many elements are written on another thread, so that they do not
+/// block the HTTP threads.
 const LARGE: usize = 1 << 15;
 
 impl Admissible for EmbeddingRequest {
@@ -39,7 +39,7 @@ impl Admissible for EmbeddingRequest {
     }
 }
 
-/// The same body, for routes that also accept a scoring model.
+/// An embedding request, for routes that also accept a scoring model.
 pub(crate) struct Poolable(EmbeddingRequest);
 
 impl Limited for Poolable {
@@ -77,7 +77,7 @@ impl Admissible for Poolable {
     }
 }
 
-/// Turns texts into vectors.
+/// Embeds texts as vectors.
 #[utoipa::path(
     post,
     path = "/v1/embeddings",
@@ -104,25 +104,26 @@ pub(crate) async fn embeddings(
     write()
 }
 
-/// Vectors of texts.
+/// The vectors of a request's texts.
 pub(super) struct Embedded {
     pub(super) vectors: Vec<Box<[f32]>>,
-    /// The requested form of vectors.
+    /// The requested format of vectors.
     pub(super) wanted: Form,
     pub(super) usage: PoolingUsage,
-    /// True if writing the vectors takes long.
+    /// True if writing the vectors takes long enough for another thread.
     large: bool,
     charge: Arc<Charge>,
 }
 
 impl Embedded {
-    /// A writer of the answer. The inputs' charge covers its size, which follows from them.
+    /// Creates a writer for the response. It has no limit: the inputs' charge already covers the
+    /// response's size, which follows from the inputs.
     pub(super) fn writer(&self) -> AnswerWriter {
         AnswerWriter::new(usize::MAX, &self.charge)
     }
 }
 
-/// Computes the texts of a request, which traces call `id`.
+/// Computes the texts of a request, whose id in traces is `id`.
 ///
 /// # Errors
 /// One of the texts is not accepted.

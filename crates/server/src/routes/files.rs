@@ -1,4 +1,4 @@
-//! `/v1/files`: files of requests and of answers, for batches.
+//! `/v1/files`: files with requests and responses of batches.
 
 use std::fs::File;
 use std::io::Read;
@@ -24,14 +24,14 @@ use crate::limits::query;
 use crate::reply::{self, Failure};
 use crate::state::{Shared, now};
 
-/// The largest size of a form field that is not a file, in bytes.
+/// The maximum size of a form field that is not a file, in bytes.
 const FIELD_BYTES: usize = 1024;
 /// The number of bytes that are read from a file at a time.
 const CHUNK: usize = 64 << 10;
-/// The largest number of files on a page of a list.
+/// The maximum number of files per page of a list.
 const PAGE: usize = 1000;
 
-/// A page of a list, the newest first.
+/// A page of a list, by default with the newest item first.
 #[derive(Debug, Serialize, ToSchema)]
 pub(super) struct Page<T> {
     object: &'static str,
@@ -42,7 +42,7 @@ pub(super) struct Page<T> {
     has_more: bool,
 }
 
-/// The requested part of a list.
+/// The requested page of a list.
 #[derive(Debug, Deserialize)]
 pub(super) struct PageQuery {
     after: Option<String>,
@@ -56,7 +56,7 @@ impl PageQuery {
         query(uri)
     }
 
-    /// The requested page of `all`, which is sorted with the newest first.
+    /// Returns the requested page of `all`, which is sorted with the newest first.
     pub(super) fn page<T>(
         &self,
         mut all: Vec<T>,
@@ -151,7 +151,7 @@ fn shown(name: &str) -> String {
     name.chars().take(100).collect()
 }
 
-/// Reads the next part of a form, within the time limit for bodies.
+/// Waits for the next part of a form, at most for the time limit of bodies.
 async fn in_time<T>(
     state: &Shared,
     part: impl Future<Output = Result<T, MultipartError>>,
@@ -163,7 +163,7 @@ async fn in_time<T>(
     }
 }
 
-/// The innermost reason of an error.
+/// Returns the innermost reason of an error.
 fn cause(error: &dyn std::error::Error) -> String {
     let mut cause = error;
     while let Some(inner) = cause.source() {
@@ -200,7 +200,7 @@ async fn text(
     String::from_utf8(text).map_err(|_| ApiError::invalid(name, format!("`{name}`: not UTF-8")))
 }
 
-/// Lists the files of a key, the newest first.
+/// Lists the files of an API key, the newest first.
 #[utoipa::path(
     get,
     path = "/v1/files",
@@ -243,7 +243,7 @@ pub(crate) async fn retrieve(
     Ok(reply::ok(&client.run(move |store, owner| store.file(owner, &id, now())).await?))
 }
 
-/// The confirmation that a file is gone.
+/// The confirmation that a file was deleted.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct DeletedFile {
     id: String,
@@ -271,7 +271,7 @@ pub(crate) async fn delete(
     Ok(reply::ok(&DeletedFile { id, object: "file", deleted: true }))
 }
 
-/// Sends a file.
+/// Sends the content of a file.
 #[utoipa::path(
     get,
     path = "/v1/files/{id}/content",
@@ -297,7 +297,7 @@ pub(crate) async fn content(
     Ok(response)
 }
 
-/// Sends a file's bytes as fast as the client reads them.
+/// Sends a file's content as fast as the client reads it.
 async fn send(file: File, bytes: u64, mut sender: Sender<Bytes>) {
     let mut file = file.take(bytes);
     loop {

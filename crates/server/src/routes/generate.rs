@@ -25,13 +25,14 @@ use crate::text::{RequestText, encode_prompts};
 use crate::weights::WeightVersion;
 use crate::wire::Wire;
 
-/// Bytes that an event of a stream may always repeat: those of a few thousand tokens.
+/// The maximum size of a stream event that may repeat all earlier output: the bytes of a few
+/// thousand tokens.
 const FREELY_REPEATED: usize = 64 << 10;
-/// In larger events, one part in `REPEATS` has to be new.
+/// At least one in `REPEATS` bytes of a larger event has to be new.
 const REPEATS: usize = 16;
 
 impl Admissible for GenerateRequest {
-    /// The parameter that carries prompts, and the rest.
+    /// The parameter that contains the prompts, and the validated request.
     type Valid = (&'static str, ValidGenerate);
 
     fn model(&self) -> Option<&str> {
@@ -74,7 +75,7 @@ pub(crate) async fn generate(
     let Batch { prompts, terms, parts, shown, mut outputs, made } = batch;
     let most = Some(limits.context_length as usize);
     let mut files = images::read(&state, parts, limits, &charge).await?.into_iter();
-    // All items have the salt of the request.
+    // All items have the request's salt.
     let salt = terms.first().and_then(|terms| terms.generation.cache_salt.as_deref());
     let text = RequestText::new(&state, &peer, salt, &charge);
     let encoded = encode_prompts(text, prompts, true, most, param).await?;
@@ -125,7 +126,7 @@ pub(crate) async fn generate(
     }
 }
 
-/// The prompts of a request, and their answers so far.
+/// The prompts of a request, and their outputs so far.
 struct Batch {
     prompts: Vec<Prompt>,
     terms: Vec<Arc<Terms>>,
@@ -133,13 +134,13 @@ struct Batch {
     parts: Vec<ImagePart>,
     shown: Vec<usize>,
     outputs: Vec<ChoiceOutput>,
-    /// Choices of each prompt.
+    /// The number of choices of each prompt.
     made: Vec<u32>,
 }
 
 impl Batch {
-    /// `all`: the common terms of the items. `text`: the tokenizer that writes tokens beside their
-    /// log-probabilities. `weights`: the name of the current weights.
+    /// Creates the batch. `all` has the distinct terms of the items. `text` is the tokenizer that
+    /// writes tokens beside their log-probabilities. `weights` is the current name of the weights.
     fn new(
         items: Vec<GenerateItem>,
         all: &[Arc<Terms>],
@@ -183,7 +184,7 @@ impl Batch {
     }
 }
 
-/// Looks up the first token of each prompt whose tokens are to be listed.
+/// Looks up the first token of each prompt's log-probability list.
 fn list_from(outputs: &mut [ChoiceOutput], submissions: &[Submission]) -> Result<(), ApiError> {
     const PARAM: &str = "logprob_start_len";
     let all = submissions.iter().flat_map(|submission| {
@@ -208,14 +209,14 @@ struct ChoiceOutput {
     /// The tokenizer for the texts of log-probabilities, if requested.
     text: Option<Arc<Tokenizer>>,
     total: Delta,
-    /// The first position of the list of prompt tokens; `None`: no list. `first`: the token there.
-    /// `told`: the log-probabilities of the others.
+    /// `start`: the first position of the list of prompt tokens; `None`: no list. `first`: the
+    /// token at that position. `told`: the log-probabilities of the following tokens.
     start: Option<u32>,
     first: i32,
     told: Arc<PromptLogprobList>,
-    /// `None`: the weights never change.
+    /// The name of the weights; `None`: the weights never change.
     weights: Option<WeightVersion>,
-    /// The weight of the output at its last event.
+    /// The approximate size of the output in bytes at its last event; `None`: no event was sent.
     sent: Option<usize>,
 }
 
@@ -287,7 +288,7 @@ impl ChoiceOutput {
 struct GenerateEncoder {
     outputs: Vec<ChoiceOutput>,
     batch: bool,
-    /// Log-probabilities of prompts, which are in every event.
+    /// Delays events until the prompts' log-probabilities, which every event contains, are known.
     awaited: Option<PromptLogprobGate>,
 }
 
@@ -348,7 +349,8 @@ mod tests {
     use super::*;
 
     /// Streams `tokens` tokens with `candidates` candidates each, and `told` log-probabilities of
-    /// the prompt. Returns the weight of all events together, and that of the last.
+    /// the prompt. Returns the size of all events together, the size of the last event, and the
+    /// number of events.
     fn events(tokens: usize, candidates: i32, told: usize) -> (usize, usize, usize) {
         let mut of_prompt = PromptLogprobList::default();
         of_prompt.push(&forebay_engine::PromptLogprobs {
@@ -390,8 +392,8 @@ mod tests {
             [(4096, 21, 0), (4096, 0, 8000), (100_000, 0, 0), (1, 1, 0), (100, 21, 8000)]
         {
             let (all, last, _) = events(tokens, candidates, told);
-            // The first event, the events that are repeated freely, and the larger ones, of which
-            // only a part is new.
+            // The bound is the sum of the first event, the events that may repeat everything, and
+            // the larger events, of which only a part is repeated.
             let most = (FREELY_REPEATED + 1) * tokens.min(16_000) / 2 + (REPEATS + 3) * last;
             assert!(all <= most, "{tokens} {candidates} {told}: {all} bytes for {last}");
             let quadratic = last.saturating_mul(tokens) / 2;

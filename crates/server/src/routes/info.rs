@@ -30,7 +30,8 @@ use crate::submission::Submission;
 
 /// The media type of Prometheus' text exposition.
 const EXPOSITION: &str = "text/plain; version=0.0.4; charset=utf-8";
-/// The interval at which a health request checks whether other requests make steps.
+/// The interval at which a health request checks whether the engine has computed a step for other
+/// requests.
 const STEP_POLL: Duration = Duration::from_millis(10);
 
 /// Lists the served names.
@@ -74,7 +75,7 @@ fn card(state: &Shared, name: &str) -> ModelCard {
     model_card(name, &state.model.root, state.started, length)
 }
 
-/// An adapter as vLLM lists it.
+/// Describes an adapter in vLLM's format.
 fn adapter_card(state: &Shared, adapter: &NamedAdapter) -> ModelCard {
     let card = card(state, &adapter.name);
     ModelCard {
@@ -87,7 +88,7 @@ fn adapter_card(state: &Shared, adapter: &NamedAdapter) -> ModelCard {
     }
 }
 
-/// A model in the format of OpenAI's and Anthropic's clients.
+/// Describes a model in the format of OpenAI's and Anthropic's clients.
 pub(super) fn model_card(
     name: &str,
     root: &str,
@@ -109,22 +110,22 @@ pub(super) fn model_card(
     }
 }
 
-/// Seconds since 1970 as RFC 3339 has them.
+/// Formats seconds since 1970 as an RFC 3339 time.
 pub(super) fn timestamp(seconds: u64) -> String {
     let seconds = i64::try_from(seconds).unwrap_or(0);
     jiff::Timestamp::from_second(seconds).unwrap_or_default().to_string()
 }
 
-/// The server takes requests.
+/// A server that accepts requests.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Healthy {
-    /// `ready`.
+    /// Always `ready`.
     status: &'static str,
-    /// The state of each replica, where there are several: `ready`, or why not.
+    /// The state of each replica, if there are several: `ready`, or why it is not ready.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     replicas: Vec<String>,
-    /// A failure that the server has recovered from with fewer resources: the operating system
-    /// killed hands for lack of memory, and they came back with fewer pages.
+    /// A failure from which the server recovered with fewer resources: the operating system killed
+    /// hands for lack of memory, and they restarted with fewer pages.
     #[serde(skip_serializing_if = "Option::is_none")]
     warning: Option<String>,
 }
@@ -143,7 +144,7 @@ impl Healthy {
     }
 }
 
-/// Reports that the process is alive. The answer does not depend on the model: a process that is
+/// Reports that the process is alive. The response does not depend on the model: a process that is
 /// loading or draining is alive.
 #[utoipa::path(
     get,
@@ -154,10 +155,10 @@ pub(crate) async fn live() -> Response {
     reply::ok(&json!({"status": "alive"}))
 }
 
-/// Reports whether the server takes requests and serves them now.
+/// Reports whether the server accepts requests and computes them now.
 ///
-/// Answers 503 with the reason in one line while the model loads, is restarted or has failed, and
-/// while every replica or the server drains. Also while no new grammar can be compiled.
+/// Responds with 503 and the reason in one line while the model loads, is restarted or has failed,
+/// and while every replica or the server drains. Also while no new grammar can be compiled.
 #[utoipa::path(
     get,
     path = "/health",
@@ -179,8 +180,8 @@ pub(crate) async fn health(State(state): State<Shared>) -> Result<Response, Fail
     }
 }
 
-/// Answers 200 if the model computes. A current step of another request is proof enough. Otherwise
-/// the route requests one token, or one vector.
+/// Responds with 200 if the model computes. A step for another request is sufficient proof.
+/// Otherwise the route requests one token, or one vector.
 #[utoipa::path(
     get,
     path = "/health_generate",
@@ -195,7 +196,7 @@ pub(crate) async fn health_generate(State(state): State<Shared>) -> Result<Respo
     in_time(&state, computes(&state, limits, arrived)).await
 }
 
-/// Waits for proof that the model computes. A step of another request suffices: a server with a
+/// Waits for proof that the model computes. A step for another request suffices: a server with a
 /// full queue is alive, and must not get more work.
 async fn computes(state: &Shared, limits: Limits, arrived: Instant) -> Result<(), ApiError> {
     let before = state.engine.stats().scheduler.steps;
@@ -206,7 +207,7 @@ async fn computes(state: &Shared, limits: Limits, arrived: Instant) -> Result<()
         }
         if stats.running + stats.waiting == 0 {
             match one_token(state, limits, arrived).await {
-                // Other requests have come in the meantime.
+                // Other requests have arrived in the meantime.
                 Err(ApiError::Overloaded { .. } | ApiError::QueueFull { .. }) => {}
                 answer => return answer,
             }
@@ -235,7 +236,7 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
     call.collect().await.map(drop)
 }
 
-/// Turns a health check that takes too long into an error.
+/// Converts a health check that takes too long to an error.
 async fn in_time<T>(
     state: &Shared,
     answer: impl Future<Output = Result<T, ApiError>>,
@@ -253,27 +254,27 @@ async fn in_time<T>(
     }
 }
 
-/// The resolved configuration, the model's facts and live numbers.
+/// The resolved configuration, the model's facts and current statistics.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct ServerInfo {
-    /// Version of the server.
+    /// The version of the server.
     version: &'static str,
     /// Names that requests may use.
     served_model_names: Vec<String>,
     /// The engine's state in one line.
     status: String,
-    /// The configuration, everything resolved.
+    /// The resolved configuration.
     #[schema(value_type = Object)]
     config: Value,
     /// The facts from the hand; null until the model is loaded.
     #[schema(value_type = Option<Object>)]
     facts: Value,
-    /// One object for each replica: its running requests and its counters.
+    /// One object per replica: its running requests and its counters.
     #[schema(value_type = Vec<Object>)]
     internal_states: Vec<Value>,
 }
 
-/// Shows the resolved configuration, the model's facts and live numbers.
+/// Returns the resolved configuration, the model's facts and current statistics.
 #[utoipa::path(
     get,
     path = "/server_info",
@@ -325,7 +326,7 @@ pub(super) fn internal_state(replica: &ReplicaReport) -> Value {
     })
 }
 
-/// Shows the tokenizer's configuration, with the chat template that is used.
+/// Returns the tokenizer's configuration, with the chat template that is used.
 #[utoipa::path(
     get,
     path = "/tokenizer_info",
@@ -340,7 +341,7 @@ pub(crate) async fn tokenizer_info(State(state): State<Shared>) -> Response {
     reply::ok(&info)
 }
 
-/// The prefix cache is empty.
+/// The confirmation that the prefix cache is empty.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct FlushAnswer {
     /// Always true.
@@ -359,7 +360,7 @@ pub(crate) struct FlushAnswer {
 pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response, Failure> {
     let (sender, receiver) = oneshot::channel();
     let reply = Box::new(move |flushed| {
-        // The cache is flushed even if the client is gone.
+        // The cache is flushed even if the client has disconnected.
         let _ = sender.send(flushed);
     });
     state.engine.flush_cache(reply);
@@ -370,7 +371,7 @@ pub(crate) async fn flush_cache(State(state): State<Shared>) -> Result<Response,
     }
 }
 
-/// Metrics in Prometheus' text format.
+/// Returns metrics in Prometheus' text format.
 #[utoipa::path(
     get,
     path = "/metrics",
@@ -380,14 +381,14 @@ pub(crate) async fn metrics(State(state): State<Shared>) -> Result<Response, Fai
     Ok(exposed(exposition(&state)?))
 }
 
-/// An answer in Prometheus' text format.
+/// Creates a response in Prometheus' text format.
 pub(super) fn exposed(text: Vec<u8>) -> Response {
     let mut response = Response::new(text.into());
     response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(EXPOSITION));
     response
 }
 
-/// The metrics of a model in Prometheus' text format.
+/// Returns the metrics of a model in Prometheus' text format.
 pub(super) fn exposition(state: &Shared) -> Result<Vec<u8>, ApiError> {
     let parts = PartStats {
         text: state.text.stats(),
@@ -411,7 +412,7 @@ pub(crate) struct Version {
     version: &'static str,
 }
 
-/// Shows the server's version.
+/// Returns the server's version.
 #[utoipa::path(
     get,
     path = "/version",
@@ -421,7 +422,7 @@ pub(crate) async fn version() -> Response {
     reply::ok(&Version { version: env!("CARGO_PKG_VERSION") })
 }
 
-/// Answers as long as the process is alive, whatever the state of the model.
+/// Responds as long as the process is alive, whatever the state of the model.
 #[utoipa::path(
     method(get, post),
     path = "/ping",

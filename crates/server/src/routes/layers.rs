@@ -1,4 +1,4 @@
-//! The layers that requests go through on their way to a route.
+//! Middleware that requests pass before they reach a route.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,10 +15,11 @@ use crate::peers::{is_router, not_a_router};
 use crate::reply::Failure;
 use crate::state::{HasSettings, Shared};
 
-/// Longest `x-request-id` that is echoed, in bytes.
+/// The maximum length of an `x-request-id` that is echoed, in bytes.
 const MAX_REQUEST_ID: usize = 256;
 
-/// Lets a request pass that has a user's or an administrator's key, or if no key is needed.
+/// Accepts requests with a client's or an administrator's key, and all requests if no key is
+/// needed.
 pub(super) async fn check_key<S: HasSettings>(
     State(state): State<Arc<S>>,
     key: KeyId,
@@ -32,8 +33,8 @@ pub(super) async fn check_key<S: HasSettings>(
     if accepted { next.run(request).await } else { Failure(ApiError::Unauthorized).into_response() }
 }
 
-/// Lets a request pass that has an admin key. Without admin keys, every client that may use the
-/// model may pass.
+/// Accepts requests with an admin key. If there are no admin keys, accepts every client that may
+/// use the model.
 pub(super) async fn check_admin<S: HasSettings>(
     State(state): State<Arc<S>>,
     key: KeyId,
@@ -50,7 +51,7 @@ pub(super) async fn check_admin<S: HasSettings>(
     }
 }
 
-/// Lets requests for the load pass from routers and administrators.
+/// Accepts requests for the load from routers and administrators.
 pub(super) async fn check_loads(
     State(state): State<Shared>,
     key: KeyId,
@@ -63,7 +64,7 @@ pub(super) async fn check_loads(
     }
 }
 
-/// Passes on only requests of routers: other clients may not list block names.
+/// Accepts only requests of routers: other clients may not list block names.
 pub(super) async fn check_router(
     State(state): State<Shared>,
     request: Request,
@@ -75,7 +76,7 @@ pub(super) async fn check_router(
     }
 }
 
-/// Passes on only requests of routers, of servers with a router's key, and of administrators.
+/// Accepts only requests of routers, of servers with a router's key, and of administrators.
 pub(super) async fn check_server(
     State(state): State<Shared>,
     request: Request,
@@ -88,7 +89,7 @@ pub(super) async fn check_server(
     }
 }
 
-/// A model that pools generates nothing.
+/// Rejects requests if the model is a pooling model, which generates nothing.
 pub(super) async fn check_generator(
     State(state): State<Shared>,
     request: Request,
@@ -100,18 +101,18 @@ pub(super) async fn check_generator(
     }
 }
 
-/// Answers a request whose handler has panicked. Its state has been dropped by then, which aborted
-/// its engine requests.
+/// Responds to a request whose handler panicked. The handler's state has been dropped by then,
+/// which aborted its engine requests.
 pub(super) async fn contain(request: Request, next: Next) -> Response {
     contained(next.run(request)).await.unwrap_or_else(|panic| {
-        // A panic's message may describe the server, so clients do not get it.
+        // A panic's message may describe the server's internals, so clients do not get it.
         tracing::error!("a handler panicked: {}", panic_message(&*panic));
         let reason = "the server failed on this request; its log says why".to_owned();
         Failure(ApiError::Internal { reason, code: Some("panic") }).into_response()
     })
 }
 
-/// Counts an answer. Unknown routes and methods are counted together, because clients may invent
+/// Counts a response. Unknown routes and methods are counted together, because clients may invent
 /// any number of them.
 pub(super) async fn count(State(state): State<Shared>, request: Request, next: Next) -> Response {
     let began = Instant::now();
@@ -130,7 +131,7 @@ pub(super) async fn count(State(state): State<Shared>, request: Request, next: N
     response
 }
 
-/// Echoes the client's name for the request, or generates one.
+/// Echoes the request id that the client sent, or generates one.
 pub(super) async fn name_request(request: Request, next: Next) -> Response {
     let given = request.headers().get(REQUEST_ID).filter(|id| id.len() <= MAX_REQUEST_ID).cloned();
     let mut response = next.run(request).await;

@@ -1,4 +1,4 @@
-//! The feed of the engine, and the page that shows it.
+//! The feed of the engine's activity, and the page that shows it.
 
 use axum::body::Body;
 use axum::extract::{Path, State};
@@ -25,7 +25,7 @@ pub(crate) async fn live_feed(State(state): State<Shared>) -> Result<Response, F
     Ok(watch(&state)?.map(Body::new))
 }
 
-/// The moments of a request, without its text.
+/// The recorded events of a request, without its text.
 #[utoipa::path(
     get,
     path = "/v1/live/requests/{id}",
@@ -42,7 +42,7 @@ pub(crate) async fn live_request(
     Ok(reply::ok(&life(&state, &id)?))
 }
 
-/// The last steps as a trace that Perfetto opens.
+/// The recorded steps as a trace that Perfetto opens.
 #[utoipa::path(
     get,
     path = "/v1/live/trace",
@@ -66,7 +66,7 @@ pub(crate) async fn live_trace(State(state): State<Shared>) -> Result<Response, 
     Ok(response)
 }
 
-/// Serves a file of the page. It contains no secrets, so it needs no key.
+/// Serves a file of the web page. It contains no secrets, so it needs no key.
 pub(crate) async fn page_file(uri: Uri, headers: HeaderMap) -> Response {
     match page(uri.path(), &headers) {
         Some(response) => response.map(Body::from),

@@ -87,13 +87,13 @@ pub(crate) async fn completion(
     }
 }
 
-/// Writes answers.
+/// Builds the objects of responses.
 struct Writer {
     arrived: Instant,
     model: String,
     /// The tokenizer for log-probabilities, if requested.
     tokenizer: Option<Arc<Tokenizer>>,
-    /// Ids of tokens are shown.
+    /// True if token ids are included.
     tokens: bool,
 }
 
@@ -177,22 +177,22 @@ impl EventEncoder for LlamaEncoder {
     }
 
     fn resumable(&self) -> bool {
-        // A token whose text is held back is sent with the next one, which another brain could not
-        // reproduce.
+        // A token whose text is held back is sent with the next token, which another brain could
+        // not reproduce.
         false
     }
 
     fn resume(&mut self, _: &Delta) {}
 }
 
-/// A conversation as the model's template writes it.
+/// A conversation as the chat template renders it.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct AppliedTemplate {
-    /// The prompt.
+    /// The rendered prompt.
     prompt: String,
 }
 
-/// Renders a conversation and answers with the text.
+/// Renders a conversation and responds with the text.
 #[utoipa::path(
     post,
     path = "/apply-template",
@@ -219,7 +219,7 @@ pub(crate) async fn apply_template(
         .value(&AppliedTemplate { prompt: chat.text })
 }
 
-/// Shows which rows of the device tables are in use.
+/// Lists the slots of the device tables, and which of them are in use.
 #[utoipa::path(
     get,
     path = "/slots",
@@ -233,8 +233,8 @@ pub(crate) async fn slots(State(state): State<Shared>) -> Result<Response, Failu
         let rows = state.info["slots"].as_u64().unwrap_or_default();
         let rows = u32::try_from(rows).unwrap_or(u32::MAX).max(running);
         let first = u32::try_from(all.len()).unwrap_or(u32::MAX);
-        // Only the scheduler has the real row numbers, so the first rows are shown as in use, one
-        // for each running request.
+        // Only the scheduler has the real slot numbers. So the first slots are shown as in use, one
+        // per running request.
         all.extend((0..rows).map(|row| LlamaSlot {
             id: first + row,
             n_ctx,

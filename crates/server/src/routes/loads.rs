@@ -16,10 +16,10 @@ use crate::peers::{Peer, queued, report, wait};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 
-/// The largest number of waiting dispatches in a report to a router.
+/// The maximum number of waiting dispatches in a report to a router.
 const MOST_QUEUED: usize = 64;
 
-/// The time and the content of the answer.
+/// When to respond, and which details to include.
 #[derive(Debug, Deserialize)]
 pub(crate) struct LoadsAt {
     /// Seconds to wait until the number of requests differs from `requests`.
@@ -35,20 +35,20 @@ pub(crate) struct LoadsAt {
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Loads {
     /// The report that routers get: `requests` are alive, `running` choices have a slot, and
-    /// `waiting` ones have none. `tokens` are left to compute, and `pages_free` pages are
+    /// `waiting` choices have none. `tokens` are left to compute, and `pages_free` pages are
     /// available.
     #[serde(flatten)]
     #[schema(value_type = Object)]
     report: LoadReport,
-    /// One object for each replica: its running requests and its counters.
+    /// One object per replica: its running requests and its counters.
     #[schema(value_type = Vec<Object>)]
     loads: Vec<Value>,
     /// The latest dispatches of the requesting router that wait and were never admitted, with the
-    /// tokens of their prompts.
+    /// number of tokens of their prompts.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     #[schema(value_type = Vec<Object>)]
     queued: Vec<QueuedDispatch>,
-    /// `prefill` or `decode`, of a server that computes prompts for others or has them computed.
+    /// `prefill` or `decode` if the server computes prompts for other servers or has them computed.
     #[serde(skip_serializing_if = "Option::is_none")]
     disaggregation_mode: Option<&'static str>,
 }
@@ -73,7 +73,7 @@ pub(crate) async fn loads(
     let limit = wait(when.wait)?;
     if let Some(known) = when.requests {
         let mut live = state.book.watch();
-        // After the time limit, the old load is the answer.
+        // After the time limit, the unchanged load is returned.
         let _ = timeout(limit, live.wait_for(|&live| live != known)).await;
     }
     let router = peer.tag().map(|tag| tag.router);

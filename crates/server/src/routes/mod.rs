@@ -1,4 +1,4 @@
-//! The routes, and the layers around all of them.
+//! The routes, and the middleware around them.
 
 mod adapters;
 mod admitted;
@@ -53,7 +53,7 @@ use layers::{
     count, name_request,
 };
 
-/// All routes. Health and metrics need no key.
+/// Creates all routes. Health and metrics need no key.
 pub(crate) fn router(state: Shared) -> Router {
     let talk = || from_fn_with_state(state.clone(), talk);
     let keyed = computing(&state);
@@ -124,7 +124,7 @@ pub(crate) fn router(state: Shared) -> Router {
     below(routes, root)
 }
 
-/// The computing routes, for requests that the server itself makes.
+/// Creates the computing routes for requests that the server itself makes.
 pub(crate) fn computed(state: &Shared) -> Router {
     computing(state)
         .fallback(unknown_route)
@@ -136,7 +136,7 @@ pub(crate) fn computed(state: &Shared) -> Router {
         .with_state(state.clone())
 }
 
-/// Routes that compute with the model, for clients with a key.
+/// The routes that compute with the model, for clients with a key.
 fn computing(state: &Shared) -> Router<Shared> {
     generation(state)
         .merge(models())
@@ -145,7 +145,7 @@ fn computing(state: &Shared) -> Router<Shared> {
         .layer(from_fn_with_state(state.clone(), check_key::<Inner>))
 }
 
-/// Routes of files and batches.
+/// The routes of files and batches.
 fn stored() -> Router<Shared> {
     Router::new()
         .route("/v1/files", post(files::upload).get(files::list))
@@ -154,11 +154,11 @@ fn stored() -> Router<Shared> {
         .route("/v1/batches", post(batches::create).get(batches::list))
         .route("/v1/batches/{id}", get(batches::retrieve))
         .route("/v1/batches/{id}/cancel", post(batches::cancel))
-        // Files have a limit of their own, which is checked as they are written.
+        // Files have a separate limit, which is checked while they are written.
         .layer(DefaultBodyLimit::disable())
 }
 
-/// Routes of a model that generates.
+/// The routes of a generating model.
 fn generation(state: &Shared) -> Router<Shared> {
     Router::new()
         .route("/v1/chat/completions", post(chat::chat_completions))
@@ -179,7 +179,7 @@ fn generation(state: &Shared) -> Router<Shared> {
         .route_layer(from_fn_with_state(state.clone(), check_generator))
 }
 
-/// Routes of any model.
+/// The routes of any model.
 fn models() -> Router<Shared> {
     Router::new()
         .route("/api/embed", post(ollama::embed))
@@ -205,7 +205,7 @@ fn models() -> Router<Shared> {
         .route("/health_generate", get(info::health_generate))
 }
 
-/// Routes for administrators.
+/// The routes for administrators.
 fn administration() -> Router<Shared> {
     Router::new()
         .route("/server_info", get(info::server_info))
@@ -218,7 +218,7 @@ fn administration() -> Router<Shared> {
         .route("/flush_cache", post(info::flush_cache))
 }
 
-/// Routes that need no key.
+/// The routes that need no key.
 fn open() -> Router<Shared> {
     Router::new()
         .route("/livez", get(info::live))
@@ -234,7 +234,7 @@ fn page<S: Clone + Send + Sync + 'static>() -> Router<S> {
     Router::new().route("/", get(live::page_file)).route("/assets/{name}", get(live::page_file))
 }
 
-/// The routes below a proxy's path, which is removed before routing.
+/// Removes a proxy's path prefix from URIs before routing.
 fn below(routes: Router, root: String) -> Router {
     if root.is_empty() {
         return routes;
@@ -248,7 +248,7 @@ fn below(routes: Router, root: String) -> Router {
     Router::new().fallback_service(below)
 }
 
-/// The URI without the prefix of a proxy; `None` if it does not begin with the prefix.
+/// Returns the URI without the prefix of a proxy; `None` if it does not begin with the prefix.
 fn without_root(uri: &Uri, root: &str) -> Option<Uri> {
     let rest = uri.path_and_query()?.as_str().strip_prefix(root)?;
     let rest = match rest.as_bytes().first() {
@@ -267,7 +267,7 @@ pub(super) async fn unknown_route(method: Method, uri: Uri) -> Failure {
     Failure(ApiError::UnknownRoute { method: method.to_string(), path, near })
 }
 
-/// The route that a client probably means if its URL has `/v1` twice or not at all.
+/// Returns the route that a client probably means if its URL has `/v1` twice or not at all.
 fn near(path: &str) -> Option<String> {
     const OTHERS: [&str; 2] = ["/v1/models", "/v1/live"];
     let meant = path.strip_prefix("/v1").map_or_else(|| format!("/v1{path}"), str::to_owned);

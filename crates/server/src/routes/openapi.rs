@@ -105,7 +105,7 @@ pub(super) async fn openapi(State(state): State<Shared>) -> Response {
     answer(document(), &state.config.root_path)
 }
 
-/// The document of a server below a path.
+/// Returns the response with the document, for a server whose paths are below `root_path`.
 pub(super) fn answer(mut document: utoipa::openapi::OpenApi, root_path: &str) -> Response {
     if !root_path.is_empty() {
         document.servers = Some(vec![Server::new(root_path)]);
@@ -113,7 +113,7 @@ pub(super) fn answer(mut document: utoipa::openapi::OpenApi, root_path: &str) ->
     reply::ok(&document)
 }
 
-/// Further paths of routes, as clients of other servers use them.
+/// Alternative paths of routes, for clients of other servers.
 const ALIASES: [(&str, &str); 6] = [
     ("/v1/classify", "/classify"),
     ("/v1/rerank", "/rerank"),
@@ -123,8 +123,8 @@ const ALIASES: [(&str, &str); 6] = [
     ("/update_weights", "/update_weights_from_ipc"),
 ];
 
-/// The OpenAPI document. Each path of a route, and each method of a path with several, has an
-/// operation id of its own.
+/// Returns the OpenAPI document. Each path of a route, and each method of a path with several
+/// methods, has a separate operation id.
 pub(super) fn document() -> utoipa::openapi::OpenApi {
     let mut document = Document::openapi();
     for (alias, path) in ALIASES {

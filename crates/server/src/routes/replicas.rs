@@ -1,4 +1,4 @@
-//! Draining and undraining of replicas, and their roles.
+//! Draining and resuming replicas, and their roles.
 
 use axum::extract::{Path, State};
 use axum::response::Response;
@@ -11,19 +11,19 @@ use crate::limits::{Upload, small};
 use crate::reply::{self, Failure};
 use crate::state::Shared;
 
-/// Whether a replica is drained or takes new requests.
+/// Whether a replica is drained or accepts new requests.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct DrainState {
     /// The number of the replica.
     replica: u32,
     /// True if the replica gets no new requests.
     drained: bool,
-    /// The number of replicas that take new requests. 0: requests are answered 503, and /health
-    /// says `drained`.
+    /// The number of replicas that accept new requests. 0: requests get a 503, and /health reports
+    /// `drained`.
     taking: usize,
 }
 
-/// Stops new requests to a replica. Its own requests finish.
+/// Stops new requests to a replica. Requests that it already has finish.
 #[utoipa::path(
     post,
     path = "/replicas/{replica}/drain",
@@ -57,14 +57,14 @@ pub(crate) async fn resume(
     set(&state, &replica, false)
 }
 
-/// Another role of a replica.
+/// The new role of a replica.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct NewRole {
     /// `prefill`: prompts and first tokens; `decode`: later tokens; `both`.
     role: String,
 }
 
-/// The role of a replica, and those of all.
+/// The role of a replica, and the roles of all replicas.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct ReplicaRole {
     /// The number of the replica.
@@ -75,8 +75,8 @@ pub(crate) struct ReplicaRole {
     roles: Vec<&'static str>,
 }
 
-/// Gives a replica another role (disaggregated prefill). Its running requests end there, or leave
-/// after their first token as planned.
+/// Sets the role of a replica (disaggregated prefill). Requests that it already has finish there,
+/// or move to another replica after their first token as planned.
 #[utoipa::path(
     post,
     path = "/replicas/{replica}/role",

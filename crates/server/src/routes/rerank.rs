@@ -1,4 +1,4 @@
-//! `POST /rerank` and `POST /score`, under all their usual paths.
+//! `POST /rerank` and `POST /score`, under all paths that clients use for them.
 
 use axum::response::Response;
 use forebay_api::{
@@ -48,7 +48,7 @@ impl Admissible for ScoreRequest {
     }
 }
 
-/// Sorts documents by their fit to a query.
+/// Sorts documents by their relevance to a query.
 #[utoipa::path(
     post,
     path = "/rerank",
@@ -76,7 +76,7 @@ pub(crate) async fn rerank(
         relevance_score: found[index],
     });
     let model = admission.model;
-    // The documents come from the body, whose charge covers them.
+    // The documents come from the body, so its charge covers them.
     let response = RerankResponse { id, model, usage, results: results.collect() };
     AnswerWriter::new(usize::MAX, &admission.charge).value(&response)
 }
@@ -102,7 +102,8 @@ pub(crate) async fn score(
     Ok(reply::ok(&ScoreResponse { id, object: "list", created: now(), model, data, usage }))
 }
 
-/// The score of each pair: the output of a cross-encoder, or the cosine of an embedder's vectors.
+/// Returns the score of each pair: the output of a cross-encoder, or the cosine of an embedder's
+/// vectors.
 async fn score_pairs(
     admission: &Admission,
     pairs: &Pairs,

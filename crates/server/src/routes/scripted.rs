@@ -1,11 +1,11 @@
-//! Scripted model outputs, for tests of the shapes of answers.
+//! Scripted model outputs, for tests of response formats.
 
 use forebay_api::CUSTOM_INPUT;
 use forebay_egress::{Delta, End};
 use proptest::prelude::*;
 use serde_json::{Value, json};
 
-/// One item of a scripted answer.
+/// An item of a scripted output.
 #[derive(Debug, Clone)]
 pub(crate) enum Said {
     Content(String),
@@ -13,7 +13,7 @@ pub(crate) enum Said {
     Call { custom: bool, arguments: String },
 }
 
-/// Anything.
+/// Generates any item.
 pub(crate) fn said() -> impl Strategy<Value = Said> {
     let text = "[a-z\"\\\\\né😀]{1,12}";
     prop_oneof![
@@ -27,7 +27,7 @@ pub(crate) fn said() -> impl Strategy<Value = Said> {
     ]
 }
 
-/// The deltas of `all`, cut at `cuts`. Each character is a token.
+/// Converts `all` to deltas, cut at the tokens `cuts`. Each character is a token.
 pub(crate) fn deltas(all: &[Said], cuts: &[usize], end: &End) -> Vec<Delta> {
     let (mut deltas, mut delta, mut at, mut calls) = (Vec::new(), Delta::default(), 0, 0);
     let mut tick = |delta: &mut Delta| {
@@ -63,7 +63,7 @@ pub(crate) fn deltas(all: &[Said], cuts: &[usize], end: &End) -> Vec<Delta> {
     deltas
 }
 
-/// The data of events.
+/// Parses the data of events.
 pub(crate) fn events(out: &[u8]) -> Vec<Value> {
     let text = std::str::from_utf8(out).expect("text");
     let lines = text.lines().filter_map(|line| line.strip_prefix("data: "));

@@ -1,4 +1,5 @@
-//! Tensors of a served checkpoint: replacing them by a trainer's, and reading the values of one.
+//! Tensors of the served checkpoint: replacing them by a trainer's tensors, and reading a tensor's
+//! values.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -20,18 +21,18 @@ use crate::weights::{Source, Update};
 
 use super::weights::{WeightsUpdated, updated_answer};
 
-/// The field with tensors.
+/// The field that contains tensors.
 const TENSORS: &str = "serialized_named_tensors";
 /// The content type of a body that is a single safetensors file.
 const OCTETS: &str = "application/octet-stream";
-/// Default number of rows of a parameter, as in SGLang.
+/// The default number of rows of a parameter, as in SGLang.
 const ROWS: usize = 100;
 
-/// Parameters of a weight update, apart from its tensors.
+/// The parameters of a weight update, apart from its tensors.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct TensorsQuery {
-    /// The version that later answers report.
+    /// The version that later responses report.
     weight_version: Option<String>,
     /// True if running requests are aborted before the update. Otherwise they continue with the new
     /// weights.
@@ -42,7 +43,7 @@ pub(crate) struct TensorsQuery {
     keep_pause: bool,
 }
 
-/// Tensors that replace those of the same names.
+/// Tensors that replace the tensors of the same names.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct UpdateTensors<'a> {
     /// Safetensors files in base64, with some or all tensors of the checkpoint. No pickles.
@@ -56,7 +57,7 @@ pub(crate) struct UpdateTensors<'a> {
     /// weights.
     #[serde(default)]
     abort_all_requests: bool,
-    /// The version that later answers report.
+    /// The version that later responses report.
     weight_version: Option<String>,
     /// True if generation stays paused after the update.
     #[serde(default)]
@@ -71,13 +72,13 @@ enum Texts<'a> {
     Several(#[serde(borrow)] Vec<Cow<'a, str>>),
 }
 
-/// A parameter to look at.
+/// The parameter whose values to return.
 #[derive(Deserialize, IntoParams, ToSchema)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct ParameterQuery {
     /// The tensor's name in safetensors, or in transformers.
     name: String,
-    /// The number of rows to return; of a vector, the number of values.
+    /// The number of rows to return; for a vector, the number of values.
     #[serde(default = "rows")]
     truncate_size: usize,
 }
@@ -86,8 +87,8 @@ fn rows() -> usize {
     ROWS
 }
 
-/// Replaces tensors of the served checkpoint. Running requests continue with the new ones, or are
-/// aborted.
+/// Replaces tensors of the served checkpoint. Running requests continue with the new tensors, or
+/// are aborted.
 #[utoipa::path(
     post,
     path = "/update_weights_from_tensor",
@@ -149,7 +150,7 @@ pub(crate) async fn update(
     Ok(updated_answer(Arc::clone(&state.weights).update(update).await?))
 }
 
-/// Answers with the route to use instead of process groups and GPU shared memory.
+/// Responds with the route to use in place of process groups and GPU shared memory.
 #[utoipa::path(
     post,
     path = "/update_weights_from_ipc",
@@ -166,7 +167,7 @@ pub(crate) async fn elsewhere(uri: Uri) -> Failure {
     Failure(ApiError::NotImplemented { reason })
 }
 
-/// The first rows of a parameter, as stored in the served files.
+/// Returns the first rows of a parameter, as stored in the served files.
 #[utoipa::path(
     post,
     path = "/get_weights_by_name",
@@ -186,7 +187,8 @@ pub(crate) async fn parameter(
     values(&state, asked).await
 }
 
-/// The first rows of a parameter, as stored in the served files. A body may name it too.
+/// Returns the first rows of a parameter, as stored in the served files. The body may name the
+/// parameter too.
 #[utoipa::path(
     get,
     path = "/get_weights_by_name",
@@ -203,7 +205,7 @@ pub(crate) async fn parameter_of_query(
     uri: Uri,
     body: Upload,
 ) -> Result<Response, Failure> {
-    // SGLang's clients send a body.
+    // SGLang's clients send a body with this GET request.
     let asked = if uri.query().is_some() { query(&uri)? } else { small(&state, body).await? };
     values(&state, asked).await
 }

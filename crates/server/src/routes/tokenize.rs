@@ -14,15 +14,15 @@ use crate::reply::Failure;
 use crate::state::Shared;
 use crate::text::{RequestText, encode_chat, encode_prompts, text_error};
 
-/// The lower bound on these routes' token limit, for models with a short context. A flag replaces
+/// The minimum of these routes' token limit, for models with a short context. A flag can override
 /// the limit.
 const MOST_TOKENS: usize = 64 << 10;
-/// Bytes of a token in an answer: as an id and as JSON.
+/// Bytes of a token in a response: as an id and as JSON.
 const NUMBER: usize = 16;
-/// Bytes of a token together with its text.
+/// Bytes of a token together with its text in a response.
 const NAMED: usize = 128;
 
-/// Turns text or a conversation into token ids.
+/// Tokenises text or a conversation.
 #[utoipa::path(
     post,
     path = "/tokenize",
@@ -79,7 +79,7 @@ pub(crate) async fn tokenize(
     writer.value(&TokenizeResponse { count, max_model_len, tokens, token_strs })
 }
 
-/// Turns token ids into text.
+/// Detokenises token ids.
 #[utoipa::path(
     post,
     path = "/detokenize",
@@ -107,7 +107,7 @@ pub(crate) async fn detokenize(
     let pieces = with_pieces.then(|| tokens.iter().map(|&id| tokenizer.token_text(id)).collect());
     let decoded = state.text.decode(tokens).await;
     let prompt = decoded.map_err(|error| text_error(error, "tokens"))?;
-    // Three times here, and three times as JSON.
+    // Three copies of the text in memory, and three as JSON.
     charge.at_least(6 * prompt.len() + named)?;
     let (text, content) = (prompt.clone(), prompt.clone());
     AnswerWriter::new(state.config.max_unread_bytes, &charge).value(&DetokenizeResponse {
@@ -125,8 +125,8 @@ fn too_many(param: &str, limit: usize) -> ApiError {
     ApiError::invalid(param, reason)
 }
 
-/// The number of tokens that these routes accept: more than a prompt may have, for clients that
-/// split a document by its tokens.
+/// Returns the number of tokens that these routes accept. It exceeds the prompt limit, for clients
+/// that split a document by its tokens.
 pub(super) fn most_tokens(state: &Shared) -> Result<usize, ApiError> {
     let context = state.limits()?.context_length as usize;
     Ok(state.config.max_tokenize_tokens.unwrap_or((4 * context).max(MOST_TOKENS)))

@@ -1,4 +1,4 @@
-//! Weight updates from a trainer's process group, by the routes of SGLang.
+//! Weight updates from a trainer's process group, with the routes of SGLang.
 
 use std::sync::Arc;
 
@@ -16,34 +16,34 @@ use crate::weight_files::{NamedTensor, TrainerGroup};
 
 use super::weights::{WeightsUpdated, updated_answer};
 
-/// A trainer's group.
+/// The trainer's group to join.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct InitGroup {
     /// The trainer's host, where the ranks meet.
     master_address: String,
     /// The port of the trainer's host.
     master_port: u16,
-    /// The rank of this server, from 1 on: the trainer has 0. A server is one rank, whatever its
-    /// `--tp-size`.
+    /// The rank of this server, at least 1: the trainer has rank 0. A server is one rank, whatever
+    /// its `--tp-size`.
     #[serde(default = "first_rank")]
     rank_offset: u32,
     /// The number of ranks.
     world_size: u32,
     #[serde(default = "usual_name")]
     group_name: String,
-    /// `gloo`. SGLang's default, `nccl`, is not served.
+    /// `gloo`. SGLang's default, `nccl`, is not supported.
     #[serde(default = "usual_backend")]
     backend: String,
 }
 
-/// A group to leave.
+/// The group to leave.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct DestroyGroup {
     #[serde(default = "usual_name")]
     group_name: String,
 }
 
-/// Tensors that the trainer now broadcasts, in this order.
+/// The tensors that the trainer now broadcasts, in this order.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct UpdateFromGroup {
     /// Names of tensors of the served checkpoint.
@@ -54,24 +54,24 @@ pub(crate) struct UpdateFromGroup {
     shapes: Vec<Vec<u64>>,
     #[serde(default = "usual_name")]
     group_name: String,
-    /// Null.
+    /// `auto`, or null.
     load_format: Option<String>,
-    /// True if further tensors of the same update come with later requests: nothing is loaded
-    /// before the last request.
+    /// True if later requests send further tensors of the same update: nothing is loaded before the
+    /// last request.
     #[serde(default)]
     more: bool,
     /// True if running requests are aborted before the update. Otherwise they continue with the new
     /// weights.
     #[serde(default)]
     abort_all_requests: bool,
-    /// The name that answers have from then on.
+    /// The version that later responses report.
     weight_version: Option<String>,
     /// True if generation stays paused after the update.
     #[serde(default)]
     keep_pause: bool,
 }
 
-/// The outcome of an order.
+/// The outcome of a command.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct OrderOutcome {
     success: bool,
@@ -90,7 +90,7 @@ fn usual_backend() -> String {
     "nccl".to_owned()
 }
 
-/// Joins a trainer's process group. The answer comes when all ranks have met.
+/// Joins a trainer's process group. Responds when all ranks have joined.
 #[utoipa::path(
     post,
     path = "/init_weights_update_group",
@@ -152,8 +152,8 @@ pub(crate) async fn destroy(
     Ok(obeyed("Succeeded to destroy the process group."))
 }
 
-/// Receives tensors from a trainer's process group. Running requests continue with them, or are
-/// aborted.
+/// Receives tensors from a trainer's process group. Running requests continue with the new tensors,
+/// or are aborted.
 #[utoipa::path(
     post,
     path = "/update_weights_from_distributed",
@@ -167,7 +167,7 @@ pub(crate) async fn destroy(
     ),
 )]
 pub(crate) async fn update(State(state): State<Shared>, body: Upload) -> Result<Response, Failure> {
-    // A large model has many names.
+    // A large model has many names, so the body may exceed the usual limit of admin requests.
     let (body, _charge) = whole(body, &state).await?;
     let sent: UpdateFromGroup = serde_json::from_slice(&body)
         .map_err(|error| ApiError::invalid("body", format!("the body: {error}")))?;

@@ -1,4 +1,4 @@
-//! Pauses, and weight updates at run time, by the routes of vLLM and SGLang.
+//! Pauses, and weight updates at run time, with the routes of vLLM and SGLang.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::reply::{self, Failure};
 use crate::state::Shared;
 use crate::weights::{Source, Update};
 
-/// A pause, in vLLM's words.
+/// A pause, with vLLM's parameters.
 #[derive(Deserialize, IntoParams)]
 #[into_params(parameter_in = Query)]
 pub(crate) struct PauseQuery {
@@ -26,16 +26,16 @@ pub(crate) struct PauseQuery {
     /// The older name of `mode=wait`.
     #[serde(default)]
     wait_for_inflight_requests: bool,
-    /// Whether the prefix cache is emptied. Kept requests are then computed again.
+    /// True if the prefix cache is emptied. Kept requests are then computed again.
     #[serde(default = "yes")]
     clear_cache: bool,
 }
 
-/// A pause, in SGLang's words.
+/// A pause, with SGLang's parameters.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct PauseGeneration {
-    /// `abort` (default): running requests are aborted; `retract`: they give up their pages and
-    /// wait for their turn again; `in_place`: they stay where they are.
+    /// `abort` (default): running requests are aborted; `retract`: they free their pages and are
+    /// queued again; `in_place`: they keep their pages.
     mode: Option<String>,
 }
 
@@ -44,7 +44,7 @@ pub(crate) struct PauseGeneration {
 pub(crate) struct PauseState {
     /// `paused` or `resumed`.
     status: &'static str,
-    /// Requests that go on after the pause.
+    /// The number of requests that continue after the pause.
     #[serde(skip_serializing_if = "Option::is_none")]
     num_paused_requests: Option<usize>,
 }
@@ -55,10 +55,11 @@ pub(crate) struct IsPaused {
     is_paused: bool,
 }
 
-/// Other weights to compute with.
+/// The weights to load.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct UpdateWeights {
-    /// A folder or GGUF file on the server's machine, with the same shape as the served model.
+    /// A folder or GGUF file on the server's machine, with the same architecture and shapes as the
+    /// served model.
     #[schema(value_type = String)]
     model_path: PathBuf,
     /// `auto`, or null.
@@ -67,7 +68,7 @@ pub(crate) struct UpdateWeights {
     /// weights.
     #[serde(default)]
     abort_all_requests: bool,
-    /// The name that answers have from then on.
+    /// The version that later responses report.
     weight_version: Option<String>,
     /// True if generation stays paused after the update.
     #[serde(default)]
@@ -79,16 +80,16 @@ pub(crate) struct UpdateWeights {
 pub(crate) struct WeightsUpdated {
     success: bool,
     message: String,
-    /// Requests that continue with the new weights.
+    /// The number of requests that continue with the new weights.
     num_paused_requests: usize,
 }
 
-/// Another name for the weights.
+/// A new name for the weights.
 #[derive(Deserialize, ToSchema)]
 pub(crate) struct NameWeights {
-    /// The name that answers have from then on.
+    /// The version that later responses report.
     new_version: String,
-    /// True if requests end.
+    /// True if running requests are aborted.
     #[serde(default)]
     abort_all_requests: bool,
 }
@@ -175,7 +176,7 @@ pub(crate) async fn continue_generation(state: State<Shared>) -> Response {
     resume(state).await
 }
 
-/// Tells whether generation is paused.
+/// Reports whether generation is paused.
 #[utoipa::path(
     get,
     path = "/is_paused",
@@ -186,7 +187,8 @@ pub(crate) async fn is_paused(State(state): State<Shared>) -> Response {
     reply::ok(&IsPaused { is_paused: state.weights.is_paused() })
 }
 
-/// Loads other weights of the same shape. Running requests continue with them, or are aborted.
+/// Loads other weights of the same shapes. Running requests continue with the new weights, or are
+/// aborted.
 #[utoipa::path(
     post,
     path = "/update_weights_from_disk",
@@ -215,13 +217,13 @@ pub(crate) async fn update(State(state): State<Shared>, body: Upload) -> Result<
     Ok(updated_answer(updated.await?))
 }
 
-/// The answer to an update that succeeded.
+/// Creates the response to an update that succeeded.
 pub(super) fn updated_answer(num_paused_requests: usize) -> Response {
     let message = "Succeeded to update model weights.".to_owned();
     reply::ok(&WeightsUpdated { success: true, message, num_paused_requests })
 }
 
-/// Gives the weights another name, for answers.
+/// Changes the name of the weights that responses report.
 #[utoipa::path(
     post,
     path = "/update_weight_version",
@@ -242,7 +244,7 @@ pub(crate) async fn rename(State(state): State<Shared>, body: Upload) -> Result<
     Ok(reply::ok(&WeightsName { weight_version: new_version }))
 }
 
-/// The name of the weights.
+/// Returns the name of the weights.
 #[utoipa::path(
     get,
     path = "/get_weight_version",
@@ -273,8 +275,8 @@ fn unknown_mode(mode: &str, known: &str) -> ApiError {
     ApiError::invalid("mode", format!("`mode`: {mode:?} is not {known}"))
 }
 
-/// Accepts a request with an admin key, or any request if the server is reachable only from this
-/// machine.
+/// Accepts a request with an admin key, or any request if the server can be reached only from the
+/// local machine.
 pub(super) async fn check_weights(
     State(state): State<Shared>,
     key: forebay_http::KeyId,

@@ -1,4 +1,4 @@
-//! The common encodings of an end and a token in several APIs.
+//! Finish reasons and tokens, as several APIs encode them.
 
 use forebay_api::{StopReason, TokenOutput};
 use forebay_egress::End;
@@ -21,7 +21,7 @@ pub(super) fn matched_stop(end: &End) -> Option<StopReason> {
     }
 }
 
-/// The name of a token in log-probabilities.
+/// Returns the name of a token in log-probabilities.
 pub(super) fn token_name(tokenizer: &Tokenizer, id: i32, output: TokenOutput) -> String {
     if output.as_ids { format!("token_id:{id}") } else { tokenizer.token_text(id) }
 }

@@ -168,7 +168,7 @@ async fn several_keys_and_keys_for_the_rest() {
     for open in ["/livez", "/health", "/metrics"] {
         assert_eq!(ask(&server, Method::GET, open, &[]).await.0, 200, "{open}");
     }
-    // Without admin keys, these routes take the API keys.
+    // Without admin keys, these routes accept the API keys.
     let server = TestServer::start(Some("a"), |config| config.api_keys = Keys::new(["one"])).await;
     for (method, path) in ADMIN {
         assert_eq!(ask(&server, method.clone(), path, &[]).await.0, 401, "{path}");
@@ -187,7 +187,8 @@ async fn a_loaded_server_is_healthy_while_it_computes() {
     *server.engine.stats.lock() = busy(7);
     let probe = async { ask(&server, Method::GET, "/health_generate", &[]).await.0 };
     let step = async {
-        // Polls the engine until the server has read its counters three times; then a step ends.
+        // Waits until the server has read the engine's counters three times; then a step is
+        // completed.
         while server.engine.looks() < 3 {
             tokio::task::yield_now().await;
         }

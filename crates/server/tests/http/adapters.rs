@@ -23,7 +23,7 @@ fn named(model: &str) -> Value {
     json!({"prompt": "a", "model": model})
 }
 
-/// The adapter and the cache salt of a request.
+/// Returns the adapter and the cache salt of a request.
 async fn asked(server: &mut TestServer, path: &str, body: Value) -> (Option<u32>, u64) {
     let (status, answer) = server.post(path, body).await;
     assert_eq!(status, 200, "{answer}");
@@ -39,7 +39,7 @@ async fn code(server: &TestServer, path: &str, body: Value) -> (u16, String) {
     (status, answer["error"]["code"].as_str().unwrap_or_default().to_owned())
 }
 
-/// The status of an answer that may be text.
+/// Returns the status of a response whose body may be text.
 async fn status(server: &TestServer, path: &str, body: &Value) -> u16 {
     server.open(path, body.to_string()).await.read().await.0
 }
@@ -116,7 +116,8 @@ async fn a_name_moves_to_another_content_and_the_old_one_is_forgotten() {
     let (id, salt) = asked(&mut server, COMPLETIONS, named("tone")).await;
     assert_eq!(id, Some(2));
     assert_ne!(salt, old.1, "blocks of the old content are not reused");
-    // Equal content under two names is one adapter. It stays as long as either name is loaded.
+    // Two names with the same content share one adapter. It stays loaded as long as either name is
+    // loaded.
     let copy = json!({"lora_name": "copy", "lora_path": "second-copy"});
     let (status, listed) = server.post("/load_lora_adapter", copy).await;
     assert_eq!(status, 200, "{listed}");

@@ -24,7 +24,7 @@ fn chat(more: Value) -> Value {
     body
 }
 
-/// Whether a constraint accepts a text, and whether the text may end there.
+/// Returns whether a constraint accepts a text, and whether the text may end there.
 fn takes(constraint: &mut dyn Constraint, ids: &[i32], vocabulary: usize) -> (bool, bool) {
     let may = |constraint: &mut dyn Constraint, id: i32| {
         let mut words = vec![0; vocabulary.div_ceil(32)];
@@ -87,7 +87,7 @@ async fn a_stream_that_goes_on_elsewhere_is_as_bound_as_before() {
             .header(STREAM_HEADER, name.encode())
             .header(RESUME_HEADER, content.len());
         content.extend(body.to_string().into_bytes());
-        // Awaits the head of each answer only, and keeps all streams open.
+        // Awaits only the head of each response, and keeps all streams open.
         streams.push(server.send(request.body(Full::new(content.into())).unwrap()).await);
         let mut constraint = server.submitted().await.all.constraint.unwrap();
         assert_eq!(takes(&mut *constraint, &call[cut..], vocabulary), (true, true), "{cut}");

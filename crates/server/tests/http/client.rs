@@ -1,4 +1,4 @@
-//! A small HTTP client that opens one connection a request.
+//! A small HTTP client that opens one connection per request.
 
 use std::net::SocketAddr;
 
@@ -26,13 +26,13 @@ impl Drop for Pending {
 }
 
 impl Pending {
-    /// The next event of a stream; `None` at its end.
+    /// Returns the next event of a stream; `None` at its end.
     pub(crate) async fn frame(&mut self) -> Option<String> {
         let frame = self.response.body_mut().frame().await?.unwrap();
         Some(String::from_utf8(frame.into_data().unwrap().to_vec()).unwrap())
     }
 
-    /// The events from here to the end of a stream.
+    /// Returns the remaining events of a stream.
     pub(crate) async fn rest(&mut self) -> String {
         let mut rest = String::new();
         while let Some(frame) = self.frame().await {
@@ -72,7 +72,7 @@ impl TestServer {
         send(self.address, request).await
     }
 
-    /// POSTs JSON in the background, so that the test can drive the engine meanwhile.
+    /// POSTs JSON in the background, so that the test can drive the engine in the meantime.
     pub(crate) fn connect(&self, path: &str, body: &Value) -> JoinHandle<(u16, Value)> {
         let (address, request) = (self.address, post(path, body.to_string()));
         tokio::spawn(async move {
@@ -81,7 +81,7 @@ impl TestServer {
         })
     }
 
-    /// Like `connect`, for tests that look at the head of the answer.
+    /// Like `connect`, for tests that check the head of the response.
     pub(crate) fn begin(&self, path: &str, body: &Value) -> JoinHandle<Pending> {
         tokio::spawn(send(self.address, post(path, body.to_string())))
     }
@@ -99,7 +99,7 @@ impl TestServer {
         tokio::spawn(send(self.address, request))
     }
 
-    /// POSTs JSON; returns the status and the answer's JSON.
+    /// POSTs JSON; returns the status and the JSON of the response.
     pub(crate) async fn post(&self, path: &str, body: Value) -> (u16, Value) {
         self.post_bytes(path, body.to_string()).await
     }
@@ -120,7 +120,7 @@ impl TestServer {
         (status, serde_json::from_str(&body).unwrap())
     }
 
-    /// POSTs JSON; returns the events of the answer without the last, `[DONE]`.
+    /// POSTs JSON; returns the events of the response without the last, `[DONE]`.
     pub(crate) async fn events(&self, path: &str, body: Value) -> Vec<Value> {
         let pending = self.open(path, body.to_string()).await;
         assert_eq!(pending.header("content-type"), Some("text/event-stream; charset=utf-8"));
@@ -130,7 +130,7 @@ impl TestServer {
     }
 }
 
-/// The events of a whole stream without the last, `[DONE]`.
+/// Returns the events of a whole stream without the last, `[DONE]`.
 pub(crate) fn events(stream: &str) -> Vec<Value> {
     let stream = stream.strip_suffix("data: [DONE]\n\n").expect("a stream ends with [DONE]");
     stream

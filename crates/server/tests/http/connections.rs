@@ -1,4 +1,4 @@
-//! Connections beyond the limit, clients that leave, Unix sockets, TLS.
+//! Connections beyond the limit, clients that disconnect, Unix sockets, TLS.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -31,7 +31,7 @@ fn data(name: &str) -> std::path::PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../http/tests/data").join(name)
 }
 
-/// Sends `request`; returns all bytes until the connection ends.
+/// Sends `request`; returns all bytes until the connection closes.
 async fn ask(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: &[u8]) -> String {
     stream.write_all(request).await.unwrap();
     rest(stream).await
@@ -39,12 +39,12 @@ async fn ask(mut stream: impl AsyncRead + AsyncWrite + Unpin, request: &[u8]) ->
 
 async fn rest(mut stream: impl AsyncRead + Unpin) -> String {
     let mut answer = Vec::new();
-    // A connection that is reset counts as ended.
+    // A connection that is reset counts as closed.
     let _ = stream.read_to_end(&mut answer).await;
     String::from_utf8(answer).unwrap()
 }
 
-/// Sends `request`; returns the head of the answer.
+/// Sends `request`; returns the head of the response.
 async fn head(stream: &mut TcpStream, request: &[u8]) -> String {
     stream.write_all(request).await.unwrap();
     let mut answer = Vec::new();
@@ -101,7 +101,7 @@ async fn the_longest_idle_connection_makes_room() {
         others.push(other);
     }
     assert_eq!(rest(halfway).await, "");
-    // This connection had its answer, and is closed too.
+    // This connection has received its response, and is closed too.
     rest(waiting).await;
 }
 
@@ -128,7 +128,7 @@ async fn beyond_the_limit_only_health_is_told() {
     assert!(ask(server.tcp().await, HEALTH).await.starts_with("HTTP/1.1 200"));
     let answer = ask(server.tcp().await, b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n").await;
     assert!(answer.starts_with("HTTP/1.1 503") && answer.contains("too_many_connections"));
-    // Both running requests are still answered, and then their connections make room.
+    // Both running requests still get their responses, and then their connections make room.
     for (mut stream, id) in busy {
         server.engine.token(id, 300, true, Some(forebay_engine::FinishReason::Length));
         assert!(head(&mut stream, b"").await.starts_with("HTTP/1.1 200"));
@@ -145,7 +145,7 @@ async fn a_client_that_sends_more_and_leaves_is_seen_to_leave() {
         client.write_all(&chat(stream)).await.unwrap();
         let id = server.submitted().await.id;
         if stream {
-            // The client leaves in the middle of its answer.
+            // The client disconnects in the middle of the response.
             server.engine.token(id, 300, true, None);
             head(&mut client, b"").await;
         }
@@ -234,6 +234,6 @@ async fn streams_are_encrypted_whole() {
         assert!(answer.starts_with("HTTP/1.1 200") && answer.contains("\"length\""), "{answer}");
         assert_eq!(answer.contains("data: [DONE]"), stream);
     }
-    // A client without TLS gets no answer.
+    // A client without TLS gets no response.
     assert!(!ask(server.tcp().await, CLOSING).await.contains("HTTP/1.1"));
 }

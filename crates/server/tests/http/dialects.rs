@@ -1,4 +1,4 @@
-//! Parameters, answers and errors that only one of the APIs has.
+//! Parameters, responses and errors that only one of the APIs has.
 
 use std::io::Write;
 
@@ -29,7 +29,7 @@ fn messages(more: Value) -> Value {
     with(json!({"max_tokens": 40, "messages": [{"role": "user", "content": "hi"}]}), more)
 }
 
-/// Status, answer, and the header that lists the ignored parameters.
+/// Returns the status, the response, and the header that lists the ignored parameters.
 async fn told(server: &TestServer, path: &str, body: &Value) -> (u16, Value, Option<String>) {
     let pending = server.open(path, body.to_string()).await;
     let ignored = pending.header(IGNORED).map(str::to_owned);

@@ -1,4 +1,4 @@
-//! Every error has the right status and the shape of OpenAI's errors.
+//! Every error has the right status and the format of OpenAI's errors.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ fn hello() -> Value {
     json!({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})
 }
 
-/// Checks the error's shape; returns (type, param, code).
+/// Checks the error's format; returns (type, param, code).
 fn error(answer: &Value) -> (&str, Option<&str>, &str) {
     let error = &answer["error"];
     assert!(!error["message"].as_str().unwrap().is_empty());
@@ -93,7 +93,7 @@ async fn requests_that_cannot_be_served() {
     assert_eq!((status, error(&answer).1), (400, Some("text")));
 }
 
-/// The status of an answer, and the header that lists the ignored parameters.
+/// Returns the status of a response, and the header that lists the ignored parameters.
 async fn ignored(server: &TestServer, path: &str, body: &Value) -> (u16, Option<String>) {
     let pending = server.open(path, body.to_string()).await;
     let header = pending.header("x-forebay-ignored").map(str::to_owned);
@@ -232,7 +232,7 @@ async fn an_engine_that_takes_nothing() {
         }
     }
 
-    // Requests wait while the worker restarts.
+    // Requests wait while the hand restarts.
     *server.engine.status.lock() = Status::Recovering("it died".into());
     let (status, answer) = server.get_json("/health").await;
     assert_eq!((status, error(&answer).2), (503, "recovering"));
@@ -263,7 +263,7 @@ async fn large_bodies_are_refused_unread() {
     let mut stream = TcpStream::connect(server.address).await.unwrap();
     let head = format!("POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n");
     stream.write_all(head.as_bytes()).await.unwrap();
-    // The body never ends, so the answer has to come before its end.
+    // The body never ends, so the response has to come before the end of the body.
     let chunk = format!("400\r\n{}\r\n", "x".repeat(0x400));
     stream.write_all(chunk.as_bytes()).await.unwrap();
     let mut answer = [0; 12];

@@ -33,22 +33,22 @@ use crate::memory::{Memory, Tier};
 
 pub(crate) const CONTEXT: u32 = 64;
 pub(crate) const EOS: i32 = 2;
-/// Elements of a prompt embedding.
+/// The number of elements of a prompt embedding.
 pub(crate) const HIDDEN: u32 = 4;
-/// Number of pages of the host tier.
+/// The number of pages of the host tier.
 const HOST_PAGES: u32 = 8;
 pub(crate) const PAGE_BYTES: u64 = 8;
-/// Largest number of uncached tokens that the server computes without asking a prefill server.
+/// The maximum number of uncached tokens that the server computes without a prefill server.
 pub(crate) const LOCAL_TOKENS: u32 = 16;
 /// Bytes of the arena for payloads.
 pub(crate) const MEMORY: usize = 1024;
 const IMAGE_MEMORY: usize = 8 << 20;
-/// Budget for the bytes of requests. Half of it is for pixels: less than the largest image takes.
+/// The budget for requests. Half of it is for decoding images: less than the largest image needs.
 const PIXEL_BYTES: usize = 160 << 20;
 const MOST_PIXELS: u64 = 8 << 20;
-/// The token that stands for an image in a prompt.
+/// The token that an image has in a prompt.
 pub(crate) const IMAGE: i32 = 7;
-/// Number of large requests that may wait.
+/// The maximum number of waiting large requests.
 pub(crate) const QUEUE: usize = 3;
 const TEMPLATE: &str = "{% if tools %}{% for t in tools %}{{ t.function.name }}\n{% endfor %}{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}\
     {% if messages[0].content == 'refuse' %}{{ raise_exception('no') }}{% endif %}\
@@ -78,7 +78,7 @@ pub(crate) enum Event {
     Adapter(AdapterOrder),
 }
 
-/// Where the server reads large requests.
+/// Where the server parses large requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum IntakeKind {
     Threads,
@@ -92,9 +92,9 @@ pub(crate) enum ModelKind {
     /// Text with adapters. If true, clients may load adapters without an admin key.
     Adapts(bool),
     Pools(PoolingTask),
-    /// Text and images, also from files on this machine.
+    /// Text and images, also from local files.
     Sees,
-    /// Text, on a decode server that asks prefill servers.
+    /// Text, on a decode server that uses prefill servers.
     Decodes,
 }
 
@@ -107,30 +107,30 @@ pub(crate) enum Panic {
     Submit(usize),
 }
 
-/// An engine that answers with `script` by itself, or waits for the test to act.
+/// An engine that responds with `script` by itself, or waits for the test to act.
 pub(crate) struct Fake {
     sink: Mutex<Option<Box<dyn OutputSink>>>,
     pub(crate) status: Mutex<Status>,
-    /// After this many requests, the engine refuses with this error.
+    /// After this many requests, the engine rejects requests with this error.
     refuse: Mutex<Option<(usize, SubmitError)>>,
     pub(crate) stats: Mutex<Stats>,
     /// The load of each replica.
     pub(crate) loads: Mutex<Vec<Load>>,
-    /// Tokens that every request generates; with `None` the test delivers them.
+    /// Tokens that every request generates; `None`: the test delivers the tokens.
     script: Option<Vec<i32>>,
     alive: Mutex<Vec<RequestId>>,
-    /// Whether each replica was drained.
+    /// True for each replica that was drained.
     drained: Mutex<Vec<bool>>,
     /// The role of each replica; empty if replicas have no roles.
     pub roles: Mutex<Vec<Role>>,
-    /// Where the next panic happens; it happens once.
+    /// The call in which the engine panics next; it panics once.
     pub(crate) panic_at: Mutex<Option<Panic>>,
     events: mpsc::UnboundedSender<Event>,
     pub(crate) vocab_size: AtomicU32,
-    /// How often the server read the engine's counters.
+    /// The number of times that the server has read the engine's counters.
     looks: AtomicUsize,
     submitted: AtomicUsize,
-    /// How many leading blocks of every prompt are cached.
+    /// The number of leading blocks of every prompt that are cached.
     pub(crate) cached: AtomicUsize,
 }
 
@@ -146,7 +146,7 @@ impl Fake {
         }
     }
 
-    /// Delivers one token; `first` says whether it is the request's first.
+    /// Delivers one token; `first` is true for the request's first token.
     pub(crate) fn token(
         &self,
         id: RequestId,
@@ -171,7 +171,7 @@ impl Fake {
         *self.refuse.lock() = Some((requests, error));
     }
 
-    /// Panics if the test asked for a panic at this place.
+    /// Panics if the test requires a panic in this call.
     fn maybe_panic(&self, place: Panic) {
         let mut panic_at = self.panic_at.lock();
         if *panic_at == Some(place) {
@@ -184,12 +184,12 @@ impl Fake {
         }
     }
 
-    /// How often the server read the engine's counters.
+    /// Returns the number of times that the server has read the engine's counters.
     pub(crate) fn looks(&self) -> usize {
         self.looks.load(Ordering::Relaxed)
     }
 
-    /// Number of requests that the engine accepted.
+    /// Returns the number of requests that the engine accepted.
     pub(crate) fn submitted(&self) -> usize {
         self.submitted.load(Ordering::Relaxed)
     }
@@ -198,12 +198,12 @@ impl Fake {
         *self.refuse.lock() = None;
     }
 
-    /// Ends the engine without any output.
+    /// Stops the engine without any output.
     pub(crate) fn die(&self) {
         *self.sink.lock() = None;
     }
 
-    /// Delivers the vector of a pooled request and ends it.
+    /// Delivers the vector of a pooled request and finishes the request.
     pub(crate) fn vector(&self, id: RequestId, vector: [f32; 3]) {
         let admission = Some(Admission { cached_tokens: 0, queue_us: 5 });
         let (pooled, finish) = (Some(vector.into()), Some(FinishReason::Length));
@@ -218,8 +218,8 @@ impl Fake {
         }]);
     }
 
-    /// Answers a request. A pooled request gets its number of tokens, its first token and the start
-    /// of its second text as a vector; others get `script`.
+    /// Computes a request. A pooled request gets a vector of its number of tokens, its first token
+    /// and the start of its second text; other requests get `script`.
     pub(crate) fn play(&self, request: &Request, script: &[i32]) {
         let (id_of, spec) = (RequestId(request.id), &request.spec);
         if let Some(pooling) = spec.pooling {
@@ -406,13 +406,13 @@ impl Engine for Fake {
     }
 }
 
-/// The default settings for grammars, with a time limit that slow machines keep.
+/// Returns the default settings for grammars, with a time limit that slow machines meet.
 fn forms() -> (GrammarConfig, CompileHook) {
     let limit = Duration::from_secs(3600);
     (GrammarConfig { grammar_timeout: limit, ..GrammarConfig::default() }, Arc::new(|_| {}))
 }
 
-/// One adapter at start, and a reader that takes a file's path for its content.
+/// Creates one adapter at startup, and a reader that uses a file's path as its content.
 fn adapters(open: bool) -> AdapterSettings {
     let read = |path: &Path| {
         let text = path.display().to_string();
@@ -431,7 +431,7 @@ fn adapters(open: bool) -> AdapterSettings {
     AdapterSettings { at_start: vec![first], reader: Some(Arc::new(read)), open }
 }
 
-/// The parts of a decode server.
+/// Creates the parts of a decode server.
 fn decodes() -> PdParts {
     let config = DecodeConfig {
         pd_local_tokens: LOCAL_TOKENS,
@@ -460,12 +460,12 @@ pub(crate) struct TestServer {
 }
 
 impl TestServer {
-    /// A server whose engine answers every request with `script`.
+    /// Starts a server whose engine responds to every request with `script`.
     pub(crate) async fn scripted(script: &str) -> Self {
         Self::start(Some(script), |_| {}).await
     }
 
-    /// A server whose engine does nothing until the test acts.
+    /// Starts a server whose engine does nothing until the test acts.
     pub(crate) async fn driven() -> Self {
         Self::start(None, |_| {}).await
     }
@@ -474,7 +474,7 @@ impl TestServer {
         Self::serving(script, Duration::ZERO, change, ModelKind::Text, IntakeKind::Threads).await
     }
 
-    /// With a minimum time between two chunks of a stream.
+    /// Starts a server with a minimum time between two chunks of a stream.
     pub(crate) async fn start_with(
         script: Option<&str>,
         window: Duration,
@@ -483,18 +483,18 @@ impl TestServer {
         Self::serving(script, window, change, ModelKind::Text, IntakeKind::Threads).await
     }
 
-    /// With this way of reading large requests.
+    /// Starts a server that parses large requests as `intake` specifies.
     pub(crate) async fn with_intake(script: Option<&str>, intake: IntakeKind) -> Self {
         Self::serving(script, Duration::ZERO, |_| {}, ModelKind::Text, intake).await
     }
 
-    /// A server of a model that pools to three numbers and normalizes scores. The engine answers if
-    /// `plays`, else the test does.
+    /// Starts a server of a pooling model with three-dimensional vectors and normalised scores. The
+    /// engine responds by itself if `plays` is true; otherwise the test delivers the vectors.
     pub(crate) async fn pooling(task: PoolingTask, plays: bool) -> Self {
         Self::of_model(ModelKind::Pools(task), plays.then_some("a"), |_| {}).await
     }
 
-    /// A server of a model of this kind.
+    /// Starts a server of a model of this kind.
     pub(crate) async fn of_model(
         model: ModelKind,
         script: Option<&str>,
@@ -503,7 +503,7 @@ impl TestServer {
         Self::serving(script, Duration::ZERO, change, model, IntakeKind::Threads).await
     }
 
-    /// With these grammar settings; the hook is called before each compile.
+    /// Starts a server with these grammar settings; the hook is called before each compilation.
     pub(crate) async fn with_grammars(
         script: Option<&str>,
         change: fn(&mut ServerConfig),
@@ -516,7 +516,7 @@ impl TestServer {
         Self::serving_at(place, script, Duration::ZERO, change, kind, intake, forms).await
     }
 
-    /// With a listener that the test made.
+    /// Starts a server with a listener that the test created.
     pub(crate) async fn listening(
         listener: impl Into<Listener>,
         script: Option<&str>,
@@ -690,7 +690,7 @@ impl TestServer {
         }
     }
 
-    /// The next request that the engine received.
+    /// Waits for the next request that the engine receives.
     pub(crate) async fn submitted(&mut self) -> Submitted {
         match self.event().await {
             Event::Submit(request) => Submitted { id: request.id(), all: *request },
@@ -698,7 +698,7 @@ impl TestServer {
         }
     }
 
-    /// The next request that the server aborted.
+    /// Waits for the next request that the server aborts.
     pub(crate) async fn aborted(&mut self) -> RequestId {
         match self.event().await {
             Event::Abort(id) => id,
@@ -711,7 +711,7 @@ impl TestServer {
         next.await.expect("no event came in time").unwrap()
     }
 
-    /// The next event, if the server has caused one by now.
+    /// Returns the next event, if the server has caused one by now.
     #[allow(dead_code, reason = "the resource tests use it")]
     pub(crate) fn try_event(&mut self) -> Option<Event> {
         self.events.try_recv().ok()
@@ -721,12 +721,12 @@ impl TestServer {
         self.shutdown.take().unwrap().send(()).unwrap();
     }
 
-    /// Ends the time that a drain leaves to running requests.
+    /// Cuts short the time that a drain leaves to running requests.
     pub(crate) fn hurry(&mut self) {
         self.hurry.take().unwrap().send(()).unwrap();
     }
 
-    /// Waits for the server to end.
+    /// Waits for the server to stop.
     pub(crate) async fn ended(self) {
         self.serving.await.unwrap().unwrap();
     }

@@ -1,4 +1,4 @@
-//! Generated answers of all APIs.
+//! Generated responses of all APIs.
 
 use forebay_engine::FinishReason;
 use serde_json::{Value, json};

@@ -8,12 +8,12 @@ use serde_json::{Value, json};
 use crate::fake::{CONTEXT, HIDDEN, IntakeKind, MEMORY, QUEUE, TestServer};
 
 const COMPLETIONS: &str = "/v1/completions";
-/// Larger bodies are parsed on intake threads.
+/// The size in bytes from which bodies are parsed on intake threads.
 const LARGE: usize = 64 << 10;
 /// Bytes of an embedding in bfloat16.
 const ROW: usize = 2 * HIDDEN as usize;
 
-/// A Safetensors file with one float32 matrix, in base64.
+/// Returns a safetensors file with one float32 matrix, in base64.
 fn file(rows: usize, values: impl Fn(usize) -> f32) -> String {
     let data: Vec<u8> =
         (0..rows * HIDDEN as usize).flat_map(|at| values(at).to_le_bytes()).collect();
@@ -28,7 +28,8 @@ pub(crate) fn rows(rows: usize) -> String {
     file(rows, |at| at as f32)
 }
 
-/// The bytes that the worker reads for `rows(count)`; small whole numbers are exact in bfloat16.
+/// Returns the bytes that the hand reads for `rows(count)`; small whole numbers are exact in
+/// bfloat16.
 fn bytes(count: usize) -> Vec<u8> {
     let upper = |at: usize| ((at as f32).to_bits() >> 16) as u16;
     (0..count * HIDDEN as usize).flat_map(|at| upper(at).to_le_bytes()).collect()
@@ -134,7 +135,7 @@ async fn a_full_arena_makes_requests_wait_and_then_refuses_them() {
     let hold = server.memory.reserve(MEMORY).unwrap();
     let mut asked: Vec<_> =
         (0..=QUEUE).map(|_| server.connect(COMPLETIONS, &ask(rows(2)))).collect();
-    // One request too many; the order of the sockets decides which one is refused.
+    // One request too many; the order of the sockets determines which request is rejected.
     let refused = loop {
         tokio::task::yield_now().await;
         if let Some(at) = asked.iter().position(|answer| answer.is_finished()) {

@@ -1,4 +1,4 @@
-//! Clients that leave, engines that die and servers that shut down: every request gets an end.
+//! Clients that disconnect, engines that die and servers that shut down: every request finishes.
 
 use std::time::Duration;
 
@@ -17,19 +17,19 @@ fn hello(stream: bool) -> Value {
 #[tokio::test]
 async fn a_client_that_goes_away_frees_its_request() {
     let mut server = TestServer::driven().await;
-    // The client leaves in the middle of a stream.
+    // The client disconnects in the middle of a stream.
     let mut pending = server.open(CHAT, hello(true).to_string()).await;
     let id = server.submitted().await.id;
     server.engine.token(id, 300, true, None);
     pending.frame().await.unwrap();
     drop(pending);
     assert_eq!(server.aborted().await, id);
-    // The client leaves before the first token of a stream.
+    // The client disconnects before the first token of a stream.
     let pending = server.open(CHAT, hello(true).to_string()).await;
     let id = server.submitted().await.id;
     drop(pending);
     assert_eq!(server.aborted().await, id);
-    // The client leaves while it waits for a whole response with several choices.
+    // The client disconnects while it waits for a whole response with several choices.
     let mut body = hello(false);
     body["n"] = json!(2);
     let waiting = server.connect(CHAT, &body);
@@ -56,7 +56,7 @@ async fn an_engine_that_ends_fails_every_request() {
     assert_eq!(events.last().unwrap()["error"]["code"], "failed");
     let (status, answer) = whole.await.unwrap();
     assert_eq!((status, &answer["error"]["code"]), (503, &json!("failed")));
-    // Later requests are refused too.
+    // Later requests are rejected too.
     let (status, _) = server.post(CHAT, hello(false)).await;
     assert_eq!(status, 503);
 }
@@ -117,7 +117,7 @@ async fn shutting_down_lets_running_requests_finish() {
     let id = server.submitted().await.id;
     server.shut_down();
     let draining = async {
-        // The drain begins soon after the signal, so wait for it; requests before it are answered.
+        // The drain begins soon after the signal, so wait for it; requests before it are served.
         while server.get("/health").await.0 != 503 {}
         server.post(CHAT, hello(false)).await
     };
@@ -189,7 +189,7 @@ async fn an_egress_thread_that_panics_ends_its_streams_and_turns_health_red() {
     let message = health["error"]["message"].as_str().unwrap();
     assert!(message.contains("egress panicked: as the test wants"), "{message}");
     assert_eq!(server.post(CHAT, hello(false)).await.0, 503);
-    // The process can still shut down in order.
+    // The process can still shut down cleanly.
     server.shut_down();
     server.ended().await;
 }
@@ -216,8 +216,8 @@ async fn an_answer_that_grows_too_large_is_ended() {
     let whole = server.connect(CHAT, &hello(false));
     let id = server.submitted().await.id;
     let token = server.encode(" the")[0];
-    // Eight bytes a token, as text and as number. Few steps, so that the engine does not wait for
-    // room in the lane.
+    // Each token counts eight bytes: its text in memory and in JSON. There are only a few steps, so
+    // the engine does not wait for room in the egress queue.
     for _ in 0..5 {
         let token = || Some(SampledToken { id: token, logprobs: None });
         let output = || Output {

@@ -1,4 +1,4 @@
-//! A value over a limit is refused, and the error names the parameter or the flag.
+//! A value over a limit is rejected, and the error names the parameter or the flag.
 
 use std::sync::atomic::Ordering;
 
@@ -74,7 +74,7 @@ async fn only_embeddings_may_be_large() {
         assert_eq!((status, &answer["error"]["code"]), (413, &json!("body_too_large")), "{answer}");
         assert!(param(&answer).1.contains(flag), "{answer}");
     }
-    // The body is read, and then refused because it is not a file of embeddings.
+    // The body is read, and then rejected because it is not a file of embeddings.
     let (status, answer) = server.post("/v1/completions", json!({"prompt_embeds": filler})).await;
     assert_eq!((status, param(&answer).0), (400, "prompt_embeds"), "{answer}");
 }

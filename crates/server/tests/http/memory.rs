@@ -6,7 +6,7 @@ use std::sync::Arc;
 use forebay_engine::{Payload, Payloads, TierMemory};
 use parking_lot::Mutex;
 
-/// The bytes and the ranges in use. A clone shares the same memory.
+/// The arena's bytes, and the ranges in use. A clone shares the same memory.
 #[derive(Clone, Default)]
 pub(crate) struct Memory(Arc<Inner>);
 
@@ -99,7 +99,7 @@ impl std::fmt::Debug for Part {
     }
 }
 
-/// Memory that stands for a host tier.
+/// A fake host tier in the memory of the test.
 #[derive(Debug, Default)]
 pub(crate) struct Tier(Mutex<Vec<u8>>);
 

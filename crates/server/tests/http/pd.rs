@@ -1,4 +1,4 @@
-//! A decode server, with prefill servers that answer, fail, hang or send wrong frames.
+//! A decode server, with prefill servers that respond, fail, hang or send wrong frames.
 
 use std::sync::Arc;
 
@@ -19,27 +19,27 @@ use crate::client::Pending;
 use crate::fake::{ModelKind, PAGE_BYTES, TestServer};
 
 const KEY: &str = "key";
-/// Tokens of a prompt: three blocks and one token.
+/// The number of tokens of a prompt: three blocks and one token.
 const TOKENS: usize = 49;
 const BLOCK: u32 = 1;
 const END: u32 = 3;
 
-/// How a prefill server answers a question of a decode server.
+/// How a prefill server responds to a decode server's request.
 #[derive(Debug, Clone, Copy)]
 enum Act {
     /// Sends these frames.
     Frames(fn(&[u128]) -> Vec<u8>),
-    /// Sends these frames, and closes the connection before the end of its answer.
+    /// Sends these frames, and closes the connection before the end of its response.
     Break(fn(&[u128]) -> Vec<u8>),
-    /// Sends these frames without end.
+    /// Sends these frames again and again.
     Again(fn(&[u128]) -> Vec<u8>),
-    /// Refuses with this status.
+    /// Responds with this error status.
     Refuse(StatusCode),
     /// Sends nothing.
     Hang,
 }
 
-/// A prefill server and the questions that it received.
+/// A prefill server and the requests that it received.
 struct Prefill {
     url: String,
     asked: Arc<Mutex<Vec<Value>>>,
@@ -57,7 +57,7 @@ fn frame(kind: u32, name: u128, bytes: &[u8]) -> Vec<u8> {
     [&kind.to_le_bytes()[..], &length.to_le_bytes(), &name.to_le_bytes(), bytes].concat()
 }
 
-/// A frame of a block with this name, whose page has `value` in each byte.
+/// Returns a frame of a block with this name, whose page has `value` in each byte.
 fn block(name: u128, value: u8) -> Vec<u8> {
     frame(BLOCK, name, &vec![value; PAGE_BYTES as usize + 4])
 }
@@ -130,7 +130,7 @@ async fn answer(socket: TcpStream, act: Act, asked: Arc<Mutex<Vec<Value>>>) -> s
             let head = format!("HTTP/1.1 {status}\r\nContent-Length: {}\r\n\r\n{body}", body.len());
             socket.write_all(head.as_bytes()).await?;
         }
-        // Wait until the other end closes the connection.
+        // Waits until the decode server closes the connection.
         Act::Hang => drop(socket.read_u8().await),
     }
     socket.flush().await
@@ -189,7 +189,7 @@ async fn only_what_is_not_cached_is_asked_for() {
     routed(&server, &body(TOKENS), &prefill.url, KEY).await.read().await;
     assert_eq!(server.submitted().await.loan.as_ref().map(|loan| loan.blocks()), Some(2));
     assert_eq!(prefill.asked.lock()[0]["skip"], 1);
-    // 17 tokens are uncached at the first request, 16 at this one: it does not ask.
+    // The first request has 17 uncached tokens, this one 16: no prefill server is used.
     routed(&server, &body(TOKENS - 17), &prefill.url, KEY).await.read().await;
     assert!(server.submitted().await.loan.is_none());
     assert_eq!(prefill.asked.lock().len(), 1);

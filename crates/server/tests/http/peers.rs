@@ -1,4 +1,4 @@
-//! The server's reports to a router, and streams that continue those of another server.
+//! The server's reports to a router, and streams that continue another server's streams.
 
 use forebay_api::peer::{
     BLOCKS_HEADER, LOAD_HEADER, LoadReport, RESUME_HEADER, ROUTER_HEADER, RouterTag, STREAM_HEADER,
@@ -19,7 +19,7 @@ fn tag(seq: u64) -> RouterTag {
     RouterTag { router: 7, seq, floor: 1, seed: 99, blocks: true }
 }
 
-/// Sends a request of a router, which continues `stream` after the tokens `ids`.
+/// Sends a router's request that continues `stream` after the tokens `ids`.
 async fn routed(
     server: &TestServer,
     path: &str,
@@ -42,7 +42,7 @@ fn load(pending: &Pending) -> LoadReport {
     LoadReport::decode(pending.header(LOAD_HEADER).unwrap()).unwrap()
 }
 
-/// A stream without its comments, and the token ids in them.
+/// Returns a stream without its comments, and the token ids in the comments.
 fn split(stream: &str) -> (String, Vec<i32>) {
     let (mut rest, mut ids) = (String::new(), Vec::new());
     for line in stream.split_inclusive('\n') {
@@ -54,7 +54,7 @@ fn split(stream: &str) -> (String, Vec<i32>) {
     (rest, ids)
 }
 
-/// The text of a stream's events, and the fields that are the same in all of them.
+/// Returns the text of a stream's events, and the fields that are the same in all events.
 fn said(path: &str, events: &[Value]) -> (String, Vec<Value>) {
     let text = |event: &Value| {
         let choice = &event["choices"][0];

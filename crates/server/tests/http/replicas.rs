@@ -1,4 +1,4 @@
-//! Several replicas: requests that name one, what is reported of each, and draining one.
+//! Several replicas: requests that select one, reports about each, and draining one.
 
 use forebay_engine::Preference;
 use forebay_replicas::{Load, Role};
@@ -29,7 +29,7 @@ fn body(path: &str, more: Value) -> Value {
 }
 
 impl TestServer {
-    /// POSTs with headers; returns the answer's status and JSON.
+    /// POSTs with headers; returns the status and the JSON of the response.
     pub(crate) async fn with_headers(
         &self,
         path: &str,

@@ -110,7 +110,8 @@ async fn with_one_key_or_by_the_flag_keys_make_no_difference() {
     }
 }
 
-/// Bytes of text that were already encoded, after `key` has sent a text of 12 KB.
+/// Returns the number of bytes of text whose encoding was cached, after `key` has sent a text of 12
+/// KB.
 async fn found_for(server: &TestServer, key: &str) -> u64 {
     let hits = async || {
         let (status, metrics) = server.get("/metrics").await;

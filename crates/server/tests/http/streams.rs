@@ -23,7 +23,7 @@ fn hello(more: Value) -> Value {
     body
 }
 
-/// The non-empty pieces of text of a stream's events.
+/// Returns the non-empty texts of a stream's chunks.
 fn pieces(events: &[Value]) -> Vec<&str> {
     let choices = events.iter().filter_map(|event| event["choices"].get(0));
     let pieces = choices.filter_map(|choice| choice["delta"]["content"].as_str());
@@ -31,7 +31,7 @@ fn pieces(events: &[Value]) -> Vec<&str> {
 }
 
 impl TestServer {
-    /// Delivers the tokens of `text` one by one, and the end with the last.
+    /// Delivers the tokens of `text` one by one, and finishes the request with the last token.
     fn speak(&self, id: RequestId, text: &str) {
         let ids = self.encode(text);
         for (index, &token) in ids.iter().enumerate() {
@@ -54,7 +54,7 @@ async fn a_stream_is_the_same_whoever_writes_it() {
         let id = server.submitted().await.id;
         let tokens = server.encode(TEXT);
         let mut stream = String::new();
-        // Sends each token after the one before has arrived, so that nothing is merged.
+        // Sends each token after the previous one has arrived, so that no chunks are merged.
         for (index, &token) in tokens.iter().enumerate() {
             server.engine.token(id, token, index == 0, None);
             let mut given = server.tokenizer.decode(&tokens[..=index], true).unwrap();
@@ -113,7 +113,7 @@ async fn read_until(socket: &mut TcpStream, end: &str) -> String {
     String::from_utf8(text).unwrap()
 }
 
-/// The body of an answer in chunked coding, and what follows it.
+/// Returns the decoded body of a response in chunked coding, and the bytes after it.
 fn dechunk(answer: &str) -> (String, &str) {
     let (head, mut rest) = answer.split_once("\r\n\r\n").unwrap();
     assert!(head.contains("transfer-encoding: chunked"), "{head}");
@@ -195,7 +195,7 @@ async fn an_interval_gathers_tokens_but_not_the_first_and_not_the_last() {
             let finish = (index + 1 == words.len()).then_some(FinishReason::Length);
             server.engine.token(id, server.encode(word)[0], index == 0, finish);
             sent += word.len();
-            // Waits for the pieces that are due, so that the connection merges nothing more.
+            // Waits for the chunks that are due, so that the connection merges no further chunks.
             let due: usize = expected[..=next].iter().map(|piece| piece.len()).sum();
             if sent == due && next + 1 < expected.len() {
                 next += 1;
@@ -249,7 +249,7 @@ async fn a_thread_that_is_behind_writes_fewer_and_longer_chunks() {
     let mut pending = server.open(CHAT, hello(json!({})).to_string()).await;
     let id = server.submitted().await.id;
     let tokens: Vec<i32> = (0..5_000).map(|index| 300 + index % 200).collect();
-    // Steps come faster than the connection can be written.
+    // Steps complete faster than the connection can be written.
     for (index, &token) in tokens.iter().enumerate() {
         server.engine.token(id, token, index == 0, None);
     }
@@ -299,8 +299,8 @@ async fn a_client_that_stops_reading_is_cut_and_its_request_ended() {
             }]);
         }
         assert_eq!(server.aborted().await, id, "{mode:?}");
-        // The kernel discards what it has not sent, so the client gets only what its socket had
-        // received.
+        // The kernel discards the unsent bytes, so the client gets only the bytes that its socket
+        // had received.
         let mut rest = Vec::new();
         let end = socket.read_to_end(&mut rest).await;
         assert!(end.is_err() || !rest.ends_with(b"0\r\n\r\n"), "{mode:?}");

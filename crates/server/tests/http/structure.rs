@@ -16,7 +16,7 @@ use crate::fake::{EOS, TestServer};
 
 const COMPLETIONS: &str = "/v1/completions";
 
-/// The ids that the constraint allows next.
+/// Returns the ids that the constraint allows next.
 fn allowed(constraint: &mut dyn Constraint, vocabulary: usize) -> Vec<i32> {
     let mut words = vec![0; vocabulary.div_ceil(32)];
     let all = 0..i32::try_from(vocabulary).unwrap();
@@ -71,8 +71,8 @@ async fn the_parameters_of_sampling_go_along() {
     });
     server.post(COMPLETIONS, completion(more)).await;
     let mut constraint = server.submitted().await.all.constraint.unwrap();
-    // Neither a token that ends the answer too soon nor a bad word is allowed, as long as another
-    // token is.
+    // Tokens that end the answer too soon, and bad words, are not allowed as long as another token
+    // is allowed.
     assert_eq!(allowed(&mut *constraint, vocabulary), [a]);
     constraint.accept(b).unwrap();
     constraint.accept(b).unwrap();
@@ -112,7 +112,7 @@ async fn a_constraint_that_breaks_is_the_requests_fault() {
 
 const HOUR: Duration = Duration::from_secs(3600);
 
-/// A request with an API key.
+/// Creates a request with an API key.
 fn keyed(key: &str, body: &Value) -> Request<Full<Bytes>> {
     let request = Request::post(COMPLETIONS)
         .header("host", "test")
@@ -121,7 +121,7 @@ fn keyed(key: &str, body: &Value) -> Request<Full<Bytes>> {
     request.body(Full::new(body.to_string().into())).unwrap()
 }
 
-/// Asks with an API key; gives the status, the header `Retry-After`, and the answer.
+/// Sends a request with an API key; returns the status, the header `Retry-After`, and the response.
 async fn ask_as(server: &TestServer, key: &str, body: Value) -> (u16, Option<String>, Value) {
     let pending = server.send(keyed(key, &body)).await;
     let retry_after = pending.header("retry-after").map(str::to_owned);
@@ -129,7 +129,8 @@ async fn ask_as(server: &TestServer, key: &str, body: Value) -> (u16, Option<Str
     (status, retry_after, serde_json::from_slice(&body).unwrap())
 }
 
-/// A hook that holds compiles of regular expressions that start with `held`, until `release`.
+/// Returns a hook that delays compilations of regular expressions that start with `held`, until
+/// `release`.
 fn gate() -> (Arc<(Mutex<bool>, Condvar)>, CompileHook) {
     let gate = Arc::new((Mutex::new(false), Condvar::new()));
     let held = Arc::clone(&gate);
@@ -149,7 +150,7 @@ fn release(gate: &(Mutex<bool>, Condvar)) {
 #[tokio::test]
 async fn a_compiler_that_is_stuck_turns_health_red_until_a_compile_comes_back() {
     let (gate, hook) = gate();
-    // Each compile that the hook holds is over its time limit at once.
+    // Each compilation that the hook delays exceeds its time limit at once.
     let forms =
         GrammarConfig { grammar_timeout: Duration::from_millis(1), ..GrammarConfig::default() };
     let keys = |config: &mut forebay_server::ServerConfig| config.api_keys = Keys::new(["a", "b"]);
@@ -160,7 +161,7 @@ async fn a_compiler_that_is_stuck_turns_health_red_until_a_compile_comes_back() 
         let (status, _, answer) = ask_as(&server, "a", held(n)).await;
         assert_eq!((status, &answer["error"]["param"]), (400, &json!("regex")), "{answer}");
     }
-    // The first client already has two abandoned compiles, its share of those that still run.
+    // The first client has two abandoned compilations that still run, the maximum for one client.
     let (status, retry, answer) = ask_as(&server, "a", held(2)).await;
     assert_eq!((status, retry.is_some()), (429, true), "{answer}");
     for n in 3..5 {
@@ -193,7 +194,7 @@ async fn a_wait_that_is_too_long_is_the_servers_fault() {
     release(&gate);
 }
 
-/// A grammar whose matcher takes some megabytes.
+/// Returns a grammar whose matcher needs some megabytes.
 fn heavy() -> Value {
     let doubled = |n: usize| format!("T{n}: T{} T{}\n", n + 1, n + 1);
     let lines: String = (0..13).map(doubled).collect();
@@ -211,7 +212,8 @@ async fn each_choices_matcher_is_charged_before_it_is_submitted() {
     let (status, retry, answer) = ask_as(&server, "a", form(128)).await;
     assert_eq!((status, retry), (413, None), "{answer}");
     assert!(server.try_event().is_none(), "none of them was submitted");
-    // One client alone has room. Then its requests in flight keep the other client out.
+    // The budget suffices for one client. While its choices run, the other client's request is
+    // rejected.
     let address = server.address;
     let begin =
         |key: &str, body: Value| tokio::spawn(crate::client::send(address, keyed(key, &body)));
@@ -221,7 +223,7 @@ async fn each_choices_matcher_is_charged_before_it_is_submitted() {
     }
     let (status, retry, answer) = ask_as(&server, "b", form(40)).await;
     assert_eq!((status, retry.is_some()), (429, true), "{answer}");
-    // A request without a grammar needs less room.
+    // A request without a grammar is charged less.
     let plain = begin("b", completion(json!({"stream": true})));
     server.submitted().await;
     running.abort();

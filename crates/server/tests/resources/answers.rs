@@ -1,4 +1,4 @@
-//! The bytes that answers write, against the bytes that their requests are charged.
+//! The bytes that responses write, compared to the bytes that are charged for their requests.
 
 use forebay_server::ServerConfig;
 use serde_json::{Value, json};
@@ -7,11 +7,11 @@ use crate::counting::{mark, peak};
 use crate::fake::{ModelKind, TestServer};
 use crate::{SLACK, alone, charged};
 
-/// Bytes that may be written for each charged byte.
+/// The maximum number of bytes written per charged byte.
 const WRITTEN: usize = 2;
 const PROMPT: usize = 40;
 
-/// Requests whose parameters multiply the answer, and the number of their choices.
+/// Returns requests whose parameters multiply the response, and the number of their choices.
 fn multiplying() -> Vec<(&'static str, Value, usize)> {
     let prompt = vec![10; PROMPT];
     let text = "a ".repeat(PROMPT / 4);
@@ -75,7 +75,7 @@ fn multiplying() -> Vec<(&'static str, Value, usize)> {
     ]
 }
 
-/// The bytes charged when all choices were submitted, and the whole answer.
+/// Returns the bytes charged once all choices were submitted, the status, and the whole response.
 async fn answered(route: &str, body: &Value, choices: usize) -> (usize, u16, Vec<u8>) {
     let mut server = TestServer::driven().await;
     let script = server.encode("a");
@@ -116,7 +116,7 @@ async fn what_is_written_was_charged() {
     }
 }
 
-/// All choices are made from one list, and only one of them is in memory at a time.
+/// All choices are built from one list, and only one choice is in memory at a time.
 #[tokio::test]
 async fn choices_share_what_is_told_of_their_prompt() {
     let _alone = alone().await;
@@ -127,7 +127,7 @@ async fn choices_share_what_is_told_of_their_prompt() {
     assert_eq!(status, 200);
     let written = answer.len();
     assert!(written > 4 << 20, "the answer repeats the prompt: {written} bytes");
-    // The answer while it grows, while it is sent, and as it is read here.
+    // The response is in memory while it grows, while it is sent, and as this test reads it.
     let bytes = peak(start);
     assert!(bytes <= 5 * written + SLACK, "{bytes} bytes for {written}");
 }
@@ -136,7 +136,7 @@ fn little_unread(config: &mut ServerConfig) {
     config.max_unread_bytes = 1 << 20;
 }
 
-/// An answer that would be too large is refused before anything is computed, streamed or not.
+/// A response that would be too large is rejected before anything is computed, streamed or not.
 #[tokio::test]
 async fn what_repeats_too_much_is_refused_at_once() {
     let _alone = alone().await;
@@ -178,7 +178,7 @@ async fn a_whole_answer_is_held_to_the_bytes_that_may_wait() {
     assert_eq!((status, &answer["error"]["code"]), (413, &json!("answer_too_large")), "{answer}");
 }
 
-/// An answer that the client does not read stays charged.
+/// A response that the client does not read stays charged.
 #[tokio::test]
 async fn what_waits_for_its_client_is_charged() {
     let _alone = alone().await;

@@ -15,10 +15,11 @@ use crate::counting::{mark, peak};
 use crate::fake::{Event, TestServer};
 use crate::{SLACK, alone, charged};
 
-/// Just below the largest body.
+/// Just below the maximum size of a body.
 const LARGE: usize = (4 << 20) - 1024;
 
-/// The peak of the bytes that the server allocated for a request, the status, and the answer.
+/// Returns the peak of the bytes that the server allocated for a request, the status, and the
+/// response.
 async fn cost(server: &TestServer, route: &str, body: String) -> (usize, u16, String) {
     let start = mark();
     let (status, answer) = server.open(route, body).await.read().await;
@@ -26,7 +27,7 @@ async fn cost(server: &TestServer, route: &str, body: String) -> (usize, u16, St
     (peak(start), status, answer)
 }
 
-/// How the server treats a value of the right shape.
+/// How the server processes a value of the right type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fate {
     /// The value is kept, or converted to something of its size.
@@ -48,7 +49,7 @@ fn fate(case: &Case) -> Fate {
     }
 }
 
-/// Whether a value becomes text for the tokenizer.
+/// True if a value becomes text for the tokenizer.
 fn is_tokenised(case: &Case) -> bool {
     let is_prompt = matches!(
         case.bound,
@@ -76,7 +77,7 @@ async fn every_value(wanted: Fate, bytes: usize, limit: impl Fn(usize) -> usize)
     let _alone = alone().await;
     let values = values(bytes);
     let (mut failed, mut worst) = (Vec::new(), 0.0_f64);
-    // Keep the used servers: the bytes that they free would be missing in the next count.
+    // Keep the used servers: the bytes that they free would be missing in the next measurement.
     let mut servers: Vec<(&str, TestServer)> = Vec::new();
     for case in cases().into_iter().filter(|case| fate(case) == wanted) {
         if servers.last().is_none_or(|(route, _)| *route != case.route) {
@@ -117,7 +118,7 @@ async fn a_value_that_is_tokenised_takes_160_times_its_bytes() {
     every_value(Fate::Tokenised, 100_000, |body| 160 * body).await;
 }
 
-/// Forms are compiled one at a time, so the number of requests does not multiply these bytes.
+/// Grammars are compiled one at a time, so the number of requests does not multiply these bytes.
 #[tokio::test]
 async fn a_form_takes_a_bounded_number_of_bytes_to_compile() {
     for bytes in [30_000, 250_000, 1 << 20] {
@@ -125,7 +126,8 @@ async fn a_form_takes_a_bounded_number_of_bytes_to_compile() {
     }
 }
 
-/// A prompt is refused before it is tokenized if no prompt of the context's length can be so long.
+/// A prompt is rejected before tokenisation if it has more bytes than any prompt that fits the
+/// context.
 #[tokio::test]
 async fn a_text_that_cannot_fit_is_not_tokenised() {
     let _alone = alone().await;
@@ -145,8 +147,9 @@ async fn a_text_that_cannot_fit_is_not_tokenised() {
     }
 }
 
-/// Routes whose bodies have limits of their own. A file is written to the disk as it arrives, and a
-/// request for a batch is small. A prompt for a decode server has the limits of a request there.
+/// Routes whose bodies have separate limits. A file is written to the disk as it arrives, and a
+/// request for a batch is small. A decode server's request for a prefill has the limits of the
+/// original request.
 const APART: [&str; 16] = [
     "/destroy_weights_update_group",
     "/get_weights_by_name",
@@ -181,7 +184,7 @@ async fn every_route_with_a_body_is_in_the_table() {
     assert_eq!(documented, listed);
 }
 
-/// Takes the requests that the engine received.
+/// Takes the requests that the engine has received.
 fn submitted(server: &mut TestServer) -> Vec<Request> {
     let mut requests = Vec::new();
     while let Some(event) = server.try_event() {
@@ -192,8 +195,8 @@ fn submitted(server: &mut TestServer) -> Vec<Request> {
     requests
 }
 
-/// The largest number of choices, with one parameter at its limit. Each choice is cheap, because
-/// all share the parameters that are the same.
+/// The maximum number of choices, with one parameter at its limit. Each choice is cheap, because
+/// all choices share equal parameters.
 #[tokio::test]
 async fn choices_share_what_is_the_same() {
     let _alone = alone().await;
@@ -251,13 +254,13 @@ async fn choices_share_what_is_the_same() {
                 assert!(Arc::ptr_eq(&request.prompt, &same.prompt), "once a prompt");
                 assert!(Arc::ptr_eq(&request.names, &same.names), "once a prompt");
             }
-            // Keep the server: the bytes that it frees would be missing in the next count.
+            // Keep the server: the bytes that it frees would be missing in the next measurement.
             servers.push(server);
         }
     }
 }
 
-/// Values within their limits take no more than any body may.
+/// Values within their limits need no more memory than a body may use.
 #[tokio::test]
 async fn conversations_at_their_limits() {
     let _alone = alone().await;
@@ -285,7 +288,7 @@ async fn conversations_at_their_limits() {
     }
 }
 
-/// A query is tokenized once for each document, so its bytes count once for each.
+/// A query is tokenised once per document, so its bytes count once per document.
 #[tokio::test]
 async fn a_long_query_does_not_go_with_many_documents() {
     let _alone = alone().await;
@@ -297,7 +300,7 @@ async fn a_long_query_does_not_go_with_many_documents() {
     assert!(bytes <= 4 * length + SLACK, "{bytes} bytes for {length}");
 }
 
-/// The text that is echoed before each choice is in memory once, until an answer is written.
+/// The echoed prompt text is in memory only once for all choices, until the response is written.
 #[tokio::test]
 async fn a_prompt_is_echoed_from_one_place() {
     let _alone = alone().await;
@@ -315,8 +318,8 @@ async fn a_prompt_is_echoed_from_one_place() {
     drop(pending);
 }
 
-/// A request that does not fit the budget is refused at once. Its charge is given back however a
-/// request ends.
+/// A request that does not fit the budget is rejected at once. Its charge is released however the
+/// request finishes.
 #[tokio::test]
 async fn the_budget_is_kept_and_given_back() {
     let _alone = alone().await;
@@ -349,7 +352,7 @@ async fn the_budget_is_kept_and_given_back() {
     assert!(peak(start) <= BUDGET + SLACK, "{} bytes", peak(start));
     let charged_now = charged(&server).await;
     assert!(charged_now > 0 && charged_now <= BUDGET);
-    // The charge of clients that leave is given back.
+    // The charge of clients that disconnect is released.
     let choices = pending.len() * CHOICES as usize;
     drop(pending);
     let mut aborted = 0;
@@ -362,7 +365,7 @@ async fn the_budget_is_kept_and_given_back() {
         }
         tokio::task::yield_now().await;
     }
-    // A large request is refused by the size of its body, before the body is read.
+    // A large request is rejected by the size of its body, before the body is read.
     let large = json!({"messages": [{"role": "user", "content": "a".repeat(3 << 20)}]}).to_string();
     let (status, answer) = server.post_bytes("/v1/chat/completions", large).await;
     assert_eq!((status, &answer["error"]["code"]), (413, &json!("request_too_large")), "{answer}");

@@ -3,10 +3,10 @@
 use forebay_api::ROUTES;
 use forebay_api::limits::{Bound, Param, Params};
 
-/// A parameter of a route, and where its value goes in the body.
+/// A parameter of a route, and the body in which its value is inserted.
 pub(crate) struct Case {
     pub(crate) route: &'static str,
-    /// The parameter's name, as errors show it.
+    /// The parameter's name in errors.
     pub(crate) param: String,
     pub(crate) bound: Bound,
     /// The body before and after the value.
@@ -34,7 +34,7 @@ fn is_alias(path: &str) -> bool {
     )
 }
 
-/// The fields that a body needs beside the tested parameter.
+/// The fields that a body requires beside the tested parameter.
 fn needed(route: &str) -> &'static [(&'static str, &'static str)] {
     match route {
         "/v1/chat/completions" | "/v1/messages" | "/api/chat" => {
@@ -54,7 +54,7 @@ fn needed(route: &str) -> &'static [(&'static str, &'static str)] {
     }
 }
 
-/// A case for every parameter of every route, also those of nested objects.
+/// Creates a case for every parameter of every route, including those of nested objects.
 pub(crate) fn cases() -> Vec<Case> {
     let mut cases = Vec::new();
     // Aliases of a route have the same parameters.
@@ -90,7 +90,7 @@ fn add(
         _ => (&[] as Params, "", "", ""),
     };
     for param in all(inner) {
-        // A message needs a role, and a part a type.
+        // A message requires a role, and a part requires a type.
         let others = match param.name {
             "content" | "name" | "reasoning_content" | "tool_calls" | "tool_call_id" => {
                 r#""role":"user","#
@@ -106,7 +106,7 @@ fn add(
     cases.push(Case { route, param: path, bound: param.bound, around });
 }
 
-/// Values of every shape, each of about this many bytes.
+/// Returns values of every type, each of about this many bytes.
 pub(crate) fn values(bytes: usize) -> [(&'static str, String); 12] {
     let list = |element: &str| {
         let count = (bytes / (element.len() + 1)).max(1);

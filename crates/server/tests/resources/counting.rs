@@ -1,4 +1,4 @@
-//! An allocator that counts the bytes allocated now, and their peak.
+//! An allocator that counts the allocated bytes, and their peak.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -44,19 +44,19 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Bytes that are allocated now.
+/// Returns the number of bytes that are allocated at present.
 pub(crate) fn live() -> usize {
     LIVE.load(Relaxed)
 }
 
-/// Begins a measurement; returns the bytes that are allocated now.
+/// Begins a measurement; returns the number of bytes that are allocated at present.
 pub(crate) fn mark() -> usize {
     let live = LIVE.load(Relaxed);
     PEAK.store(live, Relaxed);
     live
 }
 
-/// The peak of allocated bytes since `mark`, less those allocated at that time.
+/// Returns the peak of allocated bytes since `mark`, less those that were allocated at that time.
 pub(crate) fn peak(mark: usize) -> usize {
     PEAK.load(Relaxed).saturating_sub(mark)
 }

@@ -1,4 +1,4 @@
-//! Bytes that compiled forms and their matchers take, against the bytes that are charged.
+//! Bytes that compiled grammars and their matchers need, compared to the bytes that are charged.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -20,7 +20,7 @@ const EOS: i32 = 0;
 const VOCABULARY: u32 = 2048;
 const MIB: usize = 1 << 20;
 const HOUR: Duration = Duration::from_secs(3600);
-/// Bytes of threads, the trie and tables, which are there whatever is compiled.
+/// Bytes of threads, the trie and tables, which are allocated for any grammar.
 const NOISE: usize = 128 << 10;
 
 struct Compiler {
@@ -28,13 +28,13 @@ struct Compiler {
 }
 
 impl Compiler {
-    /// A compiler whose trie is built.
+    /// Creates a compiler, and waits until its trie is built.
     async fn new(config: GrammarConfig) -> Self {
         let file = "../text/tests/data/tiny-llama-tokenizer.json";
         let file = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
         let tokenizer = Arc::new(Tokenizer::from_file(&file).unwrap());
         let start: ThreadStart = Arc::new(|thread, work| thread.spawn(work));
-        // Generous limits: a slow machine must not abandon a compile.
+        // Generous limits: a slow machine must not abandon a compilation.
         let config = GrammarConfig { grammar_timeout: HOUR, patience: HOUR, ..config };
         let grammars = Grammars::new(config, tokenizer, &[EOS], VOCABULARY, &start).unwrap();
         let compiler = Self { grammars };
@@ -61,7 +61,7 @@ impl Compiler {
     }
 }
 
-/// Accepts one token, which needs a matcher.
+/// Accepts one token, for which a matcher is created.
 fn step(constraint: &mut dyn Constraint) {
     let mut words = [0; VOCABULARY.div_ceil(32) as usize];
     constraint.mask(&mut words).unwrap();
@@ -71,7 +71,7 @@ fn step(constraint: &mut dyn Constraint) {
     constraint.mask(&mut words).unwrap();
 }
 
-/// A grammar whose terminals are each the next terminal twice.
+/// Creates a grammar in which each terminal is two copies of the next terminal.
 fn doubled(lines: usize, salt: usize) -> Source {
     let mut text = String::from("start: T0\n");
     for line in 0..lines {
@@ -102,19 +102,20 @@ fn strings(count: usize) -> Vec<String> {
     (0..count).map(|at| format!("{at} and a word of it")).collect()
 }
 
-/// A chain of rules nested in this many groups: the compiler follows them on its stack.
+/// Creates a chain of rules, each within `groups` nested groups, into which the compiler recurses.
 fn chain(rules: usize, groups: usize) -> Source {
     let mut text = String::from("start: r0\n");
     let (open, close) = ("(".repeat(groups), ")".repeat(groups));
     for rule in 0..rules {
-        // Without the alternative all text would be forced, and matchers would begin with it.
+        // Without the alternative, all text would be forced, and matchers would start with this
+        // text.
         writeln!(text, "r{rule}: \"a\" {open}r{}{close} | \"b\"", rule + 1).unwrap();
     }
     writeln!(text, "r{rules}: \"b\"").unwrap();
     Form::Lark(text.into()).into()
 }
 
-/// Sources of each kind, small and large.
+/// Returns sources of each kind, small and large.
 fn sources() -> Vec<(&'static str, Source)> {
     let terminals = |count: usize| -> Source {
         let names: Vec<String> = (0..count).map(|at| format!("T{at}")).collect();
@@ -164,7 +165,7 @@ async fn compiled_forms_take_what_is_counted_for_them() {
         Compiler::new(GrammarConfig { grammar_cache_bytes: 1 << 30, ..GrammarConfig::default() })
             .await;
     let mut wrong = Vec::new();
-    // Keep all results: bytes freed meanwhile would be missing in the count.
+    // Keep all results: bytes that are freed in the meantime would be missing in the measurement.
     let mut all = Vec::new();
     for (name, source) in sources() {
         let (kept_before, before) = (compiler.grammars.stats().kept_bytes, mark());
@@ -202,7 +203,7 @@ async fn choices_that_wait_have_no_matcher() {
     let made = compiler.made(2, &source, CHOICES).await.unwrap();
     let each = peak(before) / CHOICES;
     assert!(each < 1024, "{each} bytes each");
-    // The choices are charged all the same, because each may need a matcher.
+    // The choices are charged nevertheless, because each may need a matcher.
     assert!(made.bytes > CHOICES * MIB / 4, "{} bytes", made.bytes);
 }
 
@@ -228,7 +229,7 @@ async fn what_one_client_has_compiled_is_bounded_and_leaves_others_theirs() {
     assert_eq!(compiler.grammars.stats().compiled, compiled, "it was compiled again");
 }
 
-/// Grammars of some kilobytes whose compiled form would take gigabytes.
+/// Grammars of some kilobytes whose compiled form would need gigabytes are rejected.
 #[tokio::test]
 async fn what_would_become_large_is_refused_before_it_is() {
     let _alone = alone().await;

@@ -1,9 +1,9 @@
-//! The resources of requests, counted: bytes that are allocated, and work that is done without
+//! The resources of requests: the bytes that are allocated, and the work that is done without
 //! yielding to other tasks.
 //!
 //! The cases come from the table of limits (`forebay_api::limits`): every parameter of every route
-//! gets values of every shape, large ones. A body may take four times its bytes and 8 MiB until its
-//! prompt is tokenized, then 160 times its bytes, and never more than the budget.
+//! gets large values of every type. A body may use four times its bytes and 8 MiB until its prompt
+//! is tokenised, then 160 times its bytes, and never more than the budget.
 
 #![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 
@@ -27,10 +27,10 @@ mod work;
 
 use tokio::sync::{Mutex, MutexGuard};
 
-/// Bytes that a body may take beyond its multiple.
+/// Bytes that a body may use beyond its multiple.
 pub(crate) const SLACK: usize = 8 << 20;
 
-/// Bytes that are charged for requests now.
+/// Returns the bytes that are charged for requests at present.
 pub(crate) async fn charged(server: &fake::TestServer) -> usize {
     let metrics = server.get("/metrics").await.1;
     let line = metrics.lines().find(|line| line.starts_with("forebay:request_bytes_in_flight{"));
@@ -38,7 +38,7 @@ pub(crate) async fn charged(server: &fake::TestServer) -> usize {
     number as usize
 }
 
-/// A lock for the test that measures, because the allocator counts the whole process.
+/// Locks out other tests while one measures, because the allocator counts the whole process.
 pub(crate) async fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::const_new(());
     ALONE.lock().await

@@ -1,4 +1,4 @@
-//! Bytes that images take while they become patches.
+//! Bytes that images need while they are converted to patches.
 
 use forebay_vision::{Header, Limits, Preparer, Processing};
 
@@ -12,7 +12,7 @@ use crate::fake::{IMAGE, ModelKind, TestServer};
 
 const SIDE: u32 = 2000;
 
-/// A BMP of 24 bits a pixel.
+/// Returns a BMP of 24 bits per pixel.
 fn bmp() -> Vec<u8> {
     let bytes = 3 * SIDE * SIDE;
     let mut file = b"BM".to_vec();
@@ -27,7 +27,7 @@ fn bmp() -> Vec<u8> {
     file
 }
 
-/// An uncompressed PNG of four channels of 16 bits.
+/// Returns an uncompressed PNG with four channels of 16 bits.
 fn png() -> Vec<u8> {
     let chunk = |file: &mut Vec<u8>, name: &[u8; 4], content: &[u8]| {
         file.extend((content.len() as u32).to_be_bytes());
@@ -65,7 +65,8 @@ fn png() -> Vec<u8> {
     file
 }
 
-/// A lossless WebP of one color: each of its codes has one symbol, so that a pixel takes no bits.
+/// Returns a lossless WebP of one colour: each of its codes has one symbol, so that a pixel takes
+/// no bits.
 fn webp(side: u32) -> Vec<u8> {
     let mut bits: Vec<bool> = Vec::new();
     let mut put = |value: u32, count: u32| bits.extend((0..count).map(|at| value >> at & 1 == 1));
@@ -92,7 +93,7 @@ fn webp(side: u32) -> Vec<u8> {
     file
 }
 
-/// The header gives the decoder's memory, so that the bytes can be reserved before.
+/// The decoder's memory follows from the header, so that the bytes can be reserved before decoding.
 #[tokio::test]
 async fn an_image_takes_no_more_bytes_than_its_header_says() {
     let _alone = alone().await;
@@ -119,7 +120,7 @@ async fn an_image_takes_no_more_bytes_than_its_header_says() {
     );
 }
 
-/// A file of a few bytes may be an image that takes more than the whole budget for pixels.
+/// A file of a few bytes may be an image that needs more than the whole budget for decoding.
 #[tokio::test]
 async fn an_image_beyond_what_is_set_aside_is_refused_by_its_header() {
     let _alone = alone().await;

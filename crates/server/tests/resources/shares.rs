@@ -1,4 +1,5 @@
-//! Shares of the byte budget and of outgoing connections: one of two keys asks for all it can get.
+//! Shares of the byte budget and of outgoing connections: one of two keys requests all that it can
+//! get.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -29,7 +30,7 @@ fn small() -> Value {
     json!({"messages": [{"role": "user", "content": "a"}], "max_tokens": 9, "stream": true})
 }
 
-/// A body of a few hundred bytes that is charged some MiB.
+/// Returns a body of a few hundred bytes that is charged some MiB.
 fn large() -> Value {
     let mut body = small();
     body["n"] = json!(CHOICES);
@@ -46,7 +47,7 @@ async fn ask(server: &TestServer, key: &str, body: &Value) -> Result<Pending, u1
     }
 }
 
-/// Sends requests until one is refused.
+/// Sends requests until one is rejected.
 async fn fill(server: &TestServer, key: &str, body: &Value) -> Vec<Pending> {
     let mut all = Vec::new();
     loop {
@@ -59,7 +60,7 @@ async fn fill(server: &TestServer, key: &str, body: &Value) -> Vec<Pending> {
     }
 }
 
-/// Waits until this many requests of the engine were aborted.
+/// Waits until this many engine requests were aborted.
 async fn aborted(server: &mut TestServer, mut count: usize) {
     while count > 0 {
         count -= usize::from(matches!(server.event().await, Event::Abort(_)));
@@ -81,7 +82,7 @@ async fn choices_of_one_key_leave_room_for_another() {
         Some(429),
         "the reserve is not for a key that has much"
     );
-    // When the first key gives bytes back, it gets no more than half again.
+    // After the first key has released bytes, its charges can grow to at most half of the budget.
     let half = HALF / each;
     let leaving = greedy.split_off(half - 2);
     aborted(&mut server, {
@@ -99,7 +100,7 @@ async fn choices_of_one_key_leave_room_for_another() {
     assert!(other.len() + 1 >= half, "{} of {half}", other.len());
 }
 
-/// A body that is declared and not sent is charged only for the bytes that came.
+/// A body that is declared but not sent is charged only for the bytes that arrived.
 #[tokio::test]
 async fn bodies_that_do_not_come_keep_nobody_out() {
     let _alone = alone().await;
@@ -132,7 +133,7 @@ async fn bodies_that_do_not_come_keep_nobody_out() {
     }
 }
 
-/// A server that counts connections and never answers.
+/// Starts a server that counts connections and never responds.
 async fn silent() -> (u16, Arc<AtomicUsize>) {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -148,7 +149,7 @@ async fn silent() -> (u16, Arc<AtomicUsize>) {
     (port, count)
 }
 
-/// Images from servers that never answer take no bytes, and only a few connections.
+/// Images from servers that never respond use no bytes, and only a few connections.
 #[tokio::test]
 async fn fetches_of_one_key_are_few_and_cost_what_has_come() {
     let _alone = alone().await;

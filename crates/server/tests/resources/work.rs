@@ -11,11 +11,11 @@ use tokio::task::{LocalSet, yield_now};
 use crate::alone;
 use crate::fake::TestServer;
 
-/// Choices that may be submitted without yielding.
+/// The maximum number of choices that may be submitted without yielding.
 const A_FEW: usize = 32;
 
-/// The most requests that are submitted between two turns of a second task, which is always ready
-/// for the only thread.
+/// Returns the maximum number of requests that are submitted between two polls of a second task,
+/// which is always ready to run on the only thread.
 async fn longest_run(route: &str, body: serde_json::Value, choices: usize) -> usize {
     let _alone = alone().await;
     let mut server = TestServer::driven().await;
@@ -58,7 +58,7 @@ async fn many_choices_are_submitted_a_few_at_a_time() {
     assert!(longest <= A_FEW, "{longest} of {CHOICES} choices without yielding");
 }
 
-/// The server notices a client that leaves while its choices are still being submitted.
+/// The server notices a client that disconnects while its choices are still being submitted.
 #[tokio::test]
 async fn a_client_that_leaves_stops_the_submitting() {
     let _alone = alone().await;
@@ -68,7 +68,7 @@ async fn a_client_that_leaves_stops_the_submitting() {
     server.submitted().await;
     request.abort();
     let engine = Arc::clone(&server.engine);
-    // The first abort shows that the call has ended.
+    // The first abort shows that the call was dropped.
     while !matches!(server.event().await, crate::fake::Event::Abort(_)) {}
     let count = engine.submitted();
     assert!(count < 4 * PROMPTS, "{count} choices");

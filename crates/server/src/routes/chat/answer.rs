@@ -1,4 +1,4 @@
-//! A model's answer as OpenAI's messages: in one piece, and as the chunks of a stream.
+//! A model's answer in OpenAI's message format: as a whole, and as the chunks of a stream.
 
 use std::sync::Arc;
 
@@ -16,18 +16,18 @@ use xxhash_rust::xxh3::xxh3_128;
 
 use crate::routes::wording::{matched_stop, stop_reason, token_name};
 
-/// Makes ids for calls to which the model gives none. A brain that continues another's stream makes
-/// the same ids.
+/// Creates ids for tool calls to which the model gives none. A brain that continues another brain's
+/// stream creates the same ids.
 #[derive(Debug, Clone)]
 pub(crate) struct CallIds {
-    /// The name of the response.
+    /// The id of the response.
     pub(crate) response: String,
     pub(crate) form: Ids,
 }
 
 impl CallIds {
     pub(crate) fn name(&self, choice: u32, call: u32) -> String {
-        /// Letters and digits; there are 32.
+        /// The 32 letters and digits of ids.
         const LETTERS: &[u8; 32] = b"0123456789abcdefghijklmnopqrstuv";
         let hash = xxh3_128(format!("{}/{choice}/{call}", self.response).as_bytes());
         match self.form {
@@ -40,7 +40,7 @@ impl CallIds {
     }
 }
 
-/// The form of tokens in an answer.
+/// How tokens are written in a response.
 #[derive(Clone)]
 pub(super) struct Tokens {
     /// The tokenizer for log-probabilities, if requested.
@@ -48,7 +48,7 @@ pub(super) struct Tokens {
     pub(super) output: TokenOutput,
 }
 
-/// A choice of a non-streamed answer, which has ended.
+/// Converts a finished choice to its entry in a non-streamed response.
 pub(super) fn choice(index: u32, delta: &Delta, tokens: &Tokens, ids: &CallIds) -> ChatChoice {
     ChatChoice {
         index,
@@ -73,7 +73,7 @@ fn message(choice: u32, delta: &Delta, ids: &CallIds) -> ResponseMessage {
                 kind: "function",
                 function: FunctionCall { name: name.to_owned(), arguments: String::new() },
             }),
-            // Arguments are those of the call before them.
+            // Arguments belong to the call before them.
             Part::Arguments { text, .. } => {
                 if let Some(call) = calls.last_mut() {
                     call.function.arguments.push_str(text);
@@ -93,7 +93,7 @@ fn message(choice: u32, delta: &Delta, ids: &CallIds) -> ResponseMessage {
 }
 
 impl Tokens {
-    /// Log-probabilities, if requested.
+    /// Returns the log-probabilities, if requested.
     fn logprobs(&self, all: &Logprobs) -> Option<ChatLogprobs> {
         let tokenizer = self.tokenizer.as_deref()?;
         let likely = |&(id, logprob): &Candidate| {
@@ -119,9 +119,9 @@ pub(super) struct ChatEncoder {
 
 #[derive(Default)]
 struct ChoiceState {
-    /// The role has been sent.
+    /// True once the role was sent.
     opened: bool,
-    /// The chunk of a choice with text only, after the role was sent.
+    /// The chunk template of a delta with text only, after the role was sent.
     content: Option<Cut>,
 }
 
@@ -168,7 +168,8 @@ impl EventEncoder for ChatEncoder {
                         _ => None,
                     };
                     let part = part_delta(part, id.as_deref());
-                    // Log-probabilities cover the tokens of all parts; the first part carries them.
+                    // Log-probabilities cover the tokens of all parts; the first part's chunk
+                    // carries them.
                     let choice = ChatChunkChoice {
                         logprobs: logprobs.take(),
                         token_ids: token_ids.take(),
@@ -200,13 +201,13 @@ impl EventEncoder for ChatEncoder {
 
     fn resume(&mut self, before: &Delta) {
         for choice in &mut self.choices {
-            // The role went ahead of the first token.
+            // The role was sent before the first token.
             choice.opened = !before.tokens.is_empty();
         }
     }
 }
 
-/// A chunk of a choice that goes on.
+/// Creates a chunk of a choice that is not finished.
 fn chunk(index: u32, delta: ChatDelta<'_>) -> ChatChunkChoice<'_> {
     ChatChunkChoice {
         index,
@@ -219,7 +220,7 @@ fn chunk(index: u32, delta: ChatDelta<'_>) -> ChatChunkChoice<'_> {
     }
 }
 
-/// One part of a delta; `id` is the id of the call that it begins.
+/// Converts a part of a delta; `id` is the id of the call that the part begins.
 fn part_delta<'a>(part: Part<'a>, id: Option<&'a str>) -> ChatDelta<'a> {
     let nothing = ChatDelta::default();
     match part {

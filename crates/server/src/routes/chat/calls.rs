@@ -1,4 +1,4 @@
-//! Turns requirements on tool calls into a form of the answer.
+//! Converts requirements on tool calls to a form of the answer.
 
 use std::sync::Arc;
 
@@ -10,13 +10,13 @@ use serde_json::json;
 use crate::ignored::ignore;
 use crate::state::Shared;
 
-/// The form of an answer that may call tools: `structure`, the form of its content, extended by
-/// calls where necessary. Without requirements on calls and content there is no form. `thinks`:
-/// whether the prompt leaves the model in its reasoning.
+/// Returns the form of an answer that may call tools: `structure`, the form of its content,
+/// extended by calls where necessary. `None`: neither calls nor content are constrained. `thinks`
+/// states whether the prompt ends within the model's reasoning.
 ///
 /// # Errors
-/// The model's format of calls is not known, or can't be distinguished from content of that form. A
-/// client that demands a form without effect gets an error as well.
+/// The model's format of calls is not known, or can't be distinguished from content of that form.
+/// If parameters without effect are errors, a form without effect is an error too.
 pub(super) fn form(
     state: &Shared,
     tools: &OfferedTools,
@@ -29,7 +29,7 @@ pub(super) fn form(
     let (instead, content) = match (calls, structure) {
         (Calls::Some | Calls::Named, structure) => {
             if let Some(structure) = structure {
-                // There is no content.
+                // A forced call leaves no content to constrain.
                 ignore(state, &structure.param)?;
             }
             (Instead::Nothing, None)
@@ -50,12 +50,13 @@ pub(super) fn form(
     let marks = Marks::new(special);
     let some = callable.iter().map(|&tool| &tools.functions[tool]);
     let names: Vec<&str> = some.clone().map(|tool| tool.name.as_str()).collect();
-    // Reasoning is followed by tokens if its marks are tokens, and by the grammar otherwise.
+    // If the reasoning's marks are tokens, the constraint tracks it by tokens; otherwise the
+    // grammar describes it.
     let thinks = state.model.markers.is_none().then_some(thinks);
     let grammar = dialect.call_grammar(&names, instead, tools.parallel, &marks, thinks);
     let grammar = match grammar {
         Some(grammar) => grammar,
-        // Nothing else asks for calls of any form.
+        // Only the forms of text tools restrict calls here, so the restriction can be ignored.
         None if of_texts(tools, &param) => {
             ignore(state, &param)?;
             return Ok(content);
@@ -75,7 +76,7 @@ pub(super) fn form(
         return Ok(content);
     }
     let arguments = some.zip(grammar.arguments).map(|(tool, rule)| {
-        // If the model may choose whether to call, only strict tools have their schema enforced.
+        // If the model may choose whether to call, the schema is enforced only for strict tools.
         let kept = tool.strict || calls != Calls::Any;
         let schema =
             if kept { tool.schema.to_string() } else { json!({"type": "object"}).to_string() };
@@ -101,8 +102,8 @@ pub(super) fn form(
     Ok(Some(Structure { param, source }))
 }
 
-/// The requirement on calls, for content with the form `structure`. `None`: there is none, so only
-/// the content has a form.
+/// Returns the requirement on calls, for content with the form `structure`. `None`: calls are not
+/// constrained.
 fn demand(
     tools: &OfferedTools,
     structure: Option<&Structure>,
@@ -114,7 +115,7 @@ fn demand(
     if tools.demand.is_some() {
         return tools.demand.clone();
     }
-    // If the model has no syntax for calls, they are plain text, which has to have the form.
+    // If the model has no syntax for calls, calls are plain text, to which `structure` applies.
     let content = structure.filter(|_| dialect.calls_name().is_some())?;
     Some(CallDemand {
         callable: (0..tools.functions.len()).collect(),
@@ -123,12 +124,12 @@ fn demand(
     })
 }
 
-/// True if all forced calls are text forms. `param` names the first of them in errors.
+/// True if the requirement comes from a text tool: `param` is the path of its form.
 fn of_texts(tools: &OfferedTools, param: &str) -> bool {
     tools.functions.iter().any(|tool| tool.text.as_ref().is_some_and(|text| text.path == param))
 }
 
-/// The form of a tool's text, for a grammar.
+/// Converts the form of a text tool's input to a form for a grammar.
 fn call_text(text: &TextForm) -> CallText {
     let definition = text.definition.as_str().into();
     let form = if text.is_regex { Form::Regex(definition) } else { Form::Lark(definition) };

@@ -31,7 +31,7 @@ impl Admissible for ChatRequest {
     }
 }
 
-/// Answers a conversation. With `stream`, chunks are sent as server-sent events.
+/// Answers a conversation. With `stream`, sends chunks as server-sent events.
 #[utoipa::path(
     post,
     path = "/v1/chat/completions",

@@ -1,4 +1,4 @@
-//! Prepares a conversation of any API for the engine.
+//! Prepares conversations of all APIs for the engine.
 
 use std::sync::Arc;
 
@@ -17,19 +17,19 @@ use crate::state::Shared;
 use crate::submission::Submission;
 use crate::text::{RequestText, encode_chat, encode_prompts};
 
-/// A conversation as tokens.
+/// A conversation as tokens, with its images.
 pub(crate) struct Rendered {
     pub(crate) seen: SeenPrompt,
     files: Vec<Arc<ImageFile>>,
-    /// The text as the template wrote it.
+    /// The text that the chat template rendered.
     text: String,
 }
 
-/// Reads the images of a conversation, then renders and tokenises it. It came in `param` and may
-/// have `most` tokens.
+/// Reads the images of a conversation, then renders and tokenises it. The conversation came in
+/// `param` and may have `most` tokens.
 ///
 /// # Errors
-/// An image is invalid, the template or the tokenizer refuses the conversation, or it is too long.
+/// An image is invalid, the template or the tokenizer rejects the conversation, or it is too long.
 pub(crate) async fn render(
     state: &Shared,
     mut prompt: ChatPrompt,
@@ -50,11 +50,11 @@ pub(crate) async fn render(
     Ok(Rendered { seen, files, text: prompt.text })
 }
 
-/// Renders a conversation from `param`; its bytes are charged already. Returns the constraint and
-/// the parser for its answer.
+/// Renders a conversation from `param`, whose bytes are charged already. Returns its submission,
+/// with the constraint and the parser for the answer.
 ///
 /// # Errors
-/// The errors of [`render`]; or the form of the answer can't be enforced.
+/// The errors of [`render`], and a form of the answer that can't be enforced.
 pub(crate) async fn prepare(
     state: &Shared,
     mut chat: ValidChat,
@@ -99,7 +99,7 @@ pub(crate) async fn prepare(
     Ok(submission)
 }
 
-/// The parser settings for answers after `prompt`; `None`: answers are plain text.
+/// Returns the parser settings for answers after `prompt`; `None`: answers are plain text.
 fn reading(
     state: &Shared,
     tools: OfferedTools,

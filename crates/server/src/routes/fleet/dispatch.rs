@@ -24,20 +24,20 @@ use crate::fleet::{Front, ModelBody, RunningModel, Visit};
 use crate::limits::{self, Upload};
 use crate::reply::Failure;
 
-/// Bodies above this many bytes are searched for names on another thread.
+/// Bodies of more than this many bytes are parsed on another thread.
 const LONG: usize = 1 << 20;
 
-/// The fields of a body that the dispatcher reads; the model's own routes read all.
+/// The fields of a body that the dispatcher reads; the model's own routes read the whole body.
 #[derive(Debug, Default, PartialEq)]
 struct WantedModel {
     model: Option<String>,
     keep_alive: Option<Value>,
-    /// True if there is neither a prompt nor a message.
+    /// True if the body has neither a prompt nor a message.
     is_empty: bool,
 }
 
 impl WantedModel {
-    /// Reads a body, valid or not: the model's routes report errors.
+    /// Reads the fields of a body that may be invalid: the model's routes report errors.
     fn new(body: &[u8]) -> Self {
         let mut wanted = Self { is_empty: true, ..Self::default() };
         for (name, value) in members(body) {
@@ -57,8 +57,9 @@ impl WantedModel {
     }
 }
 
-/// How long an idle model stays, as Ollama's clients write it: seconds, or a text such as `5m` or
-/// `1h30m`; negative: for ever. `None`: not a time. Inner `None`: for ever.
+/// Parses how long an idle model stays loaded, in the format of Ollama's clients: seconds, or a
+/// text such as `5m` or `1h30m`; negative: for ever. Returns `None` if `value` is not a duration,
+/// and `Some(None)` for ever.
 fn keep_alive(value: &Value) -> Option<Option<Duration>> {
     let seconds = match value {
         Value::Number(number) => number.as_f64()?,
@@ -71,7 +72,7 @@ fn keep_alive(value: &Value) -> Option<Option<Duration>> {
     Duration::try_from_secs_f64(seconds).ok().map(Some)
 }
 
-/// Seconds of a text as Go writes times.
+/// Parses a duration in Go's format, and returns its seconds.
 fn seconds(text: &str) -> Option<f64> {
     let (sign, mut rest) = match text.strip_prefix('-') {
         Some(rest) => (-1.0, rest),
@@ -121,7 +122,7 @@ pub(super) async fn by_body(
     };
     let model = front.find(wanted.model.as_deref())?;
     let path = parts.uri.path();
-    // A client that may not unload a model may not set how long it stays either.
+    // A client that may not unload a model may not set its idle time either.
     let keep = wanted.keep_alive.as_ref().and_then(keep_alive);
     let keep = keep.filter(|_| path.starts_with("/api/") && may_administer(&front, &parts.headers));
     let unloads = keep == Some(Some(Duration::ZERO)) && wanted.is_empty && !path.contains("embed");
@@ -129,7 +130,7 @@ pub(super) async fn by_body(
         let name = wanted.model.as_deref().unwrap_or(&front.entries[model].names[0]);
         return Ok(ollama::unloaded(path, name));
     }
-    // Clients that list models send this request for each, which must not load them all.
+    // Clients that list models send this request for each model. It must not load the models.
     if path == "/api/show" && front.running(model).is_none() {
         return Ok(shown(&front, model));
     }
@@ -150,8 +151,8 @@ fn may_administer(front: &Front, headers: &HeaderMap) -> bool {
     keys.is_empty() || keys.shown(headers).is_some()
 }
 
-/// Answers a request about stored responses, which all models share. Any generating model can
-/// answer it.
+/// Serves a request about stored responses, which all models share. Any generating model can serve
+/// it.
 pub(super) async fn kept(
     State(front): State<Arc<Front>>,
     request: Request,
@@ -165,7 +166,7 @@ pub(super) async fn kept(
     visited(&front, model, visit, parts, Bytes::new()).await
 }
 
-/// Lets a model's routes answer, and keeps the model until the answer has ended.
+/// Runs a model's routes, and keeps the model loaded until the response is complete.
 async fn visited(
     front: &Arc<Front>,
     model: usize,
@@ -178,14 +179,14 @@ async fn visited(
     Ok(response.map(|body| ModelBody::held(body, visit)))
 }
 
-/// Passes a request to a model's routes, which find their own parameters in the path.
+/// Passes a request to a model's routes. They match the path again.
 async fn answered(running: RunningModel, parts: Parts, body: Body) -> Response {
     let mut request = Request::new(body);
     *request.method_mut() = parts.method;
     *request.uri_mut() = parts.uri;
     *request.version_mut() = parts.version;
     *request.headers_mut() = parts.headers;
-    // Routers would take the load of one of the models for the load of the whole server.
+    // A router would mistake the load of one model for the load of the whole server.
     for header in [ROUTER_HEADER, RESUME_HEADER] {
         request.headers_mut().remove(header);
     }
@@ -213,8 +214,8 @@ pub(crate) struct ModelQuery {
     pub(super) model: Option<String>,
 }
 
-/// Answers a query about a loaded model: the one that the URL names, or the first loaded one. It
-/// neither loads a model nor keeps one from leaving.
+/// Serves a query about a loaded model: the model that the URL names, or the first loaded one. It
+/// neither loads a model nor keeps one loaded.
 pub(super) async fn by_query(
     State(front): State<Arc<Front>>,
     uri: Uri,

@@ -43,7 +43,7 @@ const OF_ONE_MODEL: [&str; 18] = [
     "/pd/",
 ];
 
-/// Describes the routes of a server of several models.
+/// Returns the OpenAPI document of a server of several models.
 pub(super) async fn openapi(State(front): State<Arc<Front>>) -> Response {
     let mut document = described::document();
     document

@@ -15,7 +15,7 @@ use crate::fleet::metrics::{Sample, join, metric};
 use crate::fleet::{Front, ModelReport};
 use crate::reply::{self, Failure};
 
-/// The state of a model in llama-server's format.
+/// Returns the state of a model in llama-server's format.
 fn status(report: &ModelReport) -> Value {
     let value = match report.state {
         ModelState::Unloaded => "unloaded",
@@ -42,7 +42,7 @@ fn card(front: &Front, model: usize, name: &str) -> Value {
     card
 }
 
-/// Lists all models by name, loaded or not.
+/// Lists all models by name, whether loaded or not.
 pub(super) async fn models(State(front): State<Arc<Front>>) -> Response {
     let mut data = Vec::new();
     for (model, entry) in front.entries.iter().enumerate() {
@@ -73,7 +73,7 @@ fn listed(front: &Front, model: usize, name: &str) -> Value {
     ollama::listed(name, &entry.root, &entry.facts, entry.stored_bytes, front.started)
 }
 
-/// Lists all models in Ollama's words.
+/// Lists all models in Ollama's format.
 pub(super) async fn tags(State(front): State<Arc<Front>>) -> Response {
     let mut models = Vec::new();
     for (model, entry) in front.entries.iter().enumerate() {
@@ -86,7 +86,8 @@ pub(super) async fn tags(State(front): State<Arc<Front>>) -> Response {
 pub(super) fn shown(front: &Front, model: usize) -> Response {
     let entry = &front.entries[model];
     let mut capabilities = vec![if entry.generates { "completion" } else { "embedding" }];
-    // Once the template has been compiled, it gives a better answer.
+    // Without a compiled template this check is approximate: a loaded model reports whether its
+    // template takes tools.
     if entry.generates && entry.template.contains("tools") {
         capabilities.push("tools");
     }
@@ -103,7 +104,7 @@ pub(super) fn shown(front: &Front, model: usize) -> Response {
     }))
 }
 
-/// Lists the loaded models in Ollama's words.
+/// Lists the loaded models in Ollama's format.
 pub(super) async fn running(State(front): State<Arc<Front>>) -> Response {
     let mut models = Vec::new();
     for (model, entry) in front.entries.iter().enumerate() {
@@ -124,8 +125,8 @@ pub(super) async fn running(State(front): State<Arc<Front>>) -> Response {
     reply::ok(&json!({"models": models}))
 }
 
-/// Reports whether the server takes requests, and the state of each model. A model that is not
-/// loaded is not a fault.
+/// Reports whether the server accepts requests, and the state of each model. A model that is not
+/// loaded does not make the server unhealthy.
 pub(crate) async fn health(State(front): State<Arc<Front>>) -> Result<Response, Failure> {
     if let Some(cause) = front.guard.cause() {
         let reason = format!("the server has failed: {cause}");
@@ -140,7 +141,7 @@ pub(crate) async fn health(State(front): State<Arc<Front>>) -> Result<Response, 
     Ok(reply::json(StatusCode::OK, &json!({"status": "ready", "models": models})))
 }
 
-/// The metrics of the loaded models, and of the fleet.
+/// Returns the metrics of the loaded models, and of the fleet.
 pub(crate) async fn metrics(State(front): State<Arc<Front>>) -> Result<Response, Failure> {
     let mut texts = Vec::new();
     for running in front.all_running() {

@@ -1,4 +1,4 @@
-//! The routes of a server of several models: its own, and the way to those of a model.
+//! The routes of a server of several models: its own routes, and dispatch to the routes of a model.
 
 mod dispatch;
 mod document;
@@ -19,7 +19,7 @@ use crate::access::{check_access, check_type, cors};
 use crate::fleet::Front;
 use crate::shapes::tell_errors;
 
-/// All routes. Health and metrics need no key.
+/// Creates all routes. Health and metrics need no key.
 pub(crate) fn router(front: Arc<Front>) -> Router {
     let keyed = models().layer(from_fn_with_state(front.clone(), check_key::<Front>));
     let admin = administration().layer(from_fn_with_state(front.clone(), check_admin::<Front>));
@@ -42,7 +42,7 @@ pub(crate) fn router(front: Arc<Front>) -> Router {
     below(routes, root)
 }
 
-/// Routes for clients with a key.
+/// The routes for clients with an API key.
 fn models() -> Router<Arc<Front>> {
     let lists = Router::new()
         .route("/v1/models", get(lists::models))
@@ -64,7 +64,7 @@ fn models() -> Router<Arc<Front>> {
     lists.merge(kept).merge(named).merge(bodies)
 }
 
-/// Routes for administrators.
+/// The routes for administrators.
 fn administration() -> Router<Arc<Front>> {
     Router::new()
         .route("/models/load", post(wishes::load))
@@ -84,7 +84,7 @@ fn administration() -> Router<Arc<Front>> {
         .route("/flush_cache", post(dispatch::by_query))
 }
 
-/// Routes that need no key.
+/// The routes that need no key.
 fn open() -> Router<Arc<Front>> {
     Router::new()
         .route("/livez", get(info::live))

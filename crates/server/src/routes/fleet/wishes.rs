@@ -1,5 +1,5 @@
-//! Administrators' commands: load, unload, sleep, wake. The routes are those of llama-server, vLLM
-//! and SGLang.
+//! Administrators' commands for models: load, unload, sleep, wake. The routes are those of
+//! llama-server, vLLM and SGLang.
 
 use std::sync::Arc;
 
@@ -18,24 +18,24 @@ use crate::fleet::Front;
 use crate::limits::{self, Upload};
 use crate::reply::{self, Failure};
 
-/// A model by its name.
+/// The model that a command names.
 #[derive(Deserialize, ToSchema)]
 struct NamedModel {
-    /// A name that `/v1/models` lists, or an alias. Where it is optional, leaving it out means all
-    /// models.
+    /// A name that `/v1/models` lists, or an alias. If a command allows omitting it, omission means
+    /// all models.
     model: Option<String>,
 }
 
-/// The models that were moved.
+/// The models whose state a command changed.
 #[derive(Serialize, ToSchema)]
 struct MovedModels {
     success: bool,
-    /// The state of each model by name: `ready`, `asleep`, `unloaded`.
+    /// The new state of each model by name: `ready`, `asleep`, `unloaded`.
     #[schema(value_type = HashMap<String, String>)]
     models: Map<String, Value>,
 }
 
-/// Whether models sleep.
+/// Whether the models sleep.
 #[derive(Serialize, ToSchema)]
 struct Sleeping {
     is_sleeping: bool,
@@ -58,7 +58,7 @@ fn required(front: &Front, name: Option<String>) -> Result<usize, ApiError> {
     front.find(Some(&name))
 }
 
-/// The model with a name, or all.
+/// Returns the index of the named model, or of all models if `name` is `None`.
 fn chosen(front: &Front, name: Option<&str>) -> Result<Vec<usize>, ApiError> {
     match name {
         Some(name) => Ok(vec![front.find(Some(name))?]),
@@ -72,7 +72,7 @@ fn done(front: &Front, models: &[usize]) -> Response {
     reply::ok(&MovedModels { success: true, models: models.iter().map(state).collect() })
 }
 
-/// Loads a model, and answers once it is ready.
+/// Loads a model, and responds once it is ready.
 #[utoipa::path(
     post,
     path = "/models/load",
@@ -95,7 +95,7 @@ pub(crate) async fn load(
     Ok(done(&front, &[model]))
 }
 
-/// Unloads a model, and drops all state that is kept of it.
+/// Unloads a model, and drops all state that is kept for its next start.
 #[utoipa::path(
     post,
     path = "/models/unload",
@@ -123,7 +123,7 @@ pub(crate) async fn unload(
 pub(crate) struct SleepQuery {
     /// 1 (default): packed weights stay in the page cache; 2: nothing is kept.
     level: Option<u8>,
-    /// The model; all without it.
+    /// The model; all models if it is missing.
     model: Option<String>,
 }
 

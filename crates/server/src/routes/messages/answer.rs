@@ -1,4 +1,4 @@
-//! A model's answer as Anthropic's content blocks: in one piece, and as the events of a stream.
+//! A model's answer as Anthropic's content blocks: as a whole, and as the events of a stream.
 
 use forebay_api::{ApiError, Usage};
 use forebay_dialect::Part;
@@ -10,7 +10,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_128};
 use crate::routes::chat::CallIds;
 use crate::shapes;
 
-/// Writes a message.
+/// Builds the JSON of a message.
 pub(super) struct Writer {
     pub(super) id: String,
     pub(super) model: String,
@@ -18,7 +18,7 @@ pub(super) struct Writer {
 }
 
 impl Writer {
-    /// The whole message.
+    /// Returns the whole message.
     pub(super) fn message(&self, delta: &Delta, tally: &Tally) -> Value {
         let mut content: Vec<Value> = Vec::new();
         let mut arguments = String::new();
@@ -31,7 +31,7 @@ impl Writer {
                     let id = id.map_or_else(|| self.ids.name(0, index), str::to_owned);
                     content.push(json!({"type": "tool_use", "id": id, "name": name, "input": {}}));
                 }
-                // Arguments are those of the call before them.
+                // Arguments belong to the call before them.
                 Part::Arguments { text, .. } => arguments.push_str(text),
             }
         }
@@ -50,7 +50,7 @@ impl Writer {
         message
     }
 
-    /// The message before any content.
+    /// Returns the message before any content.
     fn opening(&self) -> Value {
         json!({
             "id": self.id,
@@ -64,7 +64,7 @@ impl Writer {
     }
 }
 
-/// Appends text to the last block if it has this kind, or to a new one.
+/// Appends text to the last block if that block is of this kind, otherwise to a new block.
 fn append(content: &mut Vec<Value>, kind: &str, field: &str, text: &str) {
     match content.last_mut() {
         Some(last) if last["type"] == kind => {
@@ -89,13 +89,13 @@ fn close_call(content: &mut [Value], arguments: &mut String) {
     }
 }
 
-/// Stands in for Anthropic's signature of thinking. Clients send it back, and this server ignores
-/// it.
+/// Returns a replacement for Anthropic's signature of thinking. Clients send it back, and this
+/// server ignores it.
 fn signature(hash: u128) -> String {
     format!("{hash:032x}")
 }
 
-/// Why the message ended, and the stop sequence that ended it.
+/// Returns the stop reason of the message, and the stop sequence that matched.
 fn stop(delta: &Delta) -> (Option<&'static str>, Option<&str>) {
     let sequence = match &delta.end {
         Some(End::Text(text)) => Some(text.as_str()),
@@ -103,13 +103,14 @@ fn stop(delta: &Delta) -> (Option<&'static str>, Option<&str>) {
     };
     let reason = delta.finish_reason().map(|reason| match reason {
         "tool_calls" => "tool_use",
-        // Also for a tool that the client has forced, for which OpenAI reports another reason.
+        // This also covers a tool call that the client forced, for which OpenAI reports another
+        // reason.
         _ if delta.end == Some(End::Call) => "tool_use",
         "length" => "max_tokens",
         _ if sequence.is_some() => "stop_sequence",
         _ => "end_turn",
     });
-    // The call ended the answer, whatever text followed.
+    // If a call stopped the answer, no stop sequence is reported.
     (reason, sequence.filter(|_| reason == Some("stop_sequence")))
 }
 
@@ -134,12 +135,12 @@ enum Kind {
 /// Writes the events of a stream.
 pub(super) struct Blocks {
     writer: Writer,
-    /// `message_start` has been sent.
+    /// True once `message_start` was sent.
     opened: bool,
     open: Option<Kind>,
-    /// Blocks so far, the open one included.
+    /// The number of blocks so far, including the open one.
     count: u32,
-    /// The hash of the open block of thinking.
+    /// The hash of the open thinking block.
     hash: Xxh3,
 }
 
@@ -148,7 +149,8 @@ impl Blocks {
         Self { writer, opened: false, open: None, count: 0, hash: Xxh3::new() }
     }
 
-    /// Makes a block of this kind open.
+    /// Closes the open block, and opens one of this kind. An open block of text or thinking of this
+    /// kind stays open instead.
     fn block(
         &mut self,
         kind: Kind,
@@ -165,7 +167,7 @@ impl Blocks {
         event("content_block_start", json!({"index": index, "content_block": begin()}), out)
     }
 
-    /// Appends to the open block.
+    /// Appends a delta to the open block.
     fn go_on(&self, delta: Value, out: &mut Vec<u8>) -> serde_json::Result<()> {
         let index = self.count.saturating_sub(1);
         event("content_block_delta", json!({"index": index, "delta": delta}), out)
@@ -182,7 +184,7 @@ impl Blocks {
     }
 }
 
-/// Appends an event; its data repeats its name.
+/// Appends an event; its data contains its name again.
 fn event(name: &str, data: Value, out: &mut Vec<u8>) -> serde_json::Result<()> {
     #[derive(Serialize)]
     struct NamedEvent<'a> {
@@ -258,7 +260,8 @@ impl EventEncoder for Blocks {
     }
 
     fn resume(&mut self, before: &Delta) {
-        // The part that another brain has sent is generated again, and discarded up to this point.
+        // Encodes the part that another brain has sent, to restore the state, and discards the
+        // result.
         if before.tokens.is_empty() {
             return;
         }

@@ -1,4 +1,4 @@
-//! `POST /v1/messages`, Anthropic's API, built on the parts that chat uses.
+//! `POST /v1/messages`, Anthropic's API, built on the modules of the chat route.
 
 mod answer;
 #[cfg(test)]
@@ -37,7 +37,7 @@ impl Admissible for MessagesRequest {
     }
 }
 
-/// Answers a conversation in Anthropic's API. With `stream`, typed events are sent.
+/// Answers a conversation in Anthropic's API. With `stream`, sends typed events.
 #[utoipa::path(
     post,
     path = "/v1/messages",
@@ -108,7 +108,7 @@ fn validate(
 ) -> Result<ValidChat, ApiError> {
     let mut ignored = Vec::new();
     let mut chat = request.validate(&state.model.defaults, limits, &mut ignored)?;
-    // Clients ask every model to think, so it is no error if a model can't.
+    // Clients request thinking from every model, so it is no error if a model can't think.
     let bounds_thought = state.model.markers.is_some() && state.model.grammars.is_some();
     if !bounds_thought && chat.generation.thinking_budget.take().is_some() {
         ignored.push("thinking.budget_tokens".to_owned());

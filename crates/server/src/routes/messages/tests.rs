@@ -12,7 +12,7 @@ fn writer() -> Writer {
     Writer { id: "msg_1".into(), model: "m".into(), ids }
 }
 
-/// The events of a stream that another server continues from delta number `moved` on.
+/// Encodes a stream that another server continues from delta number `moved` on.
 fn streamed(all: Vec<Delta>, moved: usize) -> Vec<Value> {
     let (mut blocks, tally) = (Blocks::new(writer()), Tally::new([(1, 1)].into_iter()));
     let (mut out, mut before) = (Vec::new(), Delta::default());
@@ -29,7 +29,7 @@ fn streamed(all: Vec<Delta>, moved: usize) -> Vec<Value> {
     events(&out)
 }
 
-/// The blocks, as a client puts them together.
+/// Assembles the blocks as a client does.
 fn put_together(events: &[Value]) -> Vec<Value> {
     let (mut blocks, mut inputs): (Vec<Value>, Vec<String>) = (Vec::new(), Vec::new());
     for event in events {

@@ -1,4 +1,4 @@
-//! Answers to Ollama's clients about models.
+//! Responses to Ollama's clients about models.
 
 use axum::extract::State;
 use axum::response::Response;
@@ -16,10 +16,10 @@ use crate::state::Shared;
 
 /// The unload time that is reported for a model that stays loaded.
 pub(crate) const NEVER: &str = "9999-12-31T23:59:59Z";
-/// The reported Ollama version. Ollama's clients refuse to talk to older ones.
+/// The Ollama version that is reported. Ollama's clients reject older versions.
 const OLLAMA_VERSION: &str = "0.12.0";
 
-/// The name by which a model is served.
+/// Removes the suffix `:latest` from a model's name.
 pub(super) fn served(wanted: Option<&str>) -> Option<&str> {
     wanted.map(|name| name.strip_suffix(LATEST).unwrap_or(name))
 }
@@ -61,7 +61,7 @@ fn models(state: &Shared) -> Vec<Value> {
     state.model.served_names.iter().map(model).collect()
 }
 
-/// A model as an item of a list. Its time is the server's start.
+/// Describes a model as an item of a list. Its modification time is the server's start.
 pub(crate) fn listed(
     name: &str,
     root: &str,
@@ -92,7 +92,7 @@ fn details(facts: &ModelFacts) -> Value {
     })
 }
 
-/// The default values of options, one a line as Ollama writes them.
+/// Lists the default values of options, one per line, in Ollama's format.
 fn parameters(defaults: &GenerationDefaults, context_length: u32) -> String {
     let values = [
         ("num_ctx", Some(context_length.to_string())),
@@ -152,7 +152,7 @@ pub(crate) async fn show(State(state): State<Shared>, body: Upload) -> Result<Re
     })))
 }
 
-/// The description of a model.
+/// The data that describes a model.
 pub(crate) struct ModelSheet<'a> {
     pub(crate) name: &'a str,
     pub(crate) root: &'a str,
@@ -163,11 +163,11 @@ pub(crate) struct ModelSheet<'a> {
     pub(crate) capabilities: Vec<&'static str>,
     pub(crate) context_length: u32,
     pub(crate) eos: Option<i32>,
-    /// Seconds since 1970 at the start of the server.
+    /// The start of the server, in seconds since 1970.
     pub(crate) started: u64,
 }
 
-/// The answer about a model.
+/// Builds the response that describes a model.
 pub(crate) fn described(sheet: &ModelSheet<'_>) -> Value {
     let mut facts = sheet.facts.metadata(sheet.context_length);
     facts.insert("general.basename".into(), json!(sheet.name));
@@ -185,7 +185,7 @@ pub(crate) fn described(sheet: &ModelSheet<'_>) -> Value {
     })
 }
 
-/// Says which version of Ollama's API is spoken.
+/// Returns the version of Ollama's API that the server implements.
 #[utoipa::path(
     get,
     path = "/api/version",

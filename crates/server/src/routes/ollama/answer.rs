@@ -1,4 +1,4 @@
-//! A model's answer as Ollama's objects: in one piece, and as the lines of a stream.
+//! A model's answer as Ollama's objects: as a whole, and as the lines of a stream.
 
 use std::time::Instant;
 
@@ -10,14 +10,14 @@ use serde_json::{Value, json};
 use crate::routes::chat::CallIds;
 use crate::shapes;
 
-/// The route of the objects.
+/// The route that determines the format of objects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     Chat,
     Generate,
 }
 
-/// Writes an answer.
+/// Builds the JSON objects of an answer.
 pub(super) struct Writer {
     pub(super) kind: Kind,
     pub(super) model: String,
@@ -25,7 +25,7 @@ pub(super) struct Writer {
     pub(super) arrived: Instant,
     /// The time of the first token.
     first: Option<Instant>,
-    /// A call whose arguments are not complete.
+    /// A call whose arguments are not complete: its id, index, name and arguments so far.
     call: Option<(String, u32, String, String)>,
 }
 
@@ -34,7 +34,7 @@ impl Writer {
         Self { kind, model, ids, arrived, first: None, call: None }
     }
 
-    /// The whole answer.
+    /// Returns the whole answer.
     pub(super) fn whole(mut self, delta: &Delta, tally: &Tally) -> Value {
         let mut said = Said::default();
         self.add(delta, &mut said);
@@ -43,7 +43,7 @@ impl Writer {
         answer
     }
 
-    /// An answer without content: the model has been loaded or unloaded.
+    /// Returns an answer without content: the model has been loaded or unloaded.
     pub(super) fn loaded(&self, unload: bool) -> Value {
         let mut answer = self.object(Said::default());
         answer["done"] = json!(true);
@@ -51,7 +51,7 @@ impl Writer {
         answer
     }
 
-    /// Adds new deltas; calls are added once they are complete.
+    /// Adds a delta to `said`; calls are added once they are complete.
     fn add(&mut self, delta: &Delta, said: &mut Said) {
         for part in delta.parts.iter() {
             if !matches!(part, Part::Arguments { .. }) {
@@ -112,7 +112,7 @@ impl Writer {
         object
     }
 
-    /// Adds the fields of the last object. Durations are nanoseconds.
+    /// Adds the fields of the last object. Durations are in nanoseconds.
     fn finish(&self, object: &mut Value, reason: Option<&str>, tally: &Tally) {
         let nanoseconds = |time: std::time::Duration| u64::try_from(time.as_nanos()).unwrap_or(0);
         let (usage, total) = (tally.usage(), self.arrived.elapsed());
@@ -123,8 +123,8 @@ impl Writer {
         object["load_duration"] = json!(0);
         object["prompt_eval_count"] = json!(usage.prompt_tokens);
         object["eval_count"] = json!(usage.completion_tokens);
-        // The first token of a non-streamed answer was not timed, so all the time counts as token
-        // time.
+        // The first token of a non-streamed answer was not timed, so the whole time counts as
+        // generation.
         let (prompt, tokens) = match self.first {
             Some(_) => (prompt, total - prompt),
             None => (std::time::Duration::ZERO, total),
@@ -199,7 +199,7 @@ impl EventEncoder for Lines {
     }
 
     fn resumable(&self) -> bool {
-        // There is no place for a router's comments.
+        // The format has no comments, in which a router could receive the data to resume.
         false
     }
 

@@ -1,4 +1,4 @@
-//! Ollama's routes, built on the parts that chats use.
+//! Ollama's routes, built on the modules of the chat route.
 
 mod about;
 mod answer;
@@ -33,7 +33,7 @@ pub(super) use about::{ModelSheet, NEVER, described, listed};
 pub(crate) use about::{ps, show, tags, version};
 use answer::{Kind, Lines, Writer};
 
-/// Completes the body with headers.
+/// Adds the parameters from headers to the body's.
 fn filled(mut ask: OllamaAsk, door: &Door<'_>) -> OllamaAsk {
     match &mut ask {
         OllamaAsk::Load { .. } => {}
@@ -69,7 +69,7 @@ impl Admissible for OllamaGenerateRequest {
 }
 
 impl Admissible for OllamaEmbedRequest {
-    /// `None`: there is no text.
+    /// `None`: the request has no text.
     type Valid = Option<ValidEmbedding>;
 
     fn model(&self) -> Option<&str> {
@@ -86,7 +86,7 @@ impl Admissible for OllamaEmbedRequest {
 }
 
 impl Admissible for OllamaEmbeddingsRequest {
-    /// `None`: there is no text.
+    /// `None`: the request has no text.
     type Valid = Option<ValidEmbedding>;
 
     fn model(&self) -> Option<&str> {
@@ -102,7 +102,7 @@ impl Admissible for OllamaEmbeddingsRequest {
     }
 }
 
-/// Answers a conversation in Ollama's API, one line of JSON for each piece.
+/// Answers a conversation in Ollama's API, with one line of JSON per chunk.
 #[utoipa::path(
     post,
     path = "/api/chat",
@@ -120,7 +120,7 @@ pub(crate) async fn chat(
     answer(wire, admitted, Kind::Chat).await
 }
 
-/// Answers a prompt in Ollama's API, one line of JSON for each piece.
+/// Answers a prompt in Ollama's API, with one line of JSON per chunk.
 #[utoipa::path(
     post,
     path = "/api/generate",
@@ -138,7 +138,7 @@ pub(crate) async fn generate(
     answer(wire, admitted, Kind::Generate).await
 }
 
-/// The answer to a request without a prompt, which unloads a model.
+/// Returns the response to a request that unloads a model and has no prompt.
 pub(super) fn unloaded(path: &str, model: &str) -> Response {
     let kind = if path == "/api/chat" { Kind::Chat } else { Kind::Generate };
     let ids = CallIds { response: String::new(), form: Ids::default() };
@@ -183,7 +183,7 @@ async fn answer<T: Admissible<Valid = OllamaAsk>>(
     call.writer().value(&writer.whole(delta, &call.tally()))
 }
 
-/// Turns texts into vectors, in Ollama's words.
+/// Embeds texts as vectors, in Ollama's API.
 #[utoipa::path(
     post,
     path = "/api/embed",
@@ -216,7 +216,7 @@ pub(crate) async fn embed(
     }))
 }
 
-/// Turns a text into a vector, with the request format of older Ollama clients.
+/// Embeds a text as a vector, with the request format of older Ollama clients.
 #[utoipa::path(
     post,
     path = "/api/embeddings",

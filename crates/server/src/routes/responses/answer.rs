@@ -1,5 +1,5 @@
-//! A model's answer as items: in one piece, and as the events of a stream. Both are built by the
-//! same code.
+//! A model's answer as items of the Responses API: as a whole, and as the events of a stream. The
+//! same code builds both.
 
 use std::collections::HashMap;
 
@@ -15,40 +15,40 @@ use super::input::Input;
 use super::keep::Keeper;
 use crate::routes::chat::CallIds;
 
-/// The largest number of events for a token. A stream that continues at another brain starts its
-/// numbers where no event can have been.
+/// The maximum number of events per token. A stream that another brain continues starts its
+/// sequence numbers above all numbers that may have been used.
 const EVENTS_A_TOKEN: u64 = 16;
 
-/// The part of a response that is the same in all its states.
+/// The fields of a response that are the same in all its states.
 pub(super) struct Head {
     pub(super) id: String,
     pub(super) created: u64,
     pub(super) model: String,
-    /// The parameters of the request that the response repeats.
+    /// The request's parameters that the response repeats.
     pub(super) echo: Map<String, Value>,
     pub(super) ids: CallIds,
     pub(super) kinds: HashMap<String, ToolKind>,
-    /// Reasoning comes sealed as well.
+    /// True if reasoning is also included in sealed form.
     pub(super) sealed: bool,
-    /// The charge for the request's parts that are kept until it ends.
+    /// The charge for the request's data, which is kept until the response is finished.
     pub(super) _held: Charge,
 }
 
-/// A response while it is made.
+/// A response that is being generated.
 pub(super) struct Answer {
     head: Head,
     /// Stores the response; `None`: it is not stored.
     keeper: Option<Keeper>,
-    /// Items that are complete.
+    /// The complete items.
     output: Vec<Value>,
     open: Option<Open>,
     opened: bool,
     sequence: u64,
-    /// The reason, in the words of [`Delta::finish_reason`].
+    /// The finish reason, as [`Delta::finish_reason`] returns it.
     finish: Option<&'static str>,
 }
 
-/// The last item, to which the model adds.
+/// The last item, to which the model's output is added.
 struct Open {
     id: String,
     kind: Kind,
@@ -61,13 +61,13 @@ enum Kind {
     Custom { call: Value, input: Input },
 }
 
-/// The writer of events; it writes nothing for a non-streamed answer.
+/// Writes events; writes nothing for a non-streamed response.
 struct Events<'a> {
     out: Option<&'a mut Vec<u8>>,
     sequence: &'a mut u64,
 }
 
-/// A piece of a text.
+/// A delta of a text.
 #[derive(Serialize)]
 struct Piece<'a> {
     #[serde(rename = "type")]
@@ -93,7 +93,7 @@ impl Events<'_> {
         events::named(name, &event, out)
     }
 
-    /// Appends an event about an item's text, if the item has text.
+    /// Appends an event about an item's content part, if the item has one.
     fn part(&mut self, name: &str, open: &Open, index: usize) -> serde_json::Result<()> {
         if !matches!(open.kind, Kind::Message { .. } | Kind::Reasoning { .. }) {
             return Ok(());
@@ -108,7 +108,7 @@ impl Events<'_> {
         })
     }
 
-    /// Appends a piece of a text.
+    /// Appends a delta of a text.
     fn piece(&mut self, kind: &str, place: (&str, usize), delta: &str) -> serde_json::Result<()> {
         let Some(out) = self.out.as_deref_mut().filter(|_| !delta.is_empty()) else {
             return Ok(());
@@ -129,7 +129,7 @@ impl Events<'_> {
 }
 
 impl Open {
-    /// The item as it is announced.
+    /// Returns the item without output, for the event that announces the item.
     fn announced(&self) -> Value {
         let mut item = self.item("in_progress", "");
         match &self.kind {
@@ -139,7 +139,7 @@ impl Open {
         item
     }
 
-    /// The item, with the text of its call.
+    /// Returns the item; `text` is the arguments or input of a call.
     fn item(&self, status: &str, text: &str) -> Value {
         let mut item = match &self.kind {
             Kind::Message { .. } => {
@@ -160,7 +160,7 @@ impl Open {
         item
     }
 
-    /// The content's only part.
+    /// Returns the only part of the item's content.
     fn part(&self) -> Value {
         match &self.kind {
             Kind::Message { text } => {
@@ -185,13 +185,13 @@ impl Answer {
         }
     }
 
-    /// The complete response. It is stored if the request asks for that.
+    /// Returns the complete response, and stores it if the request requires that.
     pub(super) fn whole(mut self, delta: &Delta, tally: &Tally) -> serde_json::Result<Value> {
         self.add(delta, None)?;
         Ok(self.complete(&tally.usage()))
     }
 
-    /// The response in a state without output.
+    /// Returns the response with this status and without output.
     pub(super) fn state(&self, status: &str) -> Value {
         let mut response = Value::Object(self.head.echo.clone());
         response["id"] = json!(self.head.id);
@@ -207,7 +207,7 @@ impl Answer {
         response
     }
 
-    /// The response with an error for its end.
+    /// Returns the response with the status `failed` and this error.
     pub(super) fn failed(&self, error: &ApiError) -> Value {
         let mut response = self.state("failed");
         let told = error.body().error;
@@ -219,7 +219,7 @@ impl Answer {
         response
     }
 
-    /// The response at its end; keeps it.
+    /// Returns the finished response, and stores it.
     fn complete(&mut self, usage: &Usage) -> Value {
         let cut = self.finish == Some("length");
         let mut response = self.state(if cut { "incomplete" } else { "completed" });
@@ -234,7 +234,7 @@ impl Answer {
         response
     }
 
-    /// Adds the model's output.
+    /// Adds a delta of the model's output.
     fn add(&mut self, delta: &Delta, mut out: Option<&mut Vec<u8>>) -> serde_json::Result<()> {
         for part in delta.parts.iter() {
             self.part(part, out.as_deref_mut())?;
@@ -305,7 +305,7 @@ impl Answer {
                     }
                 }
             }
-            // Arguments are those of the call before them.
+            // Arguments belong to the call before them.
             Part::Arguments { .. } => return Ok(()),
         };
         let index = self.output.len();
@@ -370,7 +370,7 @@ impl Answer {
         Ok(())
     }
 
-    /// Appends an event that carries the response.
+    /// Appends an event that contains the response.
     fn tell(&mut self, name: &str, response: &Value, out: &mut Vec<u8>) -> serde_json::Result<()> {
         let mut events = Events { out: Some(out), sequence: &mut self.sequence };
         events.send(name, || json!({"response": response}))
@@ -432,7 +432,7 @@ impl EventEncoder for Answer {
         if before.tokens.is_empty() {
             return;
         }
-        // The part that another brain has sent is generated again, and not sent.
+        // Encodes the part that another brain has sent, to restore the state, without sending it.
         self.opened = true;
         let _ = self.add(before, None);
         self.sequence = EVENTS_A_TOKEN * (1 + before.tokens.len() as u64);

@@ -1,21 +1,21 @@
-//! The input of a custom tool, which the model writes as a function's only argument.
+//! The input of a custom tool, which the model writes as the only argument of a function.
 
 use forebay_api::CUSTOM_INPUT;
 use serde_json::Value;
 
-/// Extracts the text from `{"input": "…"}` as it arrives in pieces.
+/// Extracts the text from `{"input": "…"}` as it arrives in chunks.
 #[derive(Debug, Default)]
 pub(super) struct Input {
-    /// The arguments that have come.
+    /// The arguments that have arrived.
     arguments: String,
-    /// How far the arguments are read; `None`: the text has not begun.
+    /// The position up to which the arguments are read; `None`: the text has not begun.
     at: Option<usize>,
     /// The text so far.
     text: String,
 }
 
 impl Input {
-    /// Adds the next piece. Returns the text in it.
+    /// Adds the next chunk of arguments. Returns the new text.
     pub(super) fn push(&mut self, piece: &str) -> &str {
         self.arguments.push_str(piece);
         let before = self.text.len();
@@ -28,16 +28,16 @@ impl Input {
         &self.text[before..]
     }
 
-    /// The whole text after the end of the call, and the part that [`Input::push`] has not
-    /// returned. Without a grammar the arguments may have another form, and then are the text
-    /// themselves.
+    /// Returns the whole text after the end of the call, and the part that [`Input::push`] has not
+    /// returned. Arguments of another form, which are possible without a grammar, are themselves
+    /// the text.
     pub(super) fn finish(self) -> (String, String) {
         let whole = match serde_json::from_str(&self.arguments) {
             Ok(Value::Object(mut fields)) => match fields.remove(CUSTOM_INPUT) {
                 Some(Value::String(text)) => text,
                 _ => self.arguments,
             },
-            // The text was cut off.
+            // The arguments were truncated within the text.
             _ if self.at.is_some() => self.text.clone(),
             _ => self.arguments,
         };
@@ -46,7 +46,7 @@ impl Input {
     }
 }
 
-/// Where the text begins, after its opening quote.
+/// Returns the position at which the text begins, after its opening quote.
 fn begin(arguments: &str) -> Option<usize> {
     let mut rest = arguments.trim_start();
     for expected in ["{", "\"input\"", ":", "\""] {
@@ -73,8 +73,8 @@ fn read(json: &str, text: &mut String) -> usize {
     json.len()
 }
 
-/// The escape at the beginning: its length in bytes and its character. `None`: it is incomplete, or
-/// the string ends here.
+/// Decodes the escape at the beginning: returns its length in bytes and its character. `None`: it
+/// is incomplete, or the string ends here.
 fn escape(json: &str) -> Option<(usize, char)> {
     let kind = json.strip_prefix('\\')?.chars().next()?;
     let simple = match kind {
@@ -89,14 +89,14 @@ fn escape(json: &str) -> Option<(usize, char)> {
     Some((1 + kind.len_utf8(), simple))
 }
 
-/// Reads `\uXXXX`, or two of them.
+/// Decodes `\uXXXX`, or a surrogate pair of two such escapes.
 fn unicode(json: &str) -> Option<(usize, char)> {
     let unit = |from: usize| u32::from_str_radix(json.get(from..from + 4)?, 16).ok();
     let first = unit(2)?;
     if !(0xd800..0xdc00).contains(&first) {
         return Some((6, char::from_u32(first).unwrap_or(char::REPLACEMENT_CHARACTER)));
     }
-    // The first half of a surrogate pair: wait for the second.
+    // The first half of a surrogate pair: wait for the second half.
     let rest = &json[6..];
     if !rest.starts_with("\\u") && !"\\u".starts_with(rest) {
         return Some((6, char::REPLACEMENT_CHARACTER));

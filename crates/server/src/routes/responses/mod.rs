@@ -1,4 +1,4 @@
-//! `/v1/responses`, OpenAI's newer API, built on the parts that chat uses, and a store of
+//! `/v1/responses`, OpenAI's newer API, built on the modules of the chat route and a store of
 //! conversations.
 
 mod answer;
@@ -40,20 +40,21 @@ use crate::wire::Wire;
 use answer::{Answer, Head};
 use keep::Keeper;
 
-/// The header with the number of the client's responses that were evicted since the last report.
+/// The header with the number of the client's stored responses that were evicted since the last
+/// report.
 const EVICTED: HeaderName = HeaderName::from_static("x-forebay-responses-evicted");
 
-/// Bytes of the copies of an item in a prompt, for each byte of the item: message, rendered text
-/// and token ids.
+/// Bytes of the copies of an item in a prompt, per byte of the item: message, rendered text and
+/// token ids.
 const RENDERED: usize = 3;
-/// The number of copies of repeated parts: in the response itself and in its output.
+/// The number of copies of repeated request parameters, in the response itself and in its output.
 const REPEATED: usize = 3;
 
-/// A turn of a conversation.
+/// The next turn of a conversation.
 pub(crate) struct NextTurn {
     valid: ValidResponses,
     owner: Owner,
-    /// The turns of the conversation before.
+    /// The earlier turns of the conversation.
     before: Vec<Arc<Turn>>,
     /// The memory charge for earlier turns, until the prompt is token ids.
     front: Charge,
@@ -73,7 +74,8 @@ impl Admissible for ResponsesRequest {
             None => Vec::new(),
         };
         let named = referred(state, owner, &self, &before)?;
-        // The earlier conversation is rendered with the new turn, but came in another request.
+        // The earlier conversation is rendered with the new turn, but its bytes arrived in other
+        // requests.
         let front = state.budget.open(door.client);
         let bytes = before.iter().map(|turn| turn.bytes()).sum::<usize>();
         let bytes = bytes + named.values().map(Item::bytes).sum::<usize>();
@@ -92,8 +94,8 @@ impl Admissible for ResponsesRequest {
     }
 }
 
-/// Answers a conversation, or the next turn of a stored one. With `stream`, typed events are sent.
-/// With `background`, the response is returned at once and computed afterwards.
+/// Answers a conversation, or the next turn of a stored one. With `stream`, sends typed events.
+/// With `background`, returns the response at once and computes it afterwards.
 #[utoipa::path(
     post,
     path = "/v1/responses",
@@ -110,7 +112,7 @@ pub(crate) async fn responses(
     let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
     let NextTurn { valid, owner, before, front } = turn;
     let ValidResponses { chat, kinds, input, store, background, sealed, echo } = valid;
-    // These outlive the body.
+    // These parts of the request are kept longer than its body.
     let held = charge.beside();
     let items: usize = input.iter().map(Item::bytes).sum();
     held.set(items + REPEATED * Value::from(echo.clone()).to_string().len())?;
@@ -163,7 +165,7 @@ pub(crate) async fn responses(
     Ok(response)
 }
 
-/// Starts a background response. The answer comes as soon as the engine has accepted the request.
+/// Starts a background response. Returns as soon as the engine has accepted the request.
 async fn start(
     state: &Shared,
     owner: Owner,
@@ -188,20 +190,20 @@ async fn start(
         }
     };
     let task = tokio::spawn(async move {
-        // The response is stored before it can end.
+        // The response must be stored before it can finish.
         let Ok(()) = begin.await else { return };
         let ended = contained(work).await;
         let response = ended.ok().and_then(Result::ok).unwrap_or(broken);
-        // A response that was answered is stored by now, and stays unchanged.
+        // A successful response was stored by the answer itself, and `fail` leaves it unchanged.
         shared.store.fail(owner, &name, bytes(&response));
     });
     state.store.begin(owner, id, body, Some(task.abort_handle()));
-    // Fails only if the task was stopped already.
+    // Sending fails only if the task was stopped already.
     let _ = kept.send(());
     Ok(queued)
 }
 
-/// Gives a kept response in its present state.
+/// Returns a stored response in its current state.
 #[utoipa::path(
     get,
     path = "/v1/responses/{id}",
@@ -220,7 +222,7 @@ pub(crate) async fn retrieve(
     Ok(sent(&state, client, find(&state, owner(key), &id, None)?.body)?)
 }
 
-/// The confirmation that a response is gone.
+/// The confirmation that a response was deleted.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct Deleted {
     id: String,
@@ -228,7 +230,7 @@ pub(crate) struct Deleted {
     deleted: bool,
 }
 
-/// Deletes a response. If it is still being computed, it is stopped.
+/// Deletes a response, and stops it if it is still being computed.
 #[utoipa::path(
     delete,
     path = "/v1/responses/{id}",
@@ -249,7 +251,7 @@ pub(crate) async fn delete(
     Ok(reply::ok(&Deleted { id, object: "response", deleted: true }))
 }
 
-/// Stops a background response. One that has ended stays unchanged.
+/// Stops a background response. A finished response stays unchanged.
 #[utoipa::path(
     post,
     path = "/v1/responses/{id}/cancel",
@@ -274,7 +276,7 @@ pub(crate) async fn cancel(
     if kept.running {
         let mut body: Value = serde_json::from_slice(&kept.body).map_err(reply::unwritable)?;
         body["status"] = json!("cancelled");
-        // The response may have ended meanwhile.
+        // The response may have finished in the meantime.
         if state.store.fail(owner, &id, bytes(&body)) {
             state.store.stop(owner, &id);
         }
@@ -282,7 +284,7 @@ pub(crate) async fn cancel(
     Ok(sent(&state, client, find(&state, owner, &id, None)?.body)?)
 }
 
-/// Items of a response's own input.
+/// The new input items of a response.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct ItemList {
     object: &'static str,
@@ -322,7 +324,7 @@ pub(crate) async fn input_items(
     AnswerWriter::new(state.config.max_unread_bytes, &charge).filled(&list, "data", items)
 }
 
-/// The owner in the store of responses made with this key.
+/// Returns the owner of responses that were made with this API key.
 fn owner(KeyId(key): KeyId) -> Owner {
     key.map_or(0, |at| at + 1)
 }
@@ -340,7 +342,7 @@ fn find(
     state.store.get(owner, id).ok_or_else(|| unknown(id, param))
 }
 
-/// The conversation up to the response that a request continues.
+/// Returns the conversation up to the response that a request continues.
 fn previous(state: &Shared, owner: Owner, id: &str) -> Result<Vec<Arc<Turn>>, ApiError> {
     const PARAM: &str = "previous_response_id";
     let kept = find(state, owner, id, Some(PARAM))?;
@@ -351,7 +353,7 @@ fn previous(state: &Shared, owner: Owner, id: &str) -> Result<Vec<Arc<Turn>>, Ap
     Ok(kept.turns)
 }
 
-/// The stored items to which a request refers by id.
+/// Returns the stored items to which a request refers by id.
 fn referred(
     state: &Shared,
     owner: Owner,
@@ -382,7 +384,7 @@ fn referred(
 /// The number of tokens of a response's input.
 #[derive(Serialize, ToSchema)]
 pub(crate) struct InputTokens {
-    /// `response.input_tokens`.
+    /// Always `response.input_tokens`.
     object: &'static str,
     /// Tokens of the prompt, including image positions.
     input_tokens: u32,
@@ -414,7 +416,8 @@ fn bytes(response: &Value) -> Bytes {
     Bytes::from(response.to_string())
 }
 
-/// Sends a stored response to `client`. It may leave the store before it has been read.
+/// Sends a stored response to `client`. The store may evict it before it has been sent, so its
+/// bytes are charged.
 fn sent(state: &Shared, client: ClientId, body: Bytes) -> Result<Response, ApiError> {
     let charge = Arc::new(state.budget.open(client));
     charge.set(body.len())?;

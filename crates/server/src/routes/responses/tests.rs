@@ -30,7 +30,7 @@ fn answer() -> Answer {
     )
 }
 
-/// The events of a stream that another server continues from delta number `moved` on.
+/// Encodes a stream that another server continues from delta number `moved` on.
 fn streamed(all: Vec<Delta>, moved: usize) -> Vec<Value> {
     let (mut answer_, tally) = (answer(), Tally::new([(1, 1)].into_iter()));
     let (mut out, mut before) = (Vec::new(), Delta::default());
@@ -87,7 +87,7 @@ proptest! {
         for (item, text) in items.iter().zip(&texts) {
             let own = ["arguments", "input"].iter().find_map(|name| item[name].as_str());
             let own = own.or_else(|| item["content"][0]["text"].as_str()).expect("a text");
-            // Input that turns out not to be a custom tool's text cannot be recognized earlier.
+            // Text that turns out not to be a custom tool's input cannot be recognised earlier.
             let is_custom = item["type"] == "custom_tool_call";
             prop_assert!(own == text || is_custom && own.ends_with(text.as_str()), "{own:?} {text:?}");
         }
