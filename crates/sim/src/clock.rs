@@ -1,4 +1,4 @@
-//! Real or virtual time after the engine's [`Clock`].
+//! Real or virtual time for the engine's [`Clock`].
 
 use std::num::NonZeroU64;
 use std::sync::Arc;
@@ -7,29 +7,30 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use forebay_engine::{Clock, SystemClock};
 use tracing::warn;
 
-/// The time that a simulated device runs in.
+/// The time in which a simulated device runs.
 #[derive(Clone)]
 pub enum SimClock {
-    /// The machine's clock: steps really take the profile's time.
+    /// The system clock: steps really take the profile's time.
     Real(Arc<SystemClock>),
-    /// A counter that jumps to the next event once no thread has work before it.
+    /// A counter of microseconds that jumps to the next event once no thread has work before that
+    /// event.
     Virtual(Arc<AtomicU64>),
 }
 
 impl SimClock {
-    /// The machine's time.
+    /// Uses the system clock.
     #[must_use]
     pub fn real() -> Self {
         Self::Real(Arc::default())
     }
 
-    /// Virtual time from 0.
+    /// Uses virtual time, starting at 0.
     #[must_use]
     pub fn virtual_time() -> Self {
         Self::Virtual(Arc::default())
     }
 
-    /// Advances virtual time to `at_us`, unless it is later already.
+    /// Advances virtual time to `at_us`, unless the time is later already.
     pub(crate) fn advance_to(&self, at_us: u64) {
         if let Self::Virtual(now) = self {
             now.fetch_max(at_us, Ordering::AcqRel);
@@ -53,8 +54,8 @@ impl Clock for SimClock {
     }
 }
 
-/// Makes this thread's sleeps exact. By default Linux extends them by up to 50 us in order to wake
-/// several threads at once, which is a tenth of a small model's step.
+/// Makes the sleeps of this thread exact. By default, Linux extends a sleep by up to 50 us in order
+/// to wake several threads at once. That is a tenth of a small model's step.
 pub(crate) fn sleep_exactly() {
     if let Err(error) = rustix::thread::set_current_timer_slack(NonZeroU64::new(1)) {
         warn!("simulated steps may take up to 50 us longer than the profile says: {error}");

@@ -1,4 +1,4 @@
-//! The simulated copy engines, one a direction and independent of the steps, and the bus that all
+//! Simulates the copy engines, one per direction and independent of the steps, and the bus that all
 //! copies of a machine share.
 
 use std::sync::Arc;
@@ -12,41 +12,41 @@ use crate::profile::CopyModel;
 struct Copying {
     ticket: u32,
     direction: Direction,
-    /// `None`: never.
+    /// When the copy ends; `None` if it never ends.
     end_us: Option<u64>,
     took_us: u32,
     fine: bool,
 }
 
-/// The outcome of a copy.
+/// How a copy ends.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum CopyFault {
-    /// The copy is done.
+    /// The copy succeeds.
     #[default]
     None,
-    /// The copy takes its time and fails.
+    /// The copy takes its normal time and fails.
     Fails,
     /// The copy never ends.
     Hangs,
 }
 
-/// The bytes of a page.
+/// The size of a page in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PageBytes {
-    /// Rows that attention reads, over all layers.
+    /// The keys and values that attention reads, over all layers.
     pub main: u64,
-    /// Index keys.
+    /// The index keys.
     pub index: u64,
-    /// Positions of a page; 0: copies are of whole pages.
+    /// The number of positions of a page; 0 if only whole pages are copied.
     pub page_size: u32,
-    /// True if index keys have pages of their own, so that rows are restored without them.
+    /// True if index keys are in separate pages, so that positions are restored without them.
     pub apart: bool,
     /// A recurrent state, over all layers.
     pub state: u64,
 }
 
 impl PageBytes {
-    /// All of a page.
+    /// Returns the size of a page with its index keys.
     #[must_use]
     pub fn all(self) -> u64 {
         self.main + self.index
@@ -66,14 +66,16 @@ impl PageBytes {
     }
 }
 
-/// The bus between the devices and the host memory of a machine. Clones share it.
+/// The bus between the devices and the host memory of a machine. Clones share the same bus.
 ///
-/// Copies use it in the order in which plans name them, each from the time at which it may start.
+/// Copies use the bus in the order in which plans list them, each from the time at which it may
+/// start.
 #[derive(Debug, Clone, Default)]
 pub struct Bus(Arc<Mutex<f64>>);
 
 impl Bus {
-    /// Occupies the bus for `us` microseconds, starting at `from_us` or later. Returns the end.
+    /// Occupies the bus for `us` microseconds, starting at `from_us` or later. Returns the time at
+    /// which the bus is free again.
     fn take(&self, from_us: u64, us: f64) -> u64 {
         let mut busy_until = self.0.lock();
         *busy_until = busy_until.max(from_us as f64) + us;
@@ -81,19 +83,19 @@ impl Bus {
     }
 }
 
-/// The copy engines of both directions. The caller gives the time.
+/// The copy engines of both directions. The caller passes the current time.
 #[derive(Debug, Default)]
 pub struct CopyEngines {
     model: CopyModel,
     bytes: PageBytes,
-    /// When each direction's engine has finished its copies.
+    /// When the engine of each direction has finished its copies.
     busy_until: [u64; 2],
     under_way: Vec<Copying>,
     bus: Bus,
 }
 
 impl CopyEngines {
-    /// Engines for pages of `bytes` bytes.
+    /// Creates copy engines for pages of this size.
     #[must_use]
     pub fn new(model: CopyModel, bytes: PageBytes) -> Self {
         Self { model, bytes, ..Self::default() }
@@ -105,18 +107,18 @@ impl CopyEngines {
         Self { bus, ..self }
     }
 
-    /// The end of the last accepted save; one that never ends counts as if it did.
+    /// Returns when the last save ends. A save that hangs counts as if it ended.
     #[must_use]
     pub fn saves_end(&self) -> u64 {
         self.busy_until[0]
     }
 
-    /// Occupies the bus to the device for `us` microseconds with other traffic.
+    /// Delays restores by `us` microseconds, for other traffic from the host to the device.
     pub fn delay_restores(&mut self, us: u64) {
         self.busy_until[1] += us;
     }
 
-    /// Starts a copy that may begin at `from_us`. Those of one direction run one after the other.
+    /// Starts a copy that may begin at `from_us`. Copies of one direction run one after the other.
     pub fn start(&mut self, copy: PageCopy, from_us: u64, fault: CopyFault) {
         let lane = usize::from(!copy.direction.is_save());
         let begin = self.busy_until[lane].max(from_us);
@@ -135,13 +137,14 @@ impl CopyEngines {
         });
     }
 
-    /// When the next copy ends, if one ever does.
+    /// Returns when the next copy ends, or `None` if none ever ends.
     #[must_use]
     pub fn next_end(&self) -> Option<u64> {
         self.under_way.iter().filter_map(|copy| copy.end_us).min()
     }
 
-    /// Returns the copies that have ended by `now_us`, in the order in which they were accepted.
+    /// Adds the copies that have ended by `now_us` to `result`, in the order in which they were
+    /// started.
     pub fn report(&mut self, now_us: u64, result: &mut StepResult) {
         self.under_way.retain(|copy| {
             if copy.end_us.is_none_or(|end| end > now_us) {
@@ -195,7 +198,7 @@ mod tests {
 
     #[test]
     fn copies_of_all_devices_share_the_bus() {
-        // A page occupies the bus for 50 us, and takes 100 us by itself.
+        // A page occupies the bus for 50 us, and its copy takes 100 us if the bus is free.
         let model = CopyModel {
             save_gbps: Some(1.0),
             restore_gbps: Some(1.0),

@@ -1,4 +1,4 @@
-//! The arithmetic of the simulated device.
+//! Computes the results of a simulated device.
 
 use std::sync::Arc;
 
@@ -6,13 +6,13 @@ use forebay_protocol::{ROW_OK, RowMask, SlotSpec, StepMasks, StepPlan, StepResul
 
 use crate::text::{Sequence, SimText, has};
 
-/// A row of the simulated device tables.
+/// A slot of the simulated device tables.
 #[derive(Debug, Default)]
 struct Slot {
     sequence: Sequence,
-    /// The prompt's tokens.
+    /// The tokens of the prompt.
     prompt: Vec<i32>,
-    /// The scripted answer, if there is one, and the prompt's length.
+    /// The scripted answer, if there is one, with the length of the prompt.
     script: Option<(Arc<[i32]>, u32)>,
     min_total: u32,
     spec: SlotSpec,
@@ -38,7 +38,7 @@ impl Slot {
         self.sequence.say(text, suppressed, allowed)
     }
 
-    /// The token of the script at this place.
+    /// Returns the next token of the script, if there is one.
     fn scripted(&self) -> Option<i32> {
         let (answer, prompt_len) = self.script.as_ref()?;
         answer.get(self.sequence.length.checked_sub(*prompt_len)? as usize).copied()
@@ -52,7 +52,7 @@ pub(crate) struct Device {
 }
 
 impl Device {
-    /// Writes the plan's new slots, which a plan without rows may have too.
+    /// Writes the new slots of a plan, which may have no rows.
     pub(crate) fn write_slots(&mut self, plan: &StepPlan, text: &SimText) {
         for new in plan.new_slots() {
             let at = new.slot as usize;
@@ -72,8 +72,8 @@ impl Device {
         }
     }
 
-    /// Executes a plan, whose slots are written, and whose masked rows have these masks. The
-    /// result's times are 0.
+    /// Executes a plan whose slots are already written. `masks` are those of its masked rows. The
+    /// times in the result are 0.
     pub(crate) fn execute(
         &mut self,
         plan: &StepPlan,
@@ -119,7 +119,8 @@ impl Device {
             let count = match want {
                 Want::Tokens(most) if drafts.is_empty() => slot.sequence.count(most) as usize,
                 Want::Tokens(_) => 1 + drafts.len(),
-                // The row ends at the first position without a mask, and sits out if none is ready.
+                // The row ends at the first position without a mask. A row whose first position has
+                // no mask sits out.
                 Want::Masked(most) => {
                     let none = masks.iter().position(|mask| **mask == RowMask::NoToken);
                     none.unwrap_or(most as usize)
@@ -140,7 +141,7 @@ impl Device {
                 });
                 let token = slot.sample(text, mask);
                 if let Some(top) = slot.spec.sampling.logprobs {
-                    // Earlier tokens did not request log-probabilities.
+                    // Earlier tokens have no log-probabilities.
                     result.logprob_counts.resize(result.tokens.len(), 0);
                     result.logprob_counts.push(i32::from(top) + 1);
                     push_logprobs(&mut result, text, token, usize::from(top));
@@ -161,7 +162,7 @@ impl Device {
     }
 }
 
-/// Made-up log-probabilities: the sampled token is always the most likely one.
+/// Appends synthetic log-probabilities, in which the sampled token is always the most likely one.
 fn push_logprobs(result: &mut StepResult, text: &SimText, token: i32, top: usize) {
     result.logprob_ids.push(token);
     result.logprob_values.push(-0.5);
@@ -171,8 +172,8 @@ fn push_logprobs(result: &mut StepResult, text: &SimText, token: i32, top: usize
     }
 }
 
-/// Appends the log-probabilities of a prompt token. They depend on the token, so that mix-ups are
-/// noticed.
+/// Appends the log-probabilities of a prompt token. They depend on the token, so that tests notice
+/// mix-ups.
 fn push_of_prompt(result: &mut StepResult, text: &SimText, token: i32, most: u32) {
     const STEPS: i32 = 64;
     let logprob = -0.5 - token.rem_euclid(STEPS) as f32 / STEPS as f32;
@@ -201,7 +202,7 @@ mod tests {
         }
     }
 
-    /// Applies a plan's table writes and executes it.
+    /// Writes the slots of a plan and executes it.
     fn written(
         device: &mut Device,
         plan: &StepPlan,
@@ -212,7 +213,7 @@ mod tests {
         device.execute(plan, text, masks)
     }
 
-    /// The next `count` tokens of a slot after these, one a step.
+    /// Returns the `count` tokens that a slot generates after `tokens`, one per step.
     fn said(text: &SimText, tokens: &[i32], spec: &SlotSpec, count: u32) -> Vec<i32> {
         let mut device = Device::default();
         let mut said = Vec::new();
@@ -259,7 +260,7 @@ mod tests {
                 (&result.tokens[..], &result.token_counts[..]),
                 (given, &[given.len() as i32][..])
             );
-            // Text continues after the tokens that it gave.
+            // The text continues after the generated tokens.
             plan.begin(2);
             row(&mut plan, 1 + given.len() as u32, 1, &[0]);
             let next = written(&mut device, &plan, &text, None).tokens;
@@ -276,7 +277,7 @@ mod tests {
         let whole = said(&text, &[1, 2], &free, 5);
         assert_eq!(whole[..3], [7, 8, 9]);
         assert!(whole[3..].iter().all(|token| words.contains(token)));
-        // Another device continues the generated text.
+        // Another device continues the generated text in the same way.
         assert_eq!(said(&text, &[1, 2, 7], &free, 2), [8, 9]);
         assert!(said(&text, &[1, 3], &free, 3).iter().all(|token| words.contains(token)));
         let sampling = SamplingParams { allowed: Some([8, 105].into()), ..free.sampling.clone() };

@@ -1,4 +1,4 @@
-//! The simulated rank group, or step group, as an [`Executor`].
+//! A simulated rank group or step group, as an [`Executor`].
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -21,42 +21,45 @@ use crate::timeline::{Span, Timeline, Timing};
 /// The settings of a simulated device.
 #[derive(Clone)]
 pub struct SimConfig {
-    /// Time.
+    /// The clock.
     pub clock: SimClock,
-    /// The times of steps and copies.
+    /// The durations of steps and copies.
     pub timing: Timing,
-    /// The machine's bus, which its other devices share.
+    /// The bus of the machine, which its devices share.
     pub bus: Bus,
-    /// Seed of the jitter.
+    /// The seed of the jitter.
     pub seed: u64,
-    /// Microseconds from spawn to ready.
+    /// Microseconds from the start to `ready`.
     pub load_us: u64,
-    /// Pages of the KV pool; 0 for a model that keeps no keys and values.
+    /// The number of pages in the KV pool; 0 for a model without a KV cache.
     pub page_count: u32,
-    /// Rows of the output head; every token of `text` is below it.
+    /// The number of rows of the output head. Every token of `text` is below it.
     pub vocab_size: u32,
-    /// Elements of an embedding, as if it were bfloat16; nothing reads any.
+    /// The number of elements of an embedding, in bfloat16. Embeddings are not read.
     pub hidden_size: u32,
-    /// The rules by which simulated answers are made.
+    /// How simulated answers are generated.
     pub text: SimText,
-    /// The largest number of tokens that a row gives, as if drafts were accepted; 1: one each.
+    /// The largest number of tokens that a row returns, as if drafts were accepted; 1 for one token
+    /// per row.
     pub tokens_a_row: u32,
-    /// The device's name.
+    /// The name of the device.
     pub device: String,
-    /// Pages of the host's tier; 0: there is none.
+    /// The number of pages in the host tier; 0 if there is none.
     pub host_pages: u32,
-    /// State pages of the host's tier.
+    /// The number of state pages in the host tier.
     pub host_state_pages: u32,
-    /// Positions that a sparse slot keeps; 0: no slot is ever sparse.
+    /// The number of positions that a sparse slot caches on the device; 0 if slots never become
+    /// sparse.
     pub hot_row_tokens: u32,
-    /// The vision tower, if there is one.
+    /// The vision tower; `None` if there is none.
     pub tower: Option<SimTower>,
-    /// State pages. `timing` has the bytes of a state; with 0 the model has none.
+    /// The number of state pages. The size of a state is in `timing`; if it is 0, the model has no
+    /// states.
     pub state_pages: u32,
 }
 
 impl Default for SimConfig {
-    /// A small model on a device that takes no time, in virtual time.
+    /// A small model in virtual time, on a device whose steps take no time.
     fn default() -> Self {
         const VOCAB: u32 = 100;
         Self {
@@ -85,12 +88,12 @@ impl Default for SimConfig {
 pub struct SimTower {
     /// The number of layers of the tower.
     pub layers: u32,
-    /// Image pages.
+    /// The number of image pages.
     pub pages: u32,
 }
 
 impl SimTower {
-    /// Positions of an image page, as in hands.
+    /// The number of positions of an image page, as in hands.
     pub const PAGE_TOKENS: u32 = 64;
 }
 
@@ -105,7 +108,8 @@ impl SimConfig {
 struct Pending {
     at_us: u64,
     what: SimEvent,
-    /// Since when plans without rows wait for copies; another plan ends the wait.
+    /// Since when plans without rows wait for copies; `None` if they do not. Another plan ends the
+    /// wait.
     waits_since: Option<u64>,
 }
 
@@ -113,17 +117,17 @@ struct Pending {
 enum SimEvent {
     /// The group becomes ready.
     Ready,
-    /// The group ends.
+    /// The group dies from this signal.
     Death(Signal),
-    /// A step ends, with an answer from each member.
+    /// A step ends, with one answer per member.
     Step(Vec<Answer>),
 }
 
-/// A member's part of the answer to a step.
+/// The answer of one member to a step.
 #[allow(clippy::large_enum_variant, reason = "nearly all are results")]
 enum Answer {
     Result(StepResult),
-    /// It has begun, but its tokens can't be sampled before the masks have come.
+    /// The step has started, but its tokens cannot be sampled until the masks arrive.
     Unmasked(Box<UnmaskedStep>),
 }
 
@@ -133,13 +137,13 @@ struct UnmaskedStep {
     rows: SparseRows,
 }
 
-/// The device of a member.
+/// The state of one member's device.
 struct Rank {
     device: Device,
     timeline: Timeline,
-    /// Slots that kill the device.
+    /// Slots whose rows kill the device.
     poisoned: Vec<u32>,
-    /// The last step that the device took.
+    /// The last step that was submitted; `None` before the first.
     step: Option<u64>,
     states: States,
 }
@@ -155,7 +159,7 @@ impl Rank {
         }
     }
 
-    /// Makes up the result of a step's rows.
+    /// Generates the result of a step's rows.
     fn sample(
         &mut self,
         plan: &StepPlan,
@@ -172,7 +176,7 @@ impl Rank {
         result
     }
 
-    /// Applies a plan's slots. True: one of its rows kills the group.
+    /// Writes the slots of a plan. True if one of its rows kills the group.
     fn take_slots(&mut self, plan: &StepPlan, poison: Option<i32>) -> bool {
         for new in plan.new_slots() {
             self.poisoned.retain(|&slot| slot != new.slot);
@@ -184,7 +188,7 @@ impl Rank {
     }
 }
 
-/// A simulated rank group.
+/// A simulated rank group or step group.
 pub struct SimExecutor {
     config: SimConfig,
     control: SimControl,
@@ -194,15 +198,15 @@ pub struct SimExecutor {
 }
 
 impl SimExecutor {
-    /// A group that runs in `config.clock`, and the handle for breaking it. It takes one plan a
-    /// step, however many ranks compute it.
+    /// Creates a group that runs in `config.clock`, and the handle to inject faults. The group
+    /// takes one plan per step, however many ranks compute the step.
     #[must_use]
     pub fn new(config: SimConfig) -> (Self, SimControl) {
         Self::group(config, 1)
     }
 
-    /// A step group of `members` ranks with plans and pages of their own. A step takes as long as
-    /// its slowest rank, and each rank has its own jitter.
+    /// Creates a step group of `members` ranks with separate plans and pages. A step takes as long
+    /// as its slowest rank, and each rank has its own jitter.
     #[must_use]
     pub fn group(config: SimConfig, members: u32) -> (Self, SimControl) {
         let control = SimControl::default();
@@ -217,7 +221,7 @@ impl SimExecutor {
         (executor, control)
     }
 
-    /// Checks plans for faults that would make ranks wait for ever or compute wrong results: steps
+    /// Detects errors in plans that would make ranks wait forever or compute wrong results: steps
     /// out of order, or wrong token counts of the other ranks.
     fn fault_of(&self, plans: &[StepPlan]) -> Option<String> {
         if plans.len() != self.ranks.len() {
@@ -239,7 +243,8 @@ impl SimExecutor {
         None
     }
 
-    /// Handles plans without rows: they are answered when a copy ends, or when their time is over.
+    /// Handles plans without rows: their results are sent when a copy ends, or after the longest
+    /// wait of the plan.
     fn wait_for_copies(&mut self, plans: &[StepPlan], now: u64) {
         let (mut at_us, mut since, mut answers) = (0, u64::MAX, Vec::new());
         for (rank, plan) in self.ranks.iter_mut().zip(plans) {
@@ -329,7 +334,7 @@ impl SimExecutor {
 }
 
 impl Pending {
-    /// True if nothing is missing but time.
+    /// True unless the event is a step that still waits for masks.
     fn is_whole(&self) -> bool {
         match &self.what {
             SimEvent::Step(answers) => {
@@ -430,7 +435,7 @@ impl Executor for SimExecutor {
             let result = rank.sample(plan, span, *rows, &self.config.text, Some(masks));
             *answer = Answer::Result(result);
             *at_us = span.end_us.max(*at_us);
-            // The next step begins when all are done.
+            // The next step starts when all ranks are done.
             self.ranks.iter_mut().for_each(|rank| rank.timeline.cut(*at_us));
         }
     }

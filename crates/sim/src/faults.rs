@@ -1,4 +1,4 @@
-//! Faults of a running simulation.
+//! Injects faults into a running simulation.
 
 use std::sync::Arc;
 
@@ -22,11 +22,12 @@ pub(crate) struct Shared {
 #[derive(Default)]
 pub(crate) struct Faults {
     pub(crate) woken: bool,
-    /// A death that is to come.
+    /// The signal with which the group is to die; `None` if it is not to die.
     pub(crate) kill: Option<Signal>,
-    /// A group with more than this many pages runs out of memory as soon as it computes.
+    /// A group with more than this many pages runs out of memory as soon as it computes; `None` for
+    /// no limit.
     pub(crate) starves_from: Option<u32>,
-    /// The rank whose next result is wrong.
+    /// The rank whose next result is wrong; `None` if results are right.
     pub(crate) lie: Option<usize>,
     pub(crate) fail_starts: u32,
     pub(crate) hang_starts: u32,
@@ -43,7 +44,7 @@ impl SimControl {
         self.change(|faults| faults.kill = Some(Signal::Died("killed by signal 9".into())));
     }
 
-    /// Kills one rank of a step group; the others end with it.
+    /// Kills one rank of a step group. The other ranks end with it.
     pub fn kill_rank(&self, rank: usize) {
         let why = format!("rank {rank}: killed by signal 9");
         self.change(|faults| faults.kill = Some(Signal::Died(why)));
@@ -54,12 +55,12 @@ impl SimControl {
         self.change(|faults| faults.starves_from = Some(pages));
     }
 
-    /// Makes a rank of a step group give one token too many in its next result.
+    /// Makes a rank of a step group return one token too many in its next result.
     pub fn lie(&self, rank: usize) {
         self.change(|faults| faults.lie = Some(rank));
     }
 
-    /// Lets the next `count` starts fail.
+    /// Makes the next `count` starts fail.
     pub fn fail_starts(&self, count: u32) {
         self.change(|faults| faults.fail_starts = count);
     }
@@ -69,7 +70,7 @@ impl SimControl {
         self.change(|faults| faults.hang_starts = count);
     }
 
-    /// Makes every later step that computes a slot written with this token kill the group.
+    /// Makes each later step kill the group if it computes a slot that was written with this token.
     pub fn poison(&self, token: i32) {
         self.change(|faults| faults.poison = Some(token));
     }
@@ -79,7 +80,7 @@ impl SimControl {
         self.change(|faults| faults.hang = true);
     }
 
-    /// Lets the next `count` copies fail.
+    /// Makes the next `count` copies fail.
     pub fn fail_copies(&self, count: u32) {
         self.change(|faults| faults.fail_copies = count);
     }
@@ -89,17 +90,17 @@ impl SimControl {
         self.change(|faults| faults.hang_copies = true);
     }
 
-    /// Stops time: only wakes are handled, until [`release`](Self::release).
+    /// Stops the time: until [`release`](Self::release), only wake-ups are handled.
     pub fn hold(&self) {
         self.change(|faults| faults.held = true);
     }
 
-    /// Lets time go on.
+    /// Lets the time continue.
     pub fn release(&self) {
         self.change(|faults| faults.held = false);
     }
 
-    /// The outcome of the next copy.
+    /// Returns how the next copy ends.
     pub(crate) fn copy_fault(&self) -> CopyFault {
         let mut faults = self.shared.faults.lock();
         if faults.hang_copies {

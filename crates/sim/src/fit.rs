@@ -1,46 +1,47 @@
-//! A profile from measured steps.
+//! Fits a profile to measured steps.
 
 use crate::profile::DeviceModel;
 use crate::samples::{FitError, Sample};
 use crate::solve::{COLUMNS, Equation, non_negative};
 
 const MIN_SAMPLES: usize = 10;
-/// The number of samples used in the search for the knee.
+/// The number of samples that are used to search for the roofline's knee.
 const SEARCH_SAMPLES: usize = 4000;
-/// Knees tried before the best is refined.
+/// The number of knees that are tried before the best one is refined.
 const KNEES: usize = 40;
-/// A knee has to reduce the error to this factor; otherwise a straight line is used.
+/// The factor by which a knee must reduce the error. Otherwise a straight line is used.
 const KNEE_PAYS: f64 = 0.97;
 const ROUNDS: usize = 12;
-/// The number of standard deviations from which an error counts less (Huber 1964), and from which
-/// not at all.
+/// The error, in standard deviations, from which a sample counts less (Huber 1964).
 const HUBER: f64 = 1.345;
+/// The error, in standard deviations, from which a sample does not count.
 const OUTLIER: f64 = 6.0;
-/// The relative error below which samples are exact.
+/// The relative error below which samples count as exact.
 const EXACT: f64 = 1e-7;
-/// Converts a median of absolute errors to the standard deviation of a normal distribution.
+/// The factor from the median of absolute errors to the standard deviation of a normal
+/// distribution.
 const MEDIAN_TO_SIGMA: f64 = 1.4826;
 
-/// A fitted model, and its distance from the samples.
+/// A fitted model, and its deviation from the samples.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Fit {
-    /// The model. Its jitter is the unexplained part.
+    /// The fitted model. Its jitter is the part of the variance that the model does not explain.
     pub model: DeviceModel,
-    /// Steps that were used for the fit.
+    /// The number of steps that were used for the fit.
     pub samples: usize,
-    /// The number of steps so far from the model that they were ignored.
+    /// The number of steps that deviated so much from the model that they were ignored.
     pub outliers: usize,
-    /// The share of the variance of the step time that the model explains, without the outliers.
+    /// The fraction of the variance of the step time that the model explains, without the outliers.
     pub r2: f64,
-    /// The relative error of all steps at the 50th, 90th and 99th percentile.
+    /// The relative errors of all steps: the 50th, 90th and 99th percentile.
     pub error_percentiles: [f64; 3],
 }
 
-/// Fits a model to measured steps: least squares of the relative errors, without negative times.
-/// Outliers have little weight. The roofline's knee is the one that fits best.
+/// Fits a model to measured steps by least squares of the relative errors, with no negative times.
+/// Outliers have little weight. The knee of the roofline is the one that fits best.
 ///
 /// # Errors
-/// Too few steps took time.
+/// Too few steps took any time.
 pub fn fit(samples: &[Sample]) -> Result<Fit, FitError> {
     let timed: Vec<Sample> = samples.iter().copied().filter(|s| s.step_us > 0.0).collect();
     if timed.len() < MIN_SAMPLES {
@@ -67,7 +68,8 @@ pub fn fit(samples: &[Sample]) -> Result<Fit, FitError> {
     })
 }
 
-/// The number of tokens below which the weights hide their arithmetic; 0: never.
+/// Returns the number of tokens up to which reading the weights hides their arithmetic; 0 if it
+/// never does.
 fn best_knee(samples: &[Sample]) -> f64 {
     let tokens = sorted(samples.iter().map(|s| f64::from(s.load.tokens())).collect());
     let mut knees: Vec<f64> =
@@ -92,12 +94,12 @@ fn best_knee(samples: &[Sample]) -> f64 {
         refined if refined < losses[least] => (middle, refined),
         _ => (knees[least], losses[least]),
     };
-    // A knee at the largest step is just a straight line with another constant.
+    // A knee at the largest step is only a straight line with another constant.
     let real = knee < percentile(&tokens, 1.0) && least < KNEE_PAYS * straight;
     if real { knee } else { 0.0 }
 }
 
-/// A robust solution for one knee.
+/// The robust solution for one knee.
 struct Robust {
     knee: f64,
     times: [f64; COLUMNS],
@@ -112,7 +114,7 @@ impl Robust {
         let equations: Vec<Equation> = samples.iter().map(|s| equation(s, knee)).collect();
         let measured = sorted(samples.iter().map(|s| s.step_us).collect());
         let floor = percentile(&measured, 0.5) * 1e-3;
-        // The errors are relative to the measured times at first, then to the modelled times.
+        // The errors are relative to the measured times at first, later to the modelled times.
         let mut weights: Vec<f64> = samples.iter().map(|s| s.step_us.max(floor).powi(-2)).collect();
         let mut times = [0.0; COLUMNS];
         let mut errors = vec![0.0; samples.len()];
@@ -141,7 +143,7 @@ impl Robust {
         Self { knee, times, errors, sigma }
     }
 
-    /// The mean square of the smaller nine tenths of the errors.
+    /// The mean square of the smallest nine tenths of the errors.
     fn loss(&self) -> f64 {
         let absolute = sorted(self.errors.iter().map(|e| e.abs()).collect());
         let most = (absolute.len() * 9).div_ceil(10);
@@ -158,7 +160,7 @@ impl Robust {
             context_us,
             attention_us,
             host_us: 0.0,
-            // Recordings have no times of images.
+            // Recordings do not contain the times of images.
             tower_us: 0.0,
             jitter_sigma: if self.sigma > EXACT { rounded(self.sigma.min(1.0)) } else { 0.0 },
         }
@@ -177,7 +179,7 @@ fn equation(sample: &Sample, knee: f64) -> Equation {
     Equation { columns, target: sample.step_us }
 }
 
-/// Five significant digits: more would claim a precision that no measurement has.
+/// Rounds to five significant digits: more would suggest a precision that no measurement has.
 fn rounded(value: f64) -> f64 {
     if value == 0.0 {
         return 0.0;
@@ -191,7 +193,7 @@ fn sorted(mut values: Vec<f64>) -> Vec<f64> {
     values
 }
 
-/// The value at a share of the way through sorted values.
+/// Returns the value at the fraction `share` of the sorted values.
 fn percentile(sorted: &[f64], share: f64) -> f64 {
     sorted[((sorted.len() - 1) as f64 * share).round() as usize]
 }

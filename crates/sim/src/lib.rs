@@ -1,14 +1,15 @@
-//! A simulated rank group: it takes real plans, has no KV cache, and answers with deterministic
-//! tokens after the time that a device would take.
+//! A simulated rank group: it takes real plans, has no KV cache, and returns deterministic tokens
+//! after the time that a device would take.
 //!
-//! The token at a position is a hash of all tokens before it. So a request gets the same tokens
-//! with any batch, chunking, prefix hits, lookahead, preemption or replay. A real model has exactly
-//! this invariance in exact arithmetic. The vector of a prompt that is pooled is a hash of its
-//! tokens in the same way. Time is real or virtual; virtual time jumps from event to event, so
-//! hours of traffic take CPU seconds.
+//! The token at a position is a hash of all preceding tokens. So a request gets the same tokens
+//! with any batch, chunking, prefix hits, lookahead, preemption or replay. A real model has the
+//! same invariance if its arithmetic is exact. The embedding of a pooled prompt is a hash of its
+//! tokens. Time is real or virtual. Virtual time jumps from event to event, so that hours of
+//! traffic take seconds of CPU time.
 //!
-//! A [`Profile`] gives the time of a step: a TOML file, built in, or made by [`fit`] from a
-//! [`Recorder`]'s file about a real device. docs/simulation.md is the user's page.
+//! A [`Profile`] determines the time of a step. It is a TOML file, which is built in, or made by
+//! [`fit`] from the measurements that a [`Recorder`] wrote on a real device. docs/simulation.md is
+//! the documentation for users.
 //!
 //! ```
 //! use forebay_sim::{Profile, ProfileError, SimText, StepLoad, next_token};

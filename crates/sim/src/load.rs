@@ -1,4 +1,4 @@
-//! The load of a step on a device, as the numbers that its time depends on.
+//! The quantities that determine the time of a step on a device.
 
 use forebay_protocol::StepPlan;
 use serde::{Deserialize, Serialize};
@@ -6,27 +6,28 @@ use serde::{Deserialize, Serialize};
 /// The work of one step.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepLoad {
-    /// All rows.
+    /// The number of rows.
     pub rows: u32,
-    /// Rows that compute one position and sample: decoding requests (and prefills with one position
-    /// left, and drafts, which cost the same).
+    /// The number of rows that compute one position and sample: decoding requests, prefills with
+    /// one position left, and drafts, which cost the same.
     pub decode_rows: u32,
-    /// Positions computed in the other rows.
+    /// The number of positions computed in the other rows.
     pub prefill_tokens: u32,
-    /// Positions whose keys and values are read: the sum of all rows' ends.
+    /// The number of positions whose keys and values are read: the sum of all rows' ends.
     pub context: u64,
-    /// Pairs of a computed position and one that it attends to.
+    /// The number of pairs of a computed position and a position that it attends to.
     pub attention: u64,
 }
 
 impl StepLoad {
-    /// The work of a plan.
+    /// Returns the work of a plan.
     #[must_use]
     pub fn of(plan: &StepPlan) -> Self {
         let mut load = Self::default();
         for (row, drafts) in plan.rows().zip(plan.drafts()) {
             load.add(row.start, row.length, row.want.samples());
-            // For the device drafts are further rows, but their keys and values are read already.
+            // For the device, drafts are additional rows, but their keys and values are already
+            // counted as read.
             load.decode_rows += drafts.len() as u32;
             let (before, more) = (u64::from(row.start + row.length), drafts.len() as u64);
             load.attention += more * before + more * (more + 1) / 2;
@@ -46,7 +47,7 @@ impl StepLoad {
         self.attention += length * start + length * (length + 1) / 2;
     }
 
-    /// Positions computed.
+    /// Returns the number of computed positions.
     #[must_use]
     pub fn tokens(&self) -> u32 {
         self.decode_rows + self.prefill_tokens

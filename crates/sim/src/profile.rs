@@ -1,4 +1,4 @@
-//! The times of a device, and their origin.
+//! The times of a device, as measured or calculated.
 
 use std::path::Path;
 
@@ -11,38 +11,39 @@ use crate::load::StepLoad;
 use crate::states::StateModel;
 use crate::timeline::SparseModel;
 
-/// Microseconds of a step: `step_us + max(weights_us, token_us * tokens) + row_us * rows +
-/// context_us * context + attention_us * attention`.
+/// The model of a step's time, in microseconds: `step_us + max(weights_us, token_us * tokens) +
+/// row_us * rows + context_us * context + attention_us * attention`.
 ///
 /// The maximum is the roofline (Williams, Waterman, Patterson 2009) of the matrix multiplications.
-/// A step reads all weights, however few tokens it computes. The tokens' arithmetic is hidden by
-/// that until there are many.
+/// A step reads all weights, however few tokens it computes. This hides the arithmetic of the
+/// tokens until there are many.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct DeviceModel {
-    /// Any step: launches, sampling, all parts that do not depend on its content.
+    /// The time of every step: launches, sampling, and all other work that does not depend on its
+    /// content.
     pub step_us: f64,
-    /// Reading the weights.
+    /// The time to read the weights.
     pub weights_us: f64,
-    /// Each token computed.
+    /// The time per computed token.
     pub token_us: f64,
-    /// Each row.
+    /// The time per row.
     pub row_us: f64,
-    /// Each position whose keys and values are read.
+    /// The time per position whose keys and values are read.
     pub context_us: f64,
-    /// Each pair of a computed position and one that it attends to.
+    /// The time per pair of a computed position and a position that it attends to.
     pub attention_us: f64,
-    /// The host's work on a plan before its rows can begin; it is hidden while the device computes,
-    /// unless the host has to wait for something.
+    /// The time that the host works on a plan before its rows can start. It is hidden while the
+    /// device computes, unless the host has to wait for something.
     pub host_us: f64,
-    /// Each position of an image, for each layer of the vision tower.
+    /// The time per position of an image and layer of the vision tower.
     pub tower_us: f64,
-    /// Standard deviation of the logarithm of a step's time: 0.1 is about 10 % jitter.
+    /// The standard deviation of the logarithm of a step's time: 0.1 is about 10 % jitter.
     pub jitter_sigma: f64,
 }
 
 impl DeviceModel {
-    /// A device that takes no time.
+    /// A device whose steps take no time.
     pub const INSTANT: Self = Self {
         step_us: 0.0,
         weights_us: 0.0,
@@ -55,7 +56,7 @@ impl DeviceModel {
         jitter_sigma: 0.0,
     };
 
-    /// The time of a step without jitter, in microseconds. With jitter it is the median.
+    /// Returns the time of a step without jitter in microseconds. With jitter it is the median.
     #[must_use]
     pub fn median_us(&self, load: &StepLoad) -> f64 {
         self.step_us
@@ -85,29 +86,29 @@ impl DeviceModel {
     }
 }
 
-/// Log-normal noise with median 1, a function of the seed and the step's number.
+/// Log-normal noise with median 1, as a function of the seed and the step's number.
 #[derive(Debug, Clone, Copy)]
 pub struct Jitter {
     sigma: f64,
     seed: u64,
-    /// The number of ranks that compute a step together, each with its own noise.
+    /// The number of ranks that compute a step together. Each has separate noise.
     ranks: u32,
 }
 
 impl Jitter {
-    /// Noise with the standard deviation `sigma` of its logarithm.
+    /// Creates noise whose logarithm has the standard deviation `sigma`.
     #[must_use]
     pub fn new(sigma: f64, seed: u64) -> Self {
         Self { sigma, seed, ranks: 1 }
     }
 
-    /// Gives a group of ranks its jitter: a step takes as long as its slowest rank.
+    /// Sets the number of ranks. A step takes as long as its slowest rank.
     #[must_use]
     pub fn of_ranks(self, ranks: u32) -> Self {
         Self { ranks: ranks.max(1), ..self }
     }
 
-    /// The factor of the time of step `step`.
+    /// Returns the factor for the time of step `step`.
     #[must_use]
     pub fn factor(&self, step: u64) -> f64 {
         if self.sigma == 0.0 {
@@ -117,7 +118,7 @@ impl Jitter {
     }
 
     fn factor_of(&self, rank: u64, step: u64) -> f64 {
-        // Two uniform numbers of 32 bits, made normal (Box and Muller 1958).
+        // Two uniform 32-bit numbers, converted to a normal one (Box and Muller 1958).
         let seed = if rank == 0 { self.seed } else { splitmix(self.seed ^ rank) };
         let bits = splitmix(splitmix(seed) ^ step);
         let unit = |bits: u64| ((bits & 0xffff_ffff) as f64 + 0.5) / 4_294_967_296.0;
@@ -127,7 +128,7 @@ impl Jitter {
     }
 }
 
-/// One step of SplitMix64 (Steele, Lea, Flood 2014).
+/// Returns the next output of SplitMix64 (Steele, Lea, Flood 2014).
 fn splitmix(seed: u64) -> u64 {
     let mut z = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -135,33 +136,33 @@ fn splitmix(seed: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// A device with a model, as the host sees it.
+/// A device that runs a model, with the times and sizes that a simulation needs.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Profile {
-    /// The built-in name, or the file's without its ending.
+    /// The built-in name, or the name of the file without its extension.
     #[serde(skip)]
     pub name: String,
-    /// Where the numbers come from: a measurement or a calculation.
+    /// The source of the values: a measurement or a calculation.
     pub origin: String,
-    /// The device.
+    /// The name of the device.
     pub device: String,
-    /// The model, and its data type.
+    /// The name of the model, and its data type.
     pub model: String,
-    /// Positions of the KV pool.
+    /// The size of the KV pool in positions.
     pub kv_tokens: u64,
-    /// Seconds from the start of the process until it takes plans.
+    /// Seconds from the start of the process until it is ready for plans.
     #[serde(default)]
     pub load_s: f64,
-    /// The time of a step.
+    /// The times of steps.
     pub time: DeviceModel,
-    /// The bytes of keys and values.
+    /// The sizes of keys and values.
     #[serde(default)]
     pub kv: KvModel,
-    /// The copies of pages between the device's memory and the host's.
+    /// The speed of page copies between the device's memory and the host's.
     #[serde(default)]
     pub copy: CopyModel,
-    /// The cost of rows of sparse slots, if the model chooses positions.
+    /// The cost of rows of sparse slots, if the model has sparse attention.
     #[serde(default, skip_serializing_if = "is_dense")]
     pub sparse: SparseModel,
     /// The recurrent states, if the model has recurrent layers.
@@ -177,38 +178,39 @@ fn is_dense(sparse: &SparseModel) -> bool {
     *sparse == SparseModel::default()
 }
 
-/// The bytes of keys and values.
+/// The sizes of keys and values.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct KvModel {
-    /// Bytes of a position over all layers, without index keys; 0: not known.
+    /// The size of one position over all layers in bytes, without index keys; 0 if it is not known.
     pub main_bytes_token: u64,
-    /// Bytes of a position's index keys over all layers that have any.
+    /// The size of one position's index keys in bytes, over all layers that have index keys.
     pub index_bytes_token: u64,
 }
 
-/// Copies of pages: one engine a direction, independent of the steps.
+/// The speed of page copies: one copy engine per direction, independent of the steps.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct CopyModel {
-    /// GB (10^9 bytes) a second from the device to the host; absent: no time.
+    /// The speed from the device to the host in GB (10^9 bytes) per second; absent if copies take
+    /// no time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub save_gbps: Option<f64>,
-    /// GB a second from the host to the device; absent: no time.
+    /// The speed from the host to the device in GB per second; absent if copies take no time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub restore_gbps: Option<f64>,
-    /// Microseconds that each copy takes in addition.
+    /// The time in microseconds that each copy takes in addition.
     pub latency_us: f64,
-    /// GB a second of all copies of a machine together; absent: no limit.
+    /// The speed of all copies of a machine together in GB per second; absent if it is not limited.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bus_gbps: Option<f64>,
-    /// The number of devices of a machine; absent: all devices are in one.
+    /// The number of devices per machine; absent if all devices are in one machine.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bus_devices: Option<u32>,
 }
 
 impl CopyModel {
-    /// Microseconds of a copy of `bytes` bytes.
+    /// Returns the time to copy `bytes` bytes in microseconds.
     #[must_use]
     pub fn copy_us(&self, direction: Direction, bytes: u64) -> u64 {
         let gbps = match direction {
@@ -217,12 +219,13 @@ impl CopyModel {
                 self.restore_gbps
             }
         };
-        // A GB a second is a thousand bytes a microsecond.
+        // One GB per second is a thousand bytes per microsecond.
         let moving = gbps.map_or(0.0, |gbps| bytes as f64 / (1000.0 * gbps));
         (self.latency_us + moving).round() as u64
     }
 
-    /// How long `bytes` bytes occupy the machine's bus, in microseconds; `None`: it has no limit.
+    /// Returns how long `bytes` bytes occupy the machine's bus in microseconds; `None` if the bus
+    /// is not limited.
     #[must_use]
     pub fn bus_us(&self, bytes: u64) -> Option<f64> {
         self.bus_gbps.map(|gbps| bytes as f64 / (1000.0 * gbps))
@@ -249,31 +252,31 @@ impl CopyModel {
     }
 }
 
-/// The reason why a profile can't be read.
+/// Why a profile could not be read.
 #[derive(Debug, Error)]
 pub enum ProfileError {
     /// The name is neither built in nor a file.
     #[error("{name} is neither a profile that is built in ({built_in}) nor a file")]
     Unknown {
-        /// The name that was asked for.
+        /// The requested name.
         name: String,
         /// The names of all built-in profiles.
         built_in: String,
     },
-    /// The file can't be read.
+    /// The file could not be read.
     #[error("{path}: {source}")]
     Read {
-        /// The file.
+        /// The path of the file.
         path: String,
-        /// Why.
+        /// The error of the system.
         source: std::io::Error,
     },
     /// The file is not a valid profile.
     #[error("profile {name}: {reason}")]
     Malformed {
-        /// The profile.
+        /// The name of the profile.
         name: String,
-        /// The fault and its place.
+        /// The fault and its location.
         reason: String,
     },
 }
@@ -289,15 +292,15 @@ const BUILT_IN: [(&str, &str); 7] = [
 ];
 
 impl Profile {
-    /// The profiles that are built in.
+    /// Returns the built-in profiles.
     ///
     /// # Errors
-    /// None: the tests read each.
+    /// Never fails: the tests read every built-in profile.
     pub fn built_in() -> Result<Vec<Self>, ProfileError> {
         BUILT_IN.iter().map(|(name, text)| Self::from_toml(name, text)).collect()
     }
 
-    /// The profile with a built-in name, or in a file.
+    /// Returns the built-in profile with this name, or reads the profile from a file.
     ///
     /// # Errors
     /// There is no such profile, or it is malformed.
@@ -317,11 +320,10 @@ impl Profile {
         Self::from_toml(&stem, &text)
     }
 
-    /// A profile from the content of its file.
+    /// Parses a profile from the content of its file.
     ///
     /// # Errors
-    /// It is not TOML, has keys that profiles don't have or lacks some, or a number is out of
-    /// range.
+    /// The text is not TOML, has unknown keys or lacks some, or a value is out of range.
     pub fn from_toml(name: &str, text: &str) -> Result<Self, ProfileError> {
         let malformed = |reason| ProfileError::Malformed { name: name.to_owned(), reason };
         let mut profile: Self =
@@ -340,10 +342,11 @@ impl Profile {
         Ok(profile)
     }
 
-    /// The content of the profile's file.
+    /// Returns the content of the profile's file.
     ///
     /// # Errors
-    /// A number that TOML can't represent, which no profile that was read or fitted has.
+    /// A number cannot be represented in TOML. This does not occur in a profile that was read or
+    /// fitted.
     pub fn to_toml(&self) -> Result<String, ProfileError> {
         toml::to_string(self).map_err(|error| ProfileError::Malformed {
             name: self.name.clone(),
@@ -351,7 +354,7 @@ impl Profile {
         })
     }
 
-    /// The bytes of a page; `apart`: index keys have pages of their own.
+    /// Returns the size of a page. `apart` is true if index keys are in separate pages.
     #[must_use]
     pub fn page_bytes(&self, page_size: u32, apart: bool) -> PageBytes {
         let bytes = |token: u64| token * u64::from(page_size);
@@ -365,8 +368,8 @@ impl Profile {
         }
     }
 
-    /// The ratio of a host tier of `bytes` bytes to the device's pages and state pages, which are
-    /// divided alike.
+    /// Returns the ratio of a host tier of `bytes` bytes to the device's pages and state pages. The
+    /// tier is divided into pages and state pages in the same proportion.
     #[must_use]
     pub fn host_ratio(&self, bytes: u64, [pages, state_pages]: [u32; 2], page_size: u32) -> f64 {
         let each = self.page_bytes(page_size, false);
@@ -374,8 +377,9 @@ impl Profile {
         bytes as f64 / device as f64
     }
 
-    /// The number of pages of the KV pool if requests may be sparse. The device then also holds the
-    /// index keys of `ratio` times as many pages. Both share the memory of [`Self::page_count`].
+    /// Returns the number of pages in the KV pool if requests may be sparse. The device then also
+    /// holds the index keys of `ratio` times as many pages. Both share the memory of
+    /// [`Self::page_count`].
     #[must_use]
     pub fn sparse_page_count(&self, page_size: u32, ratio: f64) -> u32 {
         let KvModel { main_bytes_token, index_bytes_token } = self.kv;
@@ -384,7 +388,7 @@ impl Profile {
         ((tokens / f64::from(page_size)) as u32).max(1)
     }
 
-    /// Pages of the KV pool.
+    /// Returns the number of pages in the KV pool.
     #[must_use]
     pub fn page_count(&self, page_size: u32, max_total_tokens: Option<u64>) -> u32 {
         let tokens = max_total_tokens.unwrap_or(self.kv_tokens);

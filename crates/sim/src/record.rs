@@ -1,4 +1,4 @@
-//! Records each step's load and its time on a device, for [`crate::fit`].
+//! Records the load of each step and its time on a device, for [`crate::fit`].
 
 use std::collections::VecDeque;
 use std::io::{BufWriter, Write};
@@ -14,21 +14,21 @@ use tracing::{error, info};
 
 use crate::load::StepLoad;
 
-/// The number of steps that may wait for the file. If writing is slower than the device, steps are
-/// dropped, and the device is not delayed.
+/// The number of steps that may wait to be written. If writing is slower than the device, steps are
+/// dropped, so that the device is not delayed.
 const QUEUE: usize = 16_384;
 
 /// A line of a recording.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct StepRecord {
-    /// The step's number.
+    /// The number of the step.
     pub step: u64,
     /// The load of the step.
     #[serde(flatten)]
     pub load: StepLoad,
-    /// Microseconds that the device computed.
+    /// The device's compute time in microseconds.
     pub device_us: u32,
-    /// Microseconds that it had waited since the step before.
+    /// The time in microseconds for which the device was idle before the step.
     pub gap_us: u32,
 }
 
@@ -36,15 +36,15 @@ pub struct StepRecord {
 pub struct Recorder {
     inner: Box<dyn Executor>,
     in_flight: VecDeque<StepLoad>,
-    /// `None` only while it is being dropped.
+    /// The channel to the writer; `None` only while the recorder is being dropped.
     steps: Option<Sender<StepRecord>>,
     dropped: u64,
     writer: Option<JoinHandle<()>>,
 }
 
 impl Recorder {
-    /// Records the steps of `inner` into `file`, one JSON object a line, written by a thread of its
-    /// own.
+    /// Records the steps of `inner` into `file`, one JSON object per line. A separate thread writes
+    /// the file.
     ///
     /// # Errors
     /// The thread could not be created.
@@ -109,7 +109,7 @@ impl Executor for Recorder {
         let signal = self.inner.wait(timeout_us);
         match &signal {
             Signal::Result(results) => {
-                // A step that only waits for copies has no computing time.
+                // A step that only waits for copies has no compute time.
                 if let Some(load) = self.in_flight.pop_front().filter(|load| load.rows > 0)
                     && let [result] = &results[..]
                 {
@@ -152,7 +152,7 @@ impl Drop for Recorder {
     fn drop(&mut self) {
         self.steps = None;
         if let Some(writer) = self.writer.take() {
-            // The writer thread has reported its errors itself.
+            // The writer thread has already reported its errors.
             let _ = writer.join();
         }
         if self.dropped > 0 {

@@ -1,4 +1,4 @@
-//! Measured steps from files.
+//! Reads measured steps from files.
 
 use std::path::Path;
 
@@ -13,32 +13,32 @@ use crate::record::StepRecord;
 pub struct Sample {
     /// The load of the step.
     pub load: StepLoad,
-    /// Microseconds that it took.
+    /// The measured time in microseconds.
     pub step_us: f64,
 }
 
-/// Why there is nothing to fit.
+/// Why no profile could be fitted.
 #[derive(Debug, Error)]
 pub enum FitError {
-    /// The file can't be read.
+    /// The file could not be read.
     #[error("{path}: {source}")]
     Read {
-        /// The file.
+        /// The path of the file.
         path: String,
-        /// Why.
+        /// The error of the system.
         source: std::io::Error,
     },
     /// A line is neither a recorded step nor a row of a table.
     #[error("{path}, line {line}: {reason}")]
     Malformed {
-        /// The file.
+        /// The path of the file.
         path: String,
-        /// The line, from 1.
+        /// The line, counted from 1.
         line: u64,
-        /// The fault.
+        /// Why the line is invalid.
         reason: String,
     },
-    /// There are too few steps that took any time.
+    /// Too few steps took any time.
     #[error("{found} steps that took time are too few to fit a profile: at least {needed}")]
     TooFew {
         /// The number of steps that took time.
@@ -76,14 +76,14 @@ impl From<TableRow> for Sample {
     }
 }
 
-/// The steps of a recording (one JSON object a line, as a [`crate::Recorder`] writes them), or of a
-/// CSV table with the columns `rows`, `prefill_tokens`, `context` and `step_us`.
+/// Reads the steps of a recording (one JSON object per line, as a [`crate::Recorder`] writes them),
+/// or of a CSV table with the columns `rows`, `prefill_tokens`, `context` and `step_us`.
 ///
-/// Without a column `decode_rows`, each step with prefill tokens is taken to have one prefill row.
-/// Without `attention`, the other columns absorb its cost.
+/// Without a column `decode_rows`, each step with prefill tokens is assumed to have one prefill
+/// row. Without `attention`, the other columns absorb its cost.
 ///
 /// # Errors
-/// The file can't be read or is neither.
+/// The file could not be read, or has neither format.
 pub fn read_samples(path: &Path) -> Result<Vec<Sample>, FitError> {
     let name = path.display().to_string();
     let text = std::fs::read_to_string(path)

@@ -1,20 +1,21 @@
-//! Non-negative least squares for a handful of columns.
+//! Solves non-negative least squares with few columns.
 
 /// The largest number of columns.
 pub(crate) const COLUMNS: usize = 5;
 
-/// One equation: the columns, and their sum.
+/// One linear equation: the values of the columns, and the value that their weighted sum should
+/// have.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Equation {
     pub(crate) columns: [f64; COLUMNS],
     pub(crate) target: f64,
 }
 
-/// The coefficients, none below 0, that make the weighted squares of the errors least.
+/// Returns the coefficients, none below 0, that minimise the weighted sum of the squared errors.
 ///
-/// The solution equals the unconstrained solution on the columns that it uses (Lawson and Hanson
-/// 1974). So with few columns, the best non-negative unconstrained solution over all subsets is
-/// exact. Columns that depend linearly on others are left out.
+/// The solution equals the unconstrained solution on the columns with positive coefficients (Lawson
+/// and Hanson 1974). With few columns, all subsets can be tried: the best unconstrained solution
+/// without a negative coefficient is exact. Columns that depend linearly on others are left out.
 pub(crate) fn non_negative(
     equations: impl Iterator<Item = (Equation, f64)> + Clone,
 ) -> [f64; COLUMNS] {
@@ -27,7 +28,7 @@ pub(crate) fn non_negative(
     for sum in &mut scale {
         *sum = sum.sqrt();
     }
-    // The normal equations of columns of length 1.
+    // The normal equations, with the columns scaled to length 1.
     let mut gram = [[0.0; COLUMNS]; COLUMNS];
     let mut right = [0.0; COLUMNS];
     for (equation, weight) in equations {
@@ -45,8 +46,8 @@ pub(crate) fn non_negative(
     let mut best = ([0.0; COLUMNS], 0.0);
     for subset in 1_u32..1 << COLUMNS {
         let Some(found) = on_subset(&gram, &right, subset) else { continue };
-        // At an unconstrained solution the squares are reduced by the product of solution and right
-        // side.
+        // An unconstrained solution reduces the sum of squares by the scalar product of the
+        // solution and the right side.
         let gain: f64 = found.iter().zip(right).map(|(x, b)| x * b).sum();
         if found.iter().all(|&x| x >= 0.0) && gain > best.1 {
             best = (found, gain);
@@ -59,8 +60,8 @@ pub(crate) fn non_negative(
     solution
 }
 
-/// The unconstrained solution on the columns of `subset`, by Cholesky decomposition; `None`: they
-/// depend on each other.
+/// Returns the unconstrained solution on the columns of `subset`, by Cholesky decomposition; `None`
+/// if they are linearly dependent.
 fn on_subset(
     gram: &[[f64; COLUMNS]; COLUMNS],
     right: &[f64; COLUMNS],

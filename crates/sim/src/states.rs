@@ -1,30 +1,31 @@
-//! The recurrent states of the simulated device: for each, the number of positions that it covers.
+//! The recurrent states of the simulated device. Only the number of positions that each state
+//! covers is simulated.
 
 use std::collections::HashMap;
 
 use forebay_protocol::{StepPlan, Want};
 use serde::{Deserialize, Serialize};
 
-/// The recurrent states of a model, and their pages.
+/// The size and number of a model's recurrent states.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct StateModel {
-    /// Bytes of the states of one request over all layers; 0: the model has none.
+    /// The size of the states of one request over all layers in bytes; 0 if the model has none.
     pub bytes: u64,
-    /// State pages.
+    /// The number of state pages.
     pub pages: u32,
-    /// GB (10^9 bytes) a second at which states are copied to pages and back, between the rows of
-    /// steps; absent: no time.
+    /// The speed in GB (10^9 bytes) per second at which states are copied to pages and back,
+    /// between the rows of steps; absent if copies take no time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub copy_gbps: Option<f64>,
 }
 
 impl StateModel {
-    /// Microseconds of a plan's copies of states.
+    /// Returns the time of a plan's state copies in microseconds.
     pub(crate) fn copy_us(&self, plan: &StepPlan) -> f64 {
         let copies = plan.state_loads().len() + plan.state_saves().len();
         let bytes = copies as f64 * self.bytes as f64;
-        // A GB a second is a thousand bytes a microsecond.
+        // One GB per second is a thousand bytes per microsecond.
         self.copy_gbps.map_or(0.0, |gbps| bytes / (1000.0 * gbps))
     }
 
@@ -39,28 +40,29 @@ impl StateModel {
     }
 }
 
-/// The numbers of positions that the states of slots and pages cover.
+/// The number of positions that each state of a slot or page covers.
 #[derive(Debug, Default)]
 pub(crate) struct States {
-    /// For each slot, its covered positions, and whether the last one may be computed again because
-    /// its mask was late.
+    /// Per slot, the number of positions, and whether the last position may be computed again
+    /// because its mask was late.
     slots: HashMap<u32, (u32, bool)>,
-    /// For each page; `None`: the state was borrowed from another replica, which has its number.
+    /// Per state page, the number of positions; `None` for a state from another replica, whose
+    /// number of positions is not known here.
     pages: HashMap<u32, Option<u32>>,
-    /// For each page of the host tier, which outlives the device.
+    /// The same per state page of the host tier. The host tier survives a restart of the device.
     host: HashMap<u32, Option<u32>>,
 }
 
 impl States {
-    /// The states of the next device: only those in the host tier.
+    /// Returns the states with which the next device starts: only those in the host tier.
     pub(crate) fn of_next_device(&mut self) -> Self {
         Self { host: std::mem::take(&mut self.host), ..Self::default() }
     }
 
-    /// Applies a plan.
+    /// Applies a plan to the states.
     ///
     /// # Errors
-    /// A row begins where its slot's state does not end, or a page that is loaded, saved or copied
+    /// A row does not begin where its slot's state ends, or a page that is loaded, saved or copied
     /// has no state or does not exist.
     pub(crate) fn advance(&mut self, plan: &StepPlan, pages: u32) -> Result<(), String> {
         for new in plan.new_slots() {
@@ -92,7 +94,7 @@ impl States {
         self.copy(plan)
     }
 
-    /// Copies states at once, because they are unused until the ends of the copies are reported.
+    /// Copies states at once: plans do not use a copy before its end is reported.
     fn copy(&mut self, plan: &StepPlan) -> Result<(), String> {
         for copy in plan.copies().filter(|copy| copy.direction.is_of_state()) {
             let page = copy.hot.unwrap_or_default();

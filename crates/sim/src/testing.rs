@@ -1,4 +1,4 @@
-//! A kit for tests of engines: an engine on a simulated hand, and the outcomes of its requests.
+//! Helpers for tests of engines: an engine on a simulated hand, and the outcomes of its requests.
 //!
 //! ```
 //! use forebay_sim::testing::{VOCAB, alone, text};
@@ -20,21 +20,22 @@ use forebay_engine::{
 
 use crate::{SimClock, SimConfig, SimControl, SimExecutor, SimText, next_token};
 
-/// Tokens of the vocabulary of [`text`].
+/// The size of the vocabulary of [`text`].
 pub const VOCAB: u32 = 1000;
-/// Far longer than anything here takes, so a test that reaches it hangs.
+/// How long tests wait before they fail: far longer than any correct step of a test takes.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
-/// Called with every batch on the engine thread, so that faults can be injected at an exact step.
+/// A hook that is called with every batch of outputs on the engine thread, so that faults can be
+/// injected at an exact step.
 pub type Hook = Box<dyn FnMut(&SimControl, &[Output]) + Send>;
 
-/// A hook that does nothing.
+/// Returns a hook that does nothing.
 #[must_use]
 pub fn quiet() -> Hook {
     Box::new(|_, _| {})
 }
 
-/// A hook that injects a fault at the first step with outputs.
+/// Returns a hook that injects a fault at the first step with outputs.
 #[must_use]
 pub fn once(mut breaking: impl FnMut(&SimControl) + Send + 'static) -> Hook {
     let mut done = false;
@@ -52,13 +53,13 @@ pub struct ChannelSink {
 }
 
 impl ChannelSink {
-    /// A sink without a hook.
+    /// Creates a sink without a hook.
     #[must_use]
     pub fn new(outputs: Sender<Vec<Output>>) -> Self {
         Self { outputs, look: None }
     }
 
-    /// A sink whose hook sees outputs before the test does.
+    /// Creates a sink whose hook gets the outputs before the test does.
     #[must_use]
     pub fn hooked(outputs: Sender<Vec<Output>>, control: SimControl, hook: Hook) -> Self {
         Self { outputs, look: Some((control, hook)) }
@@ -70,29 +71,29 @@ impl OutputSink for ChannelSink {
         if let Some((control, hook)) = &mut self.look {
             hook(control, &outputs);
         }
-        // The test may be over.
+        // The test may have ended.
         let _ = self.outputs.send(outputs);
     }
 }
 
-/// All events and tokens of a request.
+/// The events of a request: its admission, tokens and end.
 #[derive(Debug, Default, PartialEq)]
 pub struct Story {
-    /// Admissions, of which there is one at most.
+    /// The number of admissions, at most one.
     pub admissions: usize,
-    /// Tokens of the prompt that were found in a tier.
+    /// The number of prompt tokens that were found in the cache.
     pub cached_tokens: u32,
     /// The generated tokens.
     pub tokens: Vec<i32>,
-    /// The end; `None` before it.
+    /// The reason for the end; `None` before the end.
     pub end: Option<FinishReason>,
 }
 
 impl Story {
-    /// Adds an output; true if it is the end.
+    /// Adds an output. True if it ends the request.
     ///
     /// # Panics
-    /// The story has ended already, or the request is admitted twice.
+    /// The request has already ended, or is admitted twice.
     pub fn push(&mut self, output: Output) -> bool {
         assert_eq!(self.end, None, "something after the end: {output:?}");
         if let Some(admission) = output.admission {
@@ -100,7 +101,7 @@ impl Story {
             self.cached_tokens += admission.cached_tokens;
         }
         if let Some(token) = output.token {
-            // A request that another engine has admitted continues without an admission here.
+            // A request that was admitted by another engine continues here without an admission.
             assert!(self.admissions <= 1, "admitted twice");
             self.tokens.push(token.id);
         }
@@ -108,17 +109,17 @@ impl Story {
         self.end.is_some()
     }
 
-    /// The tokens and the end.
+    /// Returns the tokens and the reason for the end.
     ///
     /// # Panics
-    /// The story has not ended.
+    /// The request has not ended.
     #[must_use]
     pub fn whole(self) -> (Vec<i32>, FinishReason) {
         (self.tokens, self.end.expect("it has ended"))
     }
 }
 
-/// Adds outputs to the stories of their requests; returns the requests that ended with them.
+/// Adds outputs to the stories of their requests. Returns the requests that ended.
 pub fn tell(stories: &mut HashMap<u64, Story>, outputs: Vec<Output>) -> Vec<u64> {
     let mut ended = Vec::new();
     for output in outputs {
@@ -130,25 +131,25 @@ pub fn tell(stories: &mut HashMap<u64, Story>, outputs: Vec<Output>) -> Vec<u64>
     ended
 }
 
-/// The tokens and the end of each story.
+/// Returns the tokens and the reason for the end of each story.
 #[must_use]
 pub fn wholes<K: Eq + Hash>(stories: HashMap<K, Story>) -> HashMap<K, (Vec<i32>, FinishReason)> {
     stories.into_iter().map(|(id, story)| (id, story.whole())).collect()
 }
 
-/// The parts of a [`Rig`] without its settings.
+/// The parts of a [`Rig`], except its settings.
 pub struct RigParts {
-    /// The hook of each member; more than one only in a step group.
+    /// The hook of each member. Only a step group has more than one member.
     pub hooks: Vec<Hook>,
-    /// Gets the changes of the first member's prefix cache.
+    /// Receives the changes of the first member's prefix cache.
     pub blocks: Option<Box<dyn BlockObserver>>,
     /// The first member's access to other engines.
     pub peers: Option<Box<dyn Peers>>,
-    /// Breaks the hand before it starts.
+    /// Injects faults before the hand starts.
     pub breaking: Box<dyn FnOnce(&SimControl)>,
-    /// The engine's clock, made of the simulation's.
+    /// Creates the engine's clock from the clock of the simulation.
     pub clock: fn(SimClock) -> Arc<dyn Clock>,
-    /// The engine's executor, made of the simulated one.
+    /// Creates the engine's executor from the simulated one.
     pub executor: Box<dyn FnOnce(SimExecutor) -> Box<dyn Executor>>,
 }
 
@@ -165,15 +166,15 @@ impl Default for RigParts {
     }
 }
 
-/// An engine on a simulated hand. Dropping it stops the engine.
+/// An engine on a simulated hand. Dropping the rig stops the engine.
 pub struct Rig {
-    /// The first member.
+    /// The handle of the first member.
     pub handle: EngineHandle,
-    /// All members.
+    /// The handles of all members.
     pub handles: Vec<EngineHandle>,
-    /// The simulation's clock.
+    /// The clock of the simulation.
     pub clock: SimClock,
-    /// Faults of the hand, and the flow of time.
+    /// Injects faults into the hand, and stops and releases the time.
     pub control: SimControl,
     /// The outputs of all members.
     pub outputs: Receiver<Vec<Output>>,
@@ -186,7 +187,7 @@ impl Rig {
     /// Starts the engine.
     ///
     /// # Panics
-    /// The system can't start a thread.
+    /// The system cannot start a thread.
     #[must_use]
     pub fn start(config: EngineConfig, sim: SimConfig, parts: RigParts) -> Self {
         let RigParts { hooks, mut blocks, mut peers, breaking, clock: clock_of, executor: around } =
@@ -200,7 +201,7 @@ impl Rig {
         let hooks = hooks.into_iter().map(|hook| {
             let ended = ended.clone();
             let on_exit = Box::new(move || {
-                // The test may be over.
+                // The test may have ended.
                 let _ = ended.send(());
             });
             let sink = Box::new(ChannelSink::hooked(sender.clone(), control.clone(), hook));
@@ -214,8 +215,8 @@ impl Rig {
         Self { handle: handles[0].clone(), handles, clock, control, outputs, exit, thread }
     }
 
-    /// Waits until no member is starting any more, and stops the clock, because virtual time would
-    /// run ahead of the test's submits.
+    /// Waits until no member is starting, and stops the time. Otherwise virtual time would run
+    /// ahead of the requests that the test submits.
     #[must_use]
     pub fn held(self) -> Self {
         for handle in &self.handles {
@@ -225,22 +226,22 @@ impl Rig {
         self
     }
 
-    /// Waits for a status of the first member.
+    /// Waits until the first member has a status that `wanted` accepts, and returns it.
     pub fn settled(&self, wanted: impl Fn(&Status) -> bool) -> Status {
         settled(&self.handle, wanted)
     }
 
-    /// Lets time run, and follows the outputs until `count` requests have ended.
+    /// Releases the time, and collects the outputs until `count` requests have ended.
     #[must_use]
     pub fn follow(&self, count: usize) -> HashMap<u64, Story> {
         self.control.release();
         self.collect(count)
     }
 
-    /// Follows the outputs until `count` requests have ended.
+    /// Collects the outputs until `count` requests have ended.
     ///
     /// # Panics
-    /// No outputs come any more.
+    /// The outputs stop before that.
     #[must_use]
     pub fn collect(&self, mut count: usize) -> HashMap<u64, Story> {
         let mut stories = HashMap::new();
@@ -251,15 +252,15 @@ impl Rig {
         stories
     }
 
-    /// Stops the engine and waits for its end.
+    /// Stops the engine and waits until its thread has ended.
     pub fn end(self) {
         self.handle.stop();
         self.thread.join();
     }
 }
 
-/// Waits for a status. There is no event to wait for, and no assertion depends on how long it
-/// takes.
+/// Waits for a status that `wanted` accepts, and returns it. It polls, because there is no event to
+/// wait for. No assertion depends on how long this takes.
 pub fn settled(handle: &EngineHandle, wanted: impl Fn(&Status) -> bool) -> Status {
     loop {
         let status = handle.status();
@@ -270,20 +271,20 @@ pub fn settled(handle: &EngineHandle, wanted: impl Fn(&Status) -> bool) -> Statu
     }
 }
 
-/// Text in which any token may follow any other, and none is an end.
+/// Returns the rule for text in which any token may follow any other, without an end token.
 #[must_use]
 pub fn text() -> SimText {
     SimText::endless((0..VOCAB as i32).collect())
 }
 
-/// A request of text, with parameters that have no effect.
+/// Creates a generation request with default values of all other parameters.
 #[must_use]
 pub fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> EngineRequest {
     let request = Request { id, prompt: prompt.into(), max_tokens, ..Request::default() };
     EngineRequest { request, ..EngineRequest::default() }
 }
 
-/// Prompts of many lengths. Every third begins with the same `common` tokens.
+/// Returns prompts of many lengths. Every third prompt starts with the same `common` tokens.
 #[must_use]
 pub fn prompt(id: u64, common: i32) -> Vec<i32> {
     let common = if id.is_multiple_of(3) { common } else { 0 };
@@ -291,7 +292,7 @@ pub fn prompt(id: u64, common: i32) -> Vec<i32> {
     (0..common).chain((0..own).map(|i| (id as i32 * 31 + i) % VOCAB as i32)).collect()
 }
 
-/// The tokens that a request with this prompt gets when it runs alone.
+/// Returns the tokens that a request with this prompt gets when it runs alone.
 #[must_use]
 pub fn alone(mut tokens: Vec<i32>, count: u32) -> Vec<i32> {
     let (text, start) = (text(), tokens.len());

@@ -1,21 +1,22 @@
-//! The answer of a simulated request: words chosen by a hash of all earlier words, and an end.
+//! Generates the answers of simulated requests: words chosen by a hash of all preceding tokens, and
+//! an end.
 
 use std::fmt;
 use std::sync::Arc;
 
-/// Constants of a multiply-and-fold hash; any odd numbers with about half of their bits set will
+/// Constants of a multiply-and-fold hash. Any odd numbers with about half of their bits set will
 /// do.
 const SPREAD: u64 = 0x9e37_79b9_7f4a_7c15;
 const FOLD: u64 = 0xd6e8_feb8_6659_fd93;
 
-/// Scripted answers.
+/// A source of scripted answers.
 pub trait Script: fmt::Debug + Send + Sync {
-    /// The tokens of the answer to this prompt, including the end token; `None`: made-up text. The
-    /// same prompt always gets the same answer.
+    /// Returns the tokens of the answer to this prompt, including the end token; `None` if the
+    /// answer is generated. The same prompt always gets the same answer.
     fn answer(&self, prompt: &[i32]) -> Option<Arc<[i32]>>;
 }
 
-/// The rule by which simulated text is made.
+/// The rule by which simulated text is generated.
 #[derive(Debug, Clone)]
 pub struct SimText {
     words: Arc<[i32]>,
@@ -26,10 +27,10 @@ pub struct SimText {
 }
 
 impl SimText {
-    /// Text of tokens from `words`, all equally likely, without an end token.
+    /// Generates tokens from `words`, all equally likely, without an end token.
     ///
     /// # Panics
-    /// Without words there is no text to generate.
+    /// `words` is empty.
     #[must_use]
     pub fn endless(mut words: Vec<i32>) -> Self {
         assert!(!words.is_empty(), "there is nothing to say");
@@ -37,32 +38,33 @@ impl SimText {
         Self { words: words.into(), end: None, mean_tokens: 0, vector_size: 1, script: None }
     }
 
-    /// Text whose answers end with the token `end`. Answers have `mean_tokens` tokens on average,
-    /// including `end`. Their lengths are uniform over `1 ..= 2 * mean_tokens - 1`, chosen by a
-    /// hash of the prompt.
+    /// Generates answers that end with the token `end`. Answers have `mean_tokens` tokens on
+    /// average, including `end`. Their lengths are uniform over `1 ..= 2 * mean_tokens - 1`, chosen
+    /// by a hash of the prompt.
     #[must_use]
     pub fn ending(words: Vec<i32>, end: i32, mean_tokens: u32) -> Self {
         Self { end: Some(end), mean_tokens: mean_tokens.max(1), ..Self::endless(words) }
     }
 
-    /// Simulates a pooling model with vectors of `size` numbers.
+    /// Simulates a pooling model with embeddings of `size` dimensions.
     #[must_use]
     pub fn with_vectors(self, size: u32) -> Self {
         Self { vector_size: size.max(1) as usize, ..self }
     }
 
-    /// Text with answers from `script` for the prompts in it.
+    /// Uses the answers of `script` for the prompts that it covers.
     #[must_use]
     pub fn scripted(self, script: Arc<dyn Script>) -> Self {
         Self { script: Some(script), ..self }
     }
 
-    /// The scripted answer to a prompt.
+    /// Returns the scripted answer to a prompt; `None` if there is none.
     pub(crate) fn script(&self, prompt: &[i32]) -> Option<Arc<[i32]>> {
         self.script.as_ref()?.answer(prompt)
     }
 
-    /// The word `rank` places after `token`: a simulated alternative, nearly as likely.
+    /// Returns the word that is `rank` positions after `token` in the list of words: a simulated
+    /// alternative, nearly as likely.
     pub(crate) fn alternative(&self, token: i32, rank: usize) -> i32 {
         match self.words.binary_search(&token) {
             Ok(at) => self.words[(at + rank) % self.words.len()],
@@ -71,23 +73,23 @@ impl SimText {
         }
     }
 
-    /// The number of tokens of the answer to a prompt, including `end`.
+    /// Returns the number of tokens of the answer to a prompt, including `end`.
     fn answer_length(&self, prompt: Mix) -> u32 {
         let lengths = 2 * u64::from(self.mean_tokens) - 1;
         1 + prompt.draw(SPREAD, lengths) as u32
     }
 }
 
-/// The token that follows `tokens`, of which the first `prompt_len` are the prompt, when nothing is
-/// suppressed.
+/// Returns the token that follows `tokens` if nothing is suppressed. The first `prompt_len` tokens
+/// are the prompt.
 #[must_use]
 pub fn next_token(text: &SimText, tokens: &[i32], prompt_len: usize) -> i32 {
     let mut sequence = Sequence::new(text, tokens, prompt_len, 0);
     sequence.say(text, &[], &[])
 }
 
-/// The vector of a prompt, normalised to length 1 (or a single number between -1 and 1): a hash of
-/// all its tokens.
+/// Returns the embedding of a prompt, normalised to length 1, or a single number between -1 and 1.
+/// It is a hash of all tokens.
 #[must_use]
 pub fn vector(text: &SimText, prompt: &[i32]) -> Vec<f32> {
     let mut vector = Vec::with_capacity(text.vector_size);
@@ -95,7 +97,7 @@ pub fn vector(text: &SimText, prompt: &[i32]) -> Vec<f32> {
     vector
 }
 
-/// All tokens of a slot in 64 bits.
+/// A 64-bit hash of all tokens of a slot.
 #[derive(Debug, Clone, Copy)]
 struct Mix(u64);
 
@@ -106,7 +108,7 @@ impl Mix {
         self.0 = fold(self.0 ^ u64::from(token.cast_unsigned()), FOLD).rotate_left(23) ^ FOLD;
     }
 
-    /// A number below `below`.
+    /// Returns a pseudorandom number below `below`.
     fn draw(self, purpose: u64, below: u64) -> u64 {
         let mixed = fold(self.0 ^ purpose, SPREAD);
         ((u128::from(mixed) * u128::from(below)) >> 64) as u64
@@ -118,13 +120,13 @@ fn fold(a: u64, b: u64) -> u64 {
     (product >> 64) as u64 ^ product as u64
 }
 
-/// A slot's tokens, reduced to what the next one depends on.
+/// The state of a slot that determines the next token.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sequence {
     mix: Mix,
-    /// Tokens so far.
+    /// The number of tokens so far.
     pub(crate) length: u32,
-    /// The position of the end; `u32::MAX`: none.
+    /// The position of the end token; `u32::MAX` if there is none.
     end_at: u32,
 }
 
@@ -135,7 +137,7 @@ impl Default for Sequence {
 }
 
 impl Sequence {
-    /// A slot written with `tokens`; no stop id may come before position `min_total`.
+    /// Creates the state after `tokens`. No stop id may come before position `min_total`.
     pub(crate) fn new(text: &SimText, tokens: &[i32], prompt_len: usize, min_total: u32) -> Self {
         let (prompt, said) = tokens.split_at(prompt_len.min(tokens.len()));
         let mut sequence = Self::default();
@@ -155,7 +157,7 @@ impl Sequence {
         self.length += tokens.len() as u32;
     }
 
-    /// Adds the vector of all tokens so far to `out`.
+    /// Appends the embedding of all tokens so far to `out`.
     pub(crate) fn pool(&self, text: &SimText, out: &mut Vec<f32>) {
         const STEPS: u64 = 1 << 24;
         let from = out.len();
@@ -169,20 +171,20 @@ impl Sequence {
         }
     }
 
-    /// The number of tokens that a row gives, from 1 to `most`, chosen by a hash of all tokens so
-    /// far.
+    /// Returns the number of tokens that a row returns, from 1 to `most`, chosen by a hash of all
+    /// tokens so far.
     pub(crate) fn count(&self, most: u32) -> u32 {
         1 + self.mix.draw(FOLD, u64::from(most.max(1))) as u32
     }
 
-    /// The next token, which was written down.
+    /// Appends and returns a token that is prescribed by a script.
     pub(crate) fn repeat(&mut self, token: i32) -> i32 {
         self.extend(&[token]);
         token
     }
 
-    /// The next token, allowed by `mask`: the end token if allowed, otherwise any allowed one with
-    /// equal probability.
+    /// Generates the next token among those that `mask` allows: the end token if it is allowed,
+    /// otherwise any allowed token with equal probability.
     pub(crate) fn say_masked(&mut self, text: &SimText, mask: &[u32]) -> i32 {
         let token = text.end.filter(|&end| has(mask, end)).unwrap_or_else(|| {
             let count: u64 = mask.iter().map(|word| u64::from(word.count_ones())).sum();
@@ -193,7 +195,7 @@ impl Sequence {
         token
     }
 
-    /// The next token: none of `suppressed`, and one of `allowed` unless that is empty.
+    /// Generates the next token: none of `suppressed`, and one of `allowed` unless that is empty.
     pub(crate) fn say(&mut self, text: &SimText, suppressed: &[i32], allowed: &[i32]) -> i32 {
         let words = if allowed.is_empty() { &text.words } else { allowed };
         let token = match text.end {
@@ -205,7 +207,7 @@ impl Sequence {
             _ => {
                 let count = words.len();
                 let mut at = self.mix.draw(u64::from(self.length), count as u64) as usize;
-                // If every word is suppressed, one of them is used anyway.
+                // If every word is suppressed, one of them is used nevertheless.
                 for _ in 0..suppressed.len() {
                     if !suppressed.contains(&words[at]) {
                         break;
@@ -221,13 +223,13 @@ impl Sequence {
     }
 }
 
-/// True if a mask has a token.
+/// True if a mask allows the token `id`.
 pub(crate) fn has(mask: &[u32], id: i32) -> bool {
     let at = id as usize;
     mask.get(at / 32).is_some_and(|word| word >> (at % 32) & 1 == 1)
 }
 
-/// Number `nth` of the tokens of a mask.
+/// Returns the token with index `nth` among those that a mask allows.
 fn nth(mask: &[u32], mut nth: u64) -> i32 {
     for (at, &word) in mask.iter().enumerate() {
         let count = u64::from(word.count_ones());
@@ -254,7 +256,7 @@ mod tests {
         (100..200).collect()
     }
 
-    /// The tokens after `prompt`, until the end or `most` tokens.
+    /// Generates the tokens after `prompt`, until the end token or `most` tokens.
     fn answer(text: &SimText, prompt: &[i32], most: usize) -> Vec<i32> {
         let mut tokens = prompt.to_vec();
         while tokens.len() < prompt.len() + most && tokens.last() != Some(&END) {
@@ -280,7 +282,8 @@ mod tests {
         for token in answer(&text, &[1], 20_000) {
             seen[(token - 100) as usize] += 1;
         }
-        // Poisson with mean 200, so this allows more than 7 standard deviations on either side.
+        // A Poisson distribution with mean 200, so this allows more than 7 standard deviations on
+        // either side.
         assert!(seen.iter().all(|n| (100..300).contains(n)), "{seen:?}");
     }
 

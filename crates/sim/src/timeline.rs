@@ -1,4 +1,4 @@
-//! When the steps of a simulated device begin and end.
+//! Determines when the steps of a simulated device start and end.
 
 use std::collections::HashSet;
 
@@ -10,31 +10,33 @@ use crate::load::StepLoad;
 use crate::profile::{CopyModel, DeviceModel, Jitter};
 use crate::states::StateModel;
 
-/// The extra cost of a sparse slot's row, in a model with sparse attention. The number of misses is
-/// not simulated but given, as `miss_rows`.
+/// The additional cost of the rows of sparse slots, for a model with sparse attention. The number
+/// of misses is not simulated but configured, as `miss_rows`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SparseModel {
-    /// The number of positions that a row chooses in each layer; 0: the model chooses none.
+    /// The number of positions that a row selects in each layer; 0 if the model has no sparse
+    /// attention.
     pub top_k: u32,
-    /// The number of chosen positions that are neither in a hot row nor on a page.
+    /// The number of selected positions that are neither in a hot row nor on a page.
     pub miss_rows: f64,
-    /// Layers that copy missing rows.
+    /// The number of layers that copy missing positions.
     pub layers: u32,
-    /// Bytes of a position in one layer.
+    /// The size of a position in one layer, in bytes.
     pub row_bytes: f64,
-    /// The speed at which single positions come from host memory, in GB (10^9 bytes) a second;
-    /// absent: no time.
+    /// The speed at which single positions are read from host memory, in GB (10^9 bytes) per
+    /// second; absent if this takes no time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gather_gbps: Option<f64>,
 }
 
 impl SparseModel {
-    /// The time that `rows` missing rows of sparse slots take, in microseconds.
+    /// Returns the time in microseconds to read the missing positions of `rows` rows of sparse
+    /// slots.
     #[must_use]
     pub fn gather_us(&self, rows: u32) -> f64 {
         let bytes = f64::from(rows) * self.miss_rows * f64::from(self.layers) * self.row_bytes;
-        // A GB a second is a thousand bytes a microsecond.
+        // One GB per second is a thousand bytes per microsecond.
         self.gather_gbps.map_or(0.0, |gbps| bytes / (1000.0 * gbps))
     }
 
@@ -59,52 +61,52 @@ impl SparseModel {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum SaveOrder {
-    /// Saves delay no work.
+    /// Nothing waits for saves.
     #[default]
     Behind,
-    /// The rows of the next plan, on the device.
+    /// The rows of the next plan wait on the device.
     Fence,
-    /// The next plan: the host prepares it after the saves (as SGLang did before #21932).
+    /// The next plan waits: the host prepares it after the saves (as SGLang did before #21932).
     Inline,
 }
 
-/// The times of a device.
+/// The times and sizes of a device.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Timing {
-    /// Steps.
+    /// The times of steps.
     pub model: DeviceModel,
-    /// Copies of pages.
+    /// The speed of page copies.
     pub copy: CopyModel,
     /// The bytes of a page.
     pub bytes: PageBytes,
-    /// Rows of sparse slots.
+    /// The cost of rows of sparse slots.
     pub sparse: SparseModel,
-    /// Recurrent states.
+    /// The recurrent states.
     pub states: StateModel,
     /// The work that waits for saves.
     pub save_order: SaveOrder,
-    /// The number of ranks that compute each step together; the model's times are those of a
-    /// typical rank. 0 and 1: one.
+    /// The number of ranks that compute each step together. The times of `model` are those of a
+    /// typical rank. 0 and 1 both mean one rank.
     pub ranks: u32,
 }
 
-/// The time for which a step was computed.
+/// The time in which a step was computed.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Span {
-    /// The first microsecond.
+    /// The start of the span.
     pub start_us: u64,
-    /// The first microsecond after the span.
+    /// The end of the span, exclusive.
     pub end_us: u64,
     /// The time since the end of the previous step.
     pub gap_us: u64,
 }
 
-/// The timeline of one device. The caller supplies the time.
+/// The timeline of one device. The caller passes the current time.
 #[derive(Debug)]
 pub struct Timeline {
     timing: Timing,
     jitter: Jitter,
-    /// The copies under way.
+    /// The copies that are in progress.
     pub copies: CopyEngines,
     sparse_slots: HashSet<u32>,
     busy_until: u64,
@@ -114,7 +116,7 @@ pub struct Timeline {
 }
 
 impl Timeline {
-    /// A device that is free from `now_us` on.
+    /// Creates the timeline of a device that is idle from `now_us` on.
     #[must_use]
     pub fn new(timing: Timing, jitter: Jitter, now_us: u64) -> Self {
         Self {
@@ -135,14 +137,14 @@ impl Timeline {
         self
     }
 
-    /// The first microsecond at which another step could begin.
+    /// Returns the earliest time at which another step could start.
     #[must_use]
     pub fn busy_until(&self) -> u64 {
         self.busy_until
     }
 
-    /// Computes a plan with rows that arrives at `now_us`, and starts its copies. `fault` decides
-    /// the outcome of each.
+    /// Computes a plan with rows that arrives at `now_us`, and starts its copies. `fault` returns
+    /// how each copy ends.
     pub fn compute(
         &mut self,
         plan: &StepPlan,
@@ -177,8 +179,9 @@ impl Timeline {
         (Span { start_us, end_us, gap_us }, self.rows(rows))
     }
 
-    /// Makes the last step, which took `span`, end no earlier than `now_us`, when its masks have
-    /// come. The device is idle meanwhile; the rest of the span and its saves do not move.
+    /// Postpones the last step, which took `span`, so that it ends no earlier than `now_us`, when
+    /// its masks have arrived. The delay counts as idle time before the step. Its saves are not
+    /// postponed.
     pub fn hold(&mut self, span: Span, now_us: u64) -> Span {
         let late_us = now_us.saturating_sub(span.end_us);
         let start_us = span.start_us + late_us;
@@ -187,14 +190,14 @@ impl Timeline {
         Span { start_us, end_us, gap_us: span.gap_us + late_us }
     }
 
-    /// Makes the last step, which took `span`, end at `end_us`, when the slowest rank of its group
-    /// is done: ranks wait for each other in every layer.
+    /// Sets the end of the last step, which took `span`, to `end_us`, when the slowest rank of its
+    /// group is done: ranks wait for each other in every layer.
     pub fn meet(&mut self, span: Span, end_us: u64) -> Span {
         (self.busy_until, self.last_end) = (end_us, end_us);
         Span { end_us, ..span }
     }
 
-    /// Runs a plan without rows: it ends when a copy ends, or after the plan's longest wait.
+    /// Runs a plan without rows. It ends when a copy ends, or after the longest wait of the plan.
     pub fn wait(&mut self, plan: &StepPlan, now_us: u64, fault: impl FnMut() -> CopyFault) -> Span {
         let start_us = self.busy_until.max(now_us);
         self.start_copies(plan, start_us, start_us, fault);
@@ -207,12 +210,13 @@ impl Timeline {
         Span { start_us, end_us, gap_us: 0 }
     }
 
-    /// Ends a wait at once, at `at_us`.
+    /// Ends a wait at `at_us`.
     pub fn cut(&mut self, at_us: u64) {
         (self.busy_until, self.last_end) = (at_us, at_us);
     }
 
-    /// Adds the copies that have ended, and the waits for them, to a result of `now_us`.
+    /// Adds the copies that have ended by `now_us`, and the time that rows waited for copies, to a
+    /// result.
     pub fn report(&mut self, now_us: u64, result: &mut StepResult) {
         self.copies.report(now_us, result);
         let waited_us = std::mem::take(&mut self.waited_us);
@@ -241,7 +245,7 @@ impl Timeline {
     }
 }
 
-/// Positions times layers of the tower that a plan computes.
+/// Returns the number of image positions times layers of the vision tower that a plan computes.
 fn tower_work(plan: &StepPlan) -> u64 {
     let work = plan.images().map(|(work, _)| work);
     work.map(|work| u64::from(work.grid.positions()) * u64::from(work.end - work.first)).sum()
@@ -285,8 +289,8 @@ mod tests {
         Timeline::new(timing, Jitter::new(0.0, 0), 0)
     }
 
-    /// Two plans at once, the first with two saves: returns their start times, and how long rows
-    /// waited.
+    /// Submits two plans at once, the first with two saves. Returns their start times, and how long
+    /// rows waited.
     fn starts(save_order: SaveOrder) -> (u64, u64, u32) {
         let mut timeline = timeline(save_order);
         let first = timeline.compute(&plan(1, 2), 0, || CopyFault::None).0;

@@ -1,4 +1,4 @@
-//! From a profile through a simulated run and its recording back to the profile.
+//! Tests that a profile can be recovered from the recording of a simulated run.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use forebay_sim::{
     SimText, SparseModel, StateModel, StepLoad, Timing, fit, read_samples,
 };
 
-/// A temporary file that is removed when this is dropped.
+/// A temporary file that is removed when the value is dropped.
 struct Scratch(PathBuf);
 
 impl Scratch {
@@ -29,7 +29,7 @@ impl Drop for Scratch {
     }
 }
 
-/// Steps of many shapes: decoding requests, and in some steps a chunk of a prompt.
+/// Returns steps of many shapes: decoding requests, and in some steps a chunk of a prompt.
 fn shapes() -> impl Iterator<Item = Vec<Row>> {
     (0..1500_u32).map(|i| {
         let decodes = (i * 7) % 61;
@@ -187,7 +187,7 @@ fn too_few_steps_are_refused() {
     assert!(fit(&[sample; 10]).is_ok());
 }
 
-/// The recorder passes everything on unchanged.
+/// The recorder forwards everything unchanged.
 #[test]
 fn a_recorder_passes_wakes_on() {
     let config = SimConfig {
