@@ -1,6 +1,6 @@
-//! The times of the text pool: `cargo bench -p forebay-text --bench encode`.
+//! Measures the text pool: `cargo bench -p forebay-text --bench encode`.
 //!
-//! Texts consist of random words, so that each is new. The tokenizer is that of
+//! Texts consist of random words, so that no text is cached. The tokenizer is that of
 //! `FOREBAY_BENCH_TOKENIZER` (a `tokenizer.json`), or the small one of the tests.
 
 use std::hint::black_box;
@@ -14,9 +14,9 @@ use tokio::runtime::{Builder, Runtime};
 use tokio::task::JoinSet;
 
 const WORDS: &str = include_str!("../src/lib.rs");
-/// About 500 tokens.
+/// The size of a short text, of about 500 tokens.
 const SHORT_BYTES: usize = 2000;
-/// About 100 000 tokens.
+/// The size of a long text, of about 100 000 tokens.
 const LONG_BYTES: usize = 400_000;
 const BACKLOG: usize = 1000;
 const THREADS: usize = 2;
@@ -46,7 +46,7 @@ fn runtime() -> Runtime {
     Builder::new_multi_thread().worker_threads(THREADS).build().expect("a runtime")
 }
 
-/// A text of `bytes` bytes that is different for each seed.
+/// Returns a text of `bytes` bytes that differs for each seed.
 fn text(bytes: usize, seed: u64) -> String {
     let words: Vec<&str> = WORDS.split_whitespace().collect();
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -65,7 +65,7 @@ fn input(text: &str) -> TextInput {
     TextInput::Text { text: text.to_owned(), add_special_tokens: true }
 }
 
-/// A conversation of `turns` turns in ChatML.
+/// Returns a conversation of `turns` turns in ChatML.
 fn conversation(turns: u64, seed: u64) -> String {
     let turn = |at: u64| {
         let (question, answer) = (text(400, seed + 2 * at), text(1600, seed + 2 * at + 1));
@@ -76,7 +76,7 @@ fn conversation(turns: u64, seed: u64) -> String {
     (0..turns).map(turn).collect()
 }
 
-/// The time of a single request, from the question to the answer.
+/// Measures a single request, from submission to the result.
 fn lone(c: &mut Criterion) {
     let mut group = c.benchmark_group("lone");
     for (backend, tokenizer) in backends() {
@@ -93,7 +93,7 @@ fn lone(c: &mut Criterion) {
     group.finish();
 }
 
-/// The time of many simultaneous requests, until the last one is answered.
+/// Measures many simultaneous requests, until the last one is finished.
 fn backlog(c: &mut Criterion) {
     let mut group = c.benchmark_group("backlog");
     group.sample_size(10).throughput(Throughput::Bytes((BACKLOG * SHORT_BYTES) as u64));
@@ -115,8 +115,8 @@ fn backlog(c: &mut Criterion) {
             });
         }
     }
-    // The alternative to threads that each encode a batch: one call of the library a batch, which
-    // the library spreads over threads.
+    // Compares with the library's own batches: one call of the library per batch, which the library
+    // spreads over threads.
     let library = tokenizers::Tokenizer::from_file(file()).expect("a tokenizer");
     for batch in [32, BACKLOG] {
         group.bench_function(format!("hf/encode-batch-of-{batch}"), |b| {
@@ -131,7 +131,7 @@ fn backlog(c: &mut Criterion) {
     group.finish();
 }
 
-/// The time of a short prompt that comes right after a long one.
+/// Measures a short prompt that is submitted right after a long one.
 fn long(c: &mut Criterion) {
     let mut group = c.benchmark_group("long");
     group.sample_size(10).throughput(Throughput::Bytes(LONG_BYTES as u64));
@@ -170,8 +170,8 @@ async fn short_behind_long(pool: &Arc<TextPool>, text: &str) -> Duration {
     waited
 }
 
-/// The last turn of a conversation whose history was encoded before, and new texts of which no part
-/// was.
+/// Measures the last turn of a conversation whose history is cached, and new texts that are not
+/// cached at all.
 fn turns(c: &mut Criterion) {
     let mut group = c.benchmark_group("turns");
     group.sample_size(20);

@@ -1,22 +1,22 @@
-//! Adds the tokens of `tokenizer_config.json` to those of `tokenizer.json`, as transformers does.
+//! Adds the tokens that are only in `tokenizer_config.json` to the tokenizer, as transformers does.
 
 use serde_json::{Map, Value};
 use tokenizers::AddedToken;
 
 use crate::error::TextError;
 
-/// The names of special tokens in `tokenizer_config.json`, in transformers' order.
+/// The keys of special tokens in `tokenizer_config.json`, in transformers' order.
 const NAMED: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
-/// The names of its lists of further special tokens.
+/// The keys of lists of further special tokens.
 const LISTS: [&str; 2] = ["additional_special_tokens", "extra_special_tokens"];
 
 /// Adds the tokens of `config`, the content of a `tokenizer_config.json`: those of
-/// `added_tokens_decoder` in the order of their ids, then any special tokens that are still
+/// `added_tokens_decoder` in the order of their ids, then all special tokens that are still
 /// missing.
 ///
-/// A token that the vocabulary has keeps its id, and any other gets the next free one, as in
-/// transformers. True if this changed the tokenizer.
+/// As in transformers, a token of the vocabulary keeps its id, and any other gets the next free id.
+/// Returns true if this changed the tokenizer.
 pub(crate) fn add(
     inner: &mut tokenizers::Tokenizer,
     config: &Map<String, Value>,
@@ -55,7 +55,8 @@ pub(crate) fn add(
     Ok(changed > 0)
 }
 
-/// The special tokens without a standard name: in a list, or by name in an object.
+/// Returns the special tokens without a standard name: those in a list, or those by name in an
+/// object.
 fn further(config: &Map<String, Value>) -> impl Iterator<Item = &Value> {
     let listed = LISTS.iter().filter_map(|name| config.get(*name));
     listed.flat_map(|value| match value {
@@ -65,12 +66,12 @@ fn further(config: &Map<String, Value>) -> impl Iterator<Item = &Value> {
     })
 }
 
-/// The text of a token, which is given directly or in an object.
+/// Returns the text of a token, which is given directly or within an object.
 fn text(value: &Value) -> Option<&str> {
     value.as_str().or_else(|| value.get("content")?.as_str())
 }
 
-/// A token from its text, or from an object with its properties.
+/// Creates a token from its text, or from an object with its properties.
 fn token(value: &Value) -> Option<AddedToken> {
     let content = text(value).filter(|content| !content.is_empty())?;
     let flag = |name: &str| value.get(name).and_then(Value::as_bool);
@@ -122,7 +123,7 @@ mod tests {
         }
         let special = ids.map(|id| tokenizer.is_special(id));
         assert_eq!(special, [true, false, false, true, true]);
-        // Cuts of long texts, the lower bound and token texts agree with it.
+        // Cutting long texts, the lower bound and token texts are consistent with this tokenizer.
         let mut detokenizer = Detokenizer::new(Arc::new(loaded(&config)), true);
         let mut text = String::new();
         for id in [ids[2], ids[0]] {

@@ -6,24 +6,25 @@ use serde_json::Value;
 
 use crate::error::TextError;
 
-/// Texts on which tokenizers tend to differ. A fast backend is used only if it encodes them like
-/// the reference.
+/// Text that tokenizers tend to encode differently. A fast backend is used only if it encodes the
+/// text like the reference.
 const SAMPLE: &str = "Hello, world! It's 12345.67 o'clock; we'LL see... \
 \n\n\t def f(x):\r\n        return {'é': \"ñ\", 'ﬁ': ½}  # 100%\n\n\n\
 日本語のテキスト。中文文本，也在这里！한국어 텍스트 नमस्ते दुनिया สวัสดี مرحبا שלום Привет Ωμέγα\n\
 e\u{301}\u{323} \u{a0}\u{3000}\u{200b}👩\u{200d}👩\u{200d}👧 🇨🇭 𝔘𝔫𝔦 \u{fffd}\u{0} <|im_start|>user\n<s></s> <unk> [MASK] ▁Ġ##ing";
 
-/// The library that encodes text. Hugging Face's library decodes in every case.
+/// The library that encodes text. Decoding always uses Hugging Face's library.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Backend {
     /// Hugging Face's `tokenizers`, the reference.
     #[default]
     Hf,
-    /// `fastokens`: many times faster, for byte-level BPE tokenizers.
+    /// `fastokens`, which is many times faster, for byte-level BPE tokenizers.
     Fastokens,
 }
 
-/// A character that the two libraries classify differently: it was once a space.
+/// A character that the two libraries classify differently, because older Unicode versions count it
+/// as a space.
 const DISPUTED: char = '\u{180e}';
 
 /// The fast backend.
@@ -36,7 +37,8 @@ impl fmt::Debug for Fast {
 }
 
 impl Fast {
-    /// Loads the content of a `tokenizer.json`, and compares it with the `reference` on a sample.
+    /// Loads the content of a `tokenizer.json`, and compares the encoding of a sample text with
+    /// that of the `reference`.
     pub(crate) fn new(file: Value, reference: &tokenizers::Tokenizer) -> Result<Self, TextError> {
         let refuse = |why: &dyn fmt::Display| TextError::Load(format!("fastokens: {why}"));
         let mut tokenizer =

@@ -8,14 +8,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use lru::LruCache;
 use parking_lot::Mutex;
 
-/// Bytes of an entry besides its text and ids: headers of allocations, and the slot in the table.
+/// The size of an entry besides its text and ids, in bytes: allocation headers, and the slot in the
+/// table.
 const ENTRY_BYTES: usize = 128;
 
-/// The ids of parts of texts, by the parts themselves. It holds a limited number of bytes, and
-/// drops the least recently used parts first.
+/// Maps parts of texts to their ids. The cache holds a limited number of bytes, and evicts the
+/// least recently used parts first.
 ///
-/// The key is the full text of the part, not a hash, so a found entry is always the right encoding.
-/// The key includes a salt, so encoding times reveal nothing about texts of other salts.
+/// The key is the full text of the part, not a hash, so a found entry always has the right ids. The
+/// key includes a salt, so encoding times reveal nothing about texts with other salts.
 #[derive(Debug)]
 pub(crate) struct TextCache {
     entries: Mutex<Entries>,
@@ -30,14 +31,14 @@ struct Entries {
     bytes: usize,
 }
 
-/// A part that is kept, for texts of its salt.
+/// The key of a cached part: its text and its salt.
 #[derive(Debug)]
 struct Kept {
     salt: u64,
     part: Box<str>,
 }
 
-/// A stored key or a borrowed one, so that a lookup copies no text.
+/// A stored or a borrowed key, so that a lookup copies no text.
 trait Key {
     fn parts(&self) -> (u64, &str);
 }
@@ -89,7 +90,7 @@ impl<'a> Borrow<dyn Key + 'a> for Kept {
 }
 
 impl TextCache {
-    /// An empty cache for `limit` bytes of text, ids and overhead.
+    /// Creates an empty cache for `limit` bytes of text, ids and overhead.
     pub(crate) fn new(limit: usize) -> Self {
         let entries = Entries { ids: LruCache::unbounded(), bytes: 0 };
         Self {
@@ -100,7 +101,7 @@ impl TextCache {
         }
     }
 
-    /// The cached ids of each part, for texts of this salt.
+    /// Returns the cached ids of each part, among texts with this salt.
     pub(crate) fn get_all(&self, salt: u64, parts: &[&str]) -> Vec<Option<Arc<[i32]>>> {
         let found: Vec<_> = {
             let mut entries = self.entries.lock();
@@ -115,8 +116,8 @@ impl TextCache {
         found
     }
 
-    /// Keeps the ids of a part for texts of this salt. A part as large as the whole cache is not
-    /// kept.
+    /// Stores the ids of a part, for texts with this salt. A part larger than the whole cache is
+    /// not stored.
     pub(crate) fn insert(&self, salt: u64, part: &str, ids: Arc<[i32]>) {
         let bytes = cost(part, &ids);
         if bytes > self.limit {
@@ -126,7 +127,7 @@ impl TextCache {
         if let Some((Kept { part, .. }, ids)) =
             entries.ids.push(Kept { salt, part: part.into() }, ids)
         {
-            // Another request has encoded the same part at the same time.
+            // Another request encoded the same part meanwhile.
             entries.bytes -= cost(&part, &ids);
         }
         entries.bytes += bytes;
@@ -136,7 +137,7 @@ impl TextCache {
         }
     }
 
-    /// Bytes of text looked up and found so far, and bytes in use now.
+    /// Returns the bytes of text looked up and found so far, and the bytes in use now.
     pub(crate) fn counts(&self) -> (u64, u64, usize) {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         (count(&self.looked_up), count(&self.found), self.entries.lock().bytes)

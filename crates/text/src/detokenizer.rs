@@ -5,28 +5,28 @@ use std::sync::Arc;
 use crate::scheme::Scheme;
 use crate::tokenizer::{Kind, Tokenizer};
 
-/// A window that has produced no text for this many tokens is closed. This bounds the cost of a
-/// token for decoders that never produce any.
+/// The largest number of tokens in a window that has produced no text; then the window is closed.
+/// This bounds the cost of a token for decoders that never produce text.
 const WINDOW_LIMIT: usize = 64;
 
-/// Turns the ids of one request into text, one id at a time.
+/// Converts the ids of one request to text, one id at a time.
 ///
-/// The joined pieces are the text of [`Tokenizer::decode`] for all ids at once. Each id costs O(1)
-/// amortised. Text is returned as soon as it is final. Only the bytes of an incomplete character
-/// are held back.
+/// The concatenated pieces equal the output of [`Tokenizer::decode`] for all ids at once. Each id
+/// costs amortised O(1). Text is returned as soon as it is final; only the bytes of an incomplete
+/// character are held back.
 ///
 /// The two can differ for a byte-fallback (SentencePiece style) tokenizer. If a run of byte tokens
-/// has any invalid UTF-8, decoding at once turns every byte of the run into U+FFFD. A stream has
-/// already returned the run's first complete characters, and returns U+FFFD from the first invalid
-/// byte on. Ids of real text have no such runs, but a model can sample one, and a length limit can
-/// cut inside one. Some decoders need more than one token's own text (WordPiece, CTC, ...). For
-/// them a window of the last tokens is decoded again at each id. This is exact if a token changes
-/// no text before the token before it.
+/// contains any invalid UTF-8, decoding all at once turns every byte of the run into U+FFFD. A
+/// stream has already returned the run's first complete characters, and returns U+FFFD from the
+/// first invalid byte on. Ids of real text have no invalid runs. But a model can sample an invalid
+/// run, and a length limit can cut a run. Some decoders need more than a single token's text
+/// (WordPiece, CTC, ...). For them a window of the last tokens is decoded again at each id. This is
+/// exact if a token does not change text before its predecessor.
 #[derive(Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     skip_special_tokens: bool,
-    /// Special tokens that are shown as text anyway, ascending.
+    /// Special tokens that are kept in the text nevertheless, ascending.
     shown: Arc<[i32]>,
     state: State,
 }
@@ -39,13 +39,13 @@ enum State {
 }
 
 impl Detokenizer {
-    /// A detokenizer at the start of a text. With `skip_special_tokens`, special tokens produce no
-    /// text.
+    /// Creates a detokenizer at the start of a text. With `skip_special_tokens`, special tokens
+    /// produce no text.
     pub fn new(tokenizer: Arc<Tokenizer>, skip_special_tokens: bool) -> Self {
         Self::showing(tokenizer, skip_special_tokens, Arc::default())
     }
 
-    /// A detokenizer that shows the special tokens `shown` (ascending) as text.
+    /// Creates a detokenizer that keeps the special tokens `shown` (ascending) in the text.
     pub fn showing(
         tokenizer: Arc<Tokenizer>,
         skip_special_tokens: bool,
@@ -64,8 +64,8 @@ impl Detokenizer {
         Self { tokenizer, skip_special_tokens, shown, state }
     }
 
-    /// Appends the text that becomes final with this id to `out`. It is empty if the id only adds a
-    /// part of a character. An id without a token is ignored.
+    /// Appends the text that becomes final with this id to `out`. There may be none if the id adds
+    /// only part of a character. An id without a token is ignored.
     pub fn push(&mut self, id: i32, out: &mut String) {
         let Ok(unsigned) = u32::try_from(id) else { return };
         let (kind, bytes) = self.tokenizer.piece(unsigned);
@@ -80,7 +80,8 @@ impl Detokenizer {
         }
     }
 
-    /// Appends the held bytes at the end of the text. An incomplete character becomes U+FFFD.
+    /// Appends the bytes that were held back, at the end of the text. An incomplete character
+    /// becomes U+FFFD.
     pub fn finish(&mut self, out: &mut String) {
         match &mut self.state {
             State::Bytes(incomplete) => incomplete.finish(out),
@@ -90,14 +91,14 @@ impl Detokenizer {
     }
 }
 
-/// The bytes of a character that is not complete yet: at most three between pushes.
+/// The bytes of an incomplete character: at most three between pushes.
 #[derive(Debug, Default)]
 struct Incomplete(Vec<u8>);
 
 impl Incomplete {
-    /// Reads `bytes` after the bytes that were held back, and replaces wrong ones as
-    /// `String::from_utf8_lossy` does. How far an invalid sequence extends depends on no later
-    /// byte, so reading in parts gives the same result.
+    /// Reads `bytes` after the bytes that were held back, and replaces invalid ones as
+    /// `String::from_utf8_lossy` does. The extent of an invalid sequence does not depend on later
+    /// bytes, so reading in parts gives the same result.
     fn push(&mut self, bytes: &[u8], out: &mut String) {
         if self.0.is_empty() {
             let rest = read_lossy(bytes, out);
@@ -115,7 +116,7 @@ impl Incomplete {
     }
 }
 
-/// Appends `bytes` as text and returns the incomplete character at their end.
+/// Appends `bytes` as text, and returns the bytes of an incomplete character at their end.
 fn read_lossy<'a>(mut bytes: &'a [u8], out: &mut String) -> &'a [u8] {
     loop {
         match std::str::from_utf8(bytes) {
@@ -134,16 +135,16 @@ fn read_lossy<'a>(mut bytes: &'a [u8], out: &mut String) -> &'a [u8] {
     }
 }
 
-/// The state of a SentencePiece style text.
+/// The state of a SentencePiece-style text.
 #[derive(Debug)]
 struct PiecesState {
     /// True before the first token.
     at_start: bool,
-    /// The character that may still be stripped from the start of the text, and how often at most.
+    /// The character to strip from the start of the text, and how many may still be stripped.
     strip_left: Option<(char, usize)>,
-    /// The bytes of a run of byte tokens that are not a complete character yet.
+    /// The bytes of a run of byte tokens that do not form a complete character yet.
     run: Vec<u8>,
-    /// The run had an invalid byte, so every further byte of it becomes U+FFFD.
+    /// True if the run had an invalid byte, so each further byte of it becomes U+FFFD.
     run_is_broken: bool,
 }
 
@@ -195,7 +196,7 @@ impl PiecesState {
         self.run.clear();
     }
 
-    /// Appends final text, without what is stripped from the start.
+    /// Appends final text, without the characters to strip from the start.
     fn give(&mut self, mut text: &str, out: &mut String) {
         while let Some((cut, times @ 1..)) = self.strip_left {
             if text.is_empty() {
@@ -213,7 +214,7 @@ impl PiecesState {
     }
 }
 
-/// The bytes that a text's first token adds, if they differ from the table's.
+/// The bytes that a token adds at the start of a text, if they differ from those in the table.
 fn first_piece(tokenizer: &Tokenizer, id: u32) -> Option<Vec<u8>> {
     let Scheme::Pieces(pieces) = tokenizer.scheme() else { return None };
     let token = pieces.first_differs().then(|| tokenizer.decoded_token(id))??;
@@ -225,12 +226,12 @@ fn first_piece(tokenizer: &Tokenizer, id: u32) -> Option<Vec<u8>> {
 
 /// The last tokens of a text, which are decoded again for each new token.
 ///
-/// The text of the first ones was returned already. The new tokens' text depends on them, for
-/// instance whether a space precedes it.
+/// The text of the leading tokens was returned already. The text of the new tokens depends on them,
+/// for instance whether it starts with a space.
 #[derive(Debug, Default)]
 struct Window {
     ids: Vec<u32>,
-    /// The number of `ids` whose text was returned.
+    /// The number of leading `ids` whose text was returned.
     given: usize,
 }
 
@@ -253,12 +254,12 @@ impl Window {
         self.given = self.ids.len();
     }
 
-    /// The text of the first `count` tokens; empty if the decoder fails.
+    /// Decodes the first `count` tokens. The text is empty if the decoder fails.
     fn text(&self, tokenizer: &Tokenizer, count: usize) -> String {
         tokenizer.decode_unsigned(&self.ids[..count], false).unwrap_or_default()
     }
 
-    /// The part of `text` that was not returned yet.
+    /// Returns the part of `text` that was not returned yet.
     fn fresh<'a>(&self, tokenizer: &Tokenizer, text: &'a str) -> &'a str {
         let before = self.text(tokenizer, self.given);
         let common = text.char_indices().zip(before.chars()).find(|((_, a), b)| a != b);

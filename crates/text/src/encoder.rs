@@ -1,4 +1,4 @@
-//! Encoding in parts. Known parts are looked up, and long ones are cut.
+//! Encodes text in parts. Cached parts are looked up, and long texts are cut.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -10,41 +10,42 @@ use crate::error::TextError;
 use crate::plain::{LONGEST_WORD, overlap};
 use crate::tokenizer::Tokenizer;
 
-/// Long texts are encoded in parts of at least this many bytes. Cutting into parts of this size
-/// costs nothing, and a short text waits only a few milliseconds behind one.
+/// The least size in bytes of the parts of a long text. Cutting into parts of this size costs
+/// nothing, and a short text waits only a few milliseconds for one part.
 const PART_BYTES: usize = 8 << 10;
-/// Shorter texts are encoded whole without the cache, and the cache keeps parts of this size.
-/// Encoding so little text costs about as much as a lookup.
+/// The least size in bytes of a text that is cut, and of a part that is cached. Encoding a smaller
+/// text costs about as much as a lookup.
 const KEPT_BYTES: usize = 2 << 10;
 
-/// A tokenizer with a cache of encoded texts.
+/// A tokenizer with a cache of encoded parts.
 #[derive(Debug)]
 pub struct Encoder {
     tokenizer: Arc<Tokenizer>,
     cache: Option<TextCache>,
-    /// Bytes of text that were encoded, or begun to be.
+    /// Bytes of text whose encoding has started.
     encoded: AtomicU64,
 }
 
-/// A part may exceed this many bytes because it has no place for a cut. It would delay others, so
-/// it is encoded word by word on a thread that others do not wait for.
+/// A part of more bytes is long: it has no position for a cut. It would delay other texts, so it is
+/// encoded word by word on a separate thread.
 const LONG_BYTES: usize = 64 << 10;
 
-/// Texts, with facts about them that are needed before they are cut.
+/// Texts to encode, with the parameters for cutting them.
 #[derive(Debug, Default)]
 pub(crate) struct Texts {
     pub(crate) texts: Vec<String>,
     pub(crate) add_special_tokens: bool,
-    /// The largest number of tokens of each text, without those around it. Encoding stops when
-    /// there are more.
+    /// The largest number of tokens of each text, without special tokens around it. Encoding stops
+    /// beyond it. `None` for no limit.
     pub(crate) most: Option<usize>,
-    /// The salt. Only texts of the same salt share encodings of parts.
+    /// The salt. Only texts with the same salt share encoded parts.
     pub(crate) salt: u64,
-    /// Special tokens in a chat that are ordinary text, as sorted ranges of its single text.
+    /// The special tokens in a chat's single text that are to be encoded as ordinary text, as
+    /// sorted ranges.
     pub(crate) plain: Vec<Range<usize>>,
 }
 
-/// The encoding of texts as a job: a list of parts that can be encoded in any order.
+/// The encoding of texts as a job: a list of parts, which can be encoded in any order.
 #[derive(Debug)]
 pub(crate) struct Work {
     texts: Vec<String>,
@@ -52,10 +53,10 @@ pub(crate) struct Work {
     most: Option<usize>,
     salt: u64,
     plain: Vec<Range<usize>>,
-    /// Ids of each text so far.
+    /// The number of ids of each text so far.
     counts: Vec<AtomicUsize>,
     parts: Vec<Part>,
-    /// Parts that are encoded consecutively, about [`PART_BYTES`] together.
+    /// The groups of parts that are encoded consecutively, with about [`PART_BYTES`] per group.
     pieces: Vec<Range<usize>>,
 }
 
@@ -63,28 +64,28 @@ pub(crate) struct Work {
 struct Part {
     text: usize,
     range: Range<usize>,
-    /// True if the part goes into the cache.
+    /// True if the part is added to the cache.
     kept: bool,
     ids: OnceLock<Arc<[i32]>>,
 }
 
 impl Encoder {
-    /// An encoder that keeps at most `cache_bytes` of encoded text; none with 0.
+    /// Creates an encoder that caches at most `cache_bytes` bytes; 0 disables the cache.
     pub fn new(tokenizer: Arc<Tokenizer>, cache_bytes: usize) -> Self {
         let cached = cache_bytes > 0 && !tokenizer.cuts().is_empty();
         let cache = cached.then(|| TextCache::new(cache_bytes));
         Self { tokenizer, cache, encoded: AtomicU64::new(0) }
     }
 
-    /// The tokenizer.
+    /// Returns the tokenizer.
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         &self.tokenizer
     }
 
-    /// The ids of `text`, equal to those of [`Tokenizer::encode`].
+    /// Returns the ids of `text`, which equal those of [`Tokenizer::encode`].
     ///
     /// # Errors
-    /// The errors of [`Tokenizer::encode`].
+    /// The same errors as [`Tokenizer::encode`].
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i32>, TextError> {
         if text.len() < KEPT_BYTES {
             self.note_encoded(text.len());
@@ -98,27 +99,28 @@ impl Encoder {
         Ok(self.finish(&work)?.pop().unwrap_or_default())
     }
 
-    /// Bytes of text whose encoding has begun so far. Bytes from the cache do not count.
+    /// Returns the bytes of text whose encoding has started so far, without text found in the
+    /// cache.
     pub fn encoded_bytes(&self) -> u64 {
         self.encoded.load(Ordering::Relaxed)
     }
 
-    /// Counts bytes before their encoding.
+    /// Counts bytes before they are encoded.
     pub(crate) fn note_encoded(&self, bytes: usize) {
         self.encoded.fetch_add(bytes as u64, Ordering::Relaxed);
     }
 
-    /// Three numbers of bytes: looked up in the cache so far, found there so far, and used by the
-    /// cache now.
+    /// Returns the bytes looked up in the cache so far, the bytes found there so far, and the bytes
+    /// that the cache uses now.
     pub fn cache_counts(&self) -> (u64, u64, usize) {
         self.cache.as_ref().map_or((0, 0, 0), TextCache::counts)
     }
 
-    /// Cuts texts into parts and looks up known ones.
+    /// Cuts texts into parts, and looks up the parts in the cache.
     ///
     /// # Errors
     /// [`TextError::TooLong`] if a text certainly has too many tokens, [`TextError::Undivided`] if
-    /// a word is too long. Nothing was encoded then.
+    /// a word is too long. In both cases nothing was encoded.
     pub(crate) fn plan(&self, texts: Texts) -> Result<Work, TextError> {
         let Texts { texts, add_special_tokens, most, salt, plain } = texts;
         for (index, text) in texts.iter().enumerate() {
@@ -166,10 +168,11 @@ impl Encoder {
         Ok(work)
     }
 
-    /// Checks that a text that is encoded whole has no word that is too long.
+    /// Checks that a text that is not cut has no word that is too long.
     ///
     /// # Errors
-    /// [`TextError::Undivided`], if the tokenizer's words are known.
+    /// [`TextError::Undivided`] for a word that is too long. Long words are not detected if the
+    /// tokenizer's word boundaries are unknown.
     pub(crate) fn check_words(&self, text: &str) -> Result<(), TextError> {
         let cuts = self.tokenizer.cuts();
         let mut start = 0;
@@ -182,12 +185,14 @@ impl Encoder {
         Ok(())
     }
 
-    /// Adds to a text's ids.
+    /// Adds to the number of ids of a text, and checks the limit.
     fn count(&self, work: &Work, text: usize, ids: usize) -> Result<(), TextError> {
         let before = work.counts[text].fetch_add(ids, Ordering::Relaxed);
         self.check_length(text, before + ids, work.most)
     }
 
+    /// Checks `at_least`, a lower bound on a text's number of tokens, against the limit `most`.
+    ///
     /// # Errors
     /// The text has more than `most` tokens.
     pub(crate) fn check_length(
@@ -217,18 +222,18 @@ impl Encoder {
         };
         let from = parts.len();
         let mut start = 0;
-        // A part's end does not depend on what follows, so texts with equal beginnings have equal
-        // parts.
+        // Where a part ends does not depend on the text after it, so texts with the same beginning
+        // have the same parts.
         while text.len() - start > token
             && let Some(end) = next_cut(cuts, text, plain, start + token, start + anywhere)
         {
-            // The cache is keyed by the part's text, but this part's encoding depends on its
-            // neighbours.
+            // The cache is keyed by the part's text alone, but the encoding of a part with plain
+            // ranges also depends on these ranges.
             let kept = self.cache.is_some() && !overlap(plain, &(start..end));
             parts.push(Part::new(index, start..end, kept));
             start = end;
         }
-        // The last part is not cached, because its end moves in the next turn.
+        // The last part is not cached, because its end moves with the next turn.
         parts.push(Part::new(index, start..text.len(), false));
         if let Some(cache) = &self.cache {
             let kept = &parts[from..parts.len() - 1];
@@ -249,7 +254,8 @@ impl Encoder {
         }
     }
 
-    /// Encodes the unknown parts of a piece. `go_on` is called at intervals.
+    /// Encodes the parts of a piece that were not found in the cache. `go_on` is called at
+    /// intervals.
     ///
     /// # Errors
     /// The errors of [`Tokenizer::encode`], [`TextError::TooLong`] as soon as a text has too many
@@ -273,7 +279,7 @@ impl Encoder {
                 cache.insert(work.salt, text, Arc::clone(&ids));
             }
             self.count(work, part.text, ids.len())?;
-            // A piece is encoded once.
+            // A piece is encoded only once, so the value is not set yet.
             let _ = part.ids.set(ids);
         }
         Ok(())
@@ -292,7 +298,7 @@ impl Encoder {
             .plain
             .iter()
             .filter(|range| overlap(std::slice::from_ref(range), &part.range))
-            // No cut is inside of such a range.
+            // No cut is inside a plain range, so the range lies within the part.
             .map(|range| range.start - part.range.start..range.end - part.range.start)
             .collect();
         let special = work.add_special_tokens && part.range.len() == text.len();
@@ -302,7 +308,7 @@ impl Encoder {
         }
         let before = work.counts[part.text].load(Ordering::Relaxed);
         let most = work.most.map(|most| most.saturating_sub(before));
-        // The error reports the number of ids.
+        // The number of ids for the error.
         let reached = std::cell::Cell::new(0);
         let within = |ids: usize| {
             reached.set(ids);
@@ -319,10 +325,10 @@ impl Encoder {
         })
     }
 
-    /// The ids of each text. All pieces have to be encoded before.
+    /// Returns the ids of each text. All pieces must have been encoded.
     ///
     /// # Errors
-    /// A piece is not encoded.
+    /// A piece was not encoded.
     pub(crate) fn finish(&self, work: &Work) -> Result<Vec<Vec<i32>>, TextError> {
         let missing = || TextError::Encode("a part of the text was not encoded".to_owned());
         let frame = work.add_special_tokens.then(|| self.tokenizer.frame()).flatten();
@@ -348,13 +354,13 @@ impl Encoder {
 }
 
 impl Work {
-    /// The number of pieces in which this is encoded.
+    /// The number of pieces, which can be encoded one by one.
     pub(crate) fn pieces(&self) -> usize {
         self.pieces.len()
     }
 
-    /// True if this piece takes so long that it needs a thread of its own, in order to delay no
-    /// other text.
+    /// True if encoding this piece takes so long that it needs a separate thread, so that it delays
+    /// no other text.
     pub(crate) fn is_long(&self, piece: usize) -> bool {
         self.parts[self.pieces[piece].clone()].iter().any(Part::is_long)
     }
@@ -367,8 +373,8 @@ fn check_divided(bytes: usize) -> Result<(), TextError> {
     }
 }
 
-/// The next cut as in [`Cuts::next`], but not in or next to a range of `plain`, which only looks
-/// like a token.
+/// Finds the next cut like [`Cuts::next`], but not inside or next to a range of `plain`, where the
+/// text only looks like a special token.
 fn next_cut(
     cuts: &Cuts,
     text: &str,

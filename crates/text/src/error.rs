@@ -1,12 +1,13 @@
 //! The error type of this crate.
 
-/// Why text could not be encoded, or tokens not decoded.
+/// Why text could not be encoded, or tokens could not be decoded.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TextError {
-    /// The text pool's queue is full. The caller should answer 429, so that the client tries again.
+    /// The text pool's queue is full. The server should respond with 429, so that the client tries
+    /// again.
     #[error("the tokeniser queue is full")]
     Busy,
-    /// The text pool has ended.
+    /// The text pool was shut down.
     #[error("the text pool has shut down")]
     Closed,
     /// The input is a chat, but the model has no chat template.
@@ -18,40 +19,40 @@ pub enum TextError {
     /// The ids could not be decoded.
     #[error("cannot decode the token ids: {0}")]
     Decode(String),
-    /// The chat template did not compile, did not render, or refused the messages. If the template
-    /// refused (`raise_exception`), this is only the template author's message.
+    /// The chat template did not compile, failed, or rejected the messages. If the template
+    /// rejected them (`raise_exception`), this is only the message of the template's author.
     #[error("chat template: {0}")]
     Template(String),
-    /// Rendering the chat template exceeded a limit on time, text or depth. Use a simpler template
-    /// or a shorter chat.
+    /// Rendering the chat template exceeded a limit on time, output or depth. A simpler template or
+    /// a shorter chat may work.
     #[error("the chat template is too expensive for this chat: {0}")]
     Costly(String),
-    /// The process that renders chats could not be started, or did not answer.
+    /// The process that renders chats could not be started, or did not respond.
     #[error("the process that renders chats failed: {0}")]
     Renderer(String),
-    /// The chat template itself interprets special tokens in content, so they can't be told from
-    /// its own.
+    /// The chat template interprets special tokens in content, so these cannot be distinguished
+    /// from the template's own tokens.
     #[error(
         "the chat template treats the special tokens in this chat in a way of its own: leave them out, or have the server \
          started with --allow-special-tokens-in-content"
     )]
     Guarded,
-    /// A text has too many tokens. It was not encoded, or only in part.
+    /// A text has too many tokens. It was not encoded, or only partly.
     #[error("the text has at least {at_least} tokens, and {limit} may be")]
     TooLong {
         /// The index of the text in its request, from 0.
         text: usize,
-        /// A lower bound on the text's tokens.
+        /// A lower bound on the number of tokens of the text.
         at_least: usize,
-        /// The largest number of tokens of a text.
+        /// The largest number of tokens that a text may have.
         limit: usize,
     },
-    /// A text cannot be encoded in parts, because it is too long at one place. It was not encoded.
+    /// A text contains a run that is too long and cannot be cut. The text was not encoded.
     #[error("the text has a word, or white space, of {bytes} bytes, and {limit} may be in one")]
     Undivided {
-        /// The number of bytes without a place to divide the text.
+        /// The number of bytes without a position for a cut.
         bytes: usize,
-        /// The largest number of such bytes.
+        /// The largest number of bytes that may have no position for a cut.
         limit: usize,
     },
     /// The tokenizer file could not be read or is not a tokenizer.

@@ -1,17 +1,17 @@
-//! Bounds how much a tokenizer file may make a text grow before it is split into words.
+//! Bounds how much a tokenizer's normaliser may enlarge a text before the text is split into words.
 //!
-//! A normaliser may replace a character by any text of the file. The library's memory grows with
-//! the result, so the bound is checked before the library gets the text. Unicode normalisation,
-//! which makes a character up to eleven times as long, is not counted.
+//! A normaliser may replace a character by any text from the tokenizer file. The library's memory
+//! grows with the result, so the bound is checked before the library gets the text. Unicode
+//! normalisation, which makes a character at most eleven times as long, is not counted.
 
 use serde_json::Value;
 
 use crate::error::TextError;
 
-/// Bytes that a normalised text may have.
+/// The largest size of a normalised text in bytes.
 const MOST: usize = 64 << 20;
 
-/// A bound on the bytes of a text of `n` bytes after some steps: `times * n + plus`.
+/// An upper bound on the size of a text of `n` bytes after some steps: `times * n + plus`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Growth {
     times: f64,
@@ -21,11 +21,10 @@ pub(crate) struct Growth {
 impl Growth {
     const NONE: Self = Self { times: 1.0, plus: 0.0 };
 
-    /// The growth that the normaliser of a `tokenizer.json` causes.
+    /// Computes the growth that the normaliser of a `tokenizer.json` can cause.
     ///
     /// # Errors
-    /// [`TextError::Load`] if the file's own tokens, or the texts of single tokens, become too
-    /// long.
+    /// [`TextError::Load`] if the added tokens, or the texts of single tokens, can become too long.
     pub(crate) fn new(file: &Value) -> Result<Self, TextError> {
         let growth = Self::from_steps(&file["normalizer"], "normalizers");
         let added = file["added_tokens"].as_array().into_iter().flatten();
@@ -37,10 +36,10 @@ impl Growth {
         Ok(growth)
     }
 
-    /// Checks a text of `bytes` bytes before it is normalised.
+    /// Checks the size of a text in bytes before it is normalised.
     ///
     /// # Errors
-    /// [`TextError::Encode`] if it may become too long.
+    /// [`TextError::Encode`] if the text may become too long.
     pub(crate) fn check(&self, bytes: usize) -> Result<(), TextError> {
         let grown = self.times * bytes as f64 + self.plus;
         if self.times <= 1.0 && self.plus <= bytes as f64 || grown <= MOST as f64 {
@@ -61,7 +60,7 @@ impl Growth {
         let content = step["content"].as_str().map_or(0, str::len) as f64;
         match step["type"].as_str() {
             Some("Replace") => match shortest_match(&step["pattern"]) {
-                // Matches without text are at every place.
+                // An empty pattern matches at every position.
                 0 => Self { times: 1.0 + content, plus: content },
                 shortest => Self { times: (content / shortest as f64).max(1.0), plus: 0.0 },
             },
@@ -81,7 +80,7 @@ fn too_large(part: &str) -> TextError {
     TextError::Load(format!("its {part} may make more than {MOST} bytes of a token"))
 }
 
-/// Bytes of the longest token of a vocabulary.
+/// Returns the size of the longest token of the vocabulary in bytes.
 fn longest_token(file: &Value) -> usize {
     let vocabulary = &file["model"]["vocab"];
     let names = vocabulary.as_object().into_iter().flat_map(|tokens| tokens.keys());
@@ -90,13 +89,13 @@ fn longest_token(file: &Value) -> usize {
     names.map(String::as_str).chain(pieces).map(str::len).max().unwrap_or(0)
 }
 
-/// The smallest number of bytes that a pattern matches.
+/// Returns the smallest number of bytes that a pattern can match.
 fn shortest_match(pattern: &Value) -> usize {
     if let Some(text) = pattern["String"].as_str() {
         return text.len();
     }
     let regex = pattern["Regex"].as_str().unwrap_or_default();
-    // The library may support syntax that this parser does not.
+    // The library may support syntax that this parser does not. Then the result is 0.
     let parsed = regex_syntax::parse(regex).ok();
     parsed.and_then(|parsed| parsed.properties().minimum_len()).unwrap_or(0)
 }

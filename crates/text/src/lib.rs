@@ -2,13 +2,13 @@
 //! strings.
 //!
 //! For input, a [`TextPool`] runs chat templates ([`ChatTemplate`]) and the tokenizer
-//! ([`Tokenizer`]) on its own threads, so that a long prompt never holds up an HTTP thread. Its
-//! [`Encoder`] cuts long texts at places where this changes no id, and remembers encoded parts. So
-//! a conversation's history is encoded once. For output, each request has a [`Detokenizer`] and a
-//! [`StopStrings`]: they turn token ids into final text without any part of a stop string.
+//! ([`Tokenizer`]) on separate threads, so that a long prompt never blocks an HTTP thread. Its
+//! [`Encoder`] cuts long texts where a cut changes no ids, and caches encoded parts. So the history
+//! of a conversation is encoded only once. For output, each request has a [`Detokenizer`] and a
+//! [`StopStrings`]. They convert token ids to final text that contains no part of a stop string.
 //!
-//! The reference for all of it is Hugging Face: `tokenizers` for ids and text, `transformers` with
-//! `jinja2` for chat templates. The tests compare with their outputs.
+//! The reference is Hugging Face: `tokenizers` for ids and text, `transformers` with `jinja2` for
+//! chat templates. The tests compare with their outputs.
 //!
 //! | threads | who | what |
 //! |---|---|---|

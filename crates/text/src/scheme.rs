@@ -1,48 +1,51 @@
-//! How a tokenizer's decoder turns tokens into text, which is recognised once when it is loaded.
+//! How a tokenizer's decoder converts tokens to text. The scheme is detected once, when the
+//! tokenizer is loaded.
 //!
 //! Hugging Face's decoders take the whole list of tokens. For the common decoders, the same text
 //! can be built token by token from a table, whose entries this module computes. Tokens of other
-//! decoders are decoded in windows, see [`crate::Detokenizer`].
+//! decoders are decoded in windows; see [`crate::Detokenizer`].
 
 use serde_json::Value;
 
-/// The scheme by which tokens become text.
+/// How tokens become text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Scheme {
-    /// Byte level: a token is bytes, the text is all bytes read as UTF-8, lossily.
+    /// Byte level: a token is a sequence of bytes. The text is all bytes together, decoded as lossy
+    /// UTF-8.
     Bytes,
-    /// SentencePiece style: a token is a piece of text, or one byte of a character without a token.
+    /// SentencePiece style: a token is a piece of text, or one byte of a character that has no
+    /// token.
     Pieces(Pieces),
     /// Any other decoder.
     Window,
 }
 
-/// A SentencePiece-style decoder: changes to each token, then to the text.
+/// A SentencePiece-style decoder: changes of each token, then of the text.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Pieces {
     /// Literal replacements in each token, in order.
     replace: Vec<(String, String)>,
-    /// The character that replaces spaces, if the decoder is a Metaspace.
+    /// The character that replaces spaces, if the decoder is a `Metaspace`.
     metaspace: Option<char>,
-    /// True if the Metaspace decoder drops that character from the first token.
+    /// True if the `Metaspace` decoder drops that character from the first token.
     metaspace_drops_first: bool,
-    /// Tokens of the form `<0x0A>` are bytes.
+    /// True if tokens of the form `<0x0A>` are bytes.
     byte_fallback: bool,
-    /// The character to strip from the start of the text, and how often at most.
+    /// The character to strip from the start of the text, and how many at most.
     pub(crate) strip_left: Option<(char, usize)>,
 }
 
 /// The bytes that one token adds to the text.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Piece {
-    /// Text of its own. For [`Scheme::Bytes`], bytes that may be part of a character.
+    /// The token's own text. For [`Scheme::Bytes`], bytes that may be part of a character.
     Text(Vec<u8>),
-    /// One byte of a byte-fallback run.
+    /// One byte of a run of byte-fallback tokens.
     Byte(u8),
 }
 
 impl Scheme {
-    /// Recognises a decoder by its JSON form in `tokenizer.json`.
+    /// Detects the scheme from the decoder in `tokenizer.json`.
     pub(crate) fn of_decoder(decoder: Option<&Value>) -> Self {
         let mut steps = Vec::new();
         if let Some(decoder) = decoder {
@@ -55,7 +58,7 @@ impl Scheme {
         }
     }
 
-    /// The bytes that `token` adds to the text when it is not the first token.
+    /// Returns the bytes that `token` adds to the text, unless it is the first token.
     pub(crate) fn piece(&self, token: &str) -> Piece {
         match self {
             Self::Bytes => Piece::Text(byte_level_bytes(token)),
@@ -66,13 +69,13 @@ impl Scheme {
 }
 
 impl Pieces {
-    /// The decoder made of `steps`, if its text can be built token by token.
+    /// Returns the decoder with these steps, if its text can be built token by token.
     fn of_steps(steps: &[&Value]) -> Option<Self> {
         let mut pieces = Self::default();
         let mut fused = false;
         for (at, step) in steps.iter().enumerate() {
             match kind(step) {
-                // Before the byte fallback, a replacement applies to each token by itself, so the
+                // Before the byte fallback, a replacement applies to each token separately, so the
                 // table can include it.
                 "Replace" if !fused && !pieces.byte_fallback => {
                     let pattern = step["pattern"]["String"].as_str().filter(|p| !p.is_empty())?;
@@ -97,8 +100,8 @@ impl Pieces {
         Some(pieces)
     }
 
-    /// The bytes that `token` adds to the text; the `first` token of a text may add other bytes
-    /// than a later one.
+    /// Returns the bytes that `token` adds to the text. The `first` token of a text may add other
+    /// bytes than a later one.
     pub(crate) fn piece(&self, token: &str, first: bool) -> Piece {
         let mut text = token.to_owned();
         if let Some(space) = self.metaspace {
@@ -114,7 +117,7 @@ impl Pieces {
         }
     }
 
-    /// True if the first token of a text needs [`Pieces::piece`] instead of the table.
+    /// True if [`Pieces::piece`] must be used instead of the table for the first token of a text.
     pub(crate) fn first_differs(&self) -> bool {
         self.metaspace.is_some() && self.metaspace_drops_first
     }
@@ -131,22 +134,21 @@ fn kind(decoder: &Value) -> &str {
     decoder["type"].as_str().unwrap_or_default()
 }
 
-/// The byte a byte-fallback token such as `<0x0A>` stands for.
+/// Returns the byte that a byte-fallback token such as `<0x0A>` represents.
 ///
-/// It is as lenient as the reference: it accepts whatever `from_str_radix` reads from two
-/// characters, even `+A`.
+/// As lenient as the reference: accepts any two characters that `from_str_radix` reads, even `+A`.
 fn fallback_byte(token: &str) -> Option<u8> {
     let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
     (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok())?
 }
 
-/// The bytes of a byte-level token. If one of its characters represents no byte, they are the
-/// token's own UTF-8: added tokens may contain a space or `｜`.
+/// Returns the bytes of a byte-level token. If one of its characters represents no byte, these are
+/// the bytes of its UTF-8 text: added tokens may contain a space or `｜`.
 fn byte_level_bytes(token: &str) -> Vec<u8> {
     token.chars().map(byte_of_char).collect::<Option<Vec<u8>>>().unwrap_or_else(|| token.into())
 }
 
-/// The byte that a character of the byte-level alphabet represents (the inverse of GPT-2's
+/// Returns the byte that a character of the byte-level alphabet represents (the inverse of GPT-2's
 /// `bytes_to_unicode`). Printable Latin-1 characters represent themselves. The other 68 bytes are
 /// represented by the characters from U+0100 on, in order.
 pub(crate) fn byte_of_char(c: char) -> Option<u8> {

@@ -1,36 +1,36 @@
-//! Finds stop strings in a stream of text, and cuts the text there.
+//! Finds stop strings in streamed text, and cuts the text there.
 
 use std::sync::Arc;
 
-/// The stop strings of a request, with tables for searching. They are built once and shared by all
-/// choices. Each search has its own [`StopStrings`].
+/// The stop strings of a request, with tables for searching. The table is built once, and all
+/// choices share it. Each choice searches with its own [`StopStrings`].
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct StopTable {
-    /// The stop strings, as the client listed them.
+    /// The stop strings, in the client's order.
     texts: Vec<String>,
     stops: Vec<Stop>,
 }
 
 #[derive(Debug, PartialEq, Eq)]
 struct Stop {
-    /// The caller's index.
+    /// The index of the string in `texts`.
     index: usize,
     text: Box<[u8]>,
-    /// The next shorter prefix to try: for each length of a matched prefix, the length of its
-    /// longest proper suffix that is a prefix too.
+    /// For each length of a matched prefix, the length of its longest proper suffix that is a
+    /// prefix too. This is the next prefix to try after a mismatch.
     fallback: Box<[u32]>,
 }
 
 impl StopTable {
-    /// A table of `texts`, each shorter than 4 GiB. Empty texts are ignored. The table takes about
-    /// six bytes for each byte of text.
+    /// Creates a table of `texts`, each shorter than 4 GiB. Empty texts are ignored. The table
+    /// takes about six bytes per byte of text.
     pub fn new(texts: Vec<String>) -> Self {
         let indexed = texts.iter().enumerate().filter(|(_, text)| !text.is_empty());
         let stops = indexed.map(|(index, text)| Stop::new(index, text)).collect();
         Self { texts, stops }
     }
 
-    /// The strings, in the order of the list.
+    /// Returns the stop strings, in the client's order.
     pub fn texts(&self) -> &[String] {
         &self.texts
     }
@@ -53,8 +53,8 @@ impl Stop {
         Self { index, text, fallback: fallback.into() }
     }
 
-    /// Reads one byte after `at` matched bytes of the string (not all of it). Returns how many of
-    /// its leading bytes the text ends with now.
+    /// Reads one byte after the first `at` bytes of the string (but not all) have matched. Returns
+    /// the number of leading bytes of the string that match now.
     fn step(&self, mut at: u32, byte: u8) -> u32 {
         while at > 0 && self.text[at as usize] != byte {
             at = self.fallback[at as usize];
@@ -63,27 +63,28 @@ impl Stop {
     }
 }
 
-/// Finds the stop strings of one request in text that arrives in parts. Text that may be the
+/// Finds the stop strings of one choice in text that arrives in parts. Text that may be the
 /// beginning of a stop string is held back.
 ///
-/// The match that ends earliest in the text wins. Of several that end there, the longest wins, then
-/// the first listed. The held text is the longest suffix of the text so far that is a prefix of
-/// some stop string. Each byte costs one Knuth-Morris-Pratt step for each stop string, amortised.
+/// The match that ends first in the text wins; among matches with the same end, the longest, then
+/// the first in the client's order. The text held back is the longest suffix of the text so far
+/// that is a prefix of a stop string. Each byte costs one Knuth-Morris-Pratt step per stop string,
+/// amortised.
 #[derive(Debug)]
 pub struct StopStrings {
     table: Arc<StopTable>,
-    /// For each stop string, how many of its leading bytes the text so far ends with.
+    /// Per stop string, the number of its leading bytes with which the text so far ends.
     at: Box<[u32]>,
     include_in_output: bool,
-    /// Text that was not returned yet: bytes from `held_from` on.
+    /// The text that was not returned yet, which is the bytes from `held_from` on.
     held: String,
     held_from: usize,
     matched: Option<usize>,
 }
 
 impl StopStrings {
-    /// A search for the strings of `table`. With `include_in_output` a matched stop string is part
-    /// of the text.
+    /// Creates a search for the strings of `table`. With `include_in_output`, the matched stop
+    /// string stays in the text.
     pub fn new(table: Arc<StopTable>, include_in_output: bool) -> Self {
         Self {
             at: vec![0; table.stops.len()].into(),
@@ -95,17 +96,17 @@ impl StopStrings {
         }
     }
 
-    /// A string of the table, by its index in the list.
+    /// Returns the stop string with this index.
     pub fn text(&self, index: usize) -> &str {
         &self.table.texts[index]
     }
 
     /// Reads `delta`, and appends to `out` the text that can no longer be part of a stop string.
-    /// Text is cut at the first stop string.
+    /// The text is cut at the first stop string.
     ///
-    /// Returns the index of a stop string as soon as it has matched. `out` then ends right before
-    /// it, or right after it with `include_in_output`. From then on nothing is appended, and the
-    /// same index is returned.
+    /// Returns the index of a stop string as soon as the string has matched. `out` then ends right
+    /// before the string, or right after it with `include_in_output`. Later calls append nothing
+    /// and return the same index.
     pub fn push(&mut self, delta: &str, out: &mut String) -> Option<usize> {
         if self.matched.is_some() {
             return self.matched;
@@ -139,8 +140,8 @@ impl StopStrings {
         let end = self.held.len() - hold;
         out.push_str(&self.held[self.held_from..end]);
         self.held_from = end;
-        // The rest is moved only once as much was returned, so that a push costs amortised time in
-        // its own length.
+        // The rest is moved only after at least as much text was returned, so that the cost of a
+        // push is amortised linear in the length of `delta`.
         if self.held_from >= hold {
             self.held.drain(..self.held_from);
             self.held_from = 0;
@@ -148,7 +149,7 @@ impl StopStrings {
         None
     }
 
-    /// Appends the held text, because the text has ended without a stop string.
+    /// Appends the text that was held back, because the text has ended without a stop string.
     pub fn finish(&mut self, out: &mut String) {
         out.push_str(&self.held[self.held_from..]);
         self.held.clear();
@@ -179,7 +180,7 @@ mod tests {
         (out, found)
     }
 
-    /// The specification: compares every stop string at every position of the whole text.
+    /// A reference implementation: compares every stop string at every position of the whole text.
     fn naive(text: &str, stops: &[String], include: bool) -> (String, Option<usize>) {
         for end in 1..=text.len() {
             let ends_here =

@@ -15,15 +15,15 @@ use crate::measure::Measure;
 use crate::plain::Plain;
 use crate::scheme::{Piece, Scheme};
 
-/// A larger id means that the file is broken: the table below has an entry for every id up to the
-/// largest.
+/// The largest allowed id. A larger id means that the file is broken; the table has an entry for
+/// each id up to the largest.
 const LARGEST_ID: u32 = (1 << 24) - 1;
 
 /// A tokenizer loaded from `tokenizer.json`. Immutable; share it in an [`Arc`](std::sync::Arc).
 #[derive(Debug)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    /// The encoder that replaces that of `inner`.
+    /// The fast encoder, used in place of the encoder of `inner` for texts that it supports.
     fast: Option<Fast>,
     scheme: Scheme,
     table: Table,
@@ -34,10 +34,11 @@ pub struct Tokenizer {
     plain: Plain,
 }
 
-/// The ids that the post-processor puts before and after those of a text.
+/// The ids that the post-processor adds before and after the ids of a text.
 pub(crate) type Frame = (Vec<i32>, Vec<i32>);
 
-/// The bytes that every id adds to the text: one run of bytes, and for each id its end and kind.
+/// The bytes that each id adds to the text: all bytes concatenated, and for each id its end and
+/// kind.
 #[derive(Debug, Default)]
 struct Table {
     bytes: Vec<u8>,
@@ -46,12 +47,12 @@ struct Table {
     special: Vec<bool>,
 }
 
-/// The meaning of an id.
+/// The kind of an id in the table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// No token has this id.
     Missing,
-    /// The token has text of its own.
+    /// A token with its own text.
     Text,
     /// One byte of a byte-fallback run.
     Byte,
@@ -75,7 +76,7 @@ impl Table {
         (kind, &self.bytes[start as usize..self.ends[id] as usize])
     }
 
-    /// The bytes of `id`; `None` above the largest.
+    /// Returns the bytes of `id`, or `None` above the largest id.
     fn get_any(&self, id: u32) -> Option<&[u8]> {
         ((id as usize) < self.kinds.len()).then(|| self.get(id).1)
     }
@@ -92,20 +93,21 @@ impl Tokenizer {
 
     /// Loads a `tokenizer.json`.
     ///
-    /// The file's padding and truncation are switched off, as transformers does for a single text.
+    /// The padding and truncation in the file are switched off, as transformers does for a single
+    /// text.
     ///
     /// # Errors
-    /// [`TextError::Load`] if the file cannot be read, is not a tokenizer, or is not one for this
-    /// backend.
+    /// [`TextError::Load`] if the file cannot be read, is not a tokenizer, or is not supported by
+    /// this backend.
     pub fn from_file_for(path: &Path, backend: Backend) -> Result<Self, TextError> {
         Self::from_file_with(path, backend, &Map::new())
     }
 
-    /// Loads a `tokenizer.json`, and adds the tokens that only `config` has, the content of the
+    /// Loads a `tokenizer.json`, and adds the tokens that are only in `config`, the content of the
     /// model's `tokenizer_config.json`. They get the same ids as in transformers.
     ///
     /// # Errors
-    /// The errors of [`Tokenizer::from_file_for`].
+    /// The same errors as [`Tokenizer::from_file_for`].
     pub fn from_file_with(
         path: &Path,
         backend: Backend,
@@ -130,7 +132,7 @@ impl Tokenizer {
     /// Loads a tokenizer from the contents of a `tokenizer.json` and a `tokenizer_config.json`.
     ///
     /// # Errors
-    /// [`TextError::Load`] if this is not a tokenizer, or not one for this backend.
+    /// [`TextError::Load`] if this is not a tokenizer, or is not supported by this backend.
     pub fn from_bytes_with(
         json: &[u8],
         backend: Backend,
@@ -187,12 +189,13 @@ impl Tokenizer {
         Ok(Self { inner, fast, scheme, table, cuts, frame, measure, growth, plain })
     }
 
-    /// The ids of `text`. Special tokens in the text are recognised, as Hugging Face does.
-    /// `add_special_tokens` runs the post-processor (it adds a leading bos token, for example).
+    /// Returns the ids of `text`. Special tokens in the text are recognised, as in Hugging Face's
+    /// library. `add_special_tokens` runs the post-processor, which adds a leading bos token, for
+    /// example.
     ///
     /// # Errors
-    /// [`TextError::Encode`] if the model has no token for a part of the text and no unknown token
-    /// either, or if its normaliser may make the text too long.
+    /// [`TextError::Encode`] if the vocabulary has neither a token for a part of the text nor an
+    /// unknown token, or if the normaliser may make the text too long.
     pub fn encode(&self, text: &str, add_special_tokens: bool) -> Result<Vec<i32>, TextError> {
         self.growth.check(text.len())?;
         if let Some(fast) = self.fast.as_ref().filter(|fast| fast.takes(text)) {
@@ -202,25 +205,25 @@ impl Tokenizer {
             .inner
             .encode_fast(text, add_special_tokens)
             .map_err(|error| TextError::Encode(error.to_string()))?;
-        // No id is above LARGEST_ID.
+        // No id is above `LARGEST_ID`, so the cast does not overflow.
         Ok(encoding.get_ids().iter().map(|id| id.cast_signed()).collect())
     }
 
-    /// A lower bound of the number of ids of `text`, without those of the post-processor. It takes
-    /// one pass over the bytes. It is 0 for a tokenizer that may drop text.
+    /// Returns a lower bound on the number of ids of `text`, without the post-processor's ids. It
+    /// takes one pass over the bytes. It is 0 for a tokenizer that may drop text.
     ///
-    /// If each byte has a token (byte-level BPE, and SentencePiece's BPE with byte fallback), a
+    /// If each byte has a token (byte-level BPE, and SentencePiece's BPE with byte fallback), each
     /// byte counts as one over the length of the longest token that contains it. If text is
     /// composed first, characters outside ASCII count a quarter. For a Unigram tokenizer only ASCII
-    /// letters and digits count, by the length of the longest token. For WordPiece and WordLevel
-    /// each word counts as one.
+    /// letters and digits count, each as one over the length of the longest token. For WordPiece
+    /// and WordLevel each word counts as one.
     pub fn fewest_ids(&self, text: &str) -> usize {
         self.measure.fewest(text)
     }
 
-    /// The ids of `text` as [`Tokenizer::encode`] gives them, without those of the post-processor.
+    /// Returns the ids of `text` like [`Tokenizer::encode`], but without the post-processor's ids.
     /// Special tokens that touch one of the ranges in `plain` (of bytes, sorted, not overlapping)
-    /// are ordinary text.
+    /// are encoded as ordinary text.
     pub(crate) fn encode_plain(
         &self,
         text: &str,
@@ -231,53 +234,54 @@ impl Tokenizer {
         self.plain.encode(&self.inner, text, plain, go_on)
     }
 
-    /// The ids of `text` like those of [`Tokenizer::encode`], without those of the post-processor
-    /// and without special tokens.
+    /// Returns the ids of `text` like [`Tokenizer::encode`], but without the post-processor's ids,
+    /// and with special tokens encoded as ordinary text.
     ///
     /// # Errors
-    /// The errors of [`Tokenizer::encode`].
+    /// The same errors as [`Tokenizer::encode`].
     pub fn encode_as_text(&self, text: &str) -> Result<Vec<i32>, TextError> {
         self.encode_plain(text, std::slice::from_ref(&(0..text.len())), &|_| true)
     }
 
-    /// True if a token adds its [`Tokenizer::token_bytes`] everywhere except at the beginning of a
-    /// text.
+    /// True if each token adds its [`Tokenizer::token_bytes`] to the text, except possibly at the
+    /// start of a text.
     pub fn adds_bytes(&self) -> bool {
         !matches!(self.scheme, Scheme::Window)
     }
 
-    /// The ranges of `text` that spell a special token and touch one of `client` (sorted ranges).
+    /// Returns the ranges of `text` that spell a special token and touch one of `client` (sorted
+    /// ranges).
     pub(crate) fn spelled(&self, text: &str, client: &[Range<usize>]) -> Vec<Range<usize>> {
         self.plain.spelled(text, client)
     }
 
-    /// The ids of the special tokens whose text is `wanted`, ascending.
+    /// Returns the ids of the special tokens for whose text `wanted` returns true, ascending.
     pub fn special_ids(&self, wanted: impl Fn(&str) -> bool) -> Vec<i32> {
         let ids = 0..i32::try_from(self.vocab_size()).unwrap_or(i32::MAX);
         let special = ids.filter(|&id| self.is_special(id));
         special.filter(|&id| self.id_to_token(id).is_some_and(|token| wanted(&token))).collect()
     }
 
-    /// The texts of all special tokens.
+    /// Returns the texts of all special tokens.
     pub(crate) fn special_texts(&self) -> Vec<String> {
         let added = self.inner.get_added_vocabulary();
         let tokens = added.get_added_tokens_decoder().values().map(|token| &token.content);
         tokens.filter(|content| added.is_special_token(content)).cloned().collect()
     }
 
-    /// The ids from `limit` on, in order, with their tokens. A model whose embedding has `limit`
-    /// rows lacks rows for them.
+    /// Returns the ids from `limit` on, in order, with their tokens. A model with an embedding of
+    /// `limit` rows has no rows for them.
     pub fn ids_from(&self, limit: u32) -> Vec<(i32, String)> {
         let all = limit..u32::try_from(self.vocab_size()).unwrap_or(u32::MAX);
         let token = |id: u32| Some((id.cast_signed(), self.inner.id_to_token(id)?));
         all.filter_map(token).collect()
     }
 
-    /// The ids of two texts as one prompt, and the index at which the second text begins. The
-    /// post-processor's ids around and between the texts are included.
+    /// Returns the ids of two texts as one prompt, and the index at which the second text begins.
+    /// The post-processor's ids around and between the texts are included.
     ///
     /// # Errors
-    /// The errors of [`Tokenizer::encode`].
+    /// The same errors as [`Tokenizer::encode`].
     pub fn encode_pair(&self, first: &str, second: &str) -> Result<(Vec<i32>, u32), TextError> {
         self.growth.check(first.len() + second.len())?;
         let encoding = self
@@ -290,11 +294,11 @@ impl Tokenizer {
         Ok((ids, u32::try_from(begins).unwrap_or(u32::MAX)))
     }
 
-    /// The text of `ids`, equal to that of Hugging Face's `decode`. Ids without a token are
-    /// ignored.
+    /// Returns the text of `ids`, which equals the output of Hugging Face's `decode`. Ids without a
+    /// token are ignored.
     ///
     /// # Errors
-    /// [`TextError::Decode`] if the decoder refuses the tokens.
+    /// [`TextError::Decode`] if the decoder rejects the tokens.
     pub fn decode(&self, ids: &[i32], skip_special_tokens: bool) -> Result<String, TextError> {
         let ids: Vec<u32> = ids.iter().filter_map(|&id| u32::try_from(id).ok()).collect();
         self.decode_unsigned(&ids, skip_special_tokens)
@@ -304,14 +308,14 @@ impl Tokenizer {
         self.inner.decode(ids, skip).map_err(|error| TextError::Decode(error.to_string()))
     }
 
-    /// The text of this token alone, for log-probabilities. A part of a character is shown as
-    /// U+FFFD. An id without a token has empty text.
+    /// Returns the text of this single token, for log-probabilities. A part of a character is shown
+    /// as U+FFFD. The text is empty for an id without a token.
     pub fn token_text(&self, id: i32) -> String {
         String::from_utf8_lossy(&self.token_bytes(id)).into_owned()
     }
 
-    /// The bytes of this token alone, for log-probabilities. A special token's bytes are its name.
-    /// An id without a token has none.
+    /// Returns the bytes of this single token, for log-probabilities. For a special token these are
+    /// the bytes of its name. There are none for an id without a token.
     pub fn token_bytes(&self, id: i32) -> Vec<u8> {
         let Ok(id) = u32::try_from(id) else { return Vec::new() };
         match self.scheme {
@@ -320,33 +324,33 @@ impl Tokenizer {
         }
     }
 
-    /// The token with this id, as the vocabulary spells it.
+    /// Returns the token with this id, as the vocabulary spells it.
     pub fn id_to_token(&self, id: i32) -> Option<String> {
         self.inner.id_to_token(u32::try_from(id).ok()?)
     }
 
-    /// The id of a token, as the vocabulary spells it.
+    /// Returns the id of a token, as the vocabulary spells it.
     pub fn token_to_id(&self, token: &str) -> Option<i32> {
         self.inner.token_to_id(token).map(u32::cast_signed)
     }
 
-    /// The largest id plus 1. The model's own vocabulary may be larger (padded).
+    /// Returns the largest id plus 1. The model's own vocabulary may be larger (padded).
     pub fn vocab_size(&self) -> usize {
         self.table.kinds.len()
     }
 
-    /// True if this is a special token: one that decoding can skip.
+    /// True if this is a special token, which decoding can skip.
     pub fn is_special(&self, id: i32) -> bool {
         let id = usize::try_from(id).ok();
         id.and_then(|id| self.table.special.get(id)).copied().unwrap_or(false)
     }
 
-    /// The places at which texts may be cut.
+    /// Returns the positions at which texts may be cut.
     pub(crate) fn cuts(&self) -> &Cuts {
         &self.cuts
     }
 
-    /// The ids that the post-processor adds, if they are the same for every text.
+    /// Returns the ids that the post-processor adds, if they are the same for every text.
     pub(crate) fn frame(&self) -> Option<&Frame> {
         self.frame.as_ref()
     }
@@ -360,26 +364,26 @@ impl Tokenizer {
         &self.scheme
     }
 
-    /// The token for `id` in decoding.
+    /// Returns the token that decoding uses for `id`.
     pub(crate) fn decoded_token(&self, id: u32) -> Option<String> {
         decoded_token(&self.inner, id)
     }
 
-    /// The kind of `id` and the bytes that it adds to the text.
+    /// Returns the kind of `id`, and the bytes that it adds to the text.
     pub(crate) fn piece(&self, id: u32) -> (Kind, &[u8]) {
         self.table.get(id)
     }
 }
 
-/// The token for `id` in decoding. An added token that is matched in normalised text has its
-/// normalised form here, unlike in `id_to_token`.
+/// Returns the token that decoding uses for `id`. An added token that is matched in normalised text
+/// is in its normalised form here, unlike in `id_to_token`.
 fn decoded_token(inner: &tokenizers::Tokenizer, id: u32) -> Option<String> {
     let added = inner.get_added_vocabulary().simple_id_to_token(id);
     added.or_else(|| inner.get_model().id_to_token(id))
 }
 
-/// The ids that the post-processor adds around a text's ids, found by processing an id that no
-/// token has. `None`: it does more than add ids around them.
+/// Returns the ids that the post-processor adds around the ids of a text, found by processing an id
+/// that no token has. `None` if it changes the ids in any other way.
 fn frame(inner: &tokenizers::Tokenizer) -> Result<Option<Frame>, TextError> {
     const TEXT: u32 = u32::MAX;
     let text = Encoding::from_tokens(vec![Token::new(TEXT, "a".to_owned(), (0, 1))], 0);

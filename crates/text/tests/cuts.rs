@@ -1,8 +1,8 @@
-//! Texts that are encoded in parts, with and without the cache of parts, give the same ids as the
-//! whole text.
+//! Tests that texts encoded in parts, with and without the cache, have the same ids as texts
+//! encoded whole.
 //!
-//! The tokenizers have the normalizers and pre-tokenizers of real families over a small vocabulary.
-//! Their merges reach over every kind of boundary where no rule stops them.
+//! The tokenizers have the normalizers and pre-tokenizers of real model families with a small
+//! vocabulary. Their merges cross every kind of boundary where no rule prevents it.
 
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
@@ -35,7 +35,7 @@ struct Case {
     cut: Cut,
 }
 
-/// Where a tokenizer's texts may be cut.
+/// Where the texts of a tokenizer may be cut.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Cut {
     /// Before added tokens and between words.
@@ -59,7 +59,7 @@ fn sequence(mut steps: Vec<Value>, use_regex: bool) -> Value {
     json!({"type": "Sequence", "pretokenizers": steps})
 }
 
-/// A byte-level tokenizer with another normalizer and pre-tokenizer.
+/// Returns a byte-level tokenizer with this normalizer and pre-tokenizer.
 fn byte_level(normaliser: Value, pre_tokenizer: Value) -> Value {
     let mut file = read("byte_level");
     file["normalizer"] = normaliser;
@@ -96,7 +96,7 @@ fn cases() -> Vec<Case> {
         ),
         ("no pattern", byte_level(Value::Null, sequence(Vec::new(), false)), Cut::BeforeTokens),
     ];
-    // Added tokens that are matched in normalized text: the file's own are not in normal form.
+    // Added tokens that are matched in normalized text; the file's own are not in normal form.
     let mut composed = byte_level(nfc(), sequence(vec![split(QWEN)], false));
     for token in composed["added_tokens"].as_array_mut().expect("a list") {
         token["normalized"] = json!(true);
@@ -114,7 +114,7 @@ struct Loaded {
     tokenizer: Arc<Tokenizer>,
     plain: Encoder,
     cached: Encoder,
-    /// An encoder whose cache has room for only a few parts.
+    /// An encoder whose cache holds only a few parts.
     small: Encoder,
 }
 
@@ -129,7 +129,7 @@ static LOADED: LazyLock<Vec<Loaded>> = LazyLock::new(|| {
     cases().into_iter().map(load).collect()
 });
 
-/// Pieces of text with many kinds of boundaries.
+/// Generates pieces of text with many kinds of boundaries.
 fn piece() -> impl Strategy<Value = String> {
     let nasty = prop::sample::select(vec![
         "the ",
@@ -199,7 +199,7 @@ fn piece() -> impl Strategy<Value = String> {
     prop_oneof![12 => nasty.prop_map(str::to_owned), 1 => any]
 }
 
-/// Texts that repeat pieces, so that they are long enough to be cut and still vary.
+/// Generates texts that repeat pieces, so that they are long enough to be cut and still vary.
 fn text() -> impl Strategy<Value = String> {
     (prop::collection::vec(piece(), 1..40), 1..6_usize, prop::collection::vec(piece(), 300..2500))
         .prop_map(|(run, times, pieces)| {
@@ -209,7 +209,7 @@ fn text() -> impl Strategy<Value = String> {
         })
 }
 
-/// Checks that every encoder gives the ids of the library.
+/// Checks that every encoder returns the same ids as the library.
 fn check(loaded: &Loaded, text: &str, special: bool) -> Result<(), TestCaseError> {
     let Loaded { case, tokenizer, plain, cached, small } = loaded;
     let expected = tokenizer.encode(text, special).expect("ids");
@@ -248,7 +248,7 @@ proptest! {
                 chat += &format!("<|im_start|>{role}\n{}</s>\n", turn.concat());
                 check(loaded, &format!("{chat}<|im_start|>assistant\n"), special)?;
             }
-            // An earlier message changes: the text after it is the same at another offset.
+            // An earlier message changes, so the text after it is at another offset.
             let edited = chat.replacen(&turns[edit % turns.len()].concat(), "edited", 1);
             check(loaded, &edited, special)?;
         }

@@ -1,4 +1,4 @@
-//! Limits of a pool: words that are too long, and encodings that are kept for later texts.
+//! Tests of a pool's limits: words that are too long, and cached encodings.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -24,7 +24,7 @@ fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(Tokenizer::from_bytes(json).expect("a tokenizer"))
 }
 
-/// A text of words that each occur once.
+/// Returns a text in which each word occurs once.
 fn prose(bytes: usize) -> String {
     (0..bytes / 8).map(|number| format!("w{number:06} ")).collect()
 }
@@ -60,7 +60,7 @@ fn a_word_that_is_too_long_is_not_encoded() {
 fn a_word_of_a_tokenizer_without_cuts_is_bounded_too() {
     let json = include_bytes!("data/tokenizers/byte_level.json");
     let mut file: Value = serde_json::from_slice(json).expect("JSON");
-    // The part cache is not used with a normalizer that changes texts.
+    // With a normalizer that changes the text, texts are not cut between words.
     file["normalizer"] = serde_json::json!({"type": "Lowercase"});
     let file = file.to_string();
     let tokenizer = Tokenizer::from_bytes(file.as_bytes()).expect("a tokenizer");

@@ -1,5 +1,5 @@
-//! Chat templates, compared with transformers: `tests/text/make_template_cases.py` wrote the
-//! expected texts.
+//! Compares rendered chat templates with transformers. `tests/text/make_template_cases.py` wrote
+//! the expected texts.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;

@@ -1,5 +1,6 @@
-//! Tokenization and streaming, compared with Hugging Face. `tests/text/make_tokenizer_cases.py`
-//! recorded the Python package's results; property tests compare with the Rust crate that it wraps.
+//! Compares tokenization and streaming with Hugging Face. `tests/text/make_tokenizer_cases.py`
+//! recorded the results of the Python package; property tests compare with the Rust crate that it
+//! wraps.
 
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
@@ -18,8 +19,8 @@ const NAMES: [&str; 7] = [
     "suffix_bpe",
 ];
 
-/// Tokenizers that build text from bytes token by token: for any ids, the streamed text equals the
-/// decoded text.
+/// Tokenizers that build text from bytes token by token. For any ids, their streamed text equals
+/// the decoded text.
 const BYTE_LEVEL: [&str; 2] = ["tiny_llama", "byte_level"];
 
 struct Loaded {
@@ -115,7 +116,7 @@ fn arbitrary_ids_as_the_python_package_has_them() {
     }
 }
 
-/// Any text, and text that tokenizers treat specially.
+/// Generates any text, and text that tokenizers treat specially.
 fn text() -> impl Strategy<Value = String> {
     let special = prop::sample::select(vec![
         "<s>",
@@ -187,7 +188,7 @@ proptest! {
             let decoded = ours.decode(&ids, skip).expect("text");
             let streamed = stream(ours, &ids, skip);
             if *name == "byte_fallback" {
-                // However an invalid run of bytes is shown, the text around it stays.
+                // Invalid bytes may be decoded differently, but the text around them is the same.
                 let good = |text: &str| text.chars().filter(char::is_ascii_alphabetic).count();
                 prop_assert!(good(&streamed) >= good(&decoded));
             } else {
@@ -201,7 +202,7 @@ fn named(name: &str) -> &'static Loaded {
     LOADED.iter().find(|loaded| loaded.name == name).expect("a name")
 }
 
-/// Every delta of a stream, and the text that `finish` gives last.
+/// Returns every delta of a stream, and the text that `finish` returns at the end.
 fn deltas(tokenizer: &Arc<Tokenizer>, tokens: &[&str]) -> Vec<String> {
     let mut detokenizer = Detokenizer::new(Arc::clone(tokenizer), false);
     let mut all = Vec::new();

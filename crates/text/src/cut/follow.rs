@@ -1,47 +1,48 @@
-//! Which characters a pattern can match next to each other.
+//! Finds which characters can be adjacent in a match of a pattern.
 
 use std::collections::BTreeSet;
 
 use regex_syntax::hir::{Class, Hir, HirKind};
 
-/// Replaces `(?!\S)` in a parsed pattern. It is a noncharacter, which patterns do not contain.
+/// A substitute for `(?!\S)` in a parsed pattern. It is a noncharacter, which patterns do not
+/// contain.
 const LOOKAHEAD: char = '\u{10fffe}';
 
-/// A set of characters as sorted ranges.
+/// A set of characters, as sorted ranges.
 type Set = Vec<(char, char)>;
 
-/// The neighbours in the matches of a pattern (the position automaton of Glushkov, 1961).
+/// The pairs of neighbours in the matches of a pattern (the position automaton of Glushkov, 1961).
 ///
-/// Every two characters that can be adjacent in a match are neighbours here. Some others are too,
-/// because lookaheads are assumed to match. If a pair is missing, no path of a backtracking matcher
-/// leads from one character to the other.
+/// Every two characters that can be adjacent in a match are neighbours here. Some other pairs are
+/// included too, because lookaheads are assumed to match. If a pair is missing, a backtracking
+/// matcher can never step from the first character to the second.
 #[derive(Debug)]
 pub(crate) struct Follow {
     sets: Vec<Set>,
-    /// Positions after each other, by index in `sets`.
+    /// The pairs of positions that can follow each other, by index in `sets`.
     pairs: BTreeSet<(usize, usize)>,
-    /// Characters that match by themselves, whatever follows.
+    /// The positions whose character alone is a match, whatever follows.
     alone: Vec<usize>,
 }
 
-/// The facts about a part of a pattern.
+/// The properties of a part of a pattern.
 #[derive(Debug, Default, Clone)]
 struct Part {
     first: Vec<usize>,
     last: Vec<usize>,
     alone: Vec<usize>,
-    /// True if the part can match nothing.
+    /// True if the part can match the empty string.
     nullable: bool,
-    /// True if the part can match the empty string, whatever follows.
+    /// True if the part can match the empty string whatever follows.
     surely_nullable: bool,
     /// True if the part is a lookahead.
     is_lookahead: bool,
 }
 
 impl Follow {
-    /// Reads a pattern; `None`: it is not supported. It has other lookaround, anchors, or
-    /// possessive or atomic parts, can match the empty string, or looks ahead after anything but a
-    /// space.
+    /// Parses a pattern; `None` if it is not supported. The only supported lookaround is `(?!\S)`
+    /// after a space. Anchors, possessive or atomic parts, and patterns that can match the empty
+    /// string are not supported.
     pub(crate) fn new(pattern: &str) -> Option<Self> {
         if has_possessive(pattern) {
             return None;
@@ -54,13 +55,13 @@ impl Follow {
         (!whole.nullable).then_some(follow)
     }
 
-    /// True if a match may have `right` directly after a certain character. `left` tells whether a
-    /// set can contain that character.
+    /// True if a match can contain `right` directly after a given character. `left` returns true
+    /// for the sets that may contain this character.
     pub(crate) fn joins(&self, left: impl Fn(&[(char, char)]) -> bool, right: char) -> bool {
         self.pairs.iter().any(|&(a, b)| contains(&self.sets[b], right) && left(&self.sets[a]))
     }
 
-    /// True if a match starts at `character`, whenever matching reaches it.
+    /// True if a match starts at `character` whenever matching reaches it.
     pub(crate) fn starts_at(&self, character: char) -> bool {
         self.alone.iter().any(|&set| contains(&self.sets[set], character))
     }
@@ -84,7 +85,8 @@ impl Follow {
             }
             HirKind::Class(Class::Unicode(class)) => {
                 let set: Set = class.iter().map(|range| (range.start(), range.end())).collect();
-                // The parser may have turned `x|(?!\S)` into a set.
+                // In the parsed pattern `LOOKAHEAD` stands for `(?!\S)`, so the parser may have
+                // merged `x|(?!\S)` into one class.
                 let has_lookahead =
                     set.iter().any(|&(start, end)| start == LOOKAHEAD && end == LOOKAHEAD);
                 (!has_lookahead).then(|| self.position(set))
@@ -130,7 +132,7 @@ impl Follow {
         }
     }
 
-    /// One character of `set`.
+    /// Adds the position of one character of `set`.
     fn position(&mut self, set: Set) -> Part {
         let index = self.sets.len();
         self.sets.push(set);
@@ -138,7 +140,7 @@ impl Follow {
         Part { first: only.clone(), last: only.clone(), alone: only, ..Part::default() }
     }
 
-    /// Parts that match one after the other.
+    /// Combines parts that match one after the other.
     fn sequence(&mut self, parts: Vec<Part>) -> Option<Part> {
         let mut whole = Part { nullable: true, surely_nullable: true, ..Part::default() };
         for part in parts {
@@ -176,7 +178,8 @@ impl Follow {
     }
 }
 
-/// True if the pattern has a possessive quantifier, which this parser reads as two greedy ones.
+/// True if the pattern has a possessive quantifier, which this parser would read as two greedy
+/// ones.
 fn has_possessive(pattern: &str) -> bool {
     let (mut classes, mut after_quantifier) = (0_u32, false);
     let mut characters = pattern.chars();
@@ -193,13 +196,13 @@ fn has_possessive(pattern: &str) -> bool {
     false
 }
 
-/// True if `set` holds `character`.
+/// True if `set` contains `character`.
 pub(crate) fn contains(set: &[(char, char)], character: char) -> bool {
     let after = set.partition_point(|&(start, _)| start <= character);
     after.checked_sub(1).is_some_and(|at| character <= set[at].1)
 }
 
-/// True if `set` holds nothing but spaces.
+/// True if `set` contains only spaces.
 pub(crate) fn is_space(set: &[(char, char)]) -> bool {
     set.iter().all(|&(start, end)| (start..=end).all(char::is_whitespace))
 }
@@ -265,7 +268,7 @@ mod tests {
         }
     }
 
-    /// Patterns over a few letters, with their parts.
+    /// Generates patterns over a few letters.
     fn pattern() -> impl Strategy<Value = String> {
         let leaf = prop::sample::select(vec!["a", "b", "c", "[ab]", "[^a]", "ab", "(?i:b)"]);
         let leaf = leaf.prop_map(str::to_owned);

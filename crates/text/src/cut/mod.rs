@@ -1,14 +1,15 @@
-//! Finds places at which a text may be cut, so that its parts, encoded one by one, give the same
+//! Finds positions at which a text may be cut, so that its parts, encoded separately, have the same
 //! ids as the whole.
 //!
-//! A cut is made only where the tokenizer's own definition allows it. There are two kinds:
+//! A cut is made only where the tokenizer's definition guarantees this. There are two kinds of
+//! cuts:
 //!
 //! - before an added token ([`TokenCuts`]): an added token ends one section of the text and starts
-//!   another, and each section is normalised, split and encoded by itself;
-//! - between two characters that the pre-tokenizer never leaves together ([`TextCuts`]), such as a
+//!   another, and each section is normalised, split and encoded separately;
+//! - between two characters that the pre-tokenizer always separates ([`TextCuts`]), such as a
 //!   letter and the space after it.
 //!
-//! When in doubt, nothing is cut: a tokenizer may have cuts of both kinds, of one, or none.
+//! In doubt there is no cut: a tokenizer may have cuts of both kinds, of one kind, or none.
 
 mod follow;
 mod text;
@@ -19,10 +20,10 @@ use serde_json::Value;
 use text::TextCuts;
 use tokens::TokenCuts;
 
-/// The bytes in which one kind of cut is searched before the other kind is tried.
+/// The number of bytes to search for one kind of cut before the other kind is tried.
 const WINDOW: usize = 4096;
 
-/// The safe places of a tokenizer's texts.
+/// The positions at which a tokenizer's texts may be cut.
 #[derive(Debug, Default)]
 pub(crate) struct Cuts {
     tokens: Option<TokenCuts>,
@@ -30,11 +31,11 @@ pub(crate) struct Cuts {
 }
 
 impl Cuts {
-    /// The cuts of a tokenizer, from the content of its `tokenizer.json`.
+    /// Determines the cuts of a tokenizer from the content of its `tokenizer.json`.
     pub(crate) fn of(file: &Value) -> Self {
         let dropout = &file["model"]["dropout"];
         if !(dropout.is_null() || dropout.as_f64() == Some(0.0)) {
-            // Such a tokenizer is random: the same text has different ids each time.
+            // A tokenizer with dropout is random: it encodes the same text differently each time.
             return Self::default();
         }
         let Some(added) = AddedToken::all(file) else { return Self::default() };
@@ -47,14 +48,14 @@ impl Cuts {
         }
     }
 
-    /// True if texts are cut between words.
+    /// True if texts may be cut between words.
     pub(crate) fn between_words(&self) -> bool {
         self.text.is_some()
     }
 
-    /// The first place for a cut. From `token` on it may be before an added token, and from
-    /// `anywhere` on (at least `token`) between characters too. Offsets are in bytes; a cut is
-    /// never at the start or end of the text.
+    /// Finds the first position for a cut. From `token` on, the cut may be before an added token;
+    /// from `anywhere` on (at least `token`), between characters too. Offsets are in bytes. A cut
+    /// is never at the start or end of the text.
     pub(crate) fn next(&self, text: &str, token: usize, anywhere: usize) -> Option<usize> {
         let before_token = |from: usize, to: usize| self.tokens.as_ref()?.find(text, from, to);
         let between = |from: usize, to: usize| self.text.as_ref()?.find(text, from, to);
@@ -69,13 +70,13 @@ impl Cuts {
         })
     }
 
-    /// True if there are no cuts.
+    /// True if no text can be cut.
     pub(crate) fn is_empty(&self) -> bool {
         self.tokens.is_none() && self.text.is_none()
     }
 }
 
-/// Normalisers whose effect on cut text is known.
+/// The normalisers whose effect on a cut text is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Normaliser {
     Identity,
@@ -102,13 +103,13 @@ impl Normaliser {
 #[derive(Debug)]
 pub(crate) struct AddedToken {
     content: String,
-    /// True if the token is searched in the normalised text rather than the original.
+    /// True if the token is searched for in the normalised text rather than in the original text.
     normalised: bool,
 }
 
 impl AddedToken {
-    /// All added tokens; `None`: one of them depends on the surrounding text or takes spaces from
-    /// it.
+    /// Returns all added tokens, or `None` if one of them depends on the surrounding text or strips
+    /// spaces from it.
     fn all(file: &Value) -> Option<Vec<Self>> {
         let Some(list) = file["added_tokens"].as_array() else { return Some(Vec::new()) };
         let plain = |token: &Value| {
@@ -145,7 +146,7 @@ mod tests {
         json!({"type": "ByteLevel", "add_prefix_space": false, "use_regex": true})
     }
 
-    /// Every safe place of `text`.
+    /// Returns all positions at which `text` may be cut.
     fn places(file: &Value, text: &str) -> Vec<usize> {
         let cuts = Cuts::of(file);
         let mut found = Vec::new();
@@ -167,8 +168,8 @@ mod tests {
 
     #[test]
     fn a_lookahead_sees_the_same_on_both_sides() {
-        // Never cut after a space: `\s+(?!\S)` would match differently at the end of the text than
-        // before a letter.
+        // There is no cut after a space: `\s+(?!\S)` would match differently at the end of a text
+        // than before a letter.
         assert_eq!(places(&file(Value::Null, gpt2(), &[]), "a  b"), [1]);
     }
 

@@ -1,4 +1,4 @@
-//! Cuts between characters.
+//! Finds cuts between characters.
 
 use std::collections::HashSet;
 
@@ -10,7 +10,7 @@ use super::{AddedToken, Normaliser};
 /// The pattern of the `ByteLevel` pre-tokenizer: that of GPT-2.
 const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 
-/// Characters with the same properties in every Unicode version. Canonical composition neither
+/// Characters whose properties are the same in every Unicode version. Canonical composition neither
 /// changes them nor joins them with preceding characters.
 const SETTLED: [(char, char); 9] = [
     ('\0', '\u{7f}'),
@@ -26,42 +26,42 @@ const SETTLED: [(char, char); 9] = [
 
 /// Finds the pairs of characters between which a text may be cut.
 ///
-/// A cut between `a` and `b` needs all of these, for a pre-tokenizer that is a sequence of
+/// A cut between `a` and `b` requires all of these, for a pre-tokenizer that is a sequence of
 /// patterns:
 ///
-/// - no added token has `b` after `a` inside it, so none reaches over the cut;
+/// - no added token contains `a` followed by `b`, so no added token extends over the cut;
 /// - no pattern matches `b` directly after `a`. So matches end at the cut, and are the same whether
-///   the text continues there or ends. Matching continues after the cut as at a beginning, because
-///   the patterns have no lookbehind. Their only lookahead, for "no letter comes next", applies
-///   after a space, and `a` is not a space;
+///   the text continues there or ends. After the cut, matching works as at the start of a text,
+///   because the patterns have no lookbehind. Their only lookahead, for "no letter comes next",
+///   applies after a space, and `a` is not a space;
 /// - a match of one of the patterns starts at `b`, so there is a boundary, and the model encodes
-///   each side by itself;
-/// - `b` is a character before which composition stops.
+///   each side separately;
+/// - composition never joins `b` with the characters before it.
 #[derive(Debug)]
 pub(crate) struct TextCuts {
     stages: Vec<Stage>,
-    /// Adjacent characters inside added tokens, and the second one of each pair.
+    /// The pairs of adjacent characters within added tokens, and the second character of each pair.
     inside_tokens: HashSet<(char, char)>,
     inside_seconds: HashSet<char>,
-    /// The answers for pairs of ASCII characters, one row for each first character.
+    /// The results for pairs of ASCII characters, one bit mask per first character.
     ascii: [u128; 128],
 }
 
 #[derive(Debug)]
 enum Stage {
-    /// The matches of the pattern are split off.
+    /// Splits off the matches of the pattern.
     Pattern(Follow),
-    /// Every digit is split off.
+    /// Splits off every digit separately.
     EachDigit,
-    /// Digits are split off, neighbours together.
+    /// Splits off digits, with adjacent digits together.
     Digits,
 }
 
 impl TextCuts {
-    /// The cuts of a tokenizer; `None` if a part of it may look across a cut.
+    /// Determines the cuts of a tokenizer; `None` if a part of it may depend on text across a cut.
     pub(crate) fn new(file: &Value, normaliser: Normaliser, added: &[AddedToken]) -> Option<Self> {
         if normaliser == Normaliser::Nfc {
-            // These tokens are searched in composed text.
+            // The library searches the composed text for these tokens.
             let composed = added.iter().filter(|token| token.normalised);
             if !composed.flat_map(|token| token.content.chars()).all(is_settled) {
                 return None;
@@ -85,7 +85,7 @@ impl TextCuts {
         Some(cuts)
     }
 
-    /// The first cut at or after `from` and before `to`.
+    /// Finds the first cut at or after `from` and before `to`.
     pub(crate) fn find(&self, text: &str, from: usize, to: usize) -> Option<usize> {
         let from = (from.max(1)..text.len()).find(|&at| text.is_char_boundary(at))?;
         let mut left = text[..from].chars().next_back()?;
@@ -113,7 +113,7 @@ impl TextCuts {
         if !is_settled(right) || left.is_whitespace() {
             return false;
         }
-        // The other character is certainly no space, even after composition.
+        // `left` is not a space, not even after composition.
         let settled = is_settled(left);
         let inside_token = if settled {
             self.inside_tokens.contains(&(left, right))
@@ -147,8 +147,8 @@ impl TextCuts {
     }
 }
 
-/// The stages of a pre-tokenizer, in order. `in_bytes` is set once the text has become byte
-/// symbols.
+/// Collects the stages of a pre-tokenizer, in order. `in_bytes` is set once the text has been
+/// converted to byte symbols.
 fn stages_of(pre_tokenizer: &Value, stages: &mut Vec<Stage>, in_bytes: &mut bool) -> Option<()> {
     if *in_bytes {
         return None;
@@ -160,7 +160,7 @@ fn stages_of(pre_tokenizer: &Value, stages: &mut Vec<Stage>, in_bytes: &mut bool
         }
         "Split" => {
             let invert = pre_tokenizer["invert"].as_bool()?;
-            // With either behaviour each match is a piece of its own.
+            // With either behaviour, each match becomes a separate piece.
             match (pre_tokenizer["behavior"].as_str()?, invert) {
                 ("Isolated", false) | ("Removed", true) => {}
                 _ => return None,

@@ -1,4 +1,4 @@
-//! Cuts before added tokens.
+//! Finds cuts before added tokens.
 
 use std::collections::{HashMap, HashSet};
 
@@ -6,12 +6,12 @@ use aho_corasick::{AhoCorasick, Input};
 
 use super::AddedToken;
 
-/// Finds added tokens that are always recognised where their text occurs, whatever surrounds it.
+/// Finds added tokens that are recognised wherever their text occurs, whatever surrounds it.
 ///
-/// The library finds added tokens from left to right, the longest of those that start first. Some
-/// tokens overlap with no token: none contains another, and no suffix of one is a prefix of another
-/// or of itself. Such a token is found everywhere, and the tokens on each side of it do not depend
-/// on the other side.
+/// The library finds added tokens from left to right, and prefers the longest of those that start
+/// first. Some tokens cannot overlap with any token: none contains another, and no suffix of one is
+/// a prefix of another or of itself. Such a token is always found, and the tokens on each side of
+/// it do not depend on the other side.
 #[derive(Debug)]
 pub(crate) struct TokenCuts {
     finder: AhoCorasick,
@@ -19,11 +19,11 @@ pub(crate) struct TokenCuts {
 }
 
 impl TokenCuts {
-    /// `None`: there is no such token. Tokens that are searched in normalised text count only if
-    /// the normaliser `is_identity`.
+    /// Creates the finder, or returns `None` if every token may overlap with another. Tokens that
+    /// are searched for in normalised text count only if the normaliser `is_identity`.
     pub(crate) fn new(added: &[AddedToken], is_identity: bool) -> Option<Self> {
-        // If the normaliser changes text, tokens of the normalised text are searched for in the
-        // rest.
+        // If the normaliser changes text, the library searches for tokens of the normalised text
+        // only in the text between the other tokens.
         let looked_for = added.iter().filter(|token| is_identity || !token.normalised);
         let contents: HashSet<&str> = looked_for.map(|token| token.content.as_str()).collect();
         let contents: Vec<&str> = contents.into_iter().collect();
@@ -32,7 +32,8 @@ impl TokenCuts {
         Some(Self { finder: AhoCorasick::new(clean).ok()?, longest })
     }
 
-    /// The position of the first such token that starts at or after `from` and before `to`.
+    /// Returns the position of the first of these tokens that starts at or after `from` and before
+    /// `to`.
     pub(crate) fn find(&self, text: &str, from: usize, to: usize) -> Option<usize> {
         if from >= to {
             return None;
@@ -42,13 +43,13 @@ impl TokenCuts {
     }
 }
 
-/// The tokens that overlap with no other token.
+/// Returns the tokens that cannot overlap with any token.
 fn clean<'a>(contents: &[&'a str]) -> Option<Vec<&'a str>> {
     let beginnings: HashSet<&[u8]> = contents
         .iter()
         .flat_map(|token| (1..token.len()).map(|end| &token.as_bytes()[..end]))
         .collect();
-    // Suffixes of tokens that are prefixes of a token, by the token that they end.
+    // For each token, its suffixes that are prefixes of a token.
     let mut shared: HashMap<&str, Vec<&[u8]>> = HashMap::new();
     for token in contents {
         let ends = (1..token.len()).map(|start| &token.as_bytes()[start..]);

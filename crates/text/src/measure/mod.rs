@@ -1,5 +1,5 @@
-//! A lower bound on the number of tokens of a text. It costs one pass over the text's bytes, and
-//! spares encoding a text that cannot fit.
+//! A lower bound on the number of tokens of a text. It takes one pass over the bytes, and avoids
+//! encoding a text that cannot fit.
 
 #[cfg(test)]
 mod tests;
@@ -10,39 +10,40 @@ use serde_json::Value;
 
 use crate::scheme::Scheme;
 
-/// The weight of a one-byte token. A token counts at least as much as all its bytes together.
+/// The weight of a token of one byte. The weights of a token's bytes never add up to more than
+/// this.
 const WHOLE: u64 = 1 << 32;
-/// The largest factor by which canonical composition shortens text: U+1FBE, a diaeresis and an
-/// acute are 7 bytes, and become U+0390 with 2.
+/// An upper bound on the factor by which canonical composition shortens text. The worst case is
+/// U+1FBE, a diaeresis and an acute: 7 bytes, which become U+0390 with 2.
 const COMPOSED: u64 = 4;
-/// SentencePiece's character for a space. Its bytes in a text count nothing, because it may have
-/// been a space.
+/// SentencePiece's character for a space. Its bytes in an input have no weight, because tokens
+/// represent the character like a space, which is shorter.
 const METASPACE: &str = "\u{2581}";
 
-/// How to compute a lower bound for a tokenizer: no text has fewer ids than [`Measure::fewest`].
+/// How to compute the lower bound for a tokenizer: no text has fewer ids than [`Measure::fewest`].
 #[derive(Debug)]
 pub(crate) enum Measure {
-    /// Every byte of the text is in a token. A byte's weight is one over the length of the longest
-    /// token with that byte, so the weights of a token's bytes add up to at most 1.
+    /// Every byte of the text is in a token. The weight of a byte is one over the length of the
+    /// longest token that contains the byte. So the weights of a token's bytes add up to at most 1.
     Bytes {
         weights: Box<[u64; 256]>,
         /// True if text is composed first, which may shorten non-ASCII characters.
         composes: bool,
     },
-    /// These ASCII characters survive every normaliser and have tokens of their own. So each is in
-    /// a token of at most `longest` characters. Other characters may be dropped, or merge into one
+    /// The given ASCII characters survive every normaliser and have tokens. So each of them is in a
+    /// token of at most `longest` characters. Other characters may be dropped, or merge into one
     /// unknown token.
     Known { characters: [bool; 128], longest: usize },
-    /// Spaces separate tokens, and a word with an ASCII letter or digit is at least one token,
-    /// however long it is.
+    /// Spaces separate tokens. A word with an ASCII letter or digit has at least one token, however
+    /// long the word is.
     Words,
-    /// Nothing is known: text may be dropped.
+    /// Nothing is known: the tokenizer may drop text.
     Unknown,
 }
 
 impl Measure {
-    /// The measure of a tokenizer, from the content of its `tokenizer.json`. `pieces`: the bytes
-    /// that each id adds to a text, without empty ones.
+    /// Creates the measure of a tokenizer from the content of its `tokenizer.json`. `pieces` has
+    /// the bytes that each id adds to a text, except empty ones.
     pub(crate) fn of<'a>(
         file: &Value,
         scheme: &Scheme,
@@ -102,7 +103,7 @@ impl Measure {
         }
     }
 
-    /// A lower bound on the ids of any encoding of `text`, without special tokens around it.
+    /// Returns a lower bound on the number of ids of `text`, without special tokens around it.
     pub(crate) fn fewest(&self, text: &str) -> usize {
         let count = match self {
             Self::Bytes { weights, composes: false } => {
@@ -114,7 +115,8 @@ impl Measure {
                 let known = |&&byte: &&u8| byte.is_ascii() && characters[usize::from(byte)];
                 text.as_bytes().iter().filter(known).count().div_ceil(*longest) as u64
             }
-            // Only characters that every normaliser treats as a space; some drop form feeds.
+            // Only characters that every normaliser treats as a space; some normalisers drop form
+            // feeds.
             Self::Words => text
                 .split([' ', '\t', '\n', '\r'])
                 .filter(|word| word.bytes().any(|byte| byte.is_ascii_alphanumeric()))
@@ -125,11 +127,11 @@ impl Measure {
     }
 }
 
-/// The weight of a text that may be composed. An ASCII character before another one stays
-/// unchanged, and the rest becomes at least one byte in [`COMPOSED`].
+/// Returns the weight of a text that may be composed. An ASCII character before another ASCII
+/// character stays unchanged. The rest shrinks at most by a factor of [`COMPOSED`].
 fn composed(weights: &[u64; 256], text: &str) -> u64 {
     let bytes = text.as_bytes();
-    // Only bytes that occur in UTF-8.
+    // The smallest weight of a byte that occurs in UTF-8.
     let least = weights[..0xc0].iter().chain(&weights[0xc2..0xf5]).copied().min().unwrap_or(0);
     let mut sum = 0_u64;
     let mut others = 0_u64;
@@ -144,11 +146,11 @@ fn composed(weights: &[u64; 256], text: &str) -> u64 {
     sum + others / COMPOSED * least
 }
 
-/// The relevant facts about the vocabulary.
+/// The properties of the vocabulary that the bound depends on.
 struct Tokens {
     vocabulary: HashSet<String>,
     added: Vec<String>,
-    /// True if an added token absorbs the spaces around it, however many.
+    /// True if an added token absorbs all spaces around it.
     strips: bool,
     /// True if no added token contains or absorbs a space.
     no_spaces: bool,
@@ -171,7 +173,7 @@ impl Tokens {
         Some(Self { vocabulary, added, strips, no_spaces })
     }
 
-    /// Subtracts the weight of bytes without a token, because they are dropped.
+    /// Sets the weight of bytes without a token to 0, because the tokenizer drops them.
     fn without_dropped(&self, mut weights: Box<[u64; 256]>) -> Box<[u64; 256]> {
         let mut has = [false; 256];
         for symbol in (0..0x144_u32).filter_map(char::from_u32) {
@@ -204,7 +206,7 @@ impl Tokens {
     }
 }
 
-/// For each byte, one over the length of the longest token with that byte.
+/// Returns, for each byte, one over the length of the longest token that contains it.
 fn weights<'a>(pieces: impl Iterator<Item = &'a [u8]>, tokens: &Tokens) -> Box<[u64; 256]> {
     let mut longest = [1_u64; 256];
     let mut note = |piece: &[u8]| {
@@ -217,7 +219,7 @@ fn weights<'a>(pieces: impl Iterator<Item = &'a [u8]>, tokens: &Tokens) -> Box<[
     tokens.added.iter().for_each(|token| note(token.as_bytes()));
     let mut weights = Box::new(longest.map(|longest| WHOLE / longest));
     if tokens.strips {
-        // Every white space character is one of these, or contains one of these bytes.
+        // Every white space character is one of these bytes, or contains one of them.
         for c in ('\0'..=char::MAX).filter(|c| c.is_whitespace()) {
             c.encode_utf8(&mut [0; 4]).bytes().for_each(|byte| weights[usize::from(byte)] = 0);
         }
@@ -225,7 +227,7 @@ fn weights<'a>(pieces: impl Iterator<Item = &'a [u8]>, tokens: &Tokens) -> Box<[
     weights
 }
 
-/// The steps of a normaliser or pre-tokenizer, with sequences flattened.
+/// Returns the steps of a normaliser or pre-tokenizer, with sequences flattened.
 fn steps<'a>(step: &'a Value, inner: &str) -> Vec<&'a Value> {
     match step[inner].as_array() {
         Some(list) => list.iter().flat_map(|step| steps(step, inner)).collect(),
@@ -248,7 +250,7 @@ fn keeps_bytes(splits: &[&Value]) -> bool {
     splits.iter().all(keeps) && splits.iter().any(|step| step["type"] == "ByteLevel")
 }
 
-/// True if text is composed; `None` if other normalisers apply.
+/// True if text is composed; `None` if there are other normalisers.
 fn composes(steps: &[&Value]) -> Option<bool> {
     let nfc = steps.iter().all(|step| step["type"] == "NFC");
     nfc.then_some(!steps.is_empty())

@@ -14,8 +14,8 @@ struct Loaded {
     tokenizer: Tokenizer,
 }
 
-/// Tokenizers of all kinds, including some that compose, drop words, absorb spaces around tokens,
-/// or drop text.
+/// Tokenizers of all kinds, including some that compose text, drop words or other text, or absorb
+/// spaces around tokens.
 static LOADED: LazyLock<Vec<Loaded>> = LazyLock::new(|| {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/data");
     let read = |name: &str| -> serde_json::Value {
@@ -74,7 +74,7 @@ fn each_kind_of_tokenizer_is_known() {
         ("strips", "bytes"),
         ("unigram", "known"),
         ("words", "words"),
-        // A token that contains spaces is several words but one token.
+        // An added token that contains spaces is several words, but only one token.
         ("wordpiece", "unknown"),
         ("suffix_bpe", "unknown"),
         ("drops", "unknown"),
@@ -128,7 +128,7 @@ fn pieces() -> impl Strategy<Value = String> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(400))]
 
-    /// Nothing that would have fitted is refused.
+    /// The lower bound never exceeds the number of ids, so no text that fits is rejected.
     #[test]
     fn no_encoding_has_fewer_ids(text in pieces()) {
         for Loaded { name, tokenizer } in LOADED.iter() {
@@ -141,7 +141,7 @@ proptest! {
 
 #[test]
 fn what_is_composed_is_at_least_a_quarter() {
-    // One tokenizer composes letters, and one has longer forms of characters.
+    // NFC composes many of these characters with the marks after them, or replaces them.
     let composes = of("composes");
     let ranges = [0xc0..0x400, 0x1e00..0x2000, 0x2100..0x2130, 0xac00..0xac40, 0x2_f800..0x2_f810];
     for c in ranges.into_iter().flatten().filter_map(char::from_u32) {

@@ -1,5 +1,5 @@
-//! Encoding in which some ranges of a text are ordinary text, even if they spell special tokens;
-//! and encoding that can be stopped.
+//! Encodes text in which some ranges are ordinary text, even if they spell special tokens. The
+//! encoding can be stopped.
 
 #[cfg(test)]
 mod tests;
@@ -17,24 +17,24 @@ use tokenizers::{
 
 use crate::error::TextError;
 
-/// The longest word, in bytes. Time and memory of its encoding grow with it, and even a long run of
-/// white space is one word.
+/// The longest word in bytes. The time and memory for encoding a word grow with its length, and
+/// even a long run of white space is one word.
 pub(crate) const LONGEST_WORD: usize = 1 << 20;
-/// The longest word after the pre-tokenizer, which may write a byte as a two-byte character.
+/// The longest word in bytes after the pre-tokenizer, which may replace a byte by a two-byte
+/// character.
 const LONGEST_WRITTEN: usize = 2 * LONGEST_WORD;
 
-/// Finds the added tokens of a text as the library does, except in ranges that must be ordinary
-/// text.
+/// Finds the added tokens of a text as the library does, except in ranges that are ordinary text.
 ///
 /// The library can only switch off all special tokens or none. This is the same algorithm with a
-/// list of ranges. Tokens are searched first in the original text, then in the normalised rest. The
-/// search goes from left to right, and prefers the longest of the tokens that start first. The text
-/// of a rejected token is consumed too.
+/// list of excluded ranges. It searches for tokens first in the original text, then in the
+/// normalised rest. The search goes from left to right, and prefers the longest of the tokens that
+/// start first. The text of a rejected token is consumed too.
 #[derive(Debug)]
 pub(crate) struct Plain {
     raw: Option<Matcher>,
     normalised: Option<Matcher>,
-    /// The special tokens' own texts, wherever they stand.
+    /// Finds the texts of special tokens, wherever they occur.
     special: Option<AhoCorasick>,
 }
 
@@ -49,7 +49,7 @@ impl fmt::Debug for Matcher {
     }
 }
 
-/// The places of added tokens, as the library finds them.
+/// The positions of added tokens, as the library finds them.
 type Found = Vec<(Option<u32>, Range<usize>)>;
 
 impl Plain {
@@ -92,8 +92,8 @@ impl Plain {
         Ok(Self { raw: matcher(raw)?, normalised: matcher(normalised)?, special })
     }
 
-    /// The ranges of `text` that spell a special token and touch one of `client` (sorted ranges
-    /// that do not overlap). The result is sorted by start, with overlapping ranges joined.
+    /// Returns the ranges of `text` that spell a special token and touch one of `client` (sorted
+    /// ranges that do not overlap). The result is sorted by start, with overlapping ranges joined.
     pub(crate) fn spelled(&self, text: &str, client: &[Range<usize>]) -> Vec<Range<usize>> {
         let Some(special) = self.special.as_ref().filter(|_| !client.is_empty()) else {
             return Vec::new();
@@ -114,8 +114,8 @@ impl Plain {
         joined
     }
 
-    /// The ids of `text`, without those that the post-processor adds. Special tokens that touch one
-    /// of `plain` (sorted, not overlapping) are ordinary text.
+    /// Returns the ids of `text`, without the post-processor's ids. Special tokens that touch one
+    /// of the ranges in `plain` (sorted, not overlapping) are encoded as ordinary text.
     ///
     /// `go_on` is called before each word, with the number of ids so far.
     ///
@@ -219,7 +219,7 @@ fn split(
 }
 
 impl Matcher {
-    /// The tokens of `text` that are `taken`, with the text between them.
+    /// Finds the tokens of `text` for which `taken` returns true, with the text between them.
     fn find(&self, text: &str, taken: &dyn Fn(&AddedToken, &Range<usize>) -> bool) -> Found {
         let mut found = Vec::new();
         let mut from = 0;

@@ -14,7 +14,7 @@ const NAMES: [&str; 6] =
 struct Loaded {
     name: String,
     inner: tokenizers::Tokenizer,
-    /// The same tokenizer with special tokens switched off everywhere.
+    /// The same tokenizer, with all special tokens switched off.
     without: tokenizers::Tokenizer,
     plain: Plain,
 }
@@ -98,7 +98,7 @@ proptest! {
     }
 
     /// The text between two special tokens of the template is encoded as if special tokens were
-    /// off.
+    /// switched off.
     #[test]
     fn sections_are_as_by_themselves(texts in prop::collection::vec(texts(), 1..4)) {
         let Some(Loaded { inner, without, plain, .. }) =

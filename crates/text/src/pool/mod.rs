@@ -1,11 +1,11 @@
-//! Threads that render and tokenise, so that a long prompt never blocks an HTTP thread.
+//! Threads that render chats and tokenise, so that a long prompt never blocks an HTTP thread.
 //!
-//! An idle thread takes an input as soon as it comes. Batches form only from texts that arrive
-//! while every thread is busy. A thread takes its share of them, bounded by an estimate of tokens,
-//! and encodes it without returning to the queue. Long inputs are cut. On all threads their pieces
-//! alternate with the batches, so a short input waits for at most one piece. Long pieces that can't
-//! be cut have a thread of their own, one piece at a time. The libraries start no threads of their
-//! own.
+//! An idle thread takes an input as soon as it arrives. Batches form only from texts that arrive
+//! while all threads are busy. A thread takes its share of them, bounded by an estimate of their
+//! tokens, and encodes it without returning to the queue. Long inputs are cut into pieces. All
+//! threads alternate between pieces and batches, so a short input waits for at most one piece. Long
+//! pieces that cannot be cut run on a separate thread, one at a time. The libraries start no
+//! threads.
 
 mod queue;
 #[cfg(test)]
@@ -32,37 +32,38 @@ use crate::tokenizer::Tokenizer;
 use queue::{Queue, Task};
 use work::{Input, Job, Reply, StartedInput, Terms, Tools};
 
-/// Stack for a template's recursion and deeply nested tool descriptions. Only used pages take real
-/// memory.
+/// The stack size, for recursive templates and deeply nested tool descriptions. Only used pages
+/// take physical memory.
 const STACK_BYTES: usize = 8 << 20;
-/// Callers encode texts of up to this many tokens themselves, since waking a thread takes as long.
+/// The largest number of tokens of a text that callers encode themselves, since waking a thread
+/// takes as long.
 const WAKE_TOKENS: usize = 32;
-/// How long dropping a pool waits for its threads. Later results are dropped.
+/// How long dropping a pool waits for its threads. Results that come later are discarded.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// Enough for the history of a few hundred long conversations.
+/// The default size of the cache: enough for the history of a few hundred long conversations.
 const CACHE_BYTES: usize = 64 << 20;
 
-/// An input that is to become token ids.
+/// An input to tokenise.
 #[derive(Debug, Clone, PartialEq)]
 pub enum TextInput {
-    /// A text as it is.
+    /// A plain text.
     Text {
         /// The text. Special tokens spelled in it are recognised.
         text: String,
-        /// True if the tokenizer's post-processor should run (it adds a leading bos token, for
-        /// example).
+        /// True if the tokenizer's post-processor runs, which adds a leading bos token, for
+        /// example.
         add_special_tokens: bool,
     },
-    /// A chat for the model's template. Nothing is added to the template's text, as with
+    /// A chat for the model's template. Nothing is added to the rendered text, as with
     /// transformers' `apply_chat_template`.
     Chat {
-        /// A list of messages, each an object.
+        /// The list of messages, each an object.
         messages: Value,
-        /// A list of tool descriptions.
+        /// The list of tool descriptions; `None` if there are none.
         tools: Option<Value>,
-        /// True if the prompt should end with the beginning of the assistant's answer.
+        /// True if the prompt ends with the header of the assistant's message.
         add_generation_prompt: bool,
-        /// True if the prompt should end inside the last message, which the model continues.
+        /// True if the prompt ends within the last message, which the model continues.
         continue_final_message: bool,
         /// Further variables for the template, such as transformers' `documents`.
         kwargs: Map<String, Value>,
@@ -76,11 +77,11 @@ pub struct Encoded {
     pub ids: Vec<i32>,
     /// The rendered prompt, if the input was a chat.
     pub text: Option<String>,
-    /// Where the second text begins, if the input was a pair.
+    /// The index of the id at which the second text begins, if the input was a pair.
     pub second: Option<u32>,
 }
 
-/// The threads that encode inputs.
+/// Which threads encode inputs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TextMode {
@@ -88,7 +89,7 @@ pub enum TextMode {
     /// could wake a thread.
     #[default]
     Auto,
-    /// The caller's thread, which is blocked meanwhile. For comparison.
+    /// The caller's thread, which is blocked meanwhile. Used for comparison.
     Inline,
 }
 
@@ -100,14 +101,15 @@ pub struct TextConfig {
     /// The number of inputs that may wait, at least one.
     #[serde(skip)]
     pub queue: usize,
-    /// The threads that encode inputs.
+    /// Which threads encode inputs.
     pub tokenizer_mode: TextMode,
-    /// The bytes of encoded text that are kept for the next turn of a conversation; 0 keeps none.
+    /// The size in bytes of the cache of encoded text, for later turns of conversations; 0 disables
+    /// the cache.
     pub text_cache_bytes: usize,
-    /// The largest number of inputs that a thread takes at a time; `None`: unlimited.
+    /// The largest number of inputs that a thread takes at a time; `None` for no limit.
     pub dynamic_batch_tokenizer_batch_size: Option<NonZeroUsize>,
-    /// True if special tokens in the strings of chats keep their meaning. Otherwise they are
-    /// encoded as ordinary text.
+    /// True if special tokens in the strings of chats are recognised. Otherwise they are encoded as
+    /// ordinary text.
     pub allow_special_tokens_in_content: bool,
 }
 
@@ -125,20 +127,20 @@ impl Default for TextConfig {
     }
 }
 
-/// Counters and gauges of a pool.
+/// The statistics of a pool.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct TextStats {
     /// Inputs that wait for a thread.
     pub waiting: usize,
-    /// Inputs whose encoding was begun.
+    /// Inputs whose encoding has started.
     pub inputs: u64,
     /// How often a thread took waiting inputs.
     pub batches: u64,
     /// Inputs that were cut into pieces for several threads.
     pub cut: u64,
-    /// Inputs that were not encoded because their caller had gone.
+    /// Inputs that were not encoded because their caller stopped waiting.
     pub cancelled: u64,
-    /// Bytes of text given to the encoder, counted when encoding begins.
+    /// Bytes of text passed to the encoder, counted when encoding starts.
     pub encoded_bytes: u64,
     /// Bytes of text that were looked up in the cache.
     pub cache_queries: u64,
@@ -148,14 +150,14 @@ pub struct TextStats {
     pub cache_bytes: usize,
 }
 
-/// Starts a thread, which runs until it is done or panics.
+/// Starts a thread, which runs the function until it returns or panics.
 pub type StartThread<'a> =
     &'a dyn Fn(Builder, Box<dyn FnMut() + Send>) -> io::Result<JoinHandle<()>>;
 
 /// Threads that render chats and tokenise, with one bounded queue.
 ///
-/// A caller that stops waiting (drops its future) cancels its input. Parts that have not been
-/// started are skipped.
+/// A caller cancels its input by dropping the future. Parts that have not been started are then
+/// skipped.
 #[derive(Debug)]
 pub struct TextPool {
     shared: Arc<Shared>,
@@ -167,7 +169,7 @@ pub struct TextPool {
 struct Shared {
     tools: Tools,
     queue: Queue,
-    /// The number of running threads, and a signal when it reaches zero.
+    /// The number of running threads. `ended` is signalled when it reaches zero.
     running: Mutex<usize>,
     ended: Condvar,
     inputs: AtomicU64,
@@ -177,10 +179,10 @@ struct Shared {
 }
 
 impl TextPool {
-    /// Starts `threads` threads, at least one, with room for `queue` waiting inputs, at least one.
+    /// Starts `threads` threads with a queue for `queue` waiting inputs. Both are at least one.
     ///
     /// # Panics
-    /// The system refuses a thread, as with [`std::thread::spawn`].
+    /// The system cannot start a thread, as with [`std::thread::spawn`].
     pub fn new(
         tokenizer: Arc<Tokenizer>,
         template: Option<Arc<ChatTemplate>>,
@@ -194,7 +196,7 @@ impl TextPool {
     /// Starts a pool.
     ///
     /// # Panics
-    /// The system refuses a thread, as with [`std::thread::spawn`].
+    /// The system cannot start a thread, as with [`std::thread::spawn`].
     pub fn with_config(
         tokenizer: Arc<Tokenizer>,
         template: Option<Arc<ChatTemplate>>,
@@ -205,11 +207,11 @@ impl TextPool {
     }
 
     /// Starts a pool whose threads are created by `start`, which may supervise them. A thread
-    /// survives a panic on an input. If a thread ends in a panic anyway, the pool accepts no more
-    /// inputs, and waiting ones get [`TextError::Closed`].
+    /// survives a panic on an input. If a thread nevertheless ends in a panic, the pool accepts no
+    /// more inputs, and waiting inputs fail with [`TextError::Closed`].
     ///
     /// # Errors
-    /// The system refuses a thread.
+    /// The system cannot start a thread.
     pub fn started_by(
         tokenizer: Arc<Tokenizer>,
         template: Option<Arc<ChatTemplate>>,
@@ -247,7 +249,7 @@ impl TextPool {
                 let _ended = ThreadEnd(&shared);
                 work(&shared);
             };
-            // The thread is not joined: it may be in work that no caller waits for.
+            // The thread is not joined: it may be busy with work that no caller waits for.
             start(thread, Box::new(work)).map(drop)
         };
         if config.tokenizer_mode == TextMode::Auto {
@@ -257,10 +259,9 @@ impl TextPool {
         Ok(Self { shared, mode: config.tokenizer_mode, patience: PATIENCE })
     }
 
-    /// The same pool for texts of at most `most` tokens each, special tokens included; `None`:
-    /// without a limit.
+    /// Limits texts to `most` tokens each, special tokens included; `None` for no limit.
     ///
-    /// A text that certainly exceeds the limit is refused without encoding it. Otherwise encoding
+    /// A text that certainly exceeds the limit is rejected without encoding it. Otherwise encoding
     /// stops at the first token beyond the limit.
     pub fn within(&self, most: impl Into<Option<usize>>) -> Within<'_> {
         let terms = Terms { most: most.into(), ..Terms::default() };
@@ -270,31 +271,32 @@ impl TextPool {
     /// Encodes an input like [`Within::encode`], without a limit.
     ///
     /// # Errors
-    /// The errors of [`Within::encode`].
+    /// The same errors as [`Within::encode`].
     pub async fn encode(&self, input: TextInput) -> Result<Encoded, TextError> {
         self.within(None).encode(input).await
     }
 
-    /// The text of token ids, special tokens included, exactly as Hugging Face's `decode` gives it.
+    /// Decodes token ids, special tokens included, to the same text as Hugging Face's `decode`.
     ///
     /// # Errors
-    /// The errors of [`TextPool::encode`]; [`TextError::Decode`] if the decoder refuses the tokens.
+    /// The errors of [`TextPool::encode`], and [`TextError::Decode`] if the decoder rejects the
+    /// tokens.
     pub async fn decode(&self, ids: Vec<i32>) -> Result<String, TextError> {
         let decoded = self.run(Input::Ids(ids), Terms::default(), None).await?.pop();
         Ok(decoded.and_then(|decoded| decoded.text).unwrap_or_default())
     }
 
-    /// The tokenizer that the threads use.
+    /// Returns the tokenizer that the threads use.
     pub fn tokenizer(&self) -> &Arc<Tokenizer> {
         self.shared.tools.encoder.tokenizer()
     }
 
-    /// The chat template, if there is one.
+    /// Returns the chat template, if there is one.
     pub fn template(&self) -> Option<&Arc<ChatTemplate>> {
         self.shared.tools.template.as_ref()
     }
 
-    /// The work so far, and the present content.
+    /// Returns the statistics of the pool: the work so far, and the current contents.
     pub fn stats(&self) -> TextStats {
         let shared = &self.shared;
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
@@ -330,10 +332,10 @@ impl TextPool {
     }
 }
 
-/// A value that is kept alive as long as an input is in the pool.
+/// A value that is kept alive while an input is in the pool.
 pub type Keep = Arc<dyn Any + Send + Sync>;
 
-/// Access to a pool with a limit on tokens, and a salt.
+/// Access to a pool with a limit on the number of tokens, and a salt.
 #[derive(Debug, Clone)]
 pub struct Within<'a> {
     pool: &'a TextPool,
@@ -342,37 +344,37 @@ pub struct Within<'a> {
 }
 
 impl Within<'_> {
-    /// Keeps a value alive as long as the next input is in the pool, even if its caller has stopped
+    /// Keeps `keep` alive while the next input is in the pool, even if its caller has stopped
     /// waiting.
     #[must_use]
     pub fn keeping(self, keep: Keep) -> Self {
         Self { keep: Some(keep), ..self }
     }
 
-    /// Shares cached encodings only with inputs of the same salt. Otherwise encoding times would
-    /// tell a client which texts others have sent.
+    /// Shares cached encodings only among inputs with the same salt. Otherwise encoding times would
+    /// reveal to a client which texts other clients have sent.
     #[must_use]
     pub fn salted(self, salt: u64) -> Self {
         Self { terms: Terms { salt, ..self.terms }, ..self }
     }
 
-    /// The token ids of one input.
+    /// Returns the token ids of one input.
     ///
     /// # Errors
-    /// [`TextError::Busy`], without waiting: the queue is full. [`TextError::NoTemplate`]: a chat
-    /// without a template. [`TextError::Template`], [`TextError::Costly`], [`TextError::Guarded`]
-    /// and [`TextError::Encode`]: the input cannot be rendered or encoded. [`TextError::TooLong`]:
-    /// it has more tokens than the limit.
+    /// [`TextError::Busy`], without waiting, if the queue is full. [`TextError::NoTemplate`] for a
+    /// chat without a template. [`TextError::Template`], [`TextError::Costly`],
+    /// [`TextError::Guarded`] and [`TextError::Encode`] if the input cannot be rendered or encoded.
+    /// [`TextError::TooLong`] if it has more tokens than the limit.
     pub async fn encode(self, input: TextInput) -> Result<Encoded, TextError> {
         let mut encoded = self.pool.run(input.into(), self.terms, self.keep).await?;
         encoded.pop().ok_or_else(|| TextError::Encode("nothing to encode".to_owned()))
     }
 
-    /// The token ids of several texts, in order. They take one place in the queue, so all are
-    /// accepted or none.
+    /// Returns the token ids of several texts, in order. They are one input of the queue, so either
+    /// all of them are accepted or none.
     ///
     /// # Errors
-    /// The errors of [`Within::encode`].
+    /// The same errors as [`Within::encode`].
     pub async fn encode_all(
         self,
         texts: Vec<String>,
@@ -383,11 +385,11 @@ impl Within<'_> {
         Ok(encoded.into_iter().map(|encoded| encoded.ids).collect())
     }
 
-    /// The token ids of pairs of texts, in order, each with the index at which its second text
-    /// begins. They take one place in the queue.
+    /// Returns the token ids of pairs of texts, in order, each with the index at which its second
+    /// text begins. They are one input of the queue.
     ///
     /// # Errors
-    /// The errors of [`Within::encode`].
+    /// The same errors as [`Within::encode`].
     pub async fn encode_pairs(
         self,
         pairs: Vec<(Arc<str>, String)>,
@@ -399,7 +401,8 @@ impl Within<'_> {
 }
 
 impl Drop for TextPool {
-    /// Waits for the threads, but not long: one may be busy with a slow template or a long word.
+    /// Waits for the threads, but not long: a thread may be busy with a slow template or a long
+    /// word.
     fn drop(&mut self) {
         self.shared.tools.closed.store(true, Ordering::Relaxed);
         self.shared.queue.close();
@@ -413,7 +416,7 @@ impl Drop for TextPool {
     }
 }
 
-/// Records the end of a thread, also by a panic.
+/// Records the end of a thread, even after a panic, for the pool's drop.
 struct ThreadEnd<'a>(&'a Shared);
 
 impl Drop for ThreadEnd<'_> {
@@ -423,7 +426,7 @@ impl Drop for ThreadEnd<'_> {
     }
 }
 
-/// Records the end of a thread even after a panic, so that no one waits for it for ever.
+/// Closes the queue if a thread ends in a panic, so that no caller waits forever.
 struct Leave<'a>(&'a Queue);
 
 impl Drop for Leave<'_> {
@@ -435,7 +438,7 @@ impl Drop for Leave<'_> {
 }
 
 impl Shared {
-    /// The loop of each thread.
+    /// Runs the loop of each thread.
     fn work(&self) {
         let _leave = Leave(&self.queue);
         let count = |counter: &AtomicU64| counter.fetch_add(1, Ordering::Relaxed);
@@ -447,10 +450,10 @@ impl Shared {
                     count(&self.batches);
                     self.tools.render(&mut jobs);
                     let done: Vec<_> = jobs.into_iter().filter_map(|job| self.start(job)).collect();
-                    // Send all answers at once: each may wake a thread that would take this
-                    // processor.
+                    // All results are sent together, because each may wake a thread that would take
+                    // over this processor.
                     for (reply, result) in done {
-                        // The caller may have gone by now.
+                        // The caller may have stopped waiting.
                         let _ = reply.send(result);
                     }
                 }
@@ -460,7 +463,7 @@ impl Shared {
         }
     }
 
-    /// The loop of the thread of long pieces.
+    /// Runs the loop of the thread for long pieces.
     fn work_long(&self) {
         let _leave = Leave(&self.queue);
         while let Some((long, piece)) = self.queue.take_long() {

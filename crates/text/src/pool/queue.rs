@@ -9,16 +9,16 @@ use parking_lot::{Condvar, Mutex};
 use super::work::{Job, Long};
 use crate::error::TextError;
 
-/// Estimated tokens that a thread takes at a time, worth a few milliseconds at most.
+/// The maximum estimated number of tokens of a batch. A batch takes a few milliseconds at most.
 const BATCH_TOKENS: usize = 2048;
 
-/// There are three lanes. Whole inputs are taken in order of arrival. Long inputs that were cut
-/// take turns piece by piece. Long pieces that could not be cut have a thread of their own.
+/// The queue, with three lanes. Whole inputs are taken in order of arrival. Long inputs that were
+/// cut alternate piece by piece. Long pieces that could not be cut run on a separate thread.
 #[derive(Debug)]
 pub(super) struct Queue {
     lanes: Mutex<Lanes>,
     ready: Condvar,
-    /// Signals work for the thread of long pieces.
+    /// Signals work to the thread for long pieces.
     long_ready: Condvar,
     limit: usize,
     threads: usize,
@@ -28,16 +28,16 @@ pub(super) struct Queue {
 #[derive(Debug, Default)]
 struct Lanes {
     waiting: VecDeque<Job>,
-    /// Estimated tokens of `waiting`.
+    /// The estimated number of tokens in `waiting`.
     tokens: usize,
-    /// Inputs with their next piece.
+    /// Inputs that were cut, each with the index of its next piece.
     long: VecDeque<(Arc<Long>, usize)>,
-    /// Inputs whose next piece is a long one.
+    /// Inputs whose next piece is a long one, each with the index of that piece.
     long_pieces: VecDeque<(Arc<Long>, usize)>,
     closed: bool,
 }
 
-/// The next work of a thread.
+/// The next work for a thread.
 #[derive(Debug)]
 pub(super) enum Task {
     Batch(Vec<Job>),
@@ -45,18 +45,18 @@ pub(super) enum Task {
 }
 
 impl Queue {
-    /// A queue for `limit` waiting inputs. Each of `threads` threads takes at most `batch_inputs`
-    /// at a time.
+    /// Creates a queue for `limit` waiting inputs and `threads` threads. Each thread takes at most
+    /// `batch_inputs` inputs at a time.
     pub(super) fn new(limit: usize, threads: usize, batch_inputs: Option<NonZeroUsize>) -> Self {
         let lanes = Mutex::new(Lanes::default());
         let (ready, long_ready) = (Condvar::new(), Condvar::new());
         Self { lanes, ready, long_ready, limit, threads, batch_inputs }
     }
 
-    /// Puts an input at the end.
+    /// Appends an input.
     ///
     /// # Errors
-    /// There is no room for it.
+    /// The queue is full or closed.
     pub(super) fn push(&self, job: Job) -> Result<(), TextError> {
         {
             let mut lanes = self.lanes.lock();
@@ -73,13 +73,13 @@ impl Queue {
         Ok(())
     }
 
-    /// Offers the pieces of an input to all threads.
+    /// Makes the pieces of an input available to all threads.
     pub(super) fn push_long(&self, long: Arc<Long>) {
         self.put(&mut self.lanes.lock(), long, 0);
         self.ready.notify_all();
     }
 
-    /// Puts an input into the lane of its next piece.
+    /// Puts an input into the lane for its next piece.
     fn put(&self, lanes: &mut Lanes, long: Arc<Long>, piece: usize) {
         if long.is_long(piece) {
             lanes.long_pieces.push_back((long, piece));
@@ -89,14 +89,14 @@ impl Queue {
         }
     }
 
-    /// Drops the pieces of an input that no thread has taken.
+    /// Removes the pieces of an input that no thread has taken.
     pub(super) fn forget(&self, long: &Arc<Long>) {
         let mut lanes = self.lanes.lock();
         lanes.long.retain(|(other, _)| !Arc::ptr_eq(other, long));
         lanes.long_pieces.retain(|(other, _)| !Arc::ptr_eq(other, long));
     }
 
-    /// Waits for a long piece, the oldest input's first; `None` once the queue is closed.
+    /// Waits for a long piece, of the oldest input first; `None` once the queue is closed.
     pub(super) fn take_long(&self) -> Option<(Arc<Long>, usize)> {
         let mut lanes = self.lanes.lock();
         loop {
@@ -133,7 +133,7 @@ impl Queue {
         }
     }
 
-    /// Accepts no more work. Threads end after the queued work, except long pieces.
+    /// Closes the queue to new work. Threads finish the queued work, except long pieces, and end.
     pub(super) fn close(&self) {
         self.lanes.lock().closed = true;
         self.ready.notify_all();
@@ -148,7 +148,7 @@ impl Queue {
         Some(Task::Piece(long, piece))
     }
 
-    /// Closes, and drops the queued work.
+    /// Closes the queue, and drops the queued work.
     pub(super) fn abandon(&self) {
         let mut lanes = self.lanes.lock();
         *lanes = Lanes { closed: true, ..Lanes::default() };
@@ -157,14 +157,14 @@ impl Queue {
         self.long_ready.notify_all();
     }
 
-    /// The number of inputs that wait.
+    /// Returns the number of waiting inputs.
     pub(super) fn waiting(&self) -> usize {
         self.lanes.lock().waiting.len()
     }
 }
 
 impl Lanes {
-    /// One thread's share of the waiting inputs, which leaves some for the others.
+    /// Takes one thread's share of the waiting inputs, which leaves some for the other threads.
     fn batch(&mut self, threads: usize, inputs: Option<NonZeroUsize>) -> Option<Task> {
         let share = self.tokens.div_ceil(threads).min(BATCH_TOKENS);
         let most = inputs.map_or(usize::MAX, NonZeroUsize::get);

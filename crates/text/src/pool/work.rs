@@ -1,4 +1,4 @@
-//! One input on its way through the pool.
+//! One input, from its arrival in the pool to its result.
 
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,51 +14,51 @@ use crate::encoder::{Encoder, Texts, Work};
 use crate::error::TextError;
 use crate::template::{ChatRender, ChatTemplate, Guard, GuardedChat, text_bytes};
 
-/// An estimate of the bytes of a token.
+/// The estimated number of bytes per token.
 const BYTES_A_TOKEN: usize = 4;
-/// The approximate size of pairs that are encoded at a time, in bytes.
+/// The approximate size in bytes of the pairs that are encoded at a time.
 const PAIRS_BYTES: usize = 8 << 10;
-/// A pair of at least this many bytes goes to a thread that other texts do not wait for.
+/// The least size in bytes of a pair that is encoded on the thread for long pieces.
 const LONG_PAIR_BYTES: usize = 64 << 10;
 
-/// Sends an input's answer. It is closed once no caller waits.
+/// The channel for the result of an input. It is closed once no caller waits.
 pub(super) type Reply = oneshot::Sender<Result<Vec<Encoded>, TextError>>;
 
-/// The tools that work on inputs.
+/// The tools with which threads process inputs.
 #[derive(Debug)]
 pub(super) struct Tools {
     pub(super) encoder: Encoder,
     pub(super) template: Option<Arc<ChatTemplate>>,
-    /// Turns special tokens in chats into ordinary text; `None`: they keep their meaning.
+    /// Encodes special tokens in chats as ordinary text; `None` if they are recognised.
     pub(super) guard: Option<Guard>,
     /// True if the pool is closed, so that no caller waits.
     pub(super) closed: AtomicBool,
 }
 
-/// Text, or its source.
+/// Text, token ids, or a chat.
 #[derive(Debug)]
 pub(super) enum Input {
     Texts {
         texts: Vec<String>,
         add_special_tokens: bool,
     },
-    /// The first texts of pairs are often the same, so they are shared.
+    /// Pairs of texts. First texts are shared, because they are often the same.
     Pairs(Vec<(Arc<str>, String)>),
-    /// The ids that are to become text again.
+    /// Token ids to decode.
     Ids(Vec<i32>),
     Chat(Box<Chat>),
 }
 
-/// The conditions of an input's encoding.
+/// The parameters for encoding an input.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Terms {
-    /// Tokens that each text may have.
+    /// The largest number of tokens of each text; `None` for no limit.
     pub(super) most: Option<usize>,
-    /// The salt. Only inputs of the same salt share encodings.
+    /// The salt. Only inputs with the same salt share cached encodings.
     pub(super) salt: u64,
 }
 
-/// See [`TextInput::Chat`].
+/// The fields of [`TextInput::Chat`].
 #[derive(Debug)]
 pub(super) struct Chat {
     messages: Value,
@@ -66,47 +66,47 @@ pub(super) struct Chat {
     add_generation_prompt: bool,
     continue_final_message: bool,
     kwargs: Map<String, Value>,
-    /// The text, if it was rendered together with other chats.
+    /// The rendered text, if the chat was rendered together with others.
     rendered: Option<Result<GuardedChat, TextError>>,
 }
 
-/// An input that waits.
+/// An input that waits for a thread.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) input: Input,
     pub(super) terms: Terms,
-    /// An estimate, at least one.
+    /// An estimate of the number of tokens, at least one.
     pub(super) tokens: usize,
     pub(super) reply: Reply,
-    /// A value that is dropped with the input.
+    /// A value that is dropped together with the input.
     pub(super) keep: Option<Keep>,
 }
 
-/// An input that is cut into pieces for several threads or turns.
+/// An input that is encoded piece by piece, possibly by several threads.
 #[derive(Debug)]
 pub(super) struct Long {
     planned: PlannedInput,
-    /// Pieces that are not encoded yet.
+    /// The number of pieces that are not encoded yet.
     left: AtomicUsize,
-    /// `None` once it is answered.
+    /// The channel for the result; `None` once the result was sent.
     reply: Mutex<Option<Reply>>,
-    /// A value that is dropped with the input.
+    /// A value that is dropped together with the input.
     _keep: Option<Keep>,
 }
 
-/// An input as text, cut.
+/// An input that is ready to be encoded, in pieces. Chats are rendered.
 #[derive(Debug)]
 pub(super) enum PlannedInput {
     Cut {
         work: Work,
-        /// The rendered text, for the answer.
+        /// The rendered text, for the result.
         rendered: Option<String>,
     },
     Pairs(Pairs),
     Done(Vec<Encoded>),
 }
 
-/// Pairs of texts, encoded in portions.
+/// Pairs of texts, which are encoded in groups.
 #[derive(Debug)]
 pub(super) struct Pairs {
     pairs: Vec<(Arc<str>, String)>,
@@ -139,7 +139,7 @@ impl From<TextInput> for Input {
 }
 
 impl Input {
-    /// An estimate of the tokens of the input, at least one.
+    /// Estimates the number of tokens of the input, at least one.
     pub(super) fn tokens(&self) -> usize {
         let bytes = match self {
             Self::Texts { texts, .. } => texts.iter().map(String::len).sum(),
@@ -178,7 +178,7 @@ impl Input {
         }
     }
 
-    /// Does everything at once.
+    /// Plans and encodes the input on the current thread.
     pub(super) fn encode(self, tools: &Tools, terms: Terms) -> Result<Vec<Encoded>, TextError> {
         guarded(|| self.plan(tools, terms)?.encode(tools, &|| true))
     }
@@ -206,8 +206,10 @@ impl Chat {
 }
 
 impl Pairs {
+    /// Checks the pairs, and groups them into pieces.
+    ///
     /// # Errors
-    /// A pair can't be short enough.
+    /// A pair cannot be truncated to the limit.
     fn new(
         pairs: Vec<(Arc<str>, String)>,
         encoder: &Encoder,
@@ -253,24 +255,24 @@ impl Pairs {
             let (first, second) = &self.pairs[at];
             encoder.note_encoded(first.len() + second.len());
             let (ids, begins) = encoder.tokenizer().encode_pair(first, second)?;
-            // A piece is encoded once.
+            // A piece is encoded only once, so the value is not set yet.
             let _ = self.encoded[at].set(Encoded { ids, text: None, second: Some(begins) });
         }
         Ok(())
     }
 }
 
-/// The state of an input that was started.
+/// The state of an input whose processing has started.
 #[derive(Debug)]
 pub(super) enum StartedInput {
-    /// The input is encoded, or has failed, but its answer is not sent yet.
+    /// The input was encoded, or has failed, but the result is not sent yet.
     Done(Reply, Result<Vec<Encoded>, TextError>),
-    /// The input is long and was cut.
+    /// The input is long and was cut into pieces.
     Long(Arc<Long>),
 }
 
 impl Job {
-    /// Encodes an input, or cuts it if it is long.
+    /// Encodes the input, or cuts it if it is long.
     pub(super) fn start(self, tools: &Tools) -> StartedInput {
         let Self { input, terms, reply, keep, .. } = self;
         let planned = guarded(|| input.plan(tools, terms));
@@ -368,7 +370,7 @@ impl Tools {
                 }
             })
         };
-        // After a panic, each chat is rendered alone, so that only the faulty one fails.
+        // After a panic, each chat is rendered separately, so that only the faulty chat fails.
         let Ok(rendered) = rendered else { return };
         for (chat, rendered) in chats.iter_mut().zip(rendered) {
             chat.rendered = Some(rendered);
@@ -385,23 +387,23 @@ impl Long {
         self.planned.pieces()
     }
 
-    /// True if a piece belongs to the thread of long pieces.
+    /// True if the piece must run on the thread for long pieces.
     pub(super) fn is_long(&self, piece: usize) -> bool {
         self.planned.is_long(piece)
     }
 
-    /// True if the caller is gone or has its answer.
+    /// True if the caller has stopped waiting, or has its result.
     pub(super) fn is_over(&self) -> bool {
         self.reply.lock().as_ref().is_none_or(Reply::is_closed)
     }
 
-    /// Encodes one piece. The last piece to finish sends the answer, and so does a failure.
+    /// Encodes one piece. The last piece sends the result, and so does a piece that fails.
     pub(super) fn encode(&self, piece: usize, tools: &Tools) {
         let go_on = || !self.is_over() && !tools.is_closed();
         let result = guarded(|| self.planned.encode_piece(piece, tools, &go_on));
         let result = match result {
-            // Each piece's ids are written before the count is decremented, and read after it
-            // reaches zero.
+            // The ids of each piece are written before the count is decremented, and read after the
+            // count reaches zero.
             Ok(()) if self.left.fetch_sub(1, Ordering::AcqRel) > 1 => return,
             Ok(()) => guarded(|| self.planned.finish(tools)),
             Err(error) => Err(error),
@@ -412,7 +414,7 @@ impl Long {
     }
 }
 
-/// Runs work so that a panic of the tokenizer or template fails only its own input.
+/// Catches panics of the tokenizer or template, so that a panic fails only its own input.
 fn guarded<T>(work: impl FnOnce() -> Result<T, TextError>) -> Result<T, TextError> {
     catch_unwind(AssertUnwindSafe(work))
         .unwrap_or_else(|_| Err(TextError::Encode("the tokeniser failed on this input".to_owned())))

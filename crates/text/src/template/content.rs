@@ -1,23 +1,23 @@
-//! The two forms of a message's content, and detection of the one that a template reads.
+//! Detects the form of message content that a template reads, and converts content to it.
 
 use serde_json::{Value, json};
 
 use super::{ChatRender, ChatTemplate};
 
-/// The form in which a template reads the content of a message: a string, or a list of parts such
-/// as `{"type": "text", "text": "..."}`.
+/// The form of a message's content that a template reads: a string, or a list of parts such as
+/// `{"type": "text", "text": "..."}`.
 ///
-/// Clients may send either. To find the template's form, a short chat in each form is rendered
-/// once. The output must contain the text but not the part's other fields: a template that prints
-/// the whole list does not read parts. Since the output is tested and not the template's source,
-/// macros, variables and loops make no difference.
+/// Clients may send either form. To detect the template's form, a short chat in each form is
+/// rendered once. The output must contain the text but not the part's other fields: a template that
+/// prints the whole list does not read parts. The output is tested rather than the template's
+/// source, so macros, variables and loops make no difference.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ContentFormat {
-    /// Reads strings only: a list of text parts is joined with line feeds.
+    /// The template reads only strings: a list of text parts is joined with line feeds.
     String,
-    /// Reads lists of parts only: a string becomes one text part.
+    /// The template reads only lists of parts: a string becomes one text part.
     Parts,
-    /// Accepts both forms, or has rejected both short chats. Content is passed unchanged.
+    /// The template accepts both forms, or rejected both short chats. Content is passed unchanged.
     Either,
 }
 
@@ -25,7 +25,7 @@ const PROBE: &str = "forebay-probe-text";
 const OTHER_FIELD: &str = "forebay-probe-field";
 
 impl ContentFormat {
-    /// Detects the form that `template` reads. Its own format must still be
+    /// Detects the form that `template` reads. The template's `content_format` must still be
     /// [`ContentFormat::Either`].
     pub(super) fn of(template: &ChatTemplate) -> Self {
         let string = reads(template, &json!(PROBE));
@@ -37,8 +37,8 @@ impl ContentFormat {
         }
     }
 
-    /// Converts `content` to this form. Parts other than plain text (an image, a null) stay
-    /// unchanged.
+    /// Converts `content` to this form. Content with anything but plain text (an image, a null)
+    /// stays unchanged.
     pub(super) fn convert(self, content: &mut Value) {
         match (self, &*content) {
             (Self::String, Value::Array(parts)) => {
@@ -62,8 +62,8 @@ fn part_text(part: &Value) -> Option<&str> {
 /// True if a user message with this content is rendered as its text and nothing else.
 fn reads(template: &ChatTemplate, content: &Value) -> bool {
     let user = json!({"role": "user", "content": content});
-    // Some templates require a system message or more turns, others refuse a system message. Any
-    // chat that renders will do.
+    // Some templates require a system message or more turns; others reject a system message. One
+    // chat that renders is enough.
     let system = json!({"role": "system", "content": "s"});
     let chats = [json!([user]), json!([system, user])];
     chats.iter().any(|messages| {

@@ -1,7 +1,8 @@
-//! `{% generation %}`, the tag with which transformers marks assistant text for training masks.
+//! Removes `{% generation %}`, the tag with which transformers marks assistant text for training
+//! masks.
 
-/// The source with `{% generation %}` and `{% endgeneration %}` replaced by a `with` block, which
-/// opens a scope like the tag and does nothing else. Whitespace control marks are kept; comments,
+/// Replaces `{% generation %}` and `{% endgeneration %}` in the source by a `with` block, which
+/// opens a scope like the tag and has no other effect. Whitespace control marks are kept; comments,
 /// raw blocks and strings stay unchanged.
 pub(crate) fn without_generation_marks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
@@ -32,7 +33,8 @@ pub(crate) fn without_generation_marks(source: &str) -> String {
                     rest = &rest[length..];
                     continue;
                 }
-                // Inside a raw block only its end is a tag: other text may have unbalanced quotes.
+                // Inside a raw block only the end tag counts: other text may have unbalanced
+                // quotes.
                 if raw && name != "raw" { 1 } else { length }
             }
             _ => 1,
@@ -44,8 +46,8 @@ pub(crate) fn without_generation_marks(source: &str) -> String {
     out
 }
 
-/// The length of the tag at the start of `text`, including its `end`. An `end` inside a string does
-/// not count.
+/// Returns the length of the tag at the start of `text`, including its `end`. An `end` inside a
+/// string does not count.
 fn tag_length(text: &str, end: &str) -> usize {
     let mut quote = None;
     let mut skip = false;
@@ -63,7 +65,7 @@ fn tag_length(text: &str, end: &str) -> usize {
     text.len()
 }
 
-/// The first word of a `{% tag %}`.
+/// Returns the first word of a `{% tag %}`.
 fn tag_name(tag: &str) -> &str {
     let inner = tag.trim_start_matches("{%").trim_start_matches(['-', '+']).trim_start();
     let end = inner.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(inner.len());

@@ -1,13 +1,13 @@
-//! Tools in chats for templates that do not show any: a system message lists them, and calls and
-//! results are text.
+//! Writes tools into chats for templates that do not support tools: a system message lists the
+//! tools, and calls and results become text.
 
 use serde_json::{Map, Value, json};
 
 use super::history::{self, has_calls};
 
-/// The text before the descriptions of tools.
+/// The text before the tool descriptions.
 const BEFORE: &str = "You can call functions. These are their descriptions, one on each line:";
-/// The text after the list. Calls have the form of the dialect `generic`.
+/// The text after the tool descriptions. Calls have the form of the dialect `generic`.
 const BEHIND: &str = "To call a function, answer with its name and its arguments as a JSON object \
                       between two marks, and with nothing else:
 <tool_call>
@@ -15,7 +15,7 @@ const BEHIND: &str = "To call a function, answer with its name and its arguments
 </tool_call>
 If no function helps, answer without marks.";
 
-/// Writes tools, calls and results into the content of messages.
+/// Writes tools, calls and results into the content of the messages.
 pub(super) fn write(messages: &[Value], tools: Option<&[Value]>) -> Vec<Value> {
     let mut written: Vec<Value> = Vec::with_capacity(messages.len() + 1);
     let mut results = false;
@@ -31,7 +31,7 @@ pub(super) fn write(messages: &[Value], tools: Option<&[Value]>) -> Vec<Value> {
             let content =
                 around("<tool_response>\n", message.remove("content"), "\n</tool_response>");
             match written.last_mut().filter(|_| results) {
-                // The results of one turn are one message.
+                // Consecutive results become one message.
                 Some(last) => last["content"] = joined(last["content"].take(), "\n", content),
                 None => written.push(json!({"role": "user", "content": content})),
             }
@@ -49,7 +49,7 @@ pub(super) fn write(messages: &[Value], tools: Option<&[Value]>) -> Vec<Value> {
     written
 }
 
-/// Lists the tools in the first system message, or in a new one.
+/// Writes the tool descriptions into the first system message, or into a new one.
 fn describe(messages: &mut Vec<Value>, tools: &[Value]) {
     let tools: Vec<String> = tools.iter().map(Value::to_string).collect();
     let text = format!("{BEFORE}\n{}\n\n{BEHIND}", tools.join("\n"));
@@ -61,7 +61,7 @@ fn describe(messages: &mut Vec<Value>, tools: &[Value]) {
     }
 }
 
-/// Writes the calls of a message after its content.
+/// Appends the calls of a message to its content.
 fn write_calls(message: &mut Map<String, Value>) {
     let Some(Value::Array(mut calls)) = message.remove("tool_calls") else { return };
     let calls: Vec<String> = calls
@@ -74,11 +74,11 @@ fn write_calls(message: &mut Map<String, Value>) {
     message.insert("content".to_owned(), content);
 }
 
-/// A call in the form of the dialect `generic`.
+/// Formats a call as the dialect `generic` does.
 fn call_text(function: &Map<String, Value>) -> String {
     let name = function.get("name").cloned().unwrap_or_default();
     let arguments = match function.get("arguments") {
-        // A client sends the arguments back as it received them.
+        // Clients send arguments back as they received them.
         Some(Value::String(text)) => text.clone(),
         Some(other) => other.to_string(),
         None => "{}".to_owned(),
@@ -86,7 +86,7 @@ fn call_text(function: &Map<String, Value>) -> String {
     format!("<tool_call>\n{{\"name\": {name}, \"arguments\": {arguments}}}\n</tool_call>")
 }
 
-/// Content between two texts.
+/// Surrounds content with two texts.
 fn around(before: &str, content: Option<Value>, after: &str) -> Value {
     match content.unwrap_or_default() {
         Value::Array(mut parts) => {
@@ -100,7 +100,7 @@ fn around(before: &str, content: Option<Value>, after: &str) -> Value {
     }
 }
 
-/// Joins two contents, with `between` in between unless the first is empty.
+/// Joins two contents, separated by `between` unless the first is empty.
 fn joined(first: Value, between: &str, second: Value) -> Value {
     match (first, second) {
         (Value::String(first), Value::String(second)) if !first.is_empty() => {

@@ -1,12 +1,12 @@
-//! Normalises message fields that clients leave out in different ways, before rendering.
+//! Normalises message fields that clients leave out in different ways, before a chat is rendered.
 
 use serde_json::{Map, Value, json};
 
-/// Normalises a message: null fields are removed, a call has arguments, and a message without calls
+/// Normalises a message: null fields are removed, calls have arguments, and a message without calls
 /// has content, which may be empty.
 ///
-/// Content of a message with calls stays null if it is null or missing. The template's own form for
-/// it is in its [`Shape`](super::shape::Shape).
+/// The content of a message with calls stays null if it is null or missing. The
+/// [`Shape`](super::shape::Shape) determines what the template needs there.
 pub(super) fn normalise(message: &mut Map<String, Value>) {
     message.retain(|name, value| match name.as_str() {
         "tool_calls" => value.as_array().is_none_or(|calls| !calls.is_empty()) && !value.is_null(),
@@ -29,8 +29,8 @@ pub(super) fn has_calls(message: &Map<String, Value>) -> bool {
     message.contains_key("tool_calls")
 }
 
-/// Applies `f` to the function of a call. Some clients write the function's fields without an
-/// enclosing object.
+/// Applies `change` to the function of a call. Some clients write the function's fields directly
+/// into the call.
 pub(super) fn with_function<R>(
     call: &mut Map<String, Value>,
     change: impl FnOnce(&mut Map<String, Value>) -> R,
@@ -41,7 +41,7 @@ pub(super) fn with_function<R>(
     }
 }
 
-/// Gives a function without arguments an empty object of arguments.
+/// Sets empty arguments to an empty object.
 fn normalise_function(function: &mut Map<String, Value>) {
     function.retain(|_, value| !value.is_null());
     let blank = |value: &Value| value.as_str().is_some_and(|text| text.trim().is_empty());

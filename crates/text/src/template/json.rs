@@ -7,7 +7,8 @@ use minijinja::{Error, ErrorKind, Value};
 
 use super::python;
 
-/// The largest depth of a value. A deeper value contains itself, or is an attack on the stack.
+/// The largest nesting depth of a value. A deeper value contains itself, or is an attack on the
+/// stack.
 pub(super) const DEEPEST: usize = 256;
 
 /// `value | tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`.
@@ -140,7 +141,7 @@ impl Dump<'_> {
     }
 }
 
-/// A key in the form of `json.dumps`. Python converts keys that are not strings.
+/// Formats a key as `json.dumps` does. Python converts keys that are not strings.
 fn key_text(key: &Value) -> Result<String, Error> {
     match key.kind() {
         ValueKind::String => Ok(key.as_str().unwrap_or_default().to_owned()),
@@ -151,7 +152,7 @@ fn key_text(key: &Value) -> Result<String, Error> {
     }
 }
 
-/// A number as `json.dumps` writes it. NaN and infinities are not valid JSON.
+/// Formats a number as `json.dumps` does. NaN and infinities are not valid JSON.
 fn number(value: &Value) -> String {
     match python::repr(value).as_str() {
         "nan" => "NaN".to_owned(),

@@ -1,4 +1,4 @@
-//! Chat templates in Jinja, rendered like transformers renders them.
+//! Chat templates in Jinja, rendered like transformers does.
 
 mod content;
 mod generation;
@@ -28,36 +28,39 @@ use program::{Program, Variables};
 use crate::error::TextError;
 use shape::Shape;
 
-/// The tag that transformers appends to the message to be continued. It marks where the rendered
-/// text is cut.
+/// The tag that transformers appends to the message to be continued. The rendered text is cut at
+/// the tag.
 const CONTINUE_TAG: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
 
-/// The names under which messages carry reasoning; templates read the first.
+/// The fields in which messages carry reasoning, in order of precedence. Templates read only the
+/// first two.
 const REASONING_FIELDS: [&str; 3] = ["reasoning_content", "thinking", "reasoning"];
 
 /// A compiled chat template.
 ///
 /// It renders like `transformers.apply_chat_template`, with the same filters, functions and
 /// whitespace rules. Undefined names are empty, and Python's string and dictionary methods work.
-/// `{% generation %}` marks are accepted without effect. The text is not tokenised here.
+/// `{% generation %}` tags are accepted without effect. The text is not tokenised here.
 pub struct ChatTemplate {
     renderer: Renderer,
     source: String,
     content_format: ContentFormat,
     shape: Shape,
-    /// The template for chats with tools, if there is a separate one.
+    /// The template for chats with tools, if it is a separate one.
     tool_use: Option<Box<Self>>,
-    /// True if a system message lists the tools, because the template does not.
+    /// True if the tools are listed in a system message, because the template does not support
+    /// tools.
     generic_tools: bool,
-    /// The first error of a probe that was too expensive. Later probes fail with the same error.
+    /// The error of the first probe that was too expensive. Later probes fail with the same error.
+    /// `None` once probing is done.
     probes: Option<OnceLock<TextError>>,
 }
 
-/// The place at which a template runs.
+/// Where a template is rendered.
 enum Renderer {
-    /// Renders on the caller's thread, where the sizes of variables are not bounded.
+    /// On the caller's thread, where the sizes of variables are not limited.
     Caller(Box<Program>),
-    /// Processes with a limit of memory and time.
+    /// In processes with limits on memory and time.
     Processes(RenderPool),
 }
 
@@ -69,26 +72,26 @@ impl fmt::Debug for ChatTemplate {
     }
 }
 
-/// The input of one rendering.
+/// A chat to render.
 #[derive(Debug, Clone, Copy)]
 pub struct ChatRender<'a> {
-    /// A list of messages, each an object.
+    /// The list of messages, each an object.
     pub messages: &'a serde_json::Value,
-    /// A list of tool descriptions.
+    /// The list of tool descriptions; `None` if there are none.
     pub tools: Option<&'a serde_json::Value>,
-    /// A list of documents to answer from.
+    /// The list of documents for retrieval-augmented generation; `None` if there are none.
     pub documents: Option<&'a serde_json::Value>,
-    /// True if the text should end with the beginning of the assistant's answer.
+    /// True if the text ends with the header of the assistant's message.
     pub add_generation_prompt: bool,
-    /// True if the text should end inside the last message, which the model continues. Excludes
+    /// True if the text ends within the last message, which the model continues. Excludes
     /// `add_generation_prompt`.
     pub continue_final_message: bool,
-    /// More variables for the template (`enable_thinking`, ...).
+    /// Additional variables for the template (`enable_thinking`, ...).
     pub kwargs: Option<&'a serde_json::Map<String, serde_json::Value>>,
 }
 
 impl<'a> ChatRender<'a> {
-    /// A rendering of these messages and nothing else.
+    /// Creates a chat of these messages, with no other options.
     pub fn new(messages: &'a serde_json::Value) -> Self {
         Self {
             messages,
@@ -102,11 +105,11 @@ impl<'a> ChatRender<'a> {
 }
 
 impl ChatTemplate {
-    /// Compiles a template. `special_tokens` are further variables by name (`pad_token`, ...).
+    /// Compiles a template. `special_tokens` are additional variables by name (`pad_token`, ...).
     ///
     /// # Errors
-    /// [`TextError::Template`] if the source is not a template. [`TextError::Costly`] if a chat of
-    /// a few words is too expensive.
+    /// [`TextError::Template`] if the source is not a valid template. [`TextError::Costly`] if
+    /// rendering a chat of a few words is too expensive.
     pub fn new(
         source: &str,
         bos_token: Option<&str>,
@@ -116,10 +119,10 @@ impl ChatTemplate {
         Self::with_clock(source, bos_token, eos_token, special_tokens, Zoned::now)
     }
 
-    /// Compiles a template like [`ChatTemplate::new`], with `clock` as the time of `strftime_now`.
+    /// Compiles a template like [`ChatTemplate::new`]. `strftime_now` uses the time of `clock`.
     ///
     /// # Errors
-    /// The errors of [`ChatTemplate::new`].
+    /// The same errors as [`ChatTemplate::new`].
     pub fn with_clock(
         source: &str,
         bos_token: Option<&str>,
@@ -132,11 +135,11 @@ impl ChatTemplate {
         Self::probed(Renderer::Caller(Box::new(program)), source)
     }
 
-    /// Compiles a template like [`ChatTemplate::new`], to run in other processes. `start` gives the
-    /// command of a process that calls [`render_templates`].
+    /// Compiles a template like [`ChatTemplate::new`], to be rendered in other processes. `start`
+    /// returns the command of a process that calls [`render_templates`].
     ///
-    /// Such a process has a limit of memory and of time for each chat. If it exceeds one, it ends,
-    /// and the chat gets [`TextError::Costly`]. The next chat gets a new process.
+    /// Such a process has limits on memory and on the time per chat. If it exceeds a limit, it
+    /// ends, and the chat fails with [`TextError::Costly`]. The next chat gets a new process.
     ///
     /// # Errors
     /// The errors of [`ChatTemplate::new`], and [`TextError::Renderer`] if no process can be
@@ -153,7 +156,7 @@ impl ChatTemplate {
         Self::probed(Renderer::Processes(pool), source)
     }
 
-    /// Renders short chats to find out which message formats the template reads.
+    /// Renders short chats to detect which message formats the template reads.
     fn probed(renderer: Renderer, source: &str) -> Result<Self, TextError> {
         let mut template = Self {
             renderer,
@@ -172,40 +175,40 @@ impl ChatTemplate {
         }
     }
 
-    /// The form in which the template reads a message's content.
+    /// Returns the form of a message's content that the template reads.
     pub fn content_format(&self) -> ContentFormat {
         self.content_format
     }
 
-    /// Chats with tools use the template `tool_use`, chosen as transformers does among a model's
-    /// templates.
+    /// Uses the template `tool_use` for chats with tools, as transformers does if a model has
+    /// several templates.
     #[must_use]
     pub fn with_tool_use(self, tool_use: Self) -> Self {
         Self { tool_use: Some(Box::new(tool_use)), ..self }
     }
 
-    /// If the template renders no tools, lists the tools in a system message, and writes calls and
-    /// results as text. Answers then write calls in the form `generic`.
+    /// If the template does not render tools, lists the tools in a system message, and writes calls
+    /// and results as text. The model then writes calls in the dialect `generic`.
     pub fn show_tools_generically(&mut self) {
         self.generic_tools = !self.shows_tools();
     }
 
-    /// True if a system message lists the tools instead of the template.
+    /// True if a system message lists the tools, because the template does not.
     pub fn has_generic_tools(&self) -> bool {
         self.generic_tools
     }
 
-    /// The template's source.
+    /// Returns the template's source.
     pub fn source(&self) -> &str {
         &self.source
     }
 
-    /// The sources of all templates.
+    /// Returns the sources of all templates.
     pub fn sources(&self) -> impl Iterator<Item = &str> {
         [Some(self.source()), self.tool_use.as_deref().map(Self::source)].into_iter().flatten()
     }
 
-    /// True if the template itself shows tool descriptions.
+    /// True if the template itself renders tool descriptions.
     pub fn shows_tools(&self) -> bool {
         self.tool_use.as_ref().map_or(self.shape.tools(), |template| template.shape.tools())
     }
@@ -215,28 +218,28 @@ impl ChatTemplate {
         self.generic_tools || self.shows_tools()
     }
 
-    /// The changes to messages that the template needs, as phrases for display.
+    /// Describes the changes to messages that the template needs, as phrases for display.
     pub fn adaptations(&self) -> Vec<&'static str> {
         self.shape.notes()
     }
 
-    /// The text of a chat.
+    /// Renders a chat to text.
     ///
-    /// Message contents are first brought into the form that the template reads, see
+    /// Message contents are first converted to the form that the template reads; see
     /// [`ContentFormat`].
     ///
     /// # Errors
-    /// [`TextError::Template`]: the template refuses the messages or fails, or the last message
-    /// cannot be continued as requested. [`TextError::Costly`]: the template runs too long, prints
-    /// too much or recurses too deeply.
+    /// [`TextError::Template`] if the template rejects the messages or fails, or if the last
+    /// message cannot be continued as requested. [`TextError::Costly`] if the template runs too
+    /// long, prints too much or recurses too deeply.
     pub fn render(&self, request: &ChatRender<'_>) -> Result<String, TextError> {
         let chat = self.prepare(request)?;
         let rendered = chat.template.render_prepared(&[&chat]).pop();
         chat.finish(rendered.unwrap_or(Err(TextError::Closed))?)
     }
 
-    /// The texts of several chats, in order, each with the errors of [`Self::render`]. A rendering
-    /// process gets all of them at once, because waking it takes as long as a short chat.
+    /// Renders several chats, in order. Each may fail with the errors of [`Self::render`]. A
+    /// rendering process gets all of them at once, because waking it takes as long as a short chat.
     pub fn render_all(&self, requests: &[ChatRender<'_>]) -> Vec<Result<String, TextError>> {
         let chats: Vec<_> = requests.iter().map(|request| self.prepare(request)).collect();
         let mut rendered: Vec<_> = chats.iter().map(|_| Err(TextError::Closed)).collect();
@@ -255,7 +258,7 @@ impl ChatTemplate {
         finished.map(|(chat, text)| chat?.finish(text?)).collect()
     }
 
-    /// Prepares a chat in the form that its template reads.
+    /// Converts a chat to the form that its template reads.
     fn prepare<'a>(&'a self, request: &ChatRender<'a>) -> Result<PreparedChat<'a>, TextError> {
         if request.continue_final_message && request.add_generation_prompt {
             return Err(refused(
@@ -340,7 +343,7 @@ impl ChatTemplate {
             if let (Some(probes), Err(error @ (TextError::Costly(_) | TextError::Renderer(_)))) =
                 (&self.probes, result)
             {
-                // A probe that failed earlier stays the cause.
+                // The error of the first failed probe is kept.
                 let _ = probes.set(error.clone());
             }
         }
@@ -348,7 +351,7 @@ impl ChatTemplate {
     }
 }
 
-/// A chat in the form that a template reads.
+/// A chat in the form that its template reads.
 struct PreparedChat<'a> {
     template: &'a ChatTemplate,
     request: ChatRender<'a>,
@@ -376,7 +379,7 @@ impl PreparedChat<'_> {
     }
 }
 
-/// The special tokens by the names of their variables.
+/// Collects the special tokens, by the names of their variables.
 fn all_tokens(
     bos_token: Option<&str>,
     eos_token: Option<&str>,
@@ -390,8 +393,8 @@ fn all_tokens(
     tokens
 }
 
-/// The message with its reasoning under the names that templates read. As in transformers, that is
-/// `reasoning_content`, or `thinking` without it.
+/// Returns the message with its reasoning in both fields that templates read. As in transformers,
+/// `reasoning_content` takes precedence over `thinking`, and both over `reasoning`.
 fn with_reasoning_names(
     message: &serde_json::Map<String, serde_json::Value>,
 ) -> serde_json::Map<String, serde_json::Value> {
@@ -417,7 +420,7 @@ fn cut_at_tag(mut rendered: String, final_text: &str) -> Result<String, TextErro
     let keeps_spaces = rendered[at..].starts_with(CONTINUE_TAG);
     rendered.truncate(at);
     if !keeps_spaces {
-        // The template trimmed the message, so white space before the tag is removed too.
+        // The template has trimmed the message, so white space before the tag is removed too.
         rendered.truncate(rendered.trim_end().len());
     }
     Ok(rendered)

@@ -1,4 +1,4 @@
-//! A compiled chat template, and the limits on one rendering.
+//! A compiled chat template, and the limits on rendering a chat.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -14,17 +14,18 @@ use super::python::{self, PrintLimit};
 use crate::error::TextError;
 
 const NAME: &str = "chat_template";
-/// The instructions that a template may execute for one chat: about a second, enough for hundreds
-/// of thousands of messages with most templates.
+/// The number of instructions that a template may execute for one chat. This is about a second,
+/// enough for hundreds of thousands of messages with most templates.
 const FUEL: u64 = 20_000_000;
-/// The depth of nested macros and blocks. A tool's schema nests a few levels, with a few calls
-/// each.
+/// The largest depth of nested macros and blocks. A tool's schema nests a few levels, with a few
+/// calls per level.
 const RECURSION: usize = 250;
-/// The bytes that a template may print for one chat, on top of a multiple of the chat's size.
+/// The number of bytes that a template may print for one chat, in addition to [`OUTPUT_A_BYTE`] per
+/// byte of the chat.
 const OUTPUT: usize = 4 << 20;
 const OUTPUT_A_BYTE: usize = 16;
 
-/// The clock of `strftime_now`.
+/// A function that returns the time for `strftime_now`.
 pub(super) type Clock = Arc<dyn Fn() -> Zoned + Send + Sync>;
 
 /// A compiled template and its special tokens.
@@ -34,7 +35,7 @@ pub(super) struct Program {
     special_tokens: BTreeMap<String, String>,
 }
 
-/// The variables of one rendering.
+/// The variables for rendering a chat.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Variables<'a> {
     pub(super) messages: &'a [serde_json::Value],
@@ -56,7 +57,7 @@ impl Program {
         environment.set_recursion_limit(RECURSION);
         environment.add_function("raise_exception", raise_exception);
         environment.add_function("strftime_now", move |format: &str| strftime(&clock(), format));
-        // Jinja2 normalises line endings in templates like this.
+        // Jinja2 normalises the line endings of templates like this.
         let source = source.strip_prefix('\u{feff}').unwrap_or(source);
         let lines = source.replace("\r\n", "\n").replace('\r', "\n");
         let plain = generation::without_generation_marks(&lines);
@@ -64,7 +65,7 @@ impl Program {
         Ok(Self { environment, special_tokens })
     }
 
-    /// The text of a chat.
+    /// Renders a chat to text.
     pub(super) fn render(&self, chat: &Variables<'_>) -> Result<String, TextError> {
         let special =
             self.special_tokens.iter().map(|(name, token)| (name.as_str(), Value::from(token)));
@@ -92,7 +93,7 @@ impl Program {
 }
 
 impl Variables<'_> {
-    /// Bytes that a template may print for this chat.
+    /// The number of bytes that a template may print for this chat.
     pub(super) fn most_output(&self) -> usize {
         let given = [self.tools, self.documents].into_iter().flatten();
         let kwargs = self.kwargs.into_iter().flat_map(Map::values);
@@ -101,7 +102,7 @@ impl Variables<'_> {
     }
 }
 
-/// The output of a template, up to a limit.
+/// The output of a template, limited in size.
 struct LimitedOutput {
     bytes: Vec<u8>,
     most: usize,
@@ -121,12 +122,12 @@ impl io::Write for LimitedOutput {
     }
 }
 
-/// A template printed more than it may.
+/// The error of a template that printed more than allowed.
 #[derive(Debug, thiserror::Error)]
 #[error("it prints more than {OUTPUT} bytes and {OUTPUT_A_BYTE} for each byte of the chat")]
 pub(super) struct TooMuch;
 
-/// Bytes of all strings in `value`, except names.
+/// The total size of all strings in `value` in bytes, except keys.
 pub(crate) fn text_bytes(value: &serde_json::Value) -> usize {
     use serde_json::Value::{Array, Bool, Null, Number, Object, String};
     match value {
@@ -137,7 +138,7 @@ pub(crate) fn text_bytes(value: &serde_json::Value) -> usize {
     }
 }
 
-/// A template's own refusal. Only the message is meant for the client.
+/// The error that a template raises itself. Only its message is meant for the client.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct TemplateRefusal(String);
@@ -148,7 +149,7 @@ fn raise_exception(message: &Value) -> Result<Value, Error> {
         .with_source(TemplateRefusal(message)))
 }
 
-/// The writer's error does not expose its cause through `source`.
+/// True if the cause is [`TooMuch`]. The writer's error does not expose its cause through `source`.
 fn is_too_much(cause: &(dyn std::error::Error + 'static)) -> bool {
     let inner = cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref);
     inner.is_some_and(|inner| inner.is::<TooMuch>())

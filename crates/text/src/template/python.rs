@@ -1,4 +1,5 @@
-//! Python features in jinja2 templates: how values print, and methods of strings and dictionaries.
+//! Python features in jinja2 templates: printing of values, and methods of strings and
+//! dictionaries.
 
 use std::borrow::Cow;
 use std::cell::Cell;
@@ -11,16 +12,18 @@ use minijinja_contrib::pycompat;
 use super::json;
 use super::program::TooMuch;
 
-/// The default and the largest number of spaces before an indented line.
+/// The default indentation, in spaces.
 const WIDTH: i64 = 4;
+/// The largest indentation, in spaces.
 const MOST_WIDTH: i64 = 64;
 
 thread_local! {
-    /// How many bytes the template on this thread may still print, including into variables.
+    /// The number of bytes that the template on this thread may still print, including into
+    /// variables.
     static PRINTABLE: Cell<usize> = const { Cell::new(usize::MAX) };
 }
 
-/// Limits the output of templates on this thread until it is dropped.
+/// Limits the output of templates on this thread until the value is dropped.
 #[derive(Debug)]
 pub(super) struct PrintLimit(usize);
 
@@ -44,7 +47,7 @@ fn print(out: &mut Output, text: &str) -> Result<(), Error> {
     out.write_str(text).map_err(Error::from)
 }
 
-/// An environment that renders like transformers' jinja2 environment.
+/// Creates an environment that renders like transformers' jinja2 environment.
 pub(super) fn environment() -> Result<Environment<'static>, Error> {
     let mut environment = Environment::new();
     let mut syntax = environment.syntax().to_builder();
@@ -67,7 +70,8 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
             length => Ok(length.unwrap_or(0)),
         });
     }
-    // jinja2 tests for a length and items, which Python's strings and dictionaries have too.
+    // jinja2 tests for a length and for item access, which Python's strings and dictionaries have
+    // too.
     environment.add_test("sequence", |value: &Value| {
         use ValueKind::{Map, Seq, String, Undefined};
         matches!(value.kind(), Seq | Map | String | Undefined)
@@ -78,7 +82,7 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
     Ok(environment)
 }
 
-/// `text | indent(width=4, first=False, blank=False)`. A line break at the end of the text stays,
+/// `text | indent(width=4, first=False, blank=False)`. Keeps a line break at the end of the text,
 /// which minijinja's own filter would remove.
 fn indent(
     value: &Value,
@@ -112,7 +116,8 @@ fn indent(
     Ok(Value::from(indented))
 }
 
-/// Text for a filter: a string, or Python's `str` of another value.
+/// Converts a filter's input to text: a string stays unchanged, and other values are converted by
+/// Python's `str`.
 fn soft_string(value: &Value) -> Cow<'_, str> {
     match value.as_str() {
         Some(text) => Cow::Borrowed(text),
@@ -120,7 +125,7 @@ fn soft_string(value: &Value) -> Cow<'_, str> {
     }
 }
 
-/// Python's `str(value)`; nothing for an undefined value.
+/// Python's `str(value)`; empty for an undefined value.
 pub(super) fn str(value: &Value) -> String {
     match value.kind() {
         ValueKind::String | ValueKind::Undefined => value.to_string(),
@@ -144,8 +149,8 @@ fn write_repr(value: &Value, depth: usize, out: &mut String) {
             Ok(float) => out.push_str(&float_repr(float)),
             Err(_) => out.push_str(&value.to_string()),
         },
-        // A tuple prints with other brackets. It has its own printing, and templates rarely print
-        // one.
+        // A tuple has other brackets than a list. Tuples are printed by minijinja below, since
+        // templates rarely print tuples.
         ValueKind::Seq if value.downcast_object_ref::<minijinja::value::Tuple>().is_none() => {
             out.push('[');
             for (at, item) in value.try_iter().into_iter().flatten().enumerate() {
@@ -168,8 +173,8 @@ fn write_repr(value: &Value, depth: usize, out: &mut String) {
     }
 }
 
-/// Quotes a string as Python does: single quotes, unless the text has single quotes and no double
-/// ones. Unprintable characters are escaped.
+/// Quotes a string as Python does: with single quotes, unless the text has single quotes and no
+/// double quotes. Unprintable characters are escaped.
 fn string_repr(text: &str, out: &mut String) {
     let quote = if text.contains('\'') && !text.contains('"') { '"' } else { '\'' };
     out.push(quote);
@@ -181,8 +186,8 @@ fn string_repr(text: &str, out: &mut String) {
             '\t' => out.push_str("\\t"),
             c if c == quote => out.extend(['\\', c]),
             ' ' => out.push(' '),
-            // Rust's escape_debug uses the same Unicode property (printable or not) but writes
-            // other escapes. Combining marks print, so they are tested after a letter.
+            // Rust's `escape_debug` uses the same Unicode property (printable or not) but writes
+            // other escapes. Combining marks are printable, so they are tested after a letter.
             c if !c.is_control() && prints(c) => out.push(c),
             c => {
                 let code = u32::from(c);
@@ -204,7 +209,7 @@ fn prints(c: char) -> bool {
     !text.contains("\\u{") || c == '\\'
 }
 
-/// The shortest digits that read back as the same float, in Python's layout.
+/// Formats a float with the fewest digits that read back as the same float, in Python's format.
 fn float_repr(float: f64) -> String {
     if float.is_nan() {
         return "nan".to_owned();
@@ -222,8 +227,8 @@ fn float_repr(float: f64) -> String {
     format!("{digits}e{sign}{:02}", exponent.abs())
 }
 
-/// True if Python's `str.strip` and `str.split` treat this as a space: Unicode spaces and four
-/// separators.
+/// True if Python's `str.strip` and `str.split` treat this character as a space: Unicode spaces and
+/// four separators.
 fn is_space(c: char) -> bool {
     c.is_whitespace() || ('\u{1c}'..='\u{1f}').contains(&c)
 }
@@ -239,7 +244,7 @@ fn strip<'a>(mut text: &'a str, characters: Option<&str>, left: bool, right: boo
     text
 }
 
-/// Python's `str.split()`: runs of spaces separate, and after `limit` splits the rest is one part.
+/// Python's `str.split()`: splits at runs of spaces. After `limit` splits the rest is one part.
 fn split_spaces(text: &str, limit: Option<usize>) -> Vec<&str> {
     let mut parts = Vec::new();
     let mut rest = text.trim_start_matches(is_space);
@@ -254,7 +259,7 @@ fn split_spaces(text: &str, limit: Option<usize>) -> Vec<&str> {
     parts
 }
 
-/// Python's `str.title()`: a letter after a letter is lower case, any other is upper case.
+/// Python's `str.title()`: a letter after a letter becomes lower case, any other letter upper case.
 fn title(text: &str) -> String {
     let mut out = String::with_capacity(text.len());
     let mut in_word = false;
@@ -269,8 +274,8 @@ fn title(text: &str) -> String {
     out
 }
 
-/// Python's methods: first those here, which minijinja-contrib lacks or implements differently,
-/// then minijinja-contrib's.
+/// Python's methods: first those implemented here, which minijinja-contrib lacks or implements
+/// differently, then those of minijinja-contrib.
 fn method(state: &mut State, value: &Value, name: &str, args: &[Value]) -> Result<Value, Error> {
     match (value.kind(), value.as_str()) {
         (_, Some(text)) => match string_method(text, name, args)? {

@@ -1,5 +1,5 @@
-//! Message features that not every template supports. Short chats are rendered to find them, and
-//! messages are adapted to the template.
+//! Detects message features that not every template supports, by rendering short chats, and adapts
+//! messages to the template.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
@@ -8,27 +8,27 @@ use serde_json::{Map, Value, json};
 use super::history::{has_calls, with_function};
 use super::{ChatRender, ChatTemplate};
 
-/// The features that a template supports. If a probe gives no answer, nothing is changed.
+/// The features that a template supports. If a probe is inconclusive, messages are not changed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Shape {
-    /// Messages of the role `system`.
+    /// True if messages of the role `system` are supported.
     system: bool,
-    /// Messages of the role `developer`.
+    /// True if messages of the role `developer` are supported.
     developer: bool,
-    /// More than one system message at the beginning.
+    /// True if there may be several system messages at the beginning.
     several_systems: bool,
-    /// A system message after others.
+    /// True if a system message may follow other messages.
     late_system: bool,
-    /// Two messages of a user in a row.
+    /// True if two user messages may be adjacent.
     repeated: bool,
     /// The form of an assistant's message without content.
     nothing: EmptyContent,
     arguments: Arguments,
-    /// Call ids other than nine letters and digits, which some templates demand.
+    /// True if call ids may be of any form. Some templates require nine letters and digits.
     long_ids: bool,
-    /// Descriptions of tools.
+    /// True if the template renders tool descriptions.
     tools: bool,
-    /// Calls of earlier turns.
+    /// True if the template renders calls of earlier turns.
     calls: bool,
 }
 
@@ -37,16 +37,16 @@ pub(super) struct Shape {
 enum Arguments {
     Object,
     Text,
-    /// The arguments stay as they are.
+    /// Arguments are passed unchanged.
     Either,
 }
 
-/// How a message with calls expresses that it has no content.
+/// How a message with calls represents missing content.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum EmptyContent {
     Null,
     Empty,
-    /// The content stays as it is.
+    /// The content is passed unchanged.
     Either,
 }
 
@@ -54,11 +54,11 @@ const PROBE: &str = "forebay-probe-one";
 const OTHER: &str = "forebay-probe-two";
 const LONG_ID: &str = "call_0123456789abcdef01234567";
 const SHORT_ID: &str = "abcdef123";
-/// Letters of a short name.
+/// The characters of a short id.
 const LETTERS: &[u8; 32] = b"0123456789abcdefghijklmnopqrstuv";
 
 impl Shape {
-    /// Changes nothing.
+    /// The shape that changes nothing.
     pub(super) const ANY: Self = Self {
         system: true,
         developer: true,
@@ -72,7 +72,8 @@ impl Shape {
         calls: true,
     };
 
-    /// Detects what messages `template` accepts. Its own shape must still be [`Shape::ANY`].
+    /// Detects which messages `template` supports. The template's own shape must still be
+    /// [`Shape::ANY`].
     pub(super) fn of(template: &ChatTemplate) -> Self {
         let render = |messages: Value| template.render(&ChatRender::new(&messages)).ok();
         let user = |text: &str| json!({"role": "user", "content": text});
@@ -96,10 +97,10 @@ impl Shape {
         let shown = |text: &String| text.contains(PROBE);
         let takes = |id: &str, arguments: &Value| {
             let empty = render(called(json!(""), id, arguments.clone()));
-            // Some templates show calls only if the content is null.
+            // Some templates render calls only if the content is null.
             empty.filter(shown).or_else(|| render(called(Value::Null, id, arguments.clone())))
         };
-        // A template that refuses long ids would refuse every probe with one.
+        // A template that rejects long ids would reject every probe that has a long id.
         let long_ids = takes(SHORT_ID, &object).or(takes(SHORT_ID, &text)).is_none()
             || takes(LONG_ID, &object).or(takes(LONG_ID, &text)).is_some();
         let as_object =
@@ -111,7 +112,7 @@ impl Shape {
             (false, true) => (Arguments::Text, text),
             (false, false) => (Arguments::Either, object),
         };
-        // If a template renders no calls at all, the rest of the chat shows what it accepts.
+        // If the template renders no calls at all, a chat that renders counts as accepted.
         let taken = |content: Value| {
             render(called(content, SHORT_ID, given.clone())).filter(|text| !calls || shown(text))
         };
@@ -126,8 +127,7 @@ impl Shape {
         };
         Self {
             system: takes_system,
-            // A template that prints any role would show the model a role that it was not trained
-            // on.
+            // A template that prints any role would print a role that the model was not trained on.
             developer: template.source.contains("developer")
                 && shows(json!([{"role": "developer", "content": PROBE}, user("u")])),
             several_systems: both(json!([system(PROBE), system(OTHER), user("u")])),
@@ -163,7 +163,7 @@ impl Shape {
         self.calls
     }
 
-    /// The changes to messages, in words.
+    /// Describes the changes to messages in words.
     pub(super) fn notes(&self) -> Vec<&'static str> {
         [
             (!self.developer, "developer messages become system messages"),
@@ -188,7 +188,7 @@ impl Shape {
         .collect()
     }
 
-    /// Brings messages into this shape.
+    /// Adapts messages to this shape.
     pub(super) fn adapt(&self, messages: &mut Vec<Value>) {
         for message in messages.iter_mut().filter_map(Value::as_object_mut) {
             if !self.developer && role(message) == "developer" {
@@ -203,7 +203,7 @@ impl Shape {
         }
     }
 
-    /// Sets the content of a message with calls to the template's form of empty content.
+    /// Sets missing content of a message with calls to the form that the template expects.
     pub(super) fn adapt_nothing(&self, message: &mut Map<String, Value>) {
         if !has_calls(message) {
             return;
@@ -281,7 +281,7 @@ fn set_role(message: &mut Map<String, Value>, role: &str) {
     message.insert("role".to_owned(), Value::String(role.to_owned()));
 }
 
-/// The text of a message's content.
+/// Returns the text of a message's content.
 fn text(message: &Value) -> Option<String> {
     match &message["content"] {
         Value::String(text) => Some(text.clone()),
@@ -293,7 +293,7 @@ fn text(message: &Value) -> Option<String> {
     }
 }
 
-/// Puts text before that of a message.
+/// Inserts text before the content of a message.
 fn prepend(message: &mut Value, text: &str) {
     match &mut message["content"] {
         Value::String(content) => *content = format!("{text}\n\n{content}"),
@@ -302,7 +302,8 @@ fn prepend(message: &mut Value, text: &str) {
     }
 }
 
-/// Joins adjacent messages of the same role among the first `count` messages.
+/// Joins adjacent messages of the same role among the first `count` messages, for the roles in
+/// `of`.
 fn join(messages: &mut Vec<Value>, of: impl Fn(&str) -> bool, count: usize) {
     let mut joined: Vec<Value> = Vec::with_capacity(messages.len());
     for (number, message) in std::mem::take(messages).into_iter().enumerate() {
@@ -328,7 +329,7 @@ fn join(messages: &mut Vec<Value>, of: impl Fn(&str) -> bool, count: usize) {
     *messages = joined;
 }
 
-/// Shortens a call id to nine letters and digits; the same id always gives the same result.
+/// Shortens a call id to nine letters and digits. The same id always gives the same result.
 fn shorten(id: &mut Value) {
     let Value::String(text) = id else { return };
     if text.len() == SHORT_ID.len() && text.bytes().all(|b| b.is_ascii_alphanumeric()) {
@@ -360,9 +361,9 @@ mod tests {
     }
 
     const PRINTS: &str = "{% for m in messages %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
-    /// As in Gemma's and Mistral's templates, user and assistant messages must alternate.
+    /// Requires that user and assistant messages alternate, as Gemma's and Mistral's templates do.
     const TURNS: &str = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('turns') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
-    /// Qwen's kind: one system message, at the beginning.
+    /// Allows one system message, at the beginning, as Qwen's templates do.
     const FIRST: &str = "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}[{{ m.role }}:{{ m.content }}]{% endfor %}";
     const CALLS: &str = "{% for m in messages %}[{{ m.content }}]{% for c in m.tool_calls %}{{ c.id }} {{ c.function.name }} {{ c.function.arguments | tojson }}{% endfor %}{% endfor %}";
     const TEXT_CALLS: &str = "{% for m in messages %}{% if m.content is not none %}[{{ m.content }}]{% endif %}{% for c in m.tool_calls %}{{ c.function.name + ' ' + c.function.arguments }}{% endfor %}{% endfor %}";
@@ -484,12 +485,12 @@ mod tests {
             template.render(&chat).expect("text")
         };
         let turns = "[user:u][assistant:<tool_call>\n{\"name\": \"f\", \"arguments\": {\"a\":1}}\n</tool_call>][user:<tool_response>\n\n</tool_response>]";
-        // Calls of earlier turns are shown even without tools.
+        // Calls of earlier turns are rendered even without tools.
         assert_eq!(text(&template, None), turns);
         let shown = text(&template, Some(&tools));
         assert!(shown.starts_with("[system:You can call functions") && shown.ends_with(turns));
         assert!(shown.contains(r#"{"type":"function","function":{"name":"look"}}"#), "{shown}");
-        // A template that shows tools itself is used unchanged.
+        // A template that renders tools itself is not changed.
         let mut own = ChatTemplate::new(
             "{{ tools | tojson }}{{ messages[-1].content }}",
             None,

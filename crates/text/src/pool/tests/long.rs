@@ -1,4 +1,4 @@
-//! Long texts that are encoded in pieces, cancelled, or refused.
+//! Tests of long texts that are encoded in pieces, cancelled, or rejected.
 
 use super::*;
 
@@ -79,7 +79,7 @@ fn encoding_ends_when_there_are_too_many_ids() {
         );
         let long = prose(400_000, 1);
         let ids = pool.tokenizer().encode(&long, false).expect("ids").len();
-        // The byte count alone does not show that the text is too long.
+        // The byte count alone does not reveal that the text is too long.
         let most = pool.tokenizer().fewest_ids(&long);
         assert!(most < ids * 3 / 4, "{most} {ids}");
         let refused = block_on(pool.within(most).encode(text(&long)));
@@ -90,7 +90,7 @@ fn encoding_ends_when_there_are_too_many_ids() {
     }
 }
 
-/// A text of two alternating words that has no place for a cut.
+/// Returns a text of two alternating words that has no position for a cut.
 fn uncut(bytes: usize) -> String {
     "internationalization\u{2e3a}".repeat(bytes / 23)
 }
@@ -120,7 +120,7 @@ fn a_long_part_is_cancelled_between_words_and_ends_when_it_has_too_many_ids() {
     };
     let refused = encoder.encode_piece(&work, 0, &count);
     assert!(matches!(refused, Err(TextError::TooLong { .. })), "{refused:?}");
-    // Two words for each 23 bytes.
+    // The text has two words per 23 bytes.
     assert!(asked.get() < long.len() / 23 * 3 / 2, "{} words", asked.get());
 }
 
@@ -134,7 +134,7 @@ fn long_pieces_are_not_for_the_threads_that_others_wait_for() {
         let job = Job { tokens: input.tokens(), input, terms: Terms::default(), reply, keep: None };
         (cut(job, &tools), answer)
     };
-    // Two pieces from cuts, one that cannot be cut, then two more from cuts.
+    // Two pieces between cuts, one piece that cannot be cut, then two more between cuts.
     let text = prose(20_000, 1) + " a " + &uncut(70_000) + " a " + &prose(16_000, 2);
     let (long, mut answer) = start(text.clone());
     let (other, _other_answer) = start(prose(20_000, 3));

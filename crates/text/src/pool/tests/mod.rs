@@ -16,10 +16,10 @@ use parking_lot::Mutex;
 use crate::encoder::Texts;
 
 const TOKENIZER: &[u8] = include_bytes!("../../../tests/data/tiny-llama-tokenizer.json");
-/// Rendering this blocks the thread until the test releases it.
+/// A template that blocks the rendering thread until the test releases it.
 const STOP: &str = "{% if stop %}{{ strftime_now('%Y') }}{% endif %}";
 
-/// Lets a test block a pool's thread, and release it.
+/// Lets a test wait until a thread of the pool blocks, and release it.
 struct Stops {
     started: Receiver<()>,
     go_on: Sender<()>,
@@ -29,12 +29,12 @@ fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(Tokenizer::from_bytes(TOKENIZER).expect("a tokenizer"))
 }
 
-/// A pool whose template blocks the thread that renders it.
+/// Creates a pool whose template blocks the rendering thread.
 fn stoppable(config: &TextConfig) -> (TextPool, Stops) {
     stoppable_by(STOP, config)
 }
 
-/// A pool whose template contains [`STOP`].
+/// Creates a pool whose template contains [`STOP`].
 fn stoppable_by(template: &str, config: &TextConfig) -> (TextPool, Stops) {
     let (start, started) = crossbeam_channel::unbounded();
     let (go_on, gone_on) = crossbeam_channel::unbounded::<()>();
@@ -71,12 +71,12 @@ fn tools(encoder: Encoder) -> Tools {
     Tools { encoder, template: None, guard: None, closed: AtomicBool::new(false) }
 }
 
-/// A text that is long enough for a thread of its own.
+/// Returns a text that is too long for the caller's thread.
 fn sentence() -> TextInput {
     text(&prose(200, 1))
 }
 
-/// A text of about `bytes` bytes, different for each `seed`.
+/// Returns a text of about `bytes` bytes that differs for each `seed`.
 fn prose(bytes: usize, seed: usize) -> String {
     let mut text = String::new();
     let mut word = seed + 1;
@@ -97,7 +97,7 @@ fn poll_once<F: Future + ?Sized>(future: Pin<&mut F>) -> Poll<F::Output> {
 
 type Pending<'a, T> = Pin<Box<dyn Future<Output = Result<T, TextError>> + 'a>>;
 
-/// Starts an input that is encoded in pieces.
+/// Starts an input that must be cut into pieces.
 fn cut(job: Job, tools: &Tools) -> Arc<work::Long> {
     match job.start(tools) {
         StartedInput::Long(long) => long,
@@ -105,7 +105,7 @@ fn cut(job: Job, tools: &Tools) -> Arc<work::Long> {
     }
 }
 
-/// Submits an input without waiting for it.
+/// Submits an input without waiting for the result.
 fn submit(pool: &TextPool, input: TextInput) -> Pending<'_, Encoded> {
     let mut pending: Pending<'_, Encoded> = Box::pin(pool.encode(input));
     assert!(poll_once(pending.as_mut()).is_pending());
@@ -198,7 +198,7 @@ fn what_waits_is_taken_together_up_to_a_number_of_tokens() {
             let plain = pool.tokenizer().encode(text, false);
             assert_eq!(block_on(waiting).map(|encoded| encoded.ids), plain);
         }
-        // One batch more for the chat.
+        // The chat is one more batch.
         assert_eq!(pool.stats().batches, batches + 1, "{count} inputs of {bytes} bytes");
     }
 }
@@ -230,7 +230,7 @@ fn a_short_input_overtakes_a_long_one_that_came_before() {
     drop(stops);
     assert!(block_on(busy).is_ok());
     assert!(block_on(short).is_ok());
-    // Two megabytes take the only thread many times as long as all other inputs so far.
+    // Two megabytes occupy the only thread many times as long as all other inputs so far.
     assert!(poll_once(waiting_long.as_mut()).is_pending());
     let plain = pool.tokenizer().encode(&long, false);
     assert_eq!(block_on(waiting_long).map(|encoded| encoded.ids), plain);
@@ -350,7 +350,7 @@ fn the_end_of_a_pool_does_not_wait_for_a_template() {
     pool.patience = Duration::ZERO;
     drop(occupy(&pool, &stops));
     drop(pool);
-    // The thread is still in the template.
+    // The thread is still blocked in the template.
     assert!(stops.started.is_empty());
     drop(stops);
 }

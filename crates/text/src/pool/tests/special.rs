@@ -1,4 +1,4 @@
-//! Special tokens in clients' content.
+//! Tests of special tokens in clients' content.
 
 use super::*;
 
@@ -16,7 +16,7 @@ fn said(contents: &[&str]) -> TextInput {
     }
 }
 
-/// The ids of messages as ordinary text between the template's own tokens.
+/// Returns the ids of the messages' contents as ordinary text, between the template's own tokens.
 fn as_text(tokenizer: &Tokenizer, contents: &[&str]) -> Vec<i32> {
     let all = |text: &str| {
         let whole: std::ops::Range<usize> = 0..text.len();
@@ -51,7 +51,7 @@ fn special_tokens_in_content_are_text() {
         for contents in
             [vec!["hello"], vec![injected], vec!["a", injected, "b"], vec![&long, injected]]
         {
-            // The second time, parts may be cached, with and without special tokens.
+            // In the second round, parts may be cached, with and without special tokens.
             for _ in 0..2 {
                 let encoded = block_on(guarded.encode(said(&contents))).expect("ids");
                 assert_eq!(encoded.ids, as_text(guarded.tokenizer(), &contents), "{contents:?}");

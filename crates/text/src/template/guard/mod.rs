@@ -1,11 +1,13 @@
-//! Finds special tokens in clients' text before the template runs, and again in its output.
+//! Finds special tokens in clients' text before the template is rendered, and locates them in its
+//! output.
 //!
-//! A chat whose strings cannot make a special token renders once. Any other chat renders twice. The
-//! second time has *twins* in place of some characters of those tokens: characters that no special
-//! token has and no client wrote. If the two outputs differ only in twins, the twins mark the
-//! client's parts of the text, and the first output is the result. So whatever a template does with
-//! content (trim, split, compare, measure) works as usual. If the outputs differ otherwise, the
-//! template has interpreted such a token, and the chat is refused.
+//! A chat whose strings cannot form a special token is rendered once. Any other chat is rendered
+//! twice. For the second rendering, some characters of those tokens are replaced by *twins*:
+//! characters that occur in no special token and in no text of the client. If the two outputs
+//! differ only in twins, the twins mark the client's parts of the text, and the first output is the
+//! result. So whatever a template does with content (trim, split, compare, measure) works as usual.
+//! If the outputs differ otherwise, the template has interpreted such a token, and the chat is
+//! rejected.
 
 #[cfg(test)]
 mod tests;
@@ -19,43 +21,44 @@ use serde_json::{Map, Value};
 use super::{ChatRender, ChatTemplate};
 use crate::error::TextError;
 
-/// The range from which twins are taken: printable letters without case, which hardly any text
-/// contains.
+/// The range of characters from which twins are chosen: printable letters without case, which are
+/// very rare in texts.
 const TWINS: Range<u32> = 0x2_0000..0x2_a6d0;
 
 /// A rendered chat.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GuardedChat {
     pub(crate) text: String,
-    /// Sorted byte ranges from clients. Each relevant range has at least one byte here.
+    /// The sorted byte ranges of text from the client. A range that matters for special tokens is
+    /// included at least in part.
     pub(crate) client: Vec<Range<usize>>,
 }
 
 impl GuardedChat {
-    /// A text without special tokens from a client.
+    /// Creates a chat whose text has no special tokens from the client.
     pub(crate) fn plain(text: String) -> Self {
         Self { text, client: Vec::new() }
     }
 }
 
-/// Finds special tokens in chats for one template.
+/// Finds special tokens in the chats of one template.
 #[derive(Debug)]
 pub(crate) struct Guard {
-    /// Special tokens, sorted.
+    /// The texts of the special tokens, sorted.
     tokens: Vec<String>,
     finder: AhoCorasick,
-    /// First bytes of tokens that do not begin with a letter or digit.
+    /// True for each byte that starts a token and is not a letter or digit.
     firsts: Box<[bool; 256]>,
-    /// The quoted strings in the template's source. The template may split content at them.
+    /// Finds the quoted strings of the template's source, at which the template may split content.
     literals: Option<AhoCorasick>,
-    /// Every character that gets a twin.
+    /// All characters that have a twin.
     alphabet: Vec<char>,
-    /// Tokens that the template itself looks for in content, such as marks of reasoning. They are
-    /// not guarded.
+    /// Special tokens that the template itself looks for in content, such as marks of reasoning.
+    /// They are not guarded.
     inspected: HashSet<String>,
 }
 
-/// A chat with twins in it.
+/// A chat in which characters were replaced by their twins.
 struct TwinnedChat {
     messages: Value,
     tools: Option<Value>,
@@ -63,14 +66,14 @@ struct TwinnedChat {
     kwargs: Option<Map<String, Value>>,
 }
 
-/// Pairs of a character and its twin.
+/// The mapping between characters and their twins.
 struct Twins {
     twin: HashMap<char, char>,
     original: HashMap<char, char>,
 }
 
 impl Guard {
-    /// `None` if the tokenizer has no special tokens.
+    /// Creates a guard, or returns `None` if the tokenizer has no special tokens.
     pub(crate) fn new(mut tokens: Vec<String>, template: &ChatTemplate) -> Option<Self> {
         tokens.retain(|token| !token.is_empty());
         tokens.sort();
@@ -99,8 +102,8 @@ impl Guard {
         Some(guard)
     }
 
-    /// Finds the tokens that change a short chat's rendering when they are guarded. If such a chat
-    /// is too expensive, no more tokens are tried, since each would take as long again.
+    /// Finds the tokens whose guarding changes how a short chat is rendered. If such a chat is too
+    /// expensive, no more tokens are tried, since each would take as long again.
     fn inspected_by(&self, template: &ChatTemplate) -> HashSet<String> {
         let mut inspected = HashSet::new();
         for token in self.tokens.iter().filter(|token| template.source.contains(token.as_str())) {
@@ -121,7 +124,8 @@ impl Guard {
         inspected
     }
 
-    /// Renders a chat. Returns the parts from clients, as far as they matter for special tokens.
+    /// Renders a chat. The result includes the ranges from the client, as far as they matter for
+    /// special tokens.
     pub(crate) fn render(
         &self,
         template: &ChatTemplate,
@@ -133,7 +137,7 @@ impl Guard {
         }
     }
 
-    /// Renders chats, in order, each with the errors of [`Self::render`].
+    /// Renders chats, in order. Each may fail with the errors of [`Self::render`].
     pub(crate) fn render_all(
         &self,
         template: &ChatTemplate,
@@ -150,7 +154,7 @@ impl Guard {
         rendered.collect()
     }
 
-    /// Renders a chat as it is and with twins, and finds the parts that differ.
+    /// Renders a chat as it was sent and with twins, and finds the parts that differ.
     fn render_twice(
         template: &ChatTemplate,
         chat: &ChatRender<'_>,
@@ -174,7 +178,7 @@ impl Guard {
         Err(TextError::Guarded)
     }
 
-    /// The chat with twins; `None`: nothing in it needs them.
+    /// Returns the chat with twins, or `None` if it contains nothing to guard.
     fn twinned(&self, chat: &ChatRender<'_>) -> Result<Option<(Twins, TwinnedChat)>, TextError> {
         let empty = Map::new();
         let kwargs = chat.kwargs.unwrap_or(&empty);
@@ -220,8 +224,8 @@ impl Guard {
         }
     }
 
-    /// Guards the fields of an object. In names only whole tokens are replaced, since templates
-    /// look fields up by name.
+    /// Guards the fields of an object. In field names only whole tokens are replaced, since
+    /// templates look fields up by name.
     fn fields(&self, fields: &Map<String, Value>, twins: &Twins) -> Map<String, Value> {
         let field = |(name, value): (&String, &Value)| {
             (twins.put(name, &self.whole(name)), self.replaced(value, twins))
@@ -229,8 +233,9 @@ impl Guard {
         fields.iter().map(field).collect()
     }
 
-    /// The places at which `text` has special tokens, or prefixes of one. The template could
-    /// complete a prefix with other client text, where it splits content or at the end.
+    /// Returns the ranges at which `text` has special tokens, or prefixes of tokens. The template
+    /// could complete a prefix with other client text, where it splits content or at the end of the
+    /// text.
     fn places(&self, text: &str) -> Vec<Range<usize>> {
         let mut places = self.whole(text);
         places.extend(self.beginnings(text));
@@ -254,11 +259,11 @@ impl Guard {
         found.filter(|found| !left(found.pattern().as_usize())).map(|found| found.range()).collect()
     }
 
-    /// The length of the longest proper prefix of a token at the start of `text` that a split may
-    /// follow. `end` is the text up to a trim.
+    /// Returns the length of the longest proper prefix of a token at the start of `text` after
+    /// which the template may split. `end` is the length of the text without trailing white space.
     fn beginning(&self, text: &str, end: usize) -> Option<usize> {
         if self.finder.find(Input::new(text).anchored(Anchored::Yes)).is_some() {
-            // A whole token, which is handled elsewhere or left unguarded.
+            // This is a whole token, which is handled elsewhere or not guarded.
             return None;
         }
         let after = self.tokens.partition_point(|token| token.as_str() <= text);
@@ -276,14 +281,14 @@ impl Guard {
     }
 }
 
-/// The number of leading bytes that two texts share, in whole characters.
+/// Returns the number of leading bytes that two texts share, in whole characters.
 fn common(left: &str, right: &str) -> usize {
     let same = left.char_indices().zip(right.chars()).take_while(|((_, a), b)| a == b);
     same.last().map_or(0, |((at, c), _)| at + c.len_utf8())
 }
 
 impl Twins {
-    /// Twins that do not occur in the chat; `None`: every candidate occurs.
+    /// Chooses twins that do not occur in the chat; `None` if too few characters are left.
     fn new(alphabet: &[char], chat: &ChatRender<'_>) -> Option<Self> {
         let mut used = HashSet::new();
         for value in [Some(chat.messages), chat.tools, chat.documents].into_iter().flatten() {
@@ -302,8 +307,8 @@ impl Twins {
         })
     }
 
-    /// The text with twins at some of these places. They replace punctuation, or everything except
-    /// spaces if there is none. Quotes and other characters that JSON escapes stay.
+    /// Replaces punctuation in these ranges by its twins. In a range without punctuation, letters
+    /// and digits are replaced. White space, control characters, quotes and backslashes are kept.
     fn put(&self, text: &str, places: &[Range<usize>]) -> String {
         if places.is_empty() {
             return text.to_owned();
@@ -321,7 +326,8 @@ impl Twins {
         text.char_indices().map(|(at, c)| starts.get(&at).copied().unwrap_or(c)).collect()
     }
 
-    /// The ranges of `text` in which `shadow` has twins; `None`: the two differ in more than twins.
+    /// Returns the ranges of `text` in which `shadow` has twins; `None` if the two texts also
+    /// differ elsewhere.
     fn compare(&self, text: &str, shadow: &str) -> Option<Vec<Range<usize>>> {
         let mut client: Vec<Range<usize>> = Vec::new();
         let mut shadow = shadow.chars();
@@ -358,7 +364,7 @@ fn note_used(value: &Value, used: &mut HashSet<char>) {
     }
 }
 
-/// Chats that show how a template treats a content.
+/// Returns short chats that reveal how a template treats `content`.
 fn probes(content: &str) -> Vec<Value> {
     let message = |role: &str, content: &str| serde_json::json!({"role": role, "content": content});
     let user = message("user", content);
@@ -375,12 +381,12 @@ fn probes(content: &str) -> Vec<Value> {
     ]
 }
 
-/// The quoted strings in a template's source, with escapes unchanged.
+/// Returns the quoted strings in a template's source, with escapes unchanged.
 fn literals(source: &str) -> Vec<String> {
     let mut found = HashSet::new();
     for quote in ['"', '\''] {
-        // Every second piece is in quotes. If a quote occurs elsewhere, superfluous pieces do no
-        // harm.
+        // Every second part is in quotes. If a quote occurs elsewhere, some parts are not literals,
+        // which does no harm.
         for piece in source.split(quote) {
             let piece = piece.replace("\\n", "\n").replace("\\t", "\t").replace("\\\\", "\\");
             if !piece.is_empty() && piece.len() <= 64 {

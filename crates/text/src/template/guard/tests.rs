@@ -28,7 +28,7 @@ fn rendered(source: &str, messages: &Value) -> Result<GuardedChat, TextError> {
     guard(&template).render(&template, &ChatRender::new(messages))
 }
 
-/// The parts of the text that are marked as coming from the client.
+/// Returns the parts of the text that are marked as the client's.
 fn marked(rendered: &GuardedChat) -> Vec<&str> {
     rendered.client.iter().map(|range| &rendered.text[range.clone()]).collect()
 }
@@ -106,7 +106,7 @@ fn tokens_put_together_of_several_strings_are_the_clients() {
 
 #[test]
 fn a_template_that_looks_for_tokens_in_content_sees_them() {
-    // The template drops what precedes the mark, as reasoning; the mark is a special token here.
+    // The template drops the text before the mark as reasoning. The mark is a special token here.
     let source = "{% for m in messages %}<|im_start|>{{ m.content.split('</s>')[-1].lstrip('\n') }}<|im_end|>{% endfor %}";
     let found = rendered(source, &user("hm</s>\nyes")).expect("text");
     assert_eq!(found.text, "<|im_start|>yes<|im_end|>");
@@ -139,7 +139,7 @@ fn clients_that_write_twins_are_not_believed() {
     assert_eq!(rendered(CHATML, &user(&format!("<s>{all}"))), Err(TextError::Guarded));
 }
 
-/// Chats in all template styles known to the tests, with tokens in every content.
+/// Chats in all template styles of the tests, with special tokens in every content.
 #[test]
 fn every_style_of_template_shows_what_it_shows_unwatched() {
     for name in ["smollm2", "llama3", "qwen3", "mistral", "deepseek", "phi", "gemma"] {

@@ -1,9 +1,9 @@
-//! Templates that run in separate processes with limits on memory and time.
+//! Renders templates in separate processes with limits on memory and time.
 //!
 //! A template can create values of any size and depth: doubled strings, nested lists, namespaces
-//! that contain themselves. No bound inside the interpreter covers all of this, but the operating
-//! system's limits on a process do. Each process renders one chat at a time, with further messages
-//! queued.
+//! that contain themselves. No limit inside the interpreter covers all of this, but the operating
+//! system's limits on a process do. Each process renders one chat at a time, while further chats
+//! wait in its socket.
 
 mod serve;
 #[cfg(test)]
@@ -29,20 +29,21 @@ use wire::{
     write_frames,
 };
 
-/// Bytes of memory for rendering, on top of the program's own.
+/// The memory for rendering in bytes, in addition to the program's own.
 const MEMORY: usize = 512 << 20;
-/// Seconds of processor time for a rendering.
+/// The processor time for rendering one chat, in seconds.
 const SECONDS: u64 = if cfg!(test) { 1 } else { 10 };
-/// After this time without an answer a process is abandoned, however busy the machine is.
+/// The time without a response after which a process is abandoned, however busy the machine is.
 const PATIENCE: Duration = Duration::from_secs(120);
-/// The environment variables that rendering may depend on. Others may be secret.
+/// The environment variables that rendering may depend on. Others are removed, since they may be
+/// secret.
 const ENVIRONMENT: [&str; 3] = ["LD_LIBRARY_PATH", "TZ", "TZDIR"];
 
-/// The command of a new process.
+/// Creates the command of a new process.
 type Start = Box<dyn Fn() -> Command + Send + Sync>;
 
-/// Processes that render one template. Their number grows with the chats that are rendered at the
-/// same time.
+/// The processes that render one template. Their number grows to the number of concurrent
+/// renderings.
 pub(super) struct RenderPool {
     start: Start,
     setup: Vec<u8>,
@@ -59,8 +60,8 @@ impl RenderPool {
     /// Starts the first process, which compiles the template.
     ///
     /// # Errors
-    /// [`TextError::Template`] if the source is not a template, [`TextError::Costly`] if it is too
-    /// expensive to compile, [`TextError::Renderer`] if the process can't be started.
+    /// [`TextError::Template`] if the source is not a valid template, [`TextError::Costly`] if it
+    /// is too expensive to compile, [`TextError::Renderer`] if the process cannot be started.
     pub(super) fn new(
         start: Start,
         source: &str,
@@ -73,7 +74,7 @@ impl RenderPool {
         Ok(pool)
     }
 
-    /// The texts of chats, in order.
+    /// Renders chats to text, in order.
     pub(super) fn render_all(&self, chats: &[Variables<'_>]) -> Vec<Result<String, TextError>> {
         let messages: Vec<_> = chats.iter().map(variables_to_bytes).collect();
         let mut rendered = Vec::with_capacity(chats.len());
@@ -85,7 +86,7 @@ impl RenderPool {
         rendered
     }
 
-    /// Adds the results of chats to `rendered`, up to the first chat that ended its process.
+    /// Appends the results of chats to `rendered`, up to the first chat that ended its process.
     /// Another process may render the rest.
     fn render_group(
         &self,
@@ -114,7 +115,8 @@ impl RenderPool {
         self.idle.lock().push(process);
     }
 
-    /// An idle process that still accepts messages. A killed process accepts none.
+    /// Sends the messages to an idle process and returns it; `None` if there is none. A process
+    /// that was killed rejects messages and is dropped.
     fn asked(&self, messages: &[Vec<u8>]) -> Option<RenderProcess> {
         loop {
             let mut process = self.idle.lock().pop()?;
@@ -133,7 +135,7 @@ impl RenderPool {
     }
 }
 
-/// A rendering process, and the socket to it. Dropping it kills the process.
+/// A rendering process, and the socket to it. Dropping the value kills the process.
 #[derive(Debug)]
 struct RenderProcess {
     child: Child,
@@ -151,7 +153,7 @@ impl RenderProcess {
             .collect();
         let kept = ENVIRONMENT.iter().filter_map(|name| Some((name, std::env::var_os(name)?)));
         command.env_clear().envs(kept).envs(given);
-        // Terminal signals should only reach the server, which may finish its chats first.
+        // Signals from the terminal should only reach the server, which may finish its chats first.
         command.process_group(0).stdin(OwnedFd::from(far));
         command.stdout(Stdio::null()).stderr(Stdio::null());
         Ok(Self { child: command.spawn()?, socket: BufReader::new(near) })
@@ -162,8 +164,8 @@ impl RenderProcess {
         write_frames(self.socket.get_mut(), messages).map_err(|error| self.fault(&error))
     }
 
-    /// Waits for the answer to a message, of at most `most` bytes. After an outer error the process
-    /// is unusable.
+    /// Waits for the response to a message, of at most `most` bytes. After an error of the outer
+    /// result the process is unusable.
     fn answer(&mut self, most: usize) -> Result<Result<String, TextError>, TextError> {
         match read_frame(&mut self.socket, ANSWER_HEAD + most) {
             Ok(Some(answer)) => answer_from_bytes(answer)
@@ -173,7 +175,7 @@ impl RenderProcess {
         }
     }
 
-    /// The error of a chat for which the socket failed.
+    /// Returns the error of a chat after an error of the socket.
     fn fault(&mut self, error: &io::Error) -> TextError {
         use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
         match error.kind() {
@@ -182,9 +184,9 @@ impl RenderProcess {
         }
     }
 
-    /// The error of a chat for which the process ended.
+    /// Returns the error of a chat whose process has ended.
     fn end(&mut self) -> TextError {
-        // It has closed its socket, which it only does when it ends.
+        // The process has closed its socket, which only happens when it ends.
         match self.child.wait() {
             Ok(status) => description(status),
             Err(error) => TextError::Renderer(error.to_string()),
@@ -194,20 +196,20 @@ impl RenderProcess {
 
 impl Drop for RenderProcess {
     fn drop(&mut self) {
-        // The process may have ended already, which is fine.
+        // The process may have ended already; then this has no effect.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// The error for a process that ended during a rendering.
+/// Returns the error for a process that ended while it rendered a chat.
 fn description(status: ExitStatus) -> TextError {
     use rustix::process::Signal;
     let is = |signal: Signal| status.signal() == Some(signal.as_raw());
     if is(Signal::XCPU) {
         TextError::Costly(format!("it computes for more than {SECONDS} seconds"))
     } else if [Signal::ABORT, Signal::KILL, Signal::SEGV, Signal::BUS].into_iter().any(is) {
-        // A full stack ends in SIGABRT too.
+        // A stack overflow also ends in SIGABRT.
         TextError::Costly(format!(
             "it needs more than {} MiB of memory, or its values are nested too deep",
             MEMORY >> 20

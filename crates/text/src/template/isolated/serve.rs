@@ -1,5 +1,5 @@
-//! The rendering process: it limits its own resources, compiles its template, and answers until the
-//! stream ends.
+//! The rendering process: it limits its own resources, compiles its template, and responds to
+//! messages until the stream ends.
 
 use std::io::{self, BufReader};
 use std::os::fd::AsFd;
@@ -16,19 +16,19 @@ use super::wire::{ReceivedVariables, Setup, answer_to_bytes, read_frame, write_f
 use super::{MEMORY, SECONDS};
 use crate::error::TextError;
 
-/// The stack of the rendering thread. Only used pages take real memory.
+/// The stack size of the rendering thread. Only used pages take physical memory.
 const STACK_BYTES: usize = 8 << 20;
-/// After this time the limit on processor time is renewed for the next chat. Renewing it for each
-/// chat would cost system calls.
+/// The time after which the limit on processor time is extended for the next chat. Extending it for
+/// each chat would cost system calls.
 const SLACK: Duration = Duration::from_secs(1);
 
-/// Renders chats for the server at the other end of standard input, which is a socket, until it
-/// closes.
+/// Renders chats for the server at the other end of standard input, which is a socket, until the
+/// server closes it.
 ///
 /// The process limits its own memory, and its processor time per chat.
 ///
 /// # Errors
-/// The socket breaks, or the system refuses a limit.
+/// The socket fails, or the system rejects a limit.
 pub fn render_templates() -> io::Result<()> {
     limit_memory()?;
     let socket = UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?);
@@ -51,7 +51,7 @@ fn answer_all(mut socket: UnixStream) -> io::Result<()> {
         Err(error) => return write_frame(&mut socket, &answer_to_bytes(&Err(error))),
     };
     while let Some(chat) = read_frame(&mut requests, usize::MAX)? {
-        // The rendering thread has used no more processor time than has elapsed.
+        // The only working thread cannot have used more processor time than this.
         if limited.elapsed() >= SLACK {
             limited = limit_time()?;
         }
@@ -66,7 +66,7 @@ fn malformed() -> io::Error {
     io::Error::other("a message that is none")
 }
 
-/// Limits the process to [`MEMORY`] more bytes of address space, and disables core files.
+/// Limits the process to [`MEMORY`] additional bytes of address space, and disables core dumps.
 fn limit_memory() -> io::Result<()> {
     let status = std::fs::read_to_string("/proc/self/status")?;
     let size = status.lines().find_map(|line| line.strip_prefix("VmSize:"));
@@ -84,7 +84,7 @@ fn limit_time() -> io::Result<Instant> {
     Ok(now)
 }
 
-/// Sets a soft limit, within the hard one.
+/// Sets a soft limit, bounded by the hard limit.
 fn limit(resource: Resource, to: u64) -> io::Result<()> {
     let maximum = getrlimit(resource).maximum;
     let current = Some(maximum.map_or(to, |maximum| maximum.min(to)));

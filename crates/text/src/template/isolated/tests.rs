@@ -12,7 +12,7 @@ use crate::error::TextError;
 
 const CHILD: &str = "FOREBAY_TEST_RENDERS";
 
-/// Runs [`the_process_that_renders`] of this test program.
+/// Returns a command that runs [`the_process_that_renders`] of this test program.
 fn start() -> Command {
     let mut command = Command::new(std::env::current_exe().expect("this program"));
     command.args(["--exact", "template::isolated::tests::the_process_that_renders", "--nocapture"]);
@@ -36,7 +36,7 @@ fn user(text: &str) -> Value {
     json!([{"role": "user", "content": text}])
 }
 
-/// Templates that would crash a server that rendered them in its own process.
+/// Templates that would crash a server that renders them in its own process.
 const BOMBS: [&str; 8] = [
     "{{ '%9999999999d'|format(1) }}",
     "{% set n = namespace(x='xxxxxxxx') %}{% for i in range(34) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
@@ -59,7 +59,7 @@ fn a_template_that_takes_everything_is_refused_at_the_start() {
 #[test]
 fn a_template_that_waits_for_a_word_costs_that_chat_alone() {
     for bomb in BOMBS {
-        // Constants are computed while the template is compiled.
+        // Constants are evaluated when the template is compiled.
         if bomb.contains("'x'*") {
             continue;
         }
@@ -136,7 +136,7 @@ fn a_template_that_waits_for_a_special_token_is_tried_once_at_the_start() {
     let template = ChatTemplate::isolated(&source, None, None, &BTreeMap::new(), counting);
     let tokens = vec!["<|a|>".to_owned(), "<|b|>".to_owned()];
     assert!(Guard::new(tokens, &template.expect("a template")).is_some());
-    // The first chat ended the process, and one restart was enough.
+    // The first chat ended its process, and one restart was enough.
     assert_eq!(started.load(Ordering::Relaxed), 1);
 }
 
@@ -152,7 +152,7 @@ fn a_rendering_has_the_memory_that_it_is_said_to_have() {
     assert!(matches!(of(600), Err(TextError::Costly(_))));
 }
 
-/// The chats and templates of `tests/templates.rs`.
+/// Reads a file with the chats or templates of `tests/templates.rs`.
 fn file(name: &str) -> Value {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/templates").join(name);
     serde_json::from_slice(&std::fs::read(path).expect("test data")).expect("JSON")
@@ -214,7 +214,7 @@ fn what_is_no_template_is_said_so() {
 #[test]
 fn a_process_has_no_variables_but_a_few() {
     let mut process = RenderProcess::spawn(start()).expect("a process");
-    // The process answers its first message once it is running.
+    // The process responds to its first message once it is running.
     let setup = super::Setup { source: String::new(), special_tokens: BTreeMap::new() };
     process.ask(&[setup.to_bytes()]).expect("a process");
     process.answer(100).expect("an answer").expect("a template");

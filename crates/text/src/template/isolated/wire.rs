@@ -1,6 +1,6 @@
 //! The messages between a server and its rendering processes.
 //!
-//! Values have a binary form, since JSON would round some floats and limit the depth.
+//! Values are encoded in a binary form, since JSON would round some floats and limit the depth.
 
 use std::collections::BTreeMap;
 use std::io::{self, Read, Write};
@@ -21,22 +21,23 @@ const STRING: u8 = 6;
 const ARRAY: u8 = 7;
 const OBJECT: u8 = 8;
 
-/// The kinds of an answer.
+/// The first byte of a response: its kind.
 const TEXT: u8 = 0;
 const REFUSED: u8 = 1;
 const COSTLY: u8 = 2;
 
-/// The largest error text in bytes. A template's own error may have any length.
+/// The largest size of an error text in bytes. An error that a template raises may be of any
+/// length.
 pub(super) const ERROR_BYTES: usize = 64 << 10;
-/// Bytes of an answer besides its text.
+/// The size of a response in bytes without its text.
 pub(super) const ANSWER_HEAD: usize = 1;
 
-/// Messages of up to this many bytes are copied and written with their lengths in one system call,
-/// which is faster. A socket buffers this much without a reader.
+/// The size in bytes up to which messages are copied together with their lengths and written in one
+/// system call, which is faster. A socket buffers this much without a reader.
 const COPIED_BYTES: usize = 64 << 10;
 const LENGTH_BYTES: usize = 4;
 
-/// The number of leading messages that are written together; at least one.
+/// Returns how many of the first messages are written together; at least one.
 pub(super) fn fitting(frames: &[Vec<u8>]) -> usize {
     let mut bytes = 0;
     let fits = |frame: &&Vec<u8>| {
@@ -46,7 +47,7 @@ pub(super) fn fitting(frames: &[Vec<u8>]) -> usize {
     frames.iter().take_while(fits).count().max(1)
 }
 
-/// Writes a message with its length.
+/// Writes a message, preceded by its length.
 pub(super) fn write_frame(stream: &mut UnixStream, frame: &[u8]) -> io::Result<()> {
     let length = u32::try_from(frame.len()).map_err(io::Error::other)?.to_le_bytes();
     if frame.len() + LENGTH_BYTES <= COPIED_BYTES {
@@ -56,7 +57,7 @@ pub(super) fn write_frame(stream: &mut UnixStream, frame: &[u8]) -> io::Result<(
     stream.write_all(frame)
 }
 
-/// Writes messages with their lengths.
+/// Writes messages, each preceded by its length.
 pub(super) fn write_frames(stream: &mut UnixStream, frames: &[Vec<u8>]) -> io::Result<()> {
     if let [frame] = frames {
         return write_frame(stream, frame);
@@ -86,7 +87,7 @@ pub(super) fn read_frame(stream: &mut impl Read, most: usize) -> io::Result<Opti
     Ok(Some(frame))
 }
 
-/// The first message to a process: its template.
+/// The first message to a process, which contains the template.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Setup {
     pub(super) source: String,
@@ -115,7 +116,7 @@ impl Setup {
     }
 }
 
-/// The variables of a rendering, as a process receives them.
+/// The variables for rendering a chat, as a process receives them.
 #[derive(Debug)]
 pub(super) struct ReceivedVariables {
     messages: Vec<Value>,
@@ -148,7 +149,7 @@ impl ReceivedVariables {
     }
 }
 
-/// The message that [`ReceivedVariables`] reads.
+/// Encodes the message that [`ReceivedVariables`] decodes.
 pub(super) fn variables_to_bytes(variables: &Variables<'_>) -> Vec<u8> {
     let mut out = vec![if variables.add_generation_prompt { TRUE } else { FALSE }];
     put_values(variables.messages, &mut out);
@@ -159,7 +160,7 @@ pub(super) fn variables_to_bytes(variables: &Variables<'_>) -> Vec<u8> {
     out
 }
 
-/// The answer of a process.
+/// Encodes the response of a process.
 pub(super) fn answer_to_bytes(rendered: &Result<String, TextError>) -> Vec<u8> {
     let (kind, text) = match rendered {
         Ok(text) => (TEXT, text.as_str()),
@@ -173,7 +174,7 @@ pub(super) fn answer_to_bytes(rendered: &Result<String, TextError>) -> Vec<u8> {
     out
 }
 
-/// The result in an answer; `None`: it is not a valid answer.
+/// Decodes the result in a response; `None` if the response is not valid.
 pub(super) fn answer_from_bytes(mut answer: Vec<u8>) -> Option<Result<String, TextError>> {
     let kind = *answer.first()?;
     answer.remove(0);
@@ -186,7 +187,7 @@ pub(super) fn answer_from_bytes(mut answer: Vec<u8>) -> Option<Result<String, Te
     }
 }
 
-/// The part of an error's text that is passed on.
+/// Returns the first [`ERROR_BYTES`] bytes of an error's text.
 fn start(text: &str) -> &str {
     let mut end = text.len().min(ERROR_BYTES);
     while !text.is_char_boundary(end) {
@@ -257,7 +258,8 @@ fn take_eight(bytes: &mut &[u8]) -> Option<[u8; 8]> {
     Some(*taken)
 }
 
-/// Reads a length and checks it against the rest of the message: each item takes at least a byte.
+/// Reads a length and checks it against the rest of the message, in which each item takes at least
+/// a byte.
 fn take_length(bytes: &mut &[u8]) -> Option<usize> {
     let length = usize::try_from(u64::from_le_bytes(take_eight(bytes)?)).ok()?;
     (length <= bytes.len()).then_some(length)
