@@ -1,9 +1,9 @@
-//! Prepares files for tests and benchmarks in Python, which ask for them on standard input.
+//! Prepares image files for tests and benchmarks in Python. Requests come on standard input.
 //!
-//! A line is `patch merge min_pixels max_pixels rounds path`. With 0 for `min_pixels` every image
-//! has `max_pixels` positions, as many rows as columns. The answer is a line, `ok height width rows
-//! columns bytes nanoseconds` (of all rounds) or `error` and a sentence, and behind `ok` the
-//! patches. Without rounds the header is read, and there are none.
+//! A request is a line `patch merge min_pixels max_pixels rounds path`. If `min_pixels` is 0, every
+//! image gets `max_pixels` positions, in a square grid. The response is a line `error` and a
+//! sentence, or `ok height width rows columns bytes nanoseconds` (over all rounds), followed by the
+//! patches. With 0 rounds, only the header is read, and there are no patches.
 
 use std::io::{self, BufRead, Write};
 use std::time::Instant;

@@ -1,9 +1,9 @@
-//! Converts pixels of any kind to three bytes: grey becomes RGB, 16 bits become 8, and transparency
-//! becomes white.
+//! Converts pixels of any type to three bytes: grey to RGB, 16 bits to 8, and transparent pixels to
+//! pixels blended with white.
 
 use image::ColorType;
 
-/// Writes pixels of `color` as three bytes each; false: the kind of pixel is unknown.
+/// Writes pixels of type `color` as three bytes each. Returns false if the type is unknown.
 ///
 /// The upper eight of 16 bits are kept, and alpha is blended as in Pillow's `paste`.
 pub(crate) fn to_rgb(color: ColorType, raw: &[u8], rgb: &mut [u8]) -> bool {
@@ -34,7 +34,7 @@ pub(crate) fn to_rgb(color: ColorType, raw: &[u8], rgb: &mut [u8]) -> bool {
     true
 }
 
-/// Pixels of `N` values of 16 bits, the upper eight of each.
+/// Returns pixels of `N` 16-bit values, reduced to their upper eight bits.
 fn wide<const N: usize>(raw: &[u8]) -> impl Iterator<Item = [u8; N]> {
     raw.chunks_exact(2 * N).map(|pixel| {
         let mut values = [0; N];
@@ -47,7 +47,8 @@ fn high(value: [u8; 2]) -> u8 {
     (u16::from_ne_bytes(value) >> 8) as u8
 }
 
-/// Divides by 255 without a division, exact for these values.
+/// Blends a value with white. Shifts replace the division by 255, and give the same rounded result
+/// for all bytes.
 fn on_white(value: u8, alpha: u8) -> u8 {
     let sum = u32::from(value) * u32::from(alpha) + 255 * u32::from(255 - alpha) + 128;
     ((sum + (sum >> 8)) >> 8) as u8

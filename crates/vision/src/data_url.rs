@@ -1,20 +1,20 @@
-//! Data URLs (RFC 2397) in base64, and base64 alone.
+//! Data URLs (RFC 2397) in base64, and plain base64.
 
 use base64_simd::{STANDARD, forgiving_decode_to_vec};
 
 use crate::error::ImageError;
 
-/// A data URL, split but not decoded. Both parts are slices of its text.
+/// A data URL, split but not decoded. Both fields are slices of the URL's text.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DataUrl<'a> {
     /// The media type, such as `image/png`; empty if the URL has none.
     pub media_type: &'a str,
-    /// The file in base64.
+    /// The file, encoded in base64.
     pub base64: &'a str,
 }
 
 impl<'a> DataUrl<'a> {
-    /// Splits `url`; `None`: it is another kind of URL.
+    /// Splits `url`; `None`: it is not a data URL.
     ///
     /// # Errors
     /// The URL has no data, is not in base64, or its media type is not an image's.
@@ -24,7 +24,8 @@ impl<'a> DataUrl<'a> {
         if !scheme.eq_ignore_ascii_case("data:") {
             return Ok(None);
         }
-        // Type, parameters and the word `base64` are short, so a later comma belongs to the data.
+        // Media type, parameters and the word `base64` are short, so a later comma belongs to the
+        // data.
         let head = rest.as_bytes();
         let comma = head[..head.len().min(256)].iter().position(|byte| *byte == b',');
         let comma = comma.ok_or(ImageError::DataUrl)?;
@@ -35,7 +36,7 @@ impl<'a> DataUrl<'a> {
             return Err(ImageError::DataUrl);
         }
         let is_image = media_type.get(..6).is_some_and(|kind| kind.eq_ignore_ascii_case("image/"));
-        // Clients that do not know the type send none, or that of plain bytes.
+        // Clients that do not know the type send no type, or that of plain bytes.
         let is_unknown = media_type.is_empty() || media_type == "application/octet-stream";
         if !is_image && !is_unknown {
             return Err(ImageError::MediaType(media_type.to_owned()));
@@ -43,15 +44,15 @@ impl<'a> DataUrl<'a> {
         Ok(Some(Self { media_type, base64 }))
     }
 
-    /// The largest number of bytes that the file can have.
+    /// An upper bound for the size of the decoded file.
     pub fn most_bytes(&self) -> usize {
         STANDARD.estimated_decoded_length(self.base64.len())
     }
 
-    /// The file, of at most `limit` bytes.
+    /// Decodes the file, which may have at most `limit` bytes.
     ///
     /// # Errors
-    /// The file is longer, or not base64.
+    /// The file is larger, or the data is not base64.
     pub fn decode(&self, limit: usize) -> Result<Vec<u8>, ImageError> {
         if self.base64.contains('%') {
             return decode_base64(&unescaped(self.base64), limit);
@@ -60,7 +61,7 @@ impl<'a> DataUrl<'a> {
     }
 }
 
-/// The text with `%XX` escapes decoded. Other percent signs stay.
+/// Decodes `%XX` escapes. Other percent signs stay.
 fn unescaped(text: &str) -> String {
     let mut parts = text.split('%');
     let mut plain = parts.next().unwrap_or_default().to_owned();
@@ -84,11 +85,11 @@ fn unescaped(text: &str) -> String {
 /// one, padding is optional, and white space is skipped.
 ///
 /// # Errors
-/// The file is longer, or not base64.
+/// The file is larger, or the text is not base64.
 pub fn decode_base64(text: &str, limit: usize) -> Result<Vec<u8>, ImageError> {
     let bytes = STANDARD.estimated_decoded_length(text.len());
-    // The estimate is up to two bytes too high with padding, and higher with white space, so only
-    // files near the limit are measured exactly.
+    // With padding, the estimate is up to two bytes too high, and with white space higher. So the
+    // exact size is only computed if the estimate is above the limit.
     if bytes > limit {
         let digits = text.bytes().filter(|byte| !byte.is_ascii_whitespace() && *byte != b'=');
         let bytes = digits.count() / 4 * 3;

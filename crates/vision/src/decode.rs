@@ -17,7 +17,7 @@ use crate::limits::Limits;
 use crate::orientation::Orientation;
 use crate::webp;
 
-/// Width, height as stored, and orientation.
+/// Returns the stored width and height, and the orientation.
 pub(crate) fn measure(format: Format, file: &[u8]) -> Result<(u32, u32, Orientation), ImageError> {
     let mut decoder = open(format, file, 0)?;
     let (width, height) = decoder.dimensions();
@@ -32,7 +32,8 @@ pub(crate) fn measure(format: Format, file: &[u8]) -> Result<(u32, u32, Orientat
     Ok((width, height, orientation))
 }
 
-/// Decodes into `rgb`, three bytes a pixel; `raw` is a buffer for the file's own pixels.
+/// Decodes into `rgb`, with three bytes per pixel. `raw` is a buffer for pixels in the file's
+/// format.
 pub(crate) fn decode(
     header: &Header,
     format: Format,

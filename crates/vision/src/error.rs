@@ -4,17 +4,17 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::format::{Format, READ};
 
-/// Why an image is refused. Each message follows the path of a part of a request:
+/// Why an image is refused. Each message follows the location of the image in the request:
 /// `messages[0].content[1]: ...`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ImageError {
     /// The URL begins with `data:`, but is malformed or not in base64.
     #[error("a data URL reads `data:image/png;base64,` and the file in base64")]
     DataUrl,
-    /// The data URL contains text, video or the like.
+    /// The data URL contains text, video or another type that is not an image.
     #[error("the media type {0:?} is no image")]
     MediaType(String),
-    /// The text has characters that base64 lacks, or a wrong number of them.
+    /// The text contains characters that are not base64, or has an impossible length.
     #[error("the data is not base64")]
     Base64,
     /// The file is too large.
@@ -25,31 +25,31 @@ pub enum ImageError {
         /// The largest number of bytes.
         limit: usize,
     },
-    /// The file begins like no known image.
+    /// The file does not start like any known image format.
     #[error("the data is no image: {READ} are read")]
     UnknownFormat,
     /// The file is an image of a format that is not supported.
     #[error("{0} is not read: {READ} are")]
     UnreadFormat(&'static str),
-    /// A kind of JPEG that only scanners and archives write.
+    /// A variant of JPEG that is not supported. Only scanners and archives write these.
     #[error("this kind of JPEG is not read: {0}")]
     UnreadJpeg(&'static str),
     /// The image has no pixels.
     #[error("the image has {width} x {height} pixels")]
     Empty {
-        /// Pixels of a row.
+        /// Pixels per row.
         width: u32,
-        /// Rows.
+        /// The number of rows.
         height: u32,
     },
-    /// More pixels than a server takes.
+    /// The image has more pixels than the server accepts.
     #[error(
         "the image has {width} x {height} pixels, and {limit} are the limit (--max-image-pixels)"
     )]
     TooManyPixels {
-        /// Pixels of a row.
+        /// Pixels per row.
         width: u32,
-        /// Rows.
+        /// The number of rows.
         height: u32,
         /// The largest number of pixels of an image.
         limit: u64,
@@ -59,20 +59,20 @@ pub enum ImageError {
         "the image has {width} x {height} pixels: one side is more than {limit} times the other"
     )]
     TooLong {
-        /// Pixels of a row.
+        /// Pixels per row.
         width: u32,
-        /// Rows.
+        /// The number of rows.
         height: u32,
         /// The largest ratio.
         limit: u32,
     },
-    /// Decoding the file needs more memory than its size in pixels explains.
+    /// Decoding the file needs more memory than its number of pixels explains.
     #[error("the {0} file takes too much memory to decode")]
     TooMuchMemory(Format),
     /// The file is cut off, or its content contradicts itself.
     #[error("the {format} file is damaged or incomplete: {reason}")]
     Damaged {
-        /// The format by the beginning of the file.
+        /// The format that the beginning of the file indicates.
         format: Format,
         /// The decoder's message.
         reason: String,
@@ -82,7 +82,7 @@ pub enum ImageError {
 impl ImageError {
     pub(crate) fn damaged(format: Format, reason: impl ToString) -> Self {
         let mut reason = reason.to_string();
-        // A decoder may quote the file, which comes from the client and has any length.
+        // A decoder may quote the file, which comes from the client, at any length.
         if let Some((end, _)) = reason.char_indices().nth(200) {
             reason.truncate(end);
         }
@@ -90,8 +90,8 @@ impl ImageError {
     }
 }
 
-/// Calls `decoder`, and treats a panic as a damaged file, because decoders are external code.
-/// Nothing but bytes may outlive `decoder`.
+/// Calls `decoder`. Decoders are external code, so a panic is treated as a damaged file. Apart from
+/// bytes, no data that `decoder` has changed may be used after the call.
 pub(crate) fn contained<T>(
     format: Format,
     decoder: impl FnOnce() -> Result<T, ImageError>,

@@ -1,4 +1,4 @@
-//! The format of a file, by its first bytes, because names and media types are only claims.
+//! Detects a file's format from its first bytes, because file names and media types may be wrong.
 
 use std::fmt;
 
@@ -7,19 +7,19 @@ use crate::error::ImageError;
 /// A supported format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Format {
-    /// Portable Network Graphics; for an animation, the default image.
+    /// Portable Network Graphics. For an animation, the default image is used.
     Png,
-    /// JPEG: baseline and progressive, 8 bits.
+    /// JPEG: baseline or progressive, with 8 bits per value.
     Jpeg,
-    /// WebP; of an animation the first frame.
+    /// WebP. For an animation, the first frame is used.
     WebP,
-    /// GIF: the first frame.
+    /// GIF. Only the first frame is used.
     Gif,
     /// Windows bitmaps.
     Bmp,
 }
 
-/// The formats that are read, for error messages.
+/// The supported formats, for error messages.
 pub(crate) const READ: &str = "PNG, JPEG, WebP, GIF and BMP";
 
 /// Brands of ISO's media files (ISO/IEC 14496-12) that mark a still image.
@@ -47,10 +47,10 @@ const UNREAD: [(&[u8], &str); 9] = [
 ];
 
 impl Format {
-    /// The format of a file.
+    /// Detects the format of a file.
     ///
     /// # Errors
-    /// [`ImageError::UnreadFormat`] with a name if the format has one, else
+    /// [`ImageError::UnreadFormat`] if the format is known but not supported, else
     /// [`ImageError::UnknownFormat`].
     pub fn of(file: &[u8]) -> Result<Self, ImageError> {
         if file.starts_with(b"\x89PNG\r\n\x1a\n") {

@@ -1,4 +1,4 @@
-//! The facts about an image at the beginning of its file.
+//! Reads an image's size and orientation from the beginning of its file.
 
 use crate::decode;
 use crate::error::{ImageError, contained};
@@ -8,17 +8,18 @@ use crate::limits::Limits;
 use crate::orientation::Orientation;
 use crate::processing::Processing;
 
-/// The facts at the beginning of an image file, enough to compute its grid without decoding pixels.
+/// The properties of an image that are read from the beginning of its file: enough to compute its
+/// grid without decoding pixels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Header {
     pub(crate) source: Source,
-    /// The width of the stored image.
+    /// The width of the image as stored, before it is rotated upright.
     pub(crate) width: u32,
     pub(crate) height: u32,
     pub(crate) orientation: Orientation,
 }
 
-/// The decoder of the image.
+/// Which decoder is used for the image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Source {
     Jpeg(Frame),
@@ -26,11 +27,11 @@ pub(crate) enum Source {
 }
 
 impl Header {
-    /// Reads the header of `file`, and refuses an image beyond `limits`.
+    /// Reads the header of `file`, and refuses an image that exceeds `limits`.
     ///
     /// # Errors
-    /// The format is not supported, the header is damaged, or the image is empty, too large or too
-    /// long.
+    /// The format is not supported, the header is damaged, or the image is empty, has too many
+    /// pixels, or one side is too long.
     pub fn read(file: &[u8], limits: &Limits) -> Result<Self, ImageError> {
         let header = match Format::of(file)? {
             Format::Jpeg => {
@@ -65,19 +66,19 @@ impl Header {
         self.orientation.turned(self.width, self.height)
     }
 
-    /// The orientation of the stored image.
+    /// The orientation in which the image is stored.
     pub fn orientation(&self) -> Orientation {
         self.orientation
     }
 
-    /// The largest memory that preparing the image takes: its decoder, the pixels at each step, and
-    /// the patches.
+    /// The largest amount of memory that preparing the image takes: for its decoder, the pixels at
+    /// each step, and the patches.
     pub fn decoding_bytes(&self, processing: &Processing) -> usize {
         let turned = self.orientation != Orientation::UPRIGHT;
         Limits::preparing_bytes(self.size(), turned, processing)
     }
 
-    /// Bytes of the image in three bytes a pixel.
+    /// The size of the image in bytes, with three bytes per pixel.
     pub(crate) fn rgb_bytes(&self) -> usize {
         self.width as usize * self.height as usize * 3
     }

@@ -1,21 +1,21 @@
-//! The identity of an image, from its bytes and its processing.
+//! The identity of an image: a hash of its file and its processing.
 
 use std::fmt;
 
 use crate::processing::Processing;
 
-/// Changes when the same file gives other patches.
+/// The version of the hash. Change it when the same file would give other patches.
 const VERSION: &[u8; 16] = b"forebay image  1";
 
-/// 128 bits of BLAKE3 over a file and its processing. Images with the same identity have the same
+/// A 128-bit BLAKE3 hash of a file and its processing. Images with the same identity have the same
 /// patches.
 ///
-/// It has no key, so that all brains behind a router compute the same.
+/// The hash has no key, so that all brains behind a router compute the same identity.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Identity([u8; 16]);
 
 impl Identity {
-    /// The name of `file` under `processing`.
+    /// Returns the identity of `file` under `processing`.
     pub fn of(file: &[u8], processing: &Processing) -> Self {
         let mut hasher = blake3::Hasher::new();
         // Fields of fixed length come before the only one of variable length, so different inputs
@@ -58,7 +58,7 @@ mod tests {
         assert_ne!(name, Identity::of(b"file", &processing(16, 101)));
     }
 
-    /// Different builds behind one router must compute the same names.
+    /// Different builds behind one router must compute the same identities.
     #[test]
     fn the_name_of_a_file_does_not_change() {
         let processing = Processing::new(16, 2, 65_536, 16_777_216).unwrap();

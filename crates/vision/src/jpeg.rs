@@ -1,7 +1,8 @@
-//! JPEG (ITU-T T.81): the frame header, and two decoders behind one function.
+//! JPEG (ITU-T T.81): reads the frame header, and decodes with one of two decoders.
 //!
-//! libjpeg-turbo-rs gives the same bytes as libjpeg-turbo, and so as Pillow. It panics on four
-//! components of unequal sampling, which zune-jpeg (in the crate `image`) decodes.
+//! libjpeg-turbo-rs gives the same bytes as libjpeg-turbo, and therefore as Pillow. It panics on
+//! images with four components of unequal sampling, so zune-jpeg (in the crate `image`) decodes
+//! these.
 
 use image::ImageDecoder;
 use image::codecs::jpeg::JpegDecoder;
@@ -13,18 +14,18 @@ use crate::format::Format;
 use crate::limits::Limits;
 use crate::orientation::Orientation;
 
-/// The part of the file before the first scan.
+/// The properties of a JPEG that are stored before the first scan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Frame {
     pub(crate) width: u32,
     pub(crate) height: u32,
     pub(crate) orientation: Orientation,
-    /// True if there are four components, as in print, that do not all have the same size.
+    /// True if there are four components, as in CMYK, and not all have the same sampling factors.
     uneven_inks: bool,
 }
 
 impl Frame {
-    /// Reads the markers up to the first scan.
+    /// Reads all segments before the first scan.
     pub(crate) fn read(file: &[u8]) -> Result<Self, ImageError> {
         let mut frame = None;
         let mut orientation = None;
@@ -77,7 +78,7 @@ impl Frame {
         })
     }
 
-    /// Decodes into `rgb`, which holds three bytes for each pixel of the frame.
+    /// Decodes into `rgb`, which has three bytes per pixel of the frame.
     pub(crate) fn decode(&self, file: &[u8], rgb: &mut [u8]) -> Result<(), ImageError> {
         let memory = Limits::decoder_bytes(u64::from(self.width) * u64::from(self.height));
         if self.uneven_inks {
@@ -90,7 +91,8 @@ impl Frame {
         };
         let mut decoder = Decoder::new_with_limits(file, limits).map_err(refused)?;
         let header = decoder.header();
-        // A second frame: libjpeg accepts it, and decoders differ in which one they use.
+        // The file may have a second frame: libjpeg accepts it, and decoders differ in which frame
+        // they use.
         if (header.width(), header.height()) != (self.width as usize, self.height as usize)
             || (header.components.len() == 4 && uneven(header.components.iter()))
         {
@@ -138,7 +140,7 @@ fn refused(error: JpegError) -> ImageError {
     }
 }
 
-/// The segments of a file after its first marker: each a marker and its content.
+/// An iterator over a file's segments after its first marker: each is a marker and its content.
 struct Segments<'a>(&'a [u8]);
 
 impl<'a> Iterator for Segments<'a> {
@@ -146,7 +148,8 @@ impl<'a> Iterator for Segments<'a> {
 
     fn next(&mut self) -> Option<Self::Item> {
         loop {
-            // Bytes between segments are skipped, as in libjpeg; any number of 0xff may pad.
+            // Bytes between segments are skipped, as in libjpeg. Any number of 0xff may pad a
+            // marker.
             let start = self.0.iter().position(|byte| *byte == 0xff)?;
             let length = self.0[start..].iter().position(|byte| *byte != 0xff)?;
             let marker = self.0[start + length];

@@ -1,13 +1,13 @@
 //! Images for a vision tower: from files to patches of bytes.
 //!
-//! A request goes through five steps. [`DataUrl`] extracts a file from a body, and [`Header`] reads
-//! its size without decoding. [`Processing::grid`] computes its positions, and [`Identity`]
-//! identifies it. [`Preparer::prepare`] decodes it, resizes it and writes its patches. The crate
-//! uses no clock, file or socket, and no input makes it panic.
+//! An image goes through five steps. [`DataUrl`] extracts a file from a request body, and
+//! [`Header`] reads its size without decoding. [`Processing::grid`] computes its positions, and
+//! [`Identity`] identifies it. [`Preparer::prepare`] decodes it, resizes it and writes its patches.
+//! The crate uses no clock, file or socket, and no input makes it panic.
 //!
-//! The values are those of transformers' `Qwen2VLImageProcessor` and `Gemma3ImageProcessor` with
-//! their default backend, before it subtracts the mean. `docs/images.md` lists the files for which
-//! they are exact.
+//! The patches have the values of transformers' `Qwen2VLImageProcessor` and `Gemma3ImageProcessor`
+//! with their default backend, before the mean is subtracted. `docs/images.md` lists the files for
+//! which the values are exact.
 //!
 //! ```
 //! use forebay_vision::{DataUrl, Header, Identity, Limits, Preparer, Processing};

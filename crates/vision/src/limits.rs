@@ -6,9 +6,9 @@ use crate::processing::Processing;
 /// The limits on an image.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// The largest number of pixels of an image, as its header declares.
+    /// The largest number of pixels that an image's header may state.
     pub max_pixels: u64,
-    /// The largest ratio of the sides.
+    /// The largest ratio of the longer side to the shorter one.
     pub max_ratio: u32,
 }
 
@@ -20,26 +20,27 @@ impl Default for Limits {
 }
 
 impl Limits {
-    /// The largest number of scans of a progressive JPEG: each walks over all blocks, however few
-    /// bytes it has. Encoders write about ten.
+    /// The largest number of scans of a progressive JPEG. Each scan visits all blocks, however
+    /// few bytes the scan has in the file. Encoders write about ten scans.
     pub(crate) const JPEG_SCANS: usize = 64;
 
-    /// Bytes that a decoder may allocate for an image of `pixels` pixels, its output included. The
-    /// widest pixels of any format are eight bytes, and a progressive JPEG keeps six of
-    /// coefficients.
+    /// The number of bytes that a decoder may allocate for an image of `pixels` pixels,
+    /// including its output. Pixels have at most eight bytes in any format, and a progressive JPEG
+    /// keeps six bytes of coefficients per pixel.
     pub(crate) fn decoder_bytes(pixels: u64) -> u64 {
         pixels.saturating_mul(16).saturating_add(16 << 20)
     }
 
-    /// The largest number of bytes that an image within the limits takes while it is prepared.
+    /// The largest number of bytes that preparing an image takes, for any image within the limits.
     pub fn decoding_bytes(&self, processing: &Processing) -> usize {
         let side = u32::try_from(self.max_pixels.isqrt() + 1).unwrap_or(u32::MAX);
         let square = Self::preparing_bytes((side, side), true, processing);
-        // Other shapes are rounded up to a few more positions.
+        // For images that are not square, rounding may add a few more positions.
         square.saturating_add(square / 16)
     }
 
-    /// Bytes for preparing an upright image of this size. The stored one may be `turned`.
+    /// The number of bytes that preparing an image takes. The size is that of the upright image.
+    /// `turned` is true if the stored image has to be rotated.
     pub(crate) fn preparing_bytes(
         (width, height): (u32, u32),
         turned: bool,

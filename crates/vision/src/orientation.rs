@@ -1,38 +1,41 @@
-//! Orientation: how a camera was held, numbered as in Exif 2.32 (tag 0x0112).
+//! The orientation of a stored image, numbered as in Exif 2.32 (tag 0x0112).
 
 use image::metadata::Orientation as Named;
 
-/// The rotation that brings the stored pixels upright, from 1 to 8. 1 means none.
+/// The rotation or reflection that makes the stored pixels upright, from 1 to 8. 1 means none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Orientation(u8);
 
-/// The side of the squares in which a picture is rotated. Their rows in both pictures stay in the
-/// first-level cache.
+/// The side of the square tiles in which an image is rotated. A tile's rows in both images stay in
+/// the first-level cache.
 const TILE: usize = 32;
 
 impl Orientation {
     /// The orientation of an image that is stored upright.
     pub const UPRIGHT: Self = Self(1);
 
-    /// Reads an Exif block without its `Exif\0\0`; upright if there is none, or it is damaged.
+    /// Reads an Exif block, without its prefix `Exif\0\0`. Returns upright if there is no
+    /// orientation, or the block is damaged.
     pub(crate) fn of_exif(exif: &[u8]) -> Self {
         Named::from_exif_chunk(exif).map_or(Self::UPRIGHT, |named| Self(named.to_exif()))
     }
 
-    /// Exif's number, 1 to 8.
+    /// The number in Exif, from 1 to 8.
     pub fn number(self) -> u8 {
         self.0
     }
 
-    /// Width and height of the upright image, from those of the stored one.
+    /// Returns the width and height of the upright image, given those of the stored image.
     pub fn turned(self, width: u32, height: u32) -> (u32, u32) {
         if self.0 > 4 { (height, width) } else { (width, height) }
     }
 
-    /// Rotates a stored picture of `width` x `height` pixels of three bytes into `upright`.
+    /// Rotates a stored image of `width` x `height` pixels, with three bytes per pixel, into
+    /// `upright`.
     pub(crate) fn turn(self, stored: &[u8], width: usize, height: usize, upright: &mut [u8]) {
         let (wide, high) = (width as isize, height as isize);
-        // Where the first pixel goes, and the distance to the next one in a row and in a column.
+        // The stored index of the first upright pixel, and the distances to the next pixels in its
+        // row and in its column.
         let (first, along, down) = match self.0 {
             2 => (wide - 1, -1, wide),
             3 => (high * wide - 1, -1, -wide),
@@ -62,7 +65,7 @@ impl Orientation {
 mod tests {
     use super::*;
 
-    /// The picture 0 1 2 / 3 4 5, turned, as rows of numbers.
+    /// Returns the image 0 1 2 / 3 4 5 after rotation, row by row.
     fn turned(number: u8) -> Vec<u8> {
         let stored: Vec<u8> = (0..6).flat_map(|pixel| [pixel; 3]).collect();
         let mut upright = vec![0; 18];

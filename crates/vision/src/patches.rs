@@ -1,12 +1,13 @@
-//! The order in which a tower reads pixels.
+//! Writes an image's pixels in the order in which a tower reads them.
 
 use crate::processing::{Grid, Processing};
 
-/// Writes a resized image, three bytes a pixel, as patches. The nesting is: positions, their
-/// `merge` x `merge` patches row by row, the three colours, the rows of the patch.
+/// Writes a resized image, with three bytes per pixel, as patches. The order, from the outermost
+/// loop to the innermost: positions, their `merge` x `merge` patches row by row, the three colours,
+/// the rows of a patch.
 pub(crate) fn write(image: &[u8], grid: Grid, processing: &Processing, patches: &mut [u8]) {
     match processing.patch() {
-        // With the patch's side known at compile time this takes half the time.
+        // With the patch's side as a compile-time constant, this takes half the time.
         14 => write_side::<14>(image, grid, processing.merge(), 14, patches),
         16 => write_side::<16>(image, grid, processing.merge(), 16, patches),
         patch => write_side::<0>(image, grid, processing.merge(), patch, patches),
@@ -58,7 +59,7 @@ mod tests {
     use super::*;
 
     proptest! {
-        /// The reference: computes by formula where each byte of a patch is in the image.
+        /// The reference: computes the location of each byte of a patch in the image by formula.
         #[test]
         fn every_byte_is_in_its_place(
             height in 1u32..4,

@@ -1,4 +1,4 @@
-//! Prepares images one after another, from a file to patches.
+//! Prepares images, one after another, from files to patches.
 
 use crate::decode;
 use crate::error::{ImageError, contained};
@@ -8,11 +8,11 @@ use crate::patches;
 use crate::processing::Processing;
 use crate::resize::{Scaler, room};
 
-/// The largest buffer that is kept for the next image in bytes, so that a very large image does not
-/// hold memory.
+/// The largest buffer, in bytes, that is kept for the next image. A larger buffer is freed, so that
+/// one very large image does not hold memory.
 const KEPT: usize = 32 << 20;
 
-/// Turns files into patches, one at a time. Each thread has one, whose buffers are reused.
+/// Converts files to patches, one at a time. Each thread has a preparer, whose buffers are reused.
 #[derive(Debug, Default)]
 pub struct Preparer {
     raw: Vec<u8>,
@@ -22,14 +22,14 @@ pub struct Preparer {
 }
 
 impl Preparer {
-    /// A preparer with empty buffers.
+    /// Creates a preparer with empty buffers.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Decodes `file`, whose header is `header`, and writes its patches:
-    /// `[patches, 3, patch, patch]` bytes, positions row by row and the `merge` x `merge` patches
-    /// of each together. `patches` has [`Processing::bytes`] of them, for the grid of
+    /// Decodes `file`, whose header is `header`, and writes its patches as bytes of the shape
+    /// `[patches, 3, patch, patch]`. Positions are row by row, and the `merge` x `merge` patches of
+    /// a position are together. `patches` has to have [`Processing::bytes`] bytes, for the grid of
     /// [`Header::size`].
     ///
     /// # Errors
@@ -37,7 +37,7 @@ impl Preparer {
     /// is then unspecified.
     ///
     /// # Panics
-    /// `patches` has another length.
+    /// `patches` has another size.
     pub fn prepare(
         &mut self,
         file: &[u8],

@@ -1,7 +1,7 @@
-//! The size of an image after the resize, and the number of its positions.
+//! The size to which an image is resized, and the number of its positions.
 
-/// A model's image processing: the values of `preprocessor_config.json` that change the patches'
-/// bytes.
+/// A model's image processing: the settings of `preprocessor_config.json` that affect the bytes of
+/// patches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Processing {
     patch: u32,
@@ -9,73 +9,74 @@ pub struct Processing {
     size: Size,
 }
 
-/// The size of an image after the resize.
+/// The size to which images are resized.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Size {
-    /// The image nearly keeps its aspect ratio, within these numbers of pixels.
+    /// An image approximately keeps its aspect ratio, and gets a number of pixels within these
+    /// bounds.
     Between { min_pixels: u64, max_pixels: u64 },
-    /// Every image gets this grid.
+    /// Every image is resized to this grid.
     Fixed(Grid),
 }
 
 /// The interpolation of a resize.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Filter {
-    /// Triangles.
+    /// The triangle filter.
     Bilinear,
-    /// The filter that Pillow and `PyTorch` call bicubic: a cubic of parameter -0.5.
+    /// The filter that Pillow and `PyTorch` call bicubic: a cubic with the parameter -0.5.
     Bicubic,
 }
 
-/// Numbers with which no image can be processed.
+/// Settings with which no image can be processed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum InvalidProcessing {
-    /// A position has no pixels, or more pixels than an image.
+    /// A position would have no pixels, or more pixels than an image may have.
     #[error("patches of {patch} pixels, merged {merge} by {merge}")]
     Sides {
-        /// Pixels of a patch's side.
+        /// The side of a patch in pixels.
         patch: u32,
-        /// Patches of a position's side.
+        /// The side of a position in patches.
         merge: u32,
     },
-    /// The minimum is 0 or above the maximum, or the maximum is above any image.
+    /// The minimum is 0 or above the maximum, or the maximum is larger than any image.
     #[error("images of {min_pixels} to {max_pixels} pixels")]
     Pixels {
-        /// The least number of pixels.
+        /// The smallest number of pixels.
         min_pixels: u64,
         /// The largest number of pixels.
         max_pixels: u64,
     },
 }
 
-/// The positions of an image in the decoder, row by row; a position is `merge` x `merge` patches.
+/// The positions of an image in the decoder, in rows. A position is `merge` x `merge` patches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Grid {
-    /// Rows of positions.
+    /// The number of rows of positions.
     pub height: u32,
-    /// Positions of a row.
+    /// The number of positions per row.
     pub width: u32,
 }
 
 impl Grid {
-    /// Positions of the image.
+    /// The number of positions of the image.
     pub fn positions(&self) -> u64 {
         u64::from(self.height) * u64::from(self.width)
     }
 }
 
 impl Processing {
-    /// The largest sensible side of a position, and number of pixels of a resized image, so that
-    /// derived sizes fit in memory.
+    /// The largest accepted side of a position in pixels, and the largest number of pixels of a
+    /// resized image. With these limits, derived sizes fit in memory.
     const MAX_SIDE: u32 = 1 << 10;
     const MAX_PIXELS: u64 = 1 << 30;
 
-    /// The processing of transformers' `Qwen2VLImageProcessor` with these numbers. `patch` is in
-    /// pixels of a side, and `merge` in patches of a position's side. A resized image has
-    /// `min_pixels` to `max_pixels`.
+    /// Creates the processing of transformers' `Qwen2VLImageProcessor`. `patch` is the side of a
+    /// patch in pixels, and `merge` is the side of a position in patches. A resized image has
+    /// `min_pixels` to `max_pixels` pixels.
     ///
     /// # Errors
-    /// No image can be processed with these numbers.
+    /// No image can be processed with these settings.
     pub fn new(
         patch: u32,
         merge: u32,
@@ -88,11 +89,11 @@ impl Processing {
         Self::with_sides(patch, merge, Size::Between { min_pixels, max_pixels })
     }
 
-    /// The processing of transformers' `Gemma3ImageProcessor`: every image gets `grid`, whatever
-    /// its aspect ratio.
+    /// Creates the processing of transformers' `Gemma3ImageProcessor`: every image is resized to
+    /// `grid`, whatever its aspect ratio.
     ///
     /// # Errors
-    /// No image can be processed with these numbers.
+    /// No image can be processed with these settings.
     pub fn fixed(patch: u32, merge: u32, grid: Grid) -> Result<Self, InvalidProcessing> {
         let processing = Self::with_sides(patch, merge, Size::Fixed(grid))?;
         let side = u64::from(processing.side());
@@ -110,12 +111,12 @@ impl Processing {
         Ok(Self { patch, merge, size })
     }
 
-    /// Pixels of a patch's side.
+    /// The side of a patch in pixels.
     pub fn patch(&self) -> u32 {
         self.patch
     }
 
-    /// Patches of a position's side.
+    /// The side of a position in patches.
     pub fn merge(&self) -> u32 {
         self.merge
     }
@@ -128,16 +129,16 @@ impl Processing {
         }
     }
 
-    /// Pixels of a position's side.
+    /// The side of a position in pixels.
     pub(crate) fn side(&self) -> u32 {
         self.patch * self.merge
     }
 
-    /// The grid of an image of `width` x `height` pixels, neither 0.
+    /// Returns the grid of an image of `width` x `height` pixels, neither of which may be 0.
     ///
-    /// Unless it is fixed, this is `smart_resize` of Qwen2-VL. Both sides become multiples of a
-    /// position's side, and the area lies between the two numbers of pixels. The aspect ratio
-    /// changes as little as possible. It rounds half to even, like Python.
+    /// Unless the grid is fixed, this is `smart_resize` of Qwen2-VL. Both sides become multiples of
+    /// a position's side, and the number of pixels is within the bounds. The aspect ratio changes
+    /// as little as possible. Halves are rounded to even, as in Python.
     pub fn grid(&self, width: u32, height: u32) -> Grid {
         let (min_pixels, max_pixels) = match self.size {
             Size::Between { min_pixels, max_pixels } => (min_pixels, max_pixels),
@@ -160,24 +161,24 @@ impl Processing {
         Grid { height: rows as u32, width: columns as u32 }
     }
 
-    /// Pixels of a row and rows of an image that has been resized to `grid`.
+    /// The width and height in pixels of an image that has been resized to `grid`.
     pub fn resized(&self, grid: Grid) -> (u32, u32) {
         (grid.width.saturating_mul(self.side()), grid.height.saturating_mul(self.side()))
     }
 
-    /// Patches of a grid.
+    /// The number of patches of a grid.
     pub fn patches(&self, grid: Grid) -> u64 {
         grid.positions() * u64::from(self.merge) * u64::from(self.merge)
     }
 
-    /// Bytes of a grid's patches.
+    /// The number of bytes of a grid's patches.
     pub fn bytes(&self, grid: Grid) -> usize {
         let (width, height) = self.resized(grid);
         width as usize * height as usize * 3
     }
 
-    /// All parameters of the processing as bytes. For a fixed grid, 0 takes the place of the
-    /// smallest number of pixels.
+    /// Serialises all parameters of the processing. With a fixed grid, the smallest number of
+    /// pixels is written as 0.
     pub(crate) fn to_bytes(self) -> [u8; 24] {
         let (least, most) = match self.size {
             Size::Between { min_pixels, max_pixels } => (min_pixels, max_pixels),
@@ -259,7 +260,7 @@ mod tests {
             prop_assert!(grid.width >= 1 && grid.height >= 1);
             let (wide, high) = processing.resized(grid);
             let side = u64::from(patch * merge);
-            // Beyond the bounds by less than one row and one column of positions.
+            // The bounds may be exceeded by less than one row and one column of positions.
             let least = (least as f64).sqrt() as u64;
             prop_assert!((u64::from(wide) + side) * (u64::from(high) + side) >= least * least);
             prop_assert_eq!(processing.bytes(grid) as u64, processing.patches(grid) * u64::from(patch * patch * 3));

@@ -1,18 +1,18 @@
-//! Resizing with torchvision's values.
+//! Resizes images with exactly the same results as torchvision.
 //!
 //! Both torchvision (for bytes, with antialiasing) and `fast_image_resize` compute in integers,
-//! with equal coefficients, and round to bytes between the two axes. They differ in which axis
-//! comes first. torchvision begins with rows, so each axis is resized by a separate call here.
+//! with equal coefficients, and round to bytes between the two axes. They differ in the order of
+//! the axes. torchvision starts with rows, so here each axis is resized by a separate call.
 
 use fast_image_resize::images::{Image, ImageRef};
 use fast_image_resize::{FilterType, PixelType, ResizeAlg, ResizeOptions, Resizer};
 
 use crate::processing::Filter;
 
-/// Pixels of a row, and rows.
+/// The number of pixels per row, and the number of rows.
 type Size = (u32, u32);
 
-/// The buffers for resizing, reused from image to image.
+/// The buffers for resizing, which are reused for all images.
 #[derive(Debug, Default)]
 pub(crate) struct Scaler {
     resizer: Resizer,
@@ -21,7 +21,7 @@ pub(crate) struct Scaler {
 }
 
 impl Scaler {
-    /// `rgb`, an image of `from`, in the size `to`.
+    /// Resizes the image `rgb` from size `from` to size `to`.
     pub(crate) fn resize<'a>(
         &'a mut self,
         rgb: &'a [u8],
@@ -39,7 +39,7 @@ impl Scaler {
         if between == to { rows } else { one_axis(resizer, filter, rows, between, resized, to) }
     }
 
-    /// Frees memory that only an unusually large image needed.
+    /// Frees buffers that only an unusually large image needed.
     pub(crate) fn trim(&mut self, bytes: usize) {
         for buffer in [&mut self.narrowed, &mut self.resized] {
             if buffer.len() > bytes {
@@ -50,7 +50,7 @@ impl Scaler {
     }
 }
 
-/// `rgb` in a size that differs in one side.
+/// Resizes an image along one axis.
 fn one_axis<'a>(
     resizer: &mut Resizer,
     filter: Filter,
@@ -73,10 +73,10 @@ fn one_axis<'a>(
     out
 }
 
-/// `bytes` of `buffer`, with any content.
+/// Returns `bytes` bytes of `buffer`, with undefined content.
 pub(crate) fn room(buffer: &mut Vec<u8>, bytes: usize) -> &mut [u8] {
     if buffer.len() < bytes {
-        // Fresh memory is zeroed by the kernel, and never copied.
+        // The kernel zeroes new memory, and the old content is not copied.
         *buffer = vec![0; bytes];
     }
     &mut buffer[..bytes]
@@ -88,7 +88,8 @@ mod tests {
 
     const CUBIC: Filter = Filter::Bicubic;
 
-    /// The values are those of torchvision 0.29.2; `tests/vision` compares a thousand sizes.
+    /// The expected values are those of torchvision 0.29.2. `tests/vision` compares a thousand
+    /// sizes.
     #[test]
     fn rows_come_first() {
         let rgb: Vec<u8> = (0..48u32).map(|place| (place * place * 37 % 256) as u8).collect();

@@ -1,14 +1,14 @@
-//! WebP's container (RFC 9649). Its decoder allocates memory for some sizes before it checks them,
-//! so they are checked here.
+//! Checks sizes in WebP's container (RFC 9649), because the decoder allocates memory for some of
+//! them before it checks them.
 
 use crate::error::ImageError;
 use crate::format::Format;
 use crate::orientation::Orientation;
 
-/// Bytes of a frame's own fields before its chunks.
+/// Bytes of the fields of an animation frame, which precede its chunks.
 const FRAME_FIELDS: usize = 16;
 
-/// The orientation, if the file has one.
+/// Returns the orientation. Upright if the file does not state one.
 pub(crate) fn orientation(file: &[u8]) -> Orientation {
     let exif = chunks(file.get(12..).unwrap_or_default())
         .find(|(name, _)| *name == *b"EXIF")
@@ -16,9 +16,9 @@ pub(crate) fn orientation(file: &[u8]) -> Orientation {
     exif.map_or(Orientation::UPRIGHT, Orientation::of_exif)
 }
 
-/// Refuses a lossy image whose size is not `width` x `height`, that of its canvas or animation
-/// frame. The decoder allocates before it compares the two, and does not always compare them in
-/// animations.
+/// Refuses a lossy image whose size differs from its canvas (`width` x `height`) or its animation
+/// frame. The decoder allocates before it compares the two sizes, and for animations does not
+/// always compare them.
 pub(crate) fn check_lossy(file: &[u8], width: u32, height: u32) -> Result<(), ImageError> {
     for (name, content) in chunks(file.get(12..).unwrap_or_default()) {
         if name != *b"ANMF" {
@@ -30,8 +30,7 @@ pub(crate) fn check_lossy(file: &[u8], width: u32, height: u32) -> Result<(), Im
             |at: usize| 1 + u32::from_le_bytes([fields[at], fields[at + 1], fields[at + 2], 0]);
         let mut behind_alpha = false;
         for (name, content) in chunks(inner) {
-            // After an alpha chunk the decoder takes the next chunk as the frame, whatever its
-            // name.
+            // The decoder treats the chunk after an alpha chunk as the frame, whatever its name.
             let name = if behind_alpha { b"VP8 " } else { &name };
             check_frame(name, content, (side(6), side(9)))?;
             behind_alpha = name == b"ALPH";
@@ -44,8 +43,8 @@ fn check_frame(name: &[u8; 4], content: &[u8], place: (u32, u32)) -> Result<(), 
     if name != b"VP8 " {
         return Ok(());
     }
-    // RFC 6386, 9.1: three bytes of the frame, three of a start code, twice 14 bits of size and two
-    // of scale.
+    // RFC 6386, 9.1: three bytes of the frame tag, three of the start code, then two sides, each
+    // with 14 bits of size and 2 bits of scale.
     let Some([_, _, _, _, _, _, w0, w1, h0, h1]) = content.first_chunk() else {
         return Err(ImageError::damaged(Format::WebP, "a frame is cut off"));
     };
@@ -56,14 +55,14 @@ fn check_frame(name: &[u8; 4], content: &[u8], place: (u32, u32)) -> Result<(), 
     Ok(())
 }
 
-/// Names and contents of complete RIFF chunks.
+/// Returns the names and contents of complete RIFF chunks.
 fn chunks(mut rest: &[u8]) -> impl Iterator<Item = ([u8; 4], &[u8])> {
     std::iter::from_fn(move || {
         let (name, after) = rest.split_first_chunk::<4>()?;
         let (size, after) = after.split_first_chunk::<4>()?;
         let size = u32::from_le_bytes(*size) as usize;
         let content = after.get(..size.min(after.len()))?;
-        // Chunks begin at even places.
+        // Chunks begin at even offsets.
         rest = after.get(size.saturating_add(size % 2)..).unwrap_or_default();
         Some((*name, content))
     })

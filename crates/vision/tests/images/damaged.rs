@@ -1,4 +1,4 @@
-//! Damaged files: preparing any file ends, in bounded memory, with patches or an error.
+//! Damaged files: preparing any file returns patches or an error, in bounded memory.
 
 use std::time::{Duration, Instant};
 
@@ -8,12 +8,12 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::files::{FILES, crc32, prepare};
 
-/// Address space of the whole test. A file may take a little more than `16 * max_pixels`; an
-/// allocation beyond this limit would end the process.
+/// The limit on the address space of the whole test. A file may take a little more than 16 bytes
+/// per pixel. An allocation beyond this limit would abort the process.
 const MEMORY: u64 = 2 << 30;
 const LIMITS: Limits = Limits { max_pixels: 4_000_000, max_ratio: 200 };
 
-/// Bytes with a meaning in one of the formats: JPEG markers, sizes, ends of ranges.
+/// Byte values that have a meaning in one of the formats: JPEG markers, sizes, ends of ranges.
 const TELLING: [u8; 16] =
     [0, 1, 2, 4, 8, 16, 0x11, 0x22, 0x7f, 0x80, 0xc0, 0xc2, 0xc4, 0xda, 0xdd, 0xff];
 
@@ -64,8 +64,7 @@ impl Damage {
     }
 }
 
-/// Corrects the checksums of a PNG's chunks: else a decoder reads nothing after the first wrong
-/// one.
+/// Corrects the checksums of a PNG's chunks. Otherwise a decoder stops at the first wrong checksum.
 fn mend(file: &mut [u8]) {
     let mut rest = match file.strip_prefix(b"\x89PNG\r\n\x1a\n") {
         Some(rest) => rest.len(),
@@ -108,7 +107,7 @@ fn damaged_files_end_with_patches_or_a_sentence() {
             slowest = slowest.max(start.elapsed());
         }
         println!("{format}: {prepared} of {count} prepared, the slowest took {slowest:?}");
-        // Else only headers would have been tested.
+        // Otherwise only the headers would have been tested.
         assert!(prepared > count / 100, "{format}: {prepared}");
         assert!(prepared < count);
     }

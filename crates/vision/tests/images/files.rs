@@ -1,9 +1,9 @@
-//! Image files, and how they are prepared.
+//! Image files for the tests, and a function that prepares them.
 
 use forebay_vision::{Header, ImageError, Limits, Preparer, Processing};
 use image::{ExtendedColorType, ImageEncoder};
 
-/// Small files of every format and variant that is decoded by code of its own, written by Pillow.
+/// Small files, written by Pillow: every format, and every variant with separate decoding code.
 pub(crate) const FILES: [(&str, &[&[u8]]); 5] = [
     (
         "png",
@@ -35,7 +35,7 @@ pub(crate) const FILES: [(&str, &[&[u8]]); 5] = [
     ("bmp", &[include_bytes!("data/palette.bmp")]),
 ];
 
-/// A PNG of this size in a single color.
+/// Returns a PNG of this size in a single colour.
 pub(crate) fn png(width: u32, height: u32) -> Vec<u8> {
     let mut file = Vec::new();
     let pixels = vec![7; (width * height * 3) as usize];
@@ -45,7 +45,7 @@ pub(crate) fn png(width: u32, height: u32) -> Vec<u8> {
     file
 }
 
-/// The patches of a file, as Qwen3-VL takes them.
+/// Returns the patches of a file, with Qwen3-VL's processing.
 pub(crate) fn prepare(
     preparer: &mut Preparer,
     file: &[u8],
@@ -59,7 +59,7 @@ pub(crate) fn prepare(
     Ok(patches)
 }
 
-/// The checksum of a PNG's chunks.
+/// Returns the checksum of a PNG chunk.
 pub(crate) fn crc32(bytes: &[u8]) -> u32 {
     !bytes.iter().fold(!0, |sum: u32, byte| {
         (0..8).fold(sum ^ u32::from(*byte), |sum, _| {

@@ -85,11 +85,11 @@ fn a_header_that_promises_more_than_there_is() {
 
 #[test]
 fn a_header_that_promises_less_than_there_is() {
-    // All decoders leave out rows beyond the header's height; the others are decoded.
+    // All decoders skip rows beyond the height in the header, and decode the other rows.
     let small = with_png_size(&png(8, 8), 8, 4);
     assert_eq!(prepare(&mut Preparer::new(), &small, &Limits::default()).unwrap()[0], 7);
-    // A GIF frame that is larger than its screen needs no more memory than the screen, or is
-    // refused.
+    // A GIF frame that is larger than its screen is refused, or decoded with no more memory than
+    // the screen needs.
     let (_, gifs) = FILES[3];
     let mut file = gifs[0].to_vec();
     let frame = file.windows(2).position(|pair| pair == [0x2c, 0]).unwrap();
@@ -112,8 +112,8 @@ fn a_wrong_checksum_is_damage() {
 fn half_a_file_is_damage() {
     for (format, files) in FILES {
         for file in files {
-            // The first frame of an animation may be complete in the first half, so keep only a
-            // third.
+            // The first frame of an animation may be complete in the first half of the file, so
+            // keep only a third.
             let error = prepare(&mut Preparer::new(), &file[..file.len() / 3], &Limits::default());
             assert!(matches!(error, Err(ImageError::Damaged { .. })), "{format}: {error:?}");
         }
