@@ -1,4 +1,4 @@
-//! Compresses the page's files and lists them for `src/page.rs`.
+//! Compresses the web page's files and lists them for `src/page.rs`.
 
 use std::env;
 use std::fmt::Write as _;
@@ -10,7 +10,7 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use xxhash_rust::xxh3::xxh3_64;
 
-/// Where `make web` leaves the page.
+/// The folder in which `make web` builds the page.
 const DIST: &str = "../../web/dist";
 
 fn main() -> io::Result<()> {
@@ -40,7 +40,7 @@ fn main() -> io::Result<()> {
             _ => return Err(io::Error::other(format!("{name} has no media type"))),
         };
         let hash = xxh3_64(&content);
-        // Without the folder's own path, so that a build folder may move.
+        // `OUT_DIR` is resolved when the list is compiled, so the build folder may move.
         let bytes =
             |end: &str| format!("include_bytes!(concat!(env!(\"OUT_DIR\"), \"/{number}{end}\"))");
         let (plain, gzip) = (bytes(""), bytes(".gz"));

@@ -1,4 +1,4 @@
-//! Streams of named events (server-sent events), each written by its own task.
+//! Streams of named events (server-sent events), each sent by a separate task.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -14,12 +14,12 @@ use serde::Serialize;
 use tokio::sync::mpsc::{Receiver, Sender, channel};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-/// The time between two ticks of a feed.
+/// The time between two updates of a feed.
 pub const INTERVAL: Duration = Duration::from_millis(250);
-/// The largest number of feeds at a time.
+/// The maximum number of open feeds.
 const MOST: usize = 64;
 
-/// The number of watchers at a time.
+/// Limits the number of open feeds.
 #[derive(Debug)]
 pub struct Watchers(Arc<Semaphore>);
 
@@ -30,11 +30,11 @@ impl Default for Watchers {
 }
 
 impl Watchers {
-    /// A feed and its response; `None`: too many feeds are open.
+    /// Opens a feed. Returns the feed and its response; `None`: too many feeds are open.
     #[must_use]
     pub fn open(&self) -> Option<(Feed, Response<FeedBody>)> {
         let place = Arc::clone(&self.0).try_acquire_owned().ok()?;
-        // At most one event waits, so a client that reads slowly gets fewer.
+        // At most one event waits, so a client that reads slowly gets fewer events.
         let (events, body) = channel(1);
         let mut response = Response::new(FeedBody(body));
         for (name, value) in [
@@ -48,7 +48,7 @@ impl Watchers {
     }
 }
 
-/// The sender's end of a feed. Dropping it ends the response.
+/// The sender of a feed. Dropping it ends the response.
 #[derive(Debug)]
 pub struct Feed {
     events: Sender<Bytes>,
@@ -56,7 +56,8 @@ pub struct Feed {
 }
 
 impl Feed {
-    /// Sends an event once the client has received the previous one. False: the client has left.
+    /// Sends an event once the client has received the previous one. Returns false if the client
+    /// has disconnected.
     pub async fn send(&self, name: &str, data: &impl Serialize) -> bool {
         let mut event = format!("event: {name}\ndata: ").into_bytes();
         if serde_json::to_writer(&mut event, data).is_err() {
@@ -66,7 +67,7 @@ impl Feed {
         self.events.send(event.into()).await.is_ok()
     }
 
-    /// Waits until the client has left.
+    /// Waits until the client has disconnected.
     pub async fn left(&self) {
         self.events.closed().await;
     }

@@ -1,4 +1,4 @@
-//! The files of the page.
+//! The files of the web page.
 
 use bytes::Bytes;
 use http::header::{
@@ -7,7 +7,7 @@ use http::header::{
 };
 use http::{HeaderMap, HeaderValue, Response, StatusCode};
 
-/// A file as `build.rs` has packed it.
+/// A file that `build.rs` has compressed.
 struct File {
     route: &'static str,
     media_type: &'static str,
@@ -18,12 +18,13 @@ struct File {
 
 static FILES: &[File] = include!(concat!(env!("OUT_DIR"), "/files.rs"));
 
-/// The page runs only its own scripts, connects only to its own server, and can't be framed.
+/// The Content-Security-Policy: the page runs only its own scripts, connects only to its own
+/// server, and can't be framed.
 const POLICY: &str = "default-src 'self'; connect-src 'self'; img-src 'self' data: blob:; style-src 'self'; \
                       script-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'";
 
-/// The answer to a GET of `path` with these headers; `None`: the page has no such file. It needs no
-/// key.
+/// Returns the response to a GET of `path` with these headers; `None`: the page has no such file.
+/// These files need no key.
 #[must_use]
 pub fn page(path: &str, headers: &HeaderMap) -> Option<Response<Bytes>> {
     let file = FILES.iter().find(|file| file.route == path)?;
@@ -41,7 +42,7 @@ pub fn page(path: &str, headers: &HeaderMap) -> Option<Response<Bytes>> {
     if unchanged {
         *response.status_mut() = StatusCode::NOT_MODIFIED;
     }
-    // All other names change with their content.
+    // The names of all other files change with their content.
     let caching = if path == "/" { "no-cache" } else { "public, max-age=31536000, immutable" };
     let headers = response.headers_mut();
     for (name, value) in [
