@@ -1,9 +1,9 @@
-//! Describes models in JSON, as hands get them: for tests and benchmarks in Python.
+//! Prints the JSON descriptions that hands get, for tests and benchmarks in Python.
 //!
 //! `describe PATH CACHE [--embedding] [--text-alone]` prints the description of the model in
-//! `PATH`, with the manifest of its weights. `describe --configs` reads a line of JSON at a time,
-//! an object `{"config", "headless", "text_alone", "format", "files"}`, and answers each with
-//! `{"shape", "manifest"}` or `{"error", "kind"}`. Without `files` there is no manifest.
+//! `PATH`, with the manifest of its weights. `describe --configs` reads lines, each a JSON object
+//! `{"config", "headless", "text_alone", "format", "files"}`. For each it prints `{"shape",
+//! "manifest"}` or `{"error", "kind"}`. Without `files`, the manifest is null.
 
 use std::io::{self, BufRead, Write};
 use std::path::{Path, PathBuf};
@@ -59,7 +59,7 @@ fn described(
     Ok(description)
 }
 
-/// True if an encoder has layers that make scores, and the layers behind pooling.
+/// Returns whether an encoder has layers that compute scores, and the layers after pooling.
 fn pooled(pooling: &Value) -> (bool, Vec<VectorLayer>) {
     let scores = pooling["task"] == "score" || pooling["task"] == "classify";
     (scores, serde_json::from_value(pooling["layers"].clone()).unwrap_or_default())

@@ -1,9 +1,9 @@
 //! Rotary position embedding (Su et al. 2021) and its scalings: linear, llama3, yarn (Peng et al.
 //! 2023), longrope (Ding et al. 2024), proportional (Gemma 4, 2026).
 //!
-//! All numbers have 32 bits, and operations are those of PyTorch
-//! (`python/forebay/layers/rotary.py`), where a scalar divisor becomes a reciprocal first. So both
-//! hands compute the same angles.
+//! All values are float32, and the operations are those of PyTorch
+//! (`python/forebay/layers/rotary.py`), where a division by a tensor becomes a multiplication by
+//! its reciprocal. So both hands compute the same angles.
 
 use std::f32::consts::TAU;
 
@@ -14,7 +14,8 @@ use crate::error::ModelError;
 use crate::families::Rope;
 use crate::tensor::TorchNumber;
 
-/// Cosines and sines of positions, `[positions, rotary_dim / 2]` each, rounded to the model's type.
+/// Cosines and sines per position, `[positions, rotary_dim / 2]` each, rounded to the model's data
+/// type.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Angles {
     /// Cosines.
@@ -24,7 +25,8 @@ pub struct Angles {
 }
 
 impl Angles {
-    /// Computes the angles of the first `positions` of a model that was trained for `trained`.
+    /// Computes the angles of positions below `positions`. The model was trained for `trained`
+    /// positions.
     ///
     /// # Errors
     /// A parameter of the scaling is invalid.
@@ -45,7 +47,7 @@ impl Angles {
         }
         for position in 0..positions {
             for frequency in &inverse {
-                // The angle is rounded to 32 bits, and so are its cosine and sine.
+                // The angle is rounded to float32, and so are its cosine and sine.
                 let angle = f64::from(position as f32 * frequency);
                 cos.push(round(angle.cos() as f32 * factor));
                 sin.push(round(angle.sin() as f32 * factor));
@@ -60,11 +62,11 @@ fn over(scalar: f64, value: f32) -> f32 {
     (1.0 / value) * scalar as f32
 }
 
-/// Numbers of a scaling.
+/// The parameters of a RoPE scaling.
 struct Scaling<'a>(&'a Map<String, Value>);
 
 impl Scaling<'_> {
-    /// A number that is there and not 0.
+    /// Returns a parameter that is present and not 0.
     fn get(&self, key: &str) -> Option<f64> {
         self.0.get(key).and_then(Value::as_f64).filter(|&value| value != 0.0)
     }
@@ -75,7 +77,8 @@ impl Scaling<'_> {
     }
 }
 
-/// Inverse frequencies, and the factor on cosine and sine, for requests of this many positions.
+/// Returns the inverse frequencies, and the factor on cosine and sine, for a context of `positions`
+/// positions.
 fn frequencies(rope: &Rope, trained: u64, positions: usize) -> Result<(Vec<f32>, f32), ModelError> {
     let dim = rope.dim as f32;
     let half = rope.dim / 2;
@@ -115,7 +118,8 @@ fn frequencies(rope: &Rope, trained: u64, positions: usize) -> Result<(Vec<f32>,
             Ok((scaled.collect(), 1.0))
         }
         "longrope" => {
-            // The same set for all requests, because their keys may be shared as prefixes.
+            // All requests use the same factors, because they may share cached keys of a common
+            // prefix.
             let long = positions as f64 > original;
             let key = if long { "long_factor" } else { "short_factor" };
             let factors = scaling.0.get(key).and_then(Value::as_array);
@@ -134,8 +138,8 @@ fn frequencies(rope: &Rope, trained: u64, positions: usize) -> Result<(Vec<f32>,
     }
 }
 
-/// Interpolates dimensions that turn less often than `beta_slow` in the original context, and keeps
-/// the fastest ones.
+/// Interpolates dimensions that make fewer than `beta_slow` rotations in the original context,
+/// keeps those with more than `beta_fast`, and blends between the two.
 fn yarn(
     powers: &[f32],
     theta: f64,

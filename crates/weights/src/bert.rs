@@ -1,5 +1,5 @@
-//! The shape of a BERT (Devlin et al. 2019), or of a `RoBERTa` (Liu et al. 2019), which differs in
-//! names and in its first position, read from a `config.json`.
+//! The shape of a BERT (Devlin et al. 2019) or a `RoBERTa` (Liu et al. 2019), read from a
+//! `config.json`. A `RoBERTa` has other weight names and another first position.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -15,50 +15,50 @@ const ARCHITECTURES: [&str; 6] = [
     "XLMRobertaModel",
     "XLMRobertaForSequenceClassification",
 ];
-/// The values of `model_type`, and the architectures of their encoders.
+/// The values of `model_type`, and the architecture that each implies.
 const MODEL_TYPES: [(&str, &str); 3] =
     [("bert", "BertModel"), ("roberta", "RobertaModel"), ("xlm-roberta", "XLMRobertaModel")];
-/// The prefixes of an encoder's weights in a checkpoint that has other parts too.
+/// The prefixes of the encoder's weights in a checkpoint that also has a head.
 const BODIES: [&str; 2] = ["bert.", "roberta."];
-/// The scoring layers of a `RoBERTa`, with BERT's names for them.
+/// The prefixes of a `RoBERTa`'s scoring layers, and BERT's names for these layers.
 const SCORES: [(&str, &str); 2] =
     [("classifier.dense.", "pooler.dense."), ("classifier.out_proj.", "classifier.")];
-/// The padding id of a `RoBERTa` whose config does not give it.
+/// The padding token id of a `RoBERTa` whose config does not state one.
 const PADDING: u64 = 1;
-/// The numbers of positions, which some checkpoints carry.
+/// A buffer of position ids that some checkpoints contain.
 const POSITIONS: &str = "embeddings.position_ids";
-/// The embeddings of positions.
+/// The weight of the position embedding.
 const PLACES: &str = "embeddings.position_embeddings.weight";
 
-/// The data from which an encoder is built. Sizes count elements, and positions are tokens.
+/// The data from which an encoder is built. Sizes are in elements, and positions in tokens.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct BertShape {
     /// The name in `architectures` of a `config.json`.
     pub architecture: String,
     /// The number of tokens in the vocabulary.
     pub vocab_size: usize,
-    /// Elements of a state.
+    /// Elements of a hidden state.
     pub hidden_size: usize,
-    /// The inner size of a layer's feed-forward part.
+    /// The inner size of the feed-forward part of a layer.
     pub intermediate_size: usize,
     /// The number of layers.
     pub layers: usize,
-    /// The number of heads, each with its own keys and values.
+    /// The number of heads. Each has separate keys and values.
     pub heads: usize,
-    /// The epsilon of the norms.
+    /// The epsilon of the layer norms.
     pub layer_norm_eps: f64,
-    /// The largest number of positions that the model was trained for.
+    /// The largest number of tokens of a prompt.
     pub max_positions: usize,
-    /// The row of the position embedding for a prompt's first position.
+    /// The row of the position embedding that a prompt's first token uses.
     pub first_position: usize,
-    /// The number of kinds of texts.
+    /// The number of token types (segments).
     pub kinds: usize,
     /// The activation of the feed-forward part, by its name in transformers.
     pub activation: String,
 }
 
-/// True if a `config.json` is that of a BERT or a `RoBERTa`. Without `architectures`, `model_type`
-/// decides.
+/// True if a `config.json` is that of a BERT or a `RoBERTa`. A config without `architectures` is
+/// classified by `model_type`.
 #[must_use]
 pub fn is_bert(config: &Map<String, Value>) -> bool {
     let names = config.get("architectures").and_then(Value::as_array);
@@ -70,7 +70,7 @@ pub fn is_bert(config: &Map<String, Value>) -> bool {
     }
 }
 
-/// The architecture of a config without one.
+/// Returns the architecture that `model_type` implies, for a config without `architectures`.
 fn of_type(config: &Map<String, Value>) -> Option<&'static str> {
     let kind = config.get("model_type").and_then(Value::as_str)?;
     MODEL_TYPES.iter().find_map(|&(name, architecture)| (name == kind).then_some(architecture))
@@ -80,7 +80,7 @@ impl BertShape {
     /// Reads a `config.json`.
     ///
     /// # Errors
-    /// The config describes an encoder that would be computed wrongly, or lacks a needed value.
+    /// The config needs a feature that is not supported, or lacks a needed value.
     pub fn of(config: &Map<String, Value>) -> Result<Self, ModelError> {
         let text = |key: &str| config.get(key).and_then(Value::as_str).filter(|it| !it.is_empty());
         match text("position_embedding_type") {
@@ -114,7 +114,7 @@ impl BertShape {
         let named = names.filter_map(Value::as_str).find(|name| ARCHITECTURES.contains(name));
         let architecture = named.or_else(|| of_type(config)).unwrap_or(ARCHITECTURES[0]);
         let positions = usual("max_position_embeddings", 512, MOST_POSITIONS)?;
-        // There padding takes a position of its own, and texts begin after it.
+        // A `RoBERTa` reserves the position with the padding id, and texts begin after it.
         let first = match architecture.contains("Roberta") {
             true => optional(config, "pad_token_id", MOST)?.unwrap_or(PADDING) as usize + 1,
             false => 0,
@@ -139,8 +139,8 @@ impl BertShape {
         })
     }
 
-    /// The name that the encoder has for a checkpoint's weight; `None`: it does not need the
-    /// weight. `scores`: there are scoring layers.
+    /// Returns the encoder's name for a weight of a checkpoint; `None`: the encoder does not use
+    /// the weight. `scores` is true if the model has scoring layers.
     #[must_use]
     pub fn name_of(name: &str, scores: bool) -> Option<String> {
         let name = BODIES.iter().find_map(|body| name.strip_prefix(body)).unwrap_or(name);
@@ -151,7 +151,8 @@ impl BertShape {
         (!spare).then(|| renamed.unwrap_or_else(|| name.to_owned()))
     }
 
-    /// If only some rows of a weight are used: the first one, and their number; `None`: all.
+    /// Returns the range of a weight's rows that is used, as the first row and the number of rows;
+    /// `None`: all rows.
     pub(crate) fn rows_of(&self, name: &str) -> Option<(usize, usize)> {
         (name == PLACES && self.first_position > 0)
             .then_some((self.first_position, self.max_positions))

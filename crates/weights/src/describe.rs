@@ -1,4 +1,4 @@
-//! From files on this machine to the description of a model, for the brain and the hand.
+//! Describes a model for the brain and the hand, from files on this machine.
 
 use std::collections::{BTreeSet, HashMap};
 use std::fs;
@@ -20,9 +20,9 @@ use crate::vision::read_images;
 
 const PICKLES: [&str; 4] = [".bin", ".pt", ".pth", ".ckpt"];
 const WHOLE: &str = "model.safetensors";
-/// The version of the files rebuilt from a GGUF, incremented with every change to them. Their cache
-/// key includes this version and the file's first bytes, which hold all metadata of any known
-/// model.
+/// The version of the files rebuilt from a GGUF file, incremented whenever their content changes.
+/// Their cache key includes this version and the file's first bytes, which contain all metadata of
+/// any known model.
 const REBUILD_VERSION: u32 = 3;
 const KEY_BYTES: u64 = 32 << 20;
 /// Names of sampling parameters in `generation_config.json`, and their keys in a GGUF file.
@@ -34,28 +34,29 @@ const SAMPLING: [(&str, &str); 5] = [
     ("repetition_penalty", "penalty_repeat"),
 ];
 
-/// The files to describe, and what the description is for.
+/// The files to describe, and the options of the description.
 #[derive(Debug, Clone, Copy)]
 pub struct Source<'a> {
     /// A directory, or a `.gguf` file or one of its parts.
     pub path: &'a Path,
-    /// The name of the model; `None`: that of the directory or the file.
+    /// The name of the model; `None`: the name of the directory or the file.
     pub name: Option<&'a str>,
-    /// The folder for files derived from models.
+    /// The cache folder for files derived from models.
     pub cache: &'a Path,
     /// True if a directory must have weights.
     pub weights: bool,
-    /// True if the model should pool even if it could generate.
+    /// True if the model is served for pooling even if it could generate.
     pub embedding: bool,
-    /// True if a model with a tower is served as its text alone, and takes no images.
+    /// True if only the text part of a model with a tower is served, without images.
     pub text_alone: bool,
-    /// A file in place of a directory's `tokenizer.json`.
+    /// A tokenizer file that replaces the directory's `tokenizer.json`.
     pub tokenizer: Option<&'a Path>,
-    /// The results of probing transformers' own code; `None`: native code computes the model.
+    /// The results of probing the model in transformers; `None`: Forebay's own code computes the
+    /// model.
     pub called: Option<&'a Value>,
 }
 
-/// The object for the brain.
+/// A model's description: a JSON object for the brain.
 pub type Description = Value;
 
 /// Describes the model.
@@ -141,7 +142,7 @@ fn shape_of(
     read(config, headless)
 }
 
-/// The part of a description that comes from the model's shape, or from a probe.
+/// The part of a description that comes from the model's shape, or from probing it in transformers.
 struct Facts {
     shape: Option<ModelShape>,
     vocab_size: u64,
@@ -164,7 +165,7 @@ impl Facts {
         })
     }
 
-    /// The facts of a model that transformers' own code computes.
+    /// Reads the facts of a model that transformers computes.
     fn of_called(config: &Map<String, Value>, called: &Value) -> Self {
         let number = |key: &str| called.get(key).and_then(Value::as_u64).unwrap_or(0);
         let text = config.get("text_config").and_then(Value::as_object);
@@ -185,7 +186,8 @@ impl Facts {
 
 fn of_safetensors(folder: &Path, name: &str, source: Source<'_>) -> Result<Value, ModelError> {
     let config = read_object(&folder.join("config.json"), false)?;
-    // Check this first: a model without native code may be computed by transformers.
+    // Check this first: a model that Forebay's own code does not serve may be computed by
+    // transformers.
     let native = source.called.is_none().then(|| shape_of(&config, false, source.text_alone));
     let native = native.transpose()?;
     let own = folder.join("tokenizer.json");
@@ -246,7 +248,7 @@ fn of_safetensors(folder: &Path, name: &str, source: Source<'_>) -> Result<Value
     }))
 }
 
-/// The layers after pooling; empty: the model does not pool, or has none.
+/// Returns the layers after pooling. Empty if the model does not pool or has no such layers.
 fn layers(pooling: &Value) -> Vec<VectorLayer> {
     serde_json::from_value(pooling["layers"].clone()).unwrap_or_default()
 }
@@ -285,7 +287,7 @@ fn of_gguf(files: &[PathBuf], name: &str, source: Source<'_>) -> Result<Value, M
     }))
 }
 
-/// `path`, or all parts of the split file that it belongs to (`-00002-of-00003`).
+/// Returns `path`, or all parts of the split file that it belongs to (`-00002-of-00003`).
 fn gguf_parts(path: &Path) -> Result<Vec<PathBuf>, ModelError> {
     let stem = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let digits = |text: &str| text.len() == 5 && text.bytes().all(|byte| byte.is_ascii_digit());
@@ -310,7 +312,7 @@ fn gguf_parts(path: &Path) -> Result<Vec<PathBuf>, ModelError> {
     Err(ModelError::broken(format!("{} lacks {}", folder.display(), missing.join(", "))))
 }
 
-/// The safetensors of a folder.
+/// Returns the safetensors files of a folder.
 pub(crate) fn safetensors_files(folder: &Path) -> Result<Vec<PathBuf>, ModelError> {
     let names = safetensors_names(folder, &file_names(folder)?)?;
     Ok(names.into_iter().map(|name| folder.join(name)).collect())
@@ -323,7 +325,8 @@ fn safetensors_names(folder: &Path, names: &BTreeSet<String>) -> Result<Vec<Stri
         if missing.is_empty() && !shards.is_empty() {
             return Ok(shards.into_iter().collect());
         }
-        // An index without its shards is left over from before they were merged into one file.
+        // If the index's shards are missing, they have been merged into one file, and the index is
+        // stale.
         if !names.contains(WHOLE) || shards.contains(WHOLE) {
             let lacks = if shards.is_empty() { "every shard".into() } else { missing.join(", ") };
             return Err(ModelError::broken(format!(
@@ -332,8 +335,8 @@ fn safetensors_names(folder: &Path, names: &BTreeSet<String>) -> Result<Vec<Stri
             )));
         }
     }
-    // Some repositories have the weights again under the names of the model's own tools, or an
-    // adapter.
+    // Some repositories also contain an adapter, or a second copy of the weights in the format of
+    // the vendor's own tools.
     let weights: Vec<String> = names
         .iter()
         .filter(|name| name.ends_with(".safetensors"))
@@ -378,8 +381,8 @@ fn rebuild(files: &[PathBuf], facts_path: &Path, tokenizer: &Path) -> Result<(),
     })
 }
 
-/// The sampling parameters that the file's authors recommend, under their names in
-/// `generation_config.json`. Their keys in a file are llama.cpp's (PR #17120).
+/// Reads the sampling parameters that the file's authors recommend, under their names in
+/// `generation_config.json`. The file uses llama.cpp's keys (PR #17120).
 fn sampling(metadata: &HashMap<String, GgufValue>) -> Map<String, Value> {
     let number = |&(name, key): &(&str, &str)| {
         let number = metadata.get(&format!("general.sampling.{key}"))?.as_f64()?;
@@ -403,7 +406,7 @@ fn content_key(files: &[PathBuf]) -> Result<String, ModelError> {
     for file in files {
         sizes.push(fs::metadata(file).map_err(unreadable(file))?.len().to_string());
     }
-    // As Python writes a list.
+    // Formatted as Python prints a list.
     digest.update(format!("[{}]", sizes.join(", ")));
     Ok(hex(&digest.finalize()))
 }
@@ -427,23 +430,23 @@ fn write_synced(
     let mut file = new_file(folder, path)?;
     serde_json::to_writer(io::BufWriter::new(&mut file), value)?;
     file.flush()?;
-    // Otherwise the name could reach the disk before the data.
+    // Without this, the name could reach the disk before the data.
     sync(file.as_file())?;
     file.persist(path).map_err(|error| error.error)?;
     Ok(())
 }
 
-/// A file without a name yet, with the permissions of the user's other files.
+/// Creates a temporary file beside `path`, with the permissions of an ordinary new file.
 pub(crate) fn new_file(folder: &Path, path: &Path) -> io::Result<tempfile::NamedTempFile> {
     use std::os::unix::fs::PermissionsExt;
     let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    // The process's umask still applies.
+    // The process's umask is applied to this mode.
     let mode = fs::Permissions::from_mode(0o666);
     tempfile::Builder::new().prefix(&format!(".{name}.")).permissions(mode).tempfile_in(folder)
 }
 
-/// A separate file has precedence, as in transformers; of several named templates the default is
-/// taken.
+/// Reads the chat template. A separate file has precedence, as in transformers. Of several named
+/// templates, the default is used.
 fn chat_template(
     folder: &Path,
     tokenizer_config: &Map<String, Value>,

@@ -1,4 +1,4 @@
-//! Faults of a model, as text with advice for the user.
+//! Errors of a model, as text with advice for the user.
 
 use std::io;
 use std::path::Path;
@@ -8,13 +8,13 @@ use thiserror::Error;
 /// Why a model can't be read or computed. The message is one line for the user.
 #[derive(Debug, Error, Clone, PartialEq, Eq)]
 pub enum ModelError {
-    /// Files are missing, damaged, or of another model.
+    /// Files are missing, damaged, or belong to another model.
     #[error("{0}")]
     Broken(String),
-    /// The Rust hand lacks something that the model needs, such as `latent attention`.
+    /// The Rust hand lacks a feature that the model needs, such as `latent attention`.
     #[error("{0}")]
     Elsewhere(String),
-    /// No hand has something that the model needs.
+    /// No hand has a feature that the model needs.
     #[error("no hand serves {0}")]
     Unserved(String),
 }

@@ -1,5 +1,5 @@
-//! Heads for drafting: one layer that reads a model's states, in files of its own (EAGLE-3), or
-//! after the model's last layer (MTP).
+//! Draft heads for speculative decoding. A head is one layer that reads the target model's states.
+//! It has separate files (EAGLE-3), or follows the model's last layer (MTP).
 
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -15,11 +15,11 @@ use crate::manifest::Manifest;
 use crate::model::ModelShape;
 use crate::sizes::{MOST, MOST_LAYERS, checked, optional, truthy};
 
-/// Names of EAGLE-3 in `architectures` of a `config.json`.
+/// The names of EAGLE-3 heads in `architectures` of a `config.json`.
 const EAGLE3_NAMES: [&str; 2] = ["LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM"];
-/// Models that an EAGLE-3 head may read.
+/// The architectures of target models that an EAGLE-3 head may have.
 const EAGLE3_OF: [&str; 2] = ["LlamaForCausalLM", "Qwen3ForCausalLM"];
-/// Models whose MTP layer is read.
+/// The architectures whose MTP layer can be used.
 const MTP_OF: [&str; 2] = ["DeepseekV3ForCausalLM", "Glm4MoeForCausalLM"];
 const OWN_EMBEDDING: &str = "embed_tokens.weight";
 const OWN_OUTPUT: &str = "lm_head.weight";
@@ -27,29 +27,29 @@ const OFFSETS: &str = "d2t";
 const AUX_LAYERS: &str = "eagle_aux_hidden_state_layer_ids";
 const MTP_LAYERS: &str = "num_nextn_predict_layers";
 
-/// A head that drafts.
+/// A draft head.
 #[derive(Debug, Clone)]
 pub struct DraftHead {
     parts: HeadParts,
-    /// A model with only the head's layer (EAGLE-3), or the model with the layer after its last one
-    /// (MTP).
+    /// For EAGLE-3, a model that consists of the head's layer; for MTP, the target model with the
+    /// MTP layer as an additional last layer.
     shape: ModelShape,
     files: Vec<PathBuf>,
-    /// `None`: no weights are read.
+    /// `None`: the head is described without its weights.
     manifest: Option<Manifest>,
 }
 
-/// The parts of a head besides its layer, in the hand's form.
+/// The properties of a head besides its layer, in the form that hands read.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 struct HeadParts {
     kind: HeadKind,
-    /// The layers whose inputs are the head's features; the number of layers stands for the final
-    /// states.
+    /// The layers whose inputs are the head's features. An index equal to the number of layers
+    /// means the final states.
     taps: Vec<usize>,
     norm_before_residual: bool,
     /// The size of the head's vocabulary.
     vocab_size: usize,
-    /// True if the drafted tokens have ids of their own.
+    /// True if a table maps the head's token ids to the target's.
     mapped: bool,
     own_embedding: bool,
     own_output: bool,
@@ -72,11 +72,11 @@ impl fmt::Display for HeadKind {
 }
 
 impl DraftHead {
-    /// Reads an EAGLE-3 head (Li et al. 2025) of a model from a folder. Without `weights` no
-    /// safetensors are needed.
+    /// Reads an EAGLE-3 head (Li et al. 2025) for `target` from a folder. If `weights` is false,
+    /// the folder needs no safetensors.
     ///
     /// # Errors
-    /// The folder has no such head, or that of another model.
+    /// The folder has no such head, or the head belongs to another model.
     pub fn eagle3(folder: &Path, target: &Shape, weights: bool) -> Result<Self, ModelError> {
         check_family(HeadKind::Eagle3, &EAGLE3_OF, target)?;
         let config = read_object(&folder.join("config.json"), false)?;
@@ -135,8 +135,8 @@ impl DraftHead {
         Ok(Self { parts, shape, files, manifest })
     }
 
-    /// The layer of a model that predicts a further token (DeepSeek-V3, 2024), in the model's own
-    /// safetensors. Without `files` no weights are read.
+    /// Reads the layer for multi-token prediction (DeepSeek-V3, 2024) from the model's safetensors.
+    /// Without `files`, the head is described without its weights.
     ///
     /// # Errors
     /// The model has no such layer.
@@ -178,7 +178,7 @@ impl DraftHead {
         Ok(Self { parts, shape, files: files.to_vec(), manifest })
     }
 
-    /// The description of the head that a hand gets.
+    /// Returns the head's description for hands.
     #[must_use]
     pub fn told(&self) -> Value {
         json!({
@@ -190,7 +190,7 @@ impl DraftHead {
     }
 }
 
-/// Checks that this kind of head can read the model's states.
+/// Checks that this kind of head supports the target's architecture.
 fn check_family(kind: HeadKind, known: &[&str], target: &Shape) -> Result<(), ModelError> {
     let of = target.family.architecture;
     if known.contains(&of) {
@@ -199,7 +199,7 @@ fn check_family(kind: HeadKind, known: &[&str], target: &Shape) -> Result<(), Mo
     Err(ModelError::Unserved(format!("{kind} of {of}: it is read of {}", known.join(" and "))))
 }
 
-/// The layer of an EAGLE-3 head, as a model of one layer.
+/// Reads the layer of an EAGLE-3 head, as a model of one layer.
 fn layer_of_eagle3(config: &Map<String, Value>) -> Result<Shape, ModelError> {
     let mut config = config.clone();
     config.insert("architectures".into(), json!([EAGLE3_OF[0]]));
@@ -215,8 +215,8 @@ fn layer_of_eagle3(config: &Map<String, Value>) -> Result<Shape, ModelError> {
     Ok(shape)
 }
 
-/// The layers whose inputs an EAGLE-3 head reads. Unless the config names them, they are the third,
-/// the middle and the third from last.
+/// Returns the layers whose inputs an EAGLE-3 head reads. The default is the third layer, the
+/// middle layer and the third from last.
 fn taps(config: &Map<String, Value>, layers: usize) -> Result<Vec<usize>, ModelError> {
     let nested = config.get("eagle_config").and_then(Value::as_object);
     if nested.is_some_and(|it| it.get("use_aux_hidden_state") == Some(&Value::Bool(false))) {
@@ -225,7 +225,8 @@ fn taps(config: &Map<String, Value>, layers: usize) -> Result<Vec<usize>, ModelE
     let list = |config: &Map<String, Value>| {
         config.get(AUX_LAYERS).and_then(Value::as_array).filter(|it| !it.is_empty()).cloned()
     };
-    // A list inside `eagle_config` (SGLang) counts outputs, one outside it (vLLM) inputs.
+    // A list inside `eagle_config` (SGLang) has the indices of layers whose outputs are read. A
+    // list outside (vLLM) has those whose inputs are read.
     let (found, behind) = match (list(config), nested.and_then(list)) {
         (Some(found), _) => (found, 0),
         (None, Some(found)) => (found, 1),

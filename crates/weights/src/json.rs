@@ -1,4 +1,4 @@
-//! JSON as Python writes it, the form of model files.
+//! Reads JSON as Python writes it, which is the form of model files.
 
 use std::borrow::Cow;
 use std::fs;
@@ -9,14 +9,14 @@ use serde_json::{Map, Value};
 
 use crate::error::ModelError;
 
-/// The largest JSON file beside a model's weights: a tokenizer's has some tens of MiB.
+/// The size limit of JSON files beside the weights. A tokenizer's file has tens of MiB.
 const MOST_JSON: u64 = 256 << 20;
 
-/// Reads JSON as Python does, which accepts a byte order mark, `NaN` and `Infinity`. A number that
-/// is not finite becomes its text, so a reader of a size refuses it by name.
+/// Reads JSON as Python does: accepts a byte order mark, `NaN` and `Infinity`. `NaN` and infinite
+/// values become strings, so code that needs a number there reports the key.
 ///
 /// # Errors
-/// The text is not JSON to Python either.
+/// Python would not accept the text either.
 pub fn read_json(text: &[u8]) -> Result<Value, serde_json::Error> {
     let text = text.strip_prefix("\u{feff}".as_bytes()).unwrap_or(text);
     serde_json::from_slice(text).or_else(|error| match quote_infinite(text) {
@@ -25,7 +25,8 @@ pub fn read_json(text: &[u8]) -> Result<Value, serde_json::Error> {
     })
 }
 
-/// The object in a file; empty if it is `optional` and the file does not exist.
+/// Reads the JSON object in a file. If the file is `optional` and does not exist, the object is
+/// empty.
 pub(crate) fn read_object(path: &Path, optional: bool) -> Result<Map<String, Value>, ModelError> {
     let text = match fs::File::open(path) {
         Ok(file) => {
@@ -51,14 +52,15 @@ pub(crate) fn read_object(path: &Path, optional: bool) -> Result<Map<String, Val
     }
 }
 
-/// The text of a token in a tokenizer's configuration, which may be an object with further fields.
+/// Returns the text of a token in a tokenizer's configuration. The entry may be an object with
+/// further fields.
 pub(crate) fn token_text(config: &Map<String, Value>, key: &str) -> Option<String> {
     let value = config.get(key)?;
     let value = if value.is_object() { value.get("content")? } else { value };
     value.as_str().map(str::to_owned)
 }
 
-/// Quotes numbers that are not finite.
+/// Puts quotation marks around `NaN` and infinite numbers.
 fn quote_infinite(text: &[u8]) -> Cow<'_, [u8]> {
     let mut quoted = Vec::new();
     let (mut at, mut copied) = (0, 0);
@@ -86,7 +88,7 @@ fn quote_infinite(text: &[u8]) -> Cow<'_, [u8]> {
     Cow::Owned(quoted)
 }
 
-/// The length of a string with its quotation marks; the closing one may be missing.
+/// The length of a string, quotation marks included. The closing mark may be missing.
 fn text_length(text: &[u8]) -> usize {
     let mut escaped = false;
     let end = text.iter().skip(1).position(|&byte| {
@@ -97,7 +99,7 @@ fn text_length(text: &[u8]) -> usize {
     end.map_or(text.len(), |end| end + 2)
 }
 
-/// The length of a number or a name.
+/// The length of a number or a bare word such as `NaN`.
 fn word_length(text: &[u8]) -> usize {
     let within = |byte: &u8| byte.is_ascii_alphanumeric() || matches!(byte, b'+' | b'-' | b'.');
     text.iter().position(|byte| !within(byte)).unwrap_or(text.len())

@@ -1,9 +1,10 @@
-//! Reads a model's files, in safetensors and GGUF: its description for the brain, its shape, and
-//! its tensors.
+//! Reads a model's files, in safetensors and GGUF: a description for the brain, the model's shape,
+//! and its tensors.
 //!
-//! [`families`] has every family of decoders that a hand serves. A model that no hand serves is
-//! [`ModelError::Unserved`], with the reason. All numbers in files are bounded, and a damaged file
-//! is an error. [`ModelShape`] and [`Manifest`] are sent to hands, which read no other description.
+//! [`families`] contains every family of decoders that a hand serves. For other models, reading
+//! fails with [`ModelError::Unserved`] and the reason. All sizes in files are checked, and a
+//! damaged file is an error. Hands get [`ModelShape`] and [`Manifest`], and read no other
+//! description.
 //!
 //! ```
 //! use forebay_weights::{Mixer, ModelError, Shape};

@@ -1,5 +1,5 @@
-//! Where a model's weights are in its files, for a hand that reads the files itself. Names are the
-//! family's, so hands need no naming rules.
+//! The locations of a model's weights in its files, for a hand that reads the files. The weights
+//! have the family's names, so hands need no naming rules.
 
 use std::path::{Path, PathBuf};
 
@@ -15,46 +15,46 @@ use crate::quantised::StoredMatrix;
 use crate::tensor::Tensor;
 use crate::vector::{VectorLayer, weight_files};
 
-/// The places of all weights.
+/// The locations of all weights.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Manifest {
-    /// Weights of plain numbers or GGUF blocks, by name, in the order of the files.
+    /// Plain weights and GGUF blocks, by name, in the order of the files.
     weights: Vec<(String, Piece)>,
-    /// Quantised matrices of safetensors.
+    /// The quantised matrices of safetensors files.
     matrices: Vec<CodedMatrix>,
-    /// Biases of quantised matrices that are 0, which a model may lack.
+    /// Biases of quantised matrices that are all zeros. The model may not have these biases.
     zero_biases: Vec<String>,
 }
 
-/// A weight in the files.
+/// The location of a weight in the files.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(untagged)]
 enum Piece {
     One(Place),
-    /// The rows of each head come from these tensors in turn, each a stack of heads.
+    /// Several tensors, each a stack of heads. Their rows are concatenated for each head.
     Joined {
         shape: Vec<usize>,
         joined: Vec<Place>,
     },
 }
 
-/// A range of a file, and how its numbers become a weight.
+/// A range of a file, and how its values become a weight.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Place {
-    /// The number of the file among the model's.
+    /// The index of the file in the model's list.
     pub(crate) file: usize,
     pub(crate) offset: u64,
     pub(crate) bytes: u64,
-    /// The storage format, by the name in safetensors or GGUF.
+    /// The data type, under its name in safetensors or GGUF.
     pub(crate) format: String,
-    /// The exponents of the blocks whose codes are in the range.
+    /// For `MXFP4`, the range of the exponents; the main range contains the codes.
     #[serde(skip_serializing_if = "Option::is_none")]
     exponents: Option<Range>,
     #[serde(flatten)]
     pub(crate) part: MatrixPart,
 }
 
-/// Bytes of one file.
+/// A range of bytes of one file.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Range {
     file: usize,
@@ -62,23 +62,23 @@ struct Range {
     bytes: u64,
 }
 
-/// Which part of a matrix a weight is. Fields without an effect are omitted.
+/// Which part of a matrix is the weight. Fields that have no effect are omitted.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct MatrixPart {
     /// The shape of the weight.
     pub(crate) shape: Vec<usize>,
-    /// The shape of the matrix that the weight is a part of.
+    /// The shape of the whole matrix, if the weight is a selection of its rows.
     #[serde(skip_serializing_if = "Option::is_none")]
     matrix: Option<[usize; 2]>,
     #[serde(default, skip_serializing_if = "is_false")]
     transposed: bool,
-    /// The first row, after transposing, and the distance to the next.
+    /// The first row, after transposing, and the distance between blocks of rows.
     #[serde(skip_serializing_if = "Option::is_none")]
     rows: Option<[usize; 2]>,
-    /// The number of consecutive rows; omitted: 1.
+    /// The number of rows per block; omitted: 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     width: Option<usize>,
-    /// The number of heads in which the rows of two halves are interleaved.
+    /// The number of heads whose two halves of rows are interleaved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) pairs: Option<usize>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -91,7 +91,8 @@ pub(crate) struct MatrixPart {
 }
 
 impl MatrixPart {
-    /// A weight of this shape. `chooses`: the matrix has further rows.
+    /// Describes a weight of this shape. `chooses` is true if the range also contains rows that the
+    /// weight does not use.
     fn new(part: &TensorPart, shape: Vec<usize>, chooses: bool) -> Self {
         let one = |value: f32, usual: f32| (value != usual).then_some(value);
         Self {
@@ -107,7 +108,7 @@ impl MatrixPart {
         }
     }
 
-    /// The row of the range that becomes this row of the weight.
+    /// Returns the function from a row of the weight to the row of the range.
     pub(crate) fn chosen_rows(&self) -> impl Fn(usize) -> usize {
         let ([first, step], width) = (self.rows.unwrap_or([0, 1]), self.width.unwrap_or(1));
         move |row| first + row / width * step + row % width
@@ -115,13 +116,13 @@ impl MatrixPart {
 }
 
 impl Place {
-    /// True if the weight has the range's numbers unchanged.
+    /// True if the weight consists of rows of the range, with unchanged values.
     pub(crate) fn is_of_rows(&self) -> bool {
         let MatrixPart { transposed, times, plus, log, .. } = &self.part;
         self.exponents.is_none() && !transposed && times.or(*plus).is_none() && !log
     }
 
-    /// True if the weight is the range.
+    /// True if the weight is exactly the range.
     fn is_plain(&self) -> bool {
         self.is_of_rows() && self.part.rows.is_none() && self.part.pairs.is_none()
     }
@@ -132,24 +133,24 @@ fn is_false(value: &bool) -> bool {
     !value
 }
 
-/// A quantised matrix, and its tensors by name suffix, codes first.
+/// A quantised matrix, and its tensors by name suffix. The codes come first.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 struct CodedMatrix {
-    /// The name of the weight, or of the file's matrix if it contains several weights.
+    /// The name of the weight, or of the matrix if the matrix contains several weights.
     name: String,
     shape: [usize; 2],
-    /// The type of the codes.
+    /// How the codes are stored.
     format: String,
     parts: Vec<(&'static str, Place)>,
-    /// The weights; left out: the matrix is one.
+    /// The weights in the matrix; omitted: the matrix is a single weight.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     weights: Vec<(String, MatrixPart)>,
 }
 
 impl Manifest {
-    /// Finds the weights of a model in its files, and those of layers after pooling that have files
-    /// of their own. `scores`: an encoder has layers that compute scores. Files are numbered as in
-    /// [`weight_files`].
+    /// Finds the weights of a model in its files, and the weights of layers after pooling that have
+    /// separate files. `scores` is true if an encoder has layers that compute scores. Files are
+    /// numbered as in [`weight_files`].
     ///
     /// # Errors
     /// A file can't be read, is damaged, or has a tensor that the model does not have.
@@ -189,8 +190,8 @@ impl Manifest {
         })
     }
 
-    /// The range of a weight whose numbers are contiguous and unchanged; `Err`: they are not;
-    /// `None`: no such weight has plain numbers.
+    /// Returns the file range of a weight. `Err`: the values in the file are not contiguous, or are
+    /// changed on reading. `None`: there is no such weight, or it belongs to a quantised matrix.
     pub(crate) fn place_of(&self, name: &str) -> Option<Result<&Place, ()>> {
         let (_, piece) = self.weights.iter().find(|(other, _)| other == name)?;
         Some(match piece {
@@ -199,19 +200,19 @@ impl Manifest {
         })
     }
 
-    /// True if a quantised matrix has this name, or contains a weight of this name.
+    /// True if a quantised matrix has this name or contains a weight of this name.
     pub(crate) fn has_matrix(&self, name: &str) -> bool {
         self.matrices.iter().any(|matrix| {
             matrix.name == name || matrix.weights.iter().any(|(other, _)| other == name)
         })
     }
 
-    /// True if a weight of this name has plain numbers.
+    /// True if there is a weight of this name, plain or quantised.
     pub(crate) fn has(&self, name: &str) -> bool {
         self.weights.iter().any(|(other, _)| other == name) || self.has_matrix(name)
     }
 
-    /// The weights whose names begin so.
+    /// Keeps only the weights whose names start with `prefix`.
     pub(crate) fn below(mut self, prefix: &str) -> Self {
         self.weights.retain(|(name, _)| name.starts_with(prefix));
         self.matrices.retain(|matrix| {
@@ -222,22 +223,22 @@ impl Manifest {
         self
     }
 
-    /// True if it has no weights.
+    /// True if there are no weights.
     pub(crate) fn is_empty(&self) -> bool {
         self.weights.is_empty() && self.matrices.is_empty()
     }
 
-    /// The manifest for a hand.
+    /// Converts the manifest to JSON for a hand.
     ///
     /// # Panics
-    /// Never, because all of it can be JSON.
+    /// Never: every field can be written as JSON.
     #[must_use]
     pub fn to_json(&self) -> Value {
         serde_json::to_value(self).expect("all of it is JSON")
     }
 }
 
-/// The weights of layers that have files of their own.
+/// Returns the weights of layers that have separate files.
 fn dense_weights(
     files: &[PathBuf],
     layers: &[VectorLayer],
@@ -296,7 +297,7 @@ fn coded(stored: &StoredMatrix, files: &[PathBuf]) -> Result<CodedMatrix, ModelE
     })
 }
 
-/// The place of a weight of this shape.
+/// Returns the location of a weight with this shape.
 pub(crate) fn place(
     name: &str,
     tensor: &Tensor,

@@ -1,4 +1,4 @@
-//! The shape of any kind of model.
+//! The shape of a model of any kind.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -19,7 +19,7 @@ pub enum ModelShape {
 }
 
 impl ModelShape {
-    /// Reads a `config.json`. `headless` is true if the model pools.
+    /// Reads a `config.json`. `headless` is true if the model is served for pooling.
     ///
     /// # Errors
     /// No hand serves the model, or the config lacks a needed value.
@@ -32,8 +32,8 @@ impl ModelShape {
         Ok(Self::Decoder(Box::new(Shape { headless, ..shape })))
     }
 
-    /// Reads a `config.json`; of a model with a tower, only the text part, where a position is a
-    /// single number.
+    /// Reads a `config.json`. For a model with a vision tower, reads only the text part, in which a
+    /// position is a single number.
     ///
     /// # Errors
     /// As [`ModelShape::from_config`].
@@ -43,7 +43,7 @@ impl ModelShape {
         Self::from_config(&text, headless)
     }
 
-    /// The decoder; `None`: the model is an encoder.
+    /// Returns the decoder; `None`: the model is an encoder.
     #[must_use]
     pub fn decoder(&self) -> Option<&Shape> {
         if let Self::Decoder(shape) = self { Some(shape) } else { None }
@@ -76,7 +76,7 @@ impl ModelShape {
         }
     }
 
-    /// Tokens that end a generation, from the config that gave the shape.
+    /// Tokens that end a generation, from the config from which the shape was read.
     pub(crate) fn eos_token_ids(&self, config: &Map<String, Value>) -> Vec<i32> {
         match self {
             Self::Decoder(shape) => shape.eos_token_ids.clone(),
@@ -84,14 +84,16 @@ impl ModelShape {
         }
     }
 
-    /// True if the model caches one row a position instead of keys and values.
+    /// True if the model has latent attention, which caches one row per position instead of keys
+    /// and values.
     #[must_use]
     pub fn is_latent(&self) -> bool {
         let latent = |mixer: &Mixer| matches!(mixer, Mixer::Latent(_));
         self.decoder().is_some_and(|shape| shape.mixers.iter().any(latent))
     }
 
-    /// The indexer of a model that chooses which positions to read; `None`: it reads all.
+    /// Returns the indexer of a model that chooses the positions to attend to; `None`: the model
+    /// has none and attends to all positions.
     #[must_use]
     pub fn indexer(&self) -> Option<&Indexer> {
         self.decoder()?.mixers.iter().find_map(|mixer| match mixer {

@@ -1,5 +1,5 @@
-//! `MXFP4` in safetensors: stacks of matrices of 4-bit floats, and of exponents for 32 of them each
-//! (Open Compute Project 2023), in the order of OpenAI's gpt-oss.
+//! `MXFP4` in safetensors: a stack of matrices of 4-bit floats, and a stack of exponents, one per
+//! 32 floats (Open Compute Project 2023), in the layout of OpenAI's gpt-oss.
 
 use std::sync::Arc;
 
@@ -9,29 +9,29 @@ use crate::error::ModelError;
 use crate::gguf::TensorType;
 use crate::safe::{SafeFile, SafeTensor};
 
-/// The ends of the names of both tensors.
+/// The suffixes of the names of both tensors.
 pub(crate) const CODES: &str = "_blocks";
 pub(crate) const EXPONENTS: &str = "_scales";
-/// The number of floats that share an exponent, and the bytes of their codes.
+/// The number of floats per exponent, and the number of bytes of their codes.
 const SHARED: usize = 32;
 const CODE_BYTES: usize = SHARED / 2;
 
-/// A tensor in an open file.
+/// An open file, and a tensor's location in the file.
 pub(crate) type Placed = (Arc<SafeFile>, SafeTensor);
 
-/// Both tensors of a stack.
+/// The two tensors of a stack.
 pub(crate) struct Mxfp4Stack {
     pub(crate) codes: Placed,
     pub(crate) exponents: Placed,
-    /// The shape in floats, with the rows of each matrix last.
+    /// The shape in floats; the columns of each matrix are the last dimension.
     pub(crate) shape: Vec<usize>,
 }
 
 impl Mxfp4Stack {
-    /// Joins the tensors `name_blocks` and `name_scales`.
+    /// Combines the tensors `name_blocks` and `name_scales`.
     ///
     /// # Errors
-    /// They do not match.
+    /// The tensors do not match.
     pub(crate) fn new(name: &str, codes: Placed, exponents: Placed) -> Result<Self, ModelError> {
         let (of_codes, of_exponents) = (&codes.1, &exponents.1);
         let fits = of_codes.dtype == Dtype::U8
@@ -52,7 +52,8 @@ impl Mxfp4Stack {
         Ok(Self { codes, exponents, shape })
     }
 
-    /// Reads whole blocks in GGUF's layout, from an element on that is the first of a block.
+    /// Reads whole blocks, converted to GGUF's layout, starting at an element that is the first of
+    /// a block.
     pub(crate) fn read(&self, first: usize, to: &mut [u8]) -> Result<(), ModelError> {
         let (_, block) = TensorType::Mxfp4.block();
         let (first, count) = (first / SHARED, to.len() / block);
@@ -64,7 +65,8 @@ impl Mxfp4Stack {
         let stored = codes.chunks_exact(CODE_BYTES).zip(exponents);
         for (to, (codes, exponent)) in to.chunks_exact_mut(block).zip(stored) {
             to[0] = exponent;
-            // Here neighbours share a byte, and there the numbers of the two halves do.
+            // In safetensors, a byte holds two neighbours; in GGUF, element `i` of both halves of
+            // the block.
             let code = |at: usize| codes[at / 2] >> (at % 2 * 4) & 15;
             for (at, to) in to[1..].iter_mut().enumerate() {
                 *to = code(at) | code(at + CODE_BYTES) << 4;
@@ -84,7 +86,7 @@ mod tests {
     #[test]
     fn neighbours_are_halves_of_a_byte() {
         let folder = tempfile::tempdir().expect("a folder");
-        // Two rows of two blocks: 1, 2, 3, ... and so on.
+        // Two rows of two blocks, with the codes 1, 2, 3, and so on.
         let codes: Vec<u8> = (0..64).map(|at: u8| (at % 8) | ((at / 8) << 4)).collect();
         let exponents = [127, 128, 0, 130];
         let tensors = [

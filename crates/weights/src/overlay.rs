@@ -1,7 +1,8 @@
-//! Overlays: changed tensors on top of a safetensors checkpoint, without copying the rest.
+//! Overlays: changed tensors on top of a safetensors checkpoint, without a copy of the other
+//! tensors.
 //!
-//! An overlay is a folder that is a checkpoint itself: files of the changed tensors, links to the
-//! files that have the others, and an index of both.
+//! An overlay is a folder that is a checkpoint itself: files with the changed tensors, links to the
+//! files with the other tensors, and an index of all tensors.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::fs::{self, File};
@@ -17,32 +18,32 @@ use crate::checkpoint::{HEAD, INDEX, Index};
 use crate::error::ModelError;
 use crate::safe::{SafeFile, SafeTensor};
 
-/// The file of tensors that an earlier overlay has changed and this one has not.
+/// The file with tensors that an earlier overlay changed and this overlay does not.
 const KEPT: &str = "kept.safetensors";
-/// Bytes that are copied at a time.
+/// Bytes per copy operation.
 const AT_ONCE: usize = 1 << 20;
-/// Bytes of a number of the widest type that trainers send.
+/// Bytes per element of the widest data type that trainers send.
 const WIDEST: u64 = 4;
-/// Bytes of a header for each tensor: name, type, shape and offsets.
+/// An upper limit for a tensor's entry in a header: name, type, shape and offsets.
 const HEADER_OF_ONE: u64 = 1 << 10;
-/// Bytes of a header besides its tensors' entries.
+/// An upper limit for the other bytes of a header.
 const HEADER: u64 = 1 << 20;
 
-/// A checkpoint of safetensors that hands load.
+/// The safetensors checkpoint that hands load.
 #[derive(Debug, Clone, Copy)]
 pub struct ServedCheckpoint<'a> {
-    /// The folder with the files beside the tensors.
+    /// The folder with the files that are not tensors.
     pub folder: &'a Path,
     /// The files with tensors.
     pub files: &'a [PathBuf],
-    /// True if the folder is an overlay, which is removed with its own files.
+    /// True if the folder is an overlay. Its files are removed together with the folder.
     pub is_overlay: bool,
-    /// True if the head is the embedding.
+    /// True if the head is the embedding matrix.
     pub tied: bool,
 }
 
 impl ServedCheckpoint<'_> {
-    /// The largest number of bytes of all tensors in one update, headers included.
+    /// The largest size in bytes of one update, which may contain every tensor, with headers.
     ///
     /// # Errors
     /// A file can't be read or is damaged.
@@ -56,13 +57,13 @@ impl ServedCheckpoint<'_> {
         Ok(self.tensors()?.values().map(of_tensor).sum::<u64>() + HEADER)
     }
 
-    /// Makes `folder`, which has the files `changed`, an overlay over this checkpoint. Tensors must
-    /// have the checkpoint's names and shapes, and the same type or another float type. The head of
-    /// a tied pair may be among them, without effect.
+    /// Turns `folder`, which contains the files `changed`, into an overlay over this checkpoint.
+    /// Tensors must have the checkpoint's names, shapes and types; float types may differ. A head
+    /// that is tied to the embedding may be among them, and has no effect.
     ///
     /// # Errors
-    /// A file is damaged, a tensor is not in the checkpoint, or occurs twice, or the folder can't
-    /// be written. The message is one line for the client.
+    /// A file is damaged, a tensor is not in the checkpoint or occurs twice, or the folder can't be
+    /// written. The message is one line for the client.
     pub fn lay(&self, folder: &Path, changed: &[PathBuf]) -> Result<(), ModelError> {
         let mut served = self.tensors()?;
         let mut placed: BTreeMap<String, String> = BTreeMap::new();
@@ -96,14 +97,14 @@ impl ServedCheckpoint<'_> {
         fs::write(&path, index.to_string()).map_err(|error| unwritable(&path, &error))
     }
 
-    /// The tensors that count, by name.
+    /// Returns the tensors that the model uses, by name.
     fn tensors(&self) -> Result<BTreeMap<String, Placed>, ModelError> {
         let index = Index::beside(self.files)?;
         let mut found: BTreeMap<String, Placed> = BTreeMap::new();
         for path in self.files {
             let file = Arc::new(SafeFile::open(path)?);
             for (name, tensor) in &file.tensors {
-                // Of two files without an index, the first one counts.
+                // If there is no index and two files have the same tensor, the first file is used.
                 if index.places(name, path) && !found.contains_key(name) {
                     found.insert(name.clone(), (Arc::clone(&file), tensor.clone()));
                 }
@@ -112,8 +113,8 @@ impl ServedCheckpoint<'_> {
         Ok(found)
     }
 
-    /// Links the files of unchanged tensors. An overlay's own files are copied, since they are
-    /// removed with it.
+    /// Links the files of unchanged tensors. Files that belong to an older overlay are copied,
+    /// because they are removed with that overlay.
     fn place_others(
         &self,
         folder: &Path,
@@ -142,7 +143,7 @@ impl ServedCheckpoint<'_> {
         if kept.is_empty() { Ok(()) } else { copy(&kept, &folder.join(KEPT)) }
     }
 
-    /// Links what the folder has beside tensors.
+    /// Links the files that contain no tensors.
     fn link_rest(&self, folder: &Path) -> Result<(), ModelError> {
         let unreadable = |error| ModelError::unreadable(self.folder, &error);
         let mut names = BTreeSet::new();
@@ -159,7 +160,7 @@ impl ServedCheckpoint<'_> {
     }
 }
 
-/// A tensor, and the file that has it.
+/// A tensor, and the file that contains it.
 type Placed = (Arc<SafeFile>, SafeTensor);
 
 fn is_float(dtype: Dtype) -> bool {
@@ -182,7 +183,8 @@ fn check(name: &str, sent: &SafeTensor, served: &SafeTensor) -> Result<(), Model
     Ok(())
 }
 
-/// An error about a file from a client, who does not know its path.
+/// Returns the message for an error in a file that a client sent. The client does not know the
+/// file's path.
 fn in_words(error: &ModelError, path: &Path, number: usize) -> String {
     if is_pickle(path) {
         return "tensors came as a pickle, which can run code when it is read: send safetensors, as `safetensors.torch.save` makes them"
@@ -191,8 +193,9 @@ fn in_words(error: &ModelError, path: &Path, number: usize) -> String {
     error.to_string().replace(&path.display().to_string(), &format!("safetensors number {number}"))
 }
 
-/// True for output of `pickle.dumps` (protocol 2 and later) and `torch.save`. Its first bytes could
-/// also be the header length of a safetensors file, so it is checked after parsing has failed.
+/// True if the file is output of `pickle.dumps` (protocol 2 and later) or `torch.save`. These first
+/// bytes could also be the header length of a safetensors file, so this is checked only after
+/// parsing has failed.
 fn is_pickle(path: &Path) -> bool {
     let mut first = [0; 2];
     let read = File::open(path).and_then(|file| file.read_exact_at(&mut first, 0));
@@ -203,7 +206,7 @@ fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-/// Links to the final target, so that no link leads through another overlay.
+/// Creates a link to the final target of `from`, so that no link goes through another overlay.
 fn link(from: &Path, to: &Path) -> Result<(), ModelError> {
     let target = from.canonicalize().map_err(|error| ModelError::unreadable(from, &error))?;
     symlink(target, to).map_err(|error| unwritable(to, &error))
@@ -247,7 +250,7 @@ mod tests {
 
     use super::*;
 
-    /// Writes tensors of the given numbers.
+    /// Writes tensors with the given values.
     fn write(path: &Path, tensors: &[(&str, &[f32])], dtype: Dtype) {
         let bytes: Vec<Vec<u8>> = tensors
             .iter()
@@ -263,7 +266,7 @@ mod tests {
         fs::write(path, file).expect("written");
     }
 
-    /// A folder with a checkpoint of two files.
+    /// Creates a folder with a checkpoint of two files.
     fn checkpoint() -> tempfile::TempDir {
         let folder = tempfile::tempdir().expect("a folder");
         let path = |name: &str| folder.path().join(name);
@@ -288,7 +291,7 @@ mod tests {
         ServedCheckpoint { folder, files, is_overlay, tied: true }
     }
 
-    /// The values of all tensors that are served from a folder.
+    /// Returns the values of all tensors that are served from a folder.
     fn numbers(folder: &Path) -> BTreeMap<String, Vec<f32>> {
         let files = files(folder);
         let tensors = served(folder, &files, true).tensors().expect("a checkpoint");

@@ -1,4 +1,4 @@
-//! Reads the first rows of a parameter, for clients that check what is served.
+//! Reads the first rows of a parameter, for clients that check the weights that are served.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -12,7 +12,7 @@ use crate::safe::SafeFile;
 use crate::tensor::numbers_of;
 use crate::vector::{VectorLayer, weight_files};
 
-/// The readable number types, by their names in safetensors and GGUF.
+/// The data types that can be read, by their names in safetensors and GGUF.
 const FLOATS: [&str; 4] = ["F64", "F32", "F16", "BF16"];
 /// The largest number of values that are read.
 const MOST_VALUES: usize = 1 << 20;
@@ -20,13 +20,13 @@ const MOST_VALUES: usize = 1 << 20;
 /// The first rows of a parameter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParameterRows {
-    /// The sizes of the result; the first dimension has at most the requested rows.
+    /// The shape of the result. The first dimension is at most the requested number of rows.
     pub shape: Vec<usize>,
-    /// The values, the last dimension first.
+    /// The values, with the last dimension contiguous.
     pub values: Vec<f32>,
 }
 
-/// Where a parameter's numbers are, contiguously.
+/// The contiguous range of a file with a parameter's values.
 struct Numbers {
     file: PathBuf,
     offset: u64,
@@ -35,13 +35,13 @@ struct Numbers {
     shape: Vec<usize>,
 }
 
-/// Reads the first `rows` rows of a parameter; of a vector, the first values. Names are those of
-/// safetensors, or the family's names as in transformers. `scores` and `layers` as in
-/// [`Manifest::new`].
+/// Reads the first `rows` rows of a parameter, or the first values of a vector. `name` is
+/// the name in the safetensors files, or the family's name as in transformers. `scores` and
+/// `layers` are as in [`Manifest::new`].
 ///
 /// # Errors
-/// There is no such parameter, it is not stored as plain floats, too much is requested, or a file
-/// can't be read. The message is one line for the client.
+/// There is no such parameter, it is not stored as plain floats, too many values are requested, or
+/// a file can't be read. The message is one line for the client.
 pub fn read_parameter(
     (format, files): (&str, &[PathBuf]),
     shape: Option<&ModelShape>,
@@ -84,7 +84,7 @@ pub fn read_parameter(
     Ok(ParameterRows { shape, values: numbers_of(&format, &read)? })
 }
 
-/// A tensor by its name in the files.
+/// Finds a tensor by its name in the files.
 fn in_safetensors(files: &[PathBuf], name: &str) -> Result<Option<Numbers>, ModelError> {
     let index = Index::beside(files)?;
     for path in files {
@@ -105,7 +105,7 @@ fn in_safetensors(files: &[PathBuf], name: &str) -> Result<Option<Numbers>, Mode
     Ok(None)
 }
 
-/// A weight by its name in the family.
+/// Finds a weight by its name in the family.
 fn in_family(
     (format, files): (&str, &[PathBuf]),
     shape: &ModelShape,

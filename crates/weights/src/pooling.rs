@@ -1,4 +1,4 @@
-//! How a model pools, from the files of its repository.
+//! How a model pools, read from the files of its repository.
 
 use std::fs;
 use std::path::Path;
@@ -14,11 +14,11 @@ use crate::sizes::optional;
 use crate::vector::{VectorLayer, of_config, size_behind};
 
 const MODULES: &str = "modules.json";
-/// The end of the names of cross-encoders.
+/// The suffix of the architecture names of cross-encoders.
 const SCORER: &str = "ForSequenceClassification";
-/// The largest number of a classifier's labels.
+/// The largest number of labels of a classifier.
 const MOST_LABELS: u64 = 1 << 16;
-/// The largest number of bytes of `modules.json`, which names a handful of modules.
+/// The size limit of `modules.json` in bytes. The file names a handful of modules.
 const MOST_JSON: u64 = 1 << 20;
 const MODES: [(&str, &str); 6] = [
     ("pooling_mode_cls_token", "cls"),
@@ -29,15 +29,15 @@ const MODES: [(&str, &str); 6] = [
     ("pooling_mode_weightedmean_tokens", "weightedmean"),
 ];
 
-/// The description of a model's pooling; null: it generates.
+/// Returns the description of a model's pooling; null: the model generates.
 ///
 /// Encoders, decoders with bidirectional attention, repositories in the layout of
-/// sentence-transformers, and checkpoints without a head always pool. With `forced` any decoder
-/// pools: by the last token's normalised state. `shape` is the model's; `None`: transformers' code
-/// computes it.
+/// sentence-transformers, and checkpoints without a head always pool. With `forced`, any decoder
+/// pools the last token's normalised state. `shape` is the model's; `None`: the model is computed
+/// by transformers.
 ///
 /// # Errors
-/// The model would be pooled wrongly.
+/// This kind of pooling is not supported for this model.
 pub(crate) fn read_pooling(
     config: &Map<String, Value>,
     folder: Option<&Path>,
@@ -64,7 +64,8 @@ pub(crate) fn read_pooling(
     }
     let pooled = match folder {
         Some(folder) if !modules.is_empty() => of_modules(&modules, folder)?,
-        // If neither the repository nor the GGUF file names a pooling, use that of other engines.
+        // If neither the repository nor the GGUF file names a pooling, use the default of other
+        // engines.
         _ => {
             let usual = if encoder || sees_all { "cls" } else { "last" };
             let kind = config.get("pooling_type").and_then(Value::as_str).unwrap_or(usual);
@@ -114,8 +115,8 @@ pub(crate) fn read_pooling(
     }))
 }
 
-/// The pooling of a model that scores texts or pairs: with one score, or one for each label.
-/// `family`: that of a decoder.
+/// Returns the pooling of a model that scores texts or pairs of texts: one score, or one score per
+/// label. `family` is the decoder's; `None`: the model is an encoder.
 fn of_scorer(
     config: &Map<String, Value>,
     family: Option<&'static Family>,
@@ -149,7 +150,7 @@ fn of_scorer(
     }))
 }
 
-/// The names of a classifier's labels, in the order of its scores.
+/// Returns the names of a classifier's labels, in the order of its scores.
 fn labels(config: &Map<String, Value>) -> Result<Vec<String>, ModelError> {
     let named = config.get("id2label").and_then(Value::as_object).filter(|it| !it.is_empty());
     let count = match optional(config, "num_labels", MOST_LABELS)? {
@@ -163,8 +164,8 @@ fn labels(config: &Map<String, Value>) -> Result<Vec<String>, ModelError> {
     Ok((0..count.min(MOST_LABELS as usize)).map(name).collect())
 }
 
-/// The function from scores to answers: what the authors have configured, or what the model was
-/// trained with. A single score goes through a sigmoid.
+/// Returns the function that is applied to scores: the one that the authors configured, or the one
+/// that the model was trained with. A single score goes through a sigmoid.
 fn function(config: &Map<String, Value>, labels: usize) -> Result<&'static str, ModelError> {
     let own = config.get("sentence_transformers").and_then(|own| own.get("activation_fn"));
     let text = |value: Option<&Value>| {
@@ -189,8 +190,8 @@ fn function(config: &Map<String, Value>, labels: usize) -> Result<&'static str, 
     }
 }
 
-/// The modules from which sentence-transformers builds the model; empty: the repository has another
-/// layout.
+/// Reads the modules from which sentence-transformers builds the model. Empty if the repository has
+/// another layout.
 fn modules(folder: &Path) -> Result<Vec<Map<String, Value>>, ModelError> {
     let path = folder.join(MODULES);
     let Ok(about) = fs::metadata(&path) else { return Ok(Vec::new()) };
@@ -210,13 +211,13 @@ fn modules(folder: &Path) -> Result<Vec<Map<String, Value>>, ModelError> {
         .collect())
 }
 
-/// The modules that follow the model.
+/// The sentence-transformers modules that follow the model.
 struct Modules {
     /// The kind of pooling.
     kind: String,
-    /// True if vectors are normalised.
+    /// True if the final vectors are normalised.
     normalize: bool,
-    /// The layers in between.
+    /// The layers between pooling and normalisation.
     layers: Vec<VectorLayer>,
 }
 
@@ -298,7 +299,7 @@ mod tests {
         config.as_object().expect("an object").clone()
     }
 
-    /// The pooling of a model with this config.
+    /// Returns the pooling of a model with this config.
     fn pooling(
         config: &Map<String, Value>,
         folder: Option<&Path>,

@@ -1,19 +1,19 @@
-//! Weights read row by row from tensors, in the data types used for computing.
+//! Reads weights row by row from tensors, converted to the model's data type.
 
 use crate::error::ModelError;
 use crate::families::TensorPart;
 use crate::tensor::{TorchNumber, halves, write_numbers};
 
-/// A receiver of numbers, some at a time.
+/// A function that receives values in chunks.
 pub(crate) type Receiver<'a> = dyn FnMut(&[f32]) -> Result<(), ModelError> + 'a;
 
 /// A tensor whose rows can be read as floats.
 pub(crate) trait FloatRows {
-    /// Calls `with` with `count` numbers from element `first` on, a part at a time. Both are
+    /// Calls `with` with `count` values from element `first` on, in chunks. `first` and `count` are
     /// multiples of a row's length.
     ///
     /// # Errors
-    /// The numbers can't be read, or `with` fails.
+    /// The values can't be read, or `with` fails.
     fn each(
         &self,
         name: &str,
@@ -22,8 +22,8 @@ pub(crate) trait FloatRows {
         with: &mut Receiver<'_>,
     ) -> Result<(), ModelError>;
 
-    /// Copies numbers from an element on into `to`, if they are stored in this type; false: they
-    /// are not.
+    /// Copies stored values into `to`, starting at an element. Returns false if they are not stored
+    /// in this data type.
     ///
     /// # Errors
     /// The file can't be read.
@@ -31,7 +31,7 @@ pub(crate) trait FloatRows {
         Ok(false)
     }
 
-    /// Reads a weight in the model's data type, into memory of its size.
+    /// Reads a weight into a buffer of its size, converted to the model's data type.
     ///
     /// # Errors
     /// The weight has another size, or can't be read.
@@ -55,7 +55,7 @@ pub(crate) trait FloatRows {
                 matrix.extend_from_slice(values);
                 Ok(())
             })?;
-            // A row of the weight is a column of the tensor.
+            // A row of the weight is a column of the stored matrix.
             for (row, to) in to.chunks_exact_mut((rows * width).max(1)).enumerate() {
                 let column = matrix.iter().skip(part.row(row)).step_by(columns);
                 write_numbers(column.map(|&value| part.change(value)), number, to);
@@ -85,7 +85,7 @@ pub(crate) trait FloatRows {
         Ok(())
     }
 
-    /// Reads contiguous elements.
+    /// Reads contiguous elements of a weight.
     ///
     /// # Errors
     /// They can't be read.
@@ -112,12 +112,12 @@ pub(crate) trait FloatRows {
 }
 
 impl TensorPart {
-    /// True if single rows are taken, with others in between.
+    /// True if the weight takes single rows and skips the rows between them.
     pub(crate) fn is_every_nth(&self) -> bool {
         self.width == 1 && self.step > 1
     }
 
-    /// The number of rows from the first taken row to the last one.
+    /// The number of rows from the first row to the last one, including skipped rows.
     pub(crate) fn span(&self) -> usize {
         self.rows.saturating_sub(1) * self.step + self.rows.min(1)
     }

@@ -1,5 +1,5 @@
-//! Safetensors: where each tensor is in a file, and its bytes. The `safetensors` crate checks the
-//! header's format.
+//! Safetensors files: the location of each tensor, and its bytes. The `safetensors` crate checks
+//! the header's format.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,19 +11,19 @@ use safetensors::tensor::Metadata;
 
 use crate::error::ModelError;
 
-/// Bytes of the number before the header.
+/// Bytes of the header's length, which precedes the header.
 const LENGTH: u64 = 8;
-/// The limit of the reference implementation.
+/// The header size limit of the reference implementation.
 const MOST_HEADER: u64 = 100_000_000;
 
-/// One file. Opening it reads the header only.
+/// An open file. Opening it reads only the header.
 pub(crate) struct SafeFile {
     path: PathBuf,
     file: File,
     pub(crate) tensors: HashMap<String, SafeTensor>,
 }
 
-/// The place of a tensor in a file.
+/// The location, data type and shape of a tensor in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct SafeTensor {
     pub(crate) dtype: Dtype,
@@ -50,7 +50,8 @@ impl SafeFile {
         }
         let mut header = vec![0; length as usize];
         file.read_exact_at(&mut header, LENGTH).map_err(unreadable)?;
-        // It checks that tensors are contiguous, and that each has the length of its shape.
+        // Deserialising checks that tensors are contiguous, and that each has the length of its
+        // shape.
         let metadata: Metadata =
             serde_json::from_slice(&header).map_err(|error| damaged(&error.to_string()))?;
         if Some(metadata.data_len() as u64) != size.checked_sub(LENGTH + length) {
@@ -79,7 +80,7 @@ impl SafeFile {
         &self.path
     }
 
-    /// Reads bytes of the file.
+    /// Reads bytes from an offset until `to` is full.
     pub(crate) fn read(&self, offset: u64, to: &mut [u8]) -> Result<(), ModelError> {
         self.file
             .read_exact_at(to, offset)

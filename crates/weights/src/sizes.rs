@@ -1,22 +1,23 @@
-//! Numbers of a model's `config.json`, each checked once when it is read.
+//! Sizes and other numbers in a model's `config.json`. Each is checked once, when it is read.
 
 use serde_json::{Map, Value};
 
 use crate::error::ModelError;
 
-/// The default upper bound. It is far above known models, and products of such numbers fit 64 bits.
+/// The default upper bound. It is far above the values of known models, and a product of two such
+/// values fits in 64 bits.
 pub(crate) const MOST: u64 = 1 << 22;
-/// The largest number of heads, and of elements of a head.
+/// The largest number of heads, and of elements per head.
 pub(crate) const MOST_HEADS: u64 = 1 << 16;
-/// The largest number of layers, bounded because weight names are made for each before a file is
-/// read.
+/// The largest number of layers. The limit exists because weight names are made for each layer
+/// before any file is read.
 pub(crate) const MOST_LAYERS: u64 = 1 << 12;
 /// The largest number of positions.
 pub(crate) const MOST_POSITIONS: u64 = i32::MAX as u64;
-/// Characters of a wrong value in an error.
+/// The number of characters of a wrong value that an error shows.
 const SHOWN: usize = 40;
 
-/// True for a value that is true in Python.
+/// True if Python would treat the value as true.
 pub(crate) fn truthy(value: Option<&Value>) -> bool {
     match value {
         None | Some(Value::Null | Value::Bool(false)) => false,
@@ -28,7 +29,7 @@ pub(crate) fn truthy(value: Option<&Value>) -> bool {
     }
 }
 
-/// A number that a config must have, from 1 to `most`.
+/// Reads a required number from 1 to `most`.
 pub(crate) fn size(config: &Map<String, Value>, key: &str, most: u64) -> Result<usize, ModelError> {
     let there = config.get(key).filter(|value| !value.is_null());
     let value =
@@ -36,7 +37,7 @@ pub(crate) fn size(config: &Map<String, Value>, key: &str, most: u64) -> Result<
     Ok(checked(value, key, 1, most)? as usize)
 }
 
-/// A number that a config must have under one of several names, from 1 to `most`.
+/// Reads a required number from 1 to `most`, which is under one of several keys.
 pub(crate) fn size_of(
     config: &Map<String, Value>,
     keys: &[&str],
@@ -46,7 +47,7 @@ pub(crate) fn size_of(
     size(config, keys.iter().find(there).unwrap_or(&keys[0]), most)
 }
 
-/// A number of at most `most` that is present, not null and not 0.
+/// Reads a number of at most `most`; `None`: it is missing, null or 0.
 pub(crate) fn optional(
     config: &Map<String, Value>,
     key: &str,
@@ -56,7 +57,7 @@ pub(crate) fn optional(
     there.map(|value| checked(value, key, 1, most)).transpose()
 }
 
-/// A positive real number; `usual` if it is missing, null or 0.
+/// Reads a positive real number; `usual` if it is missing, null or 0.
 pub(crate) fn real(config: &Map<String, Value>, key: &str, usual: f64) -> Result<f64, ModelError> {
     let Some(value) = config.get(key).filter(|value| truthy(Some(value))) else {
         return Ok(usual);
@@ -67,7 +68,7 @@ pub(crate) fn real(config: &Map<String, Value>, key: &str, usual: f64) -> Result
     })
 }
 
-/// A value that has to be a whole number from `least` to `most`.
+/// Checks that a value is a whole number from `least` to `most`.
 pub(crate) fn checked(value: &Value, key: &str, least: u64, most: u64) -> Result<u64, ModelError> {
     value.as_u64().filter(|number| (least..=most).contains(number)).ok_or_else(|| {
         ModelError::broken(format!(
@@ -77,7 +78,7 @@ pub(crate) fn checked(value: &Value, key: &str, least: u64, most: u64) -> Result
     })
 }
 
-/// The beginning of a value, in one line.
+/// Returns the beginning of a value, on one line.
 fn shown(value: &Value) -> String {
     let text = value.to_string();
     match text.char_indices().nth(SHOWN) {
@@ -96,7 +97,7 @@ mod tests {
 
     use super::*;
 
-    /// Values that are not valid as sizes.
+    /// Returns values that are not valid as sizes.
     fn senseless() -> Vec<Value> {
         let huge = serde_json::from_str(&"9".repeat(300)).expect("a number");
         let long = Value::String("x".repeat(10_000));
@@ -189,7 +190,7 @@ mod tests {
         let encoder = (bert(), (|config| BertShape::of(config).map(drop)) as Reader);
         for (config, read) in decoders.chain([encoder]) {
             read(&config).expect("a model");
-            // Latent attention has its head sizes under other names.
+            // A model with latent attention has its head sizes under other keys.
             let latent = config.contains_key("kv_lora_rank");
             let unread = |key: &str| {
                 key == "architectures"
@@ -214,7 +215,7 @@ mod tests {
                 ] {
                     let mut config = config.clone();
                     config[key] = value;
-                    // A model or an error, and no panic.
+                    // The result is a model or an error, but never a panic.
                     let _ = read(&config);
                 }
             }

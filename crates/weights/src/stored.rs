@@ -1,4 +1,4 @@
-//! The number and type of a model's parameters, from the headers of its files.
+//! The number and data type of a model's parameters, read from the headers of its files.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -39,13 +39,13 @@ const MIXED: [(i64, &str); 23] = [
 /// How a model's weights are stored.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StoredWeights {
-    /// The number of parameters; `None`: some are packed, several to a number.
+    /// The number of parameters; `None`: some values are packed, several per stored number.
     pub parameters: Option<u64>,
-    /// The type of most parameters, such as `BF16` or `Q4_K_M`.
+    /// The data type of most parameters, such as `BF16` or `Q4_K_M`.
     pub weight_type: String,
 }
 
-/// Reads the headers of a model's files, which are GGUF or safetensors by their names.
+/// Reads the headers of a model's files. The file names show whether these are GGUF or safetensors.
 ///
 /// # Errors
 /// A file is missing or damaged.
@@ -68,7 +68,7 @@ pub fn stored_weights(files: &[PathBuf]) -> Result<StoredWeights, ModelError> {
         for file in files {
             for tensor in SafeFile::open(file)?.tensors.values() {
                 packed |= is_packed(tensor.dtype);
-                // Positions and the like are no weights.
+                // Tensors of 64-bit integers, such as position ids, are not weights.
                 if tensor.dtype != Dtype::I64 {
                     count(tensor.dtype.to_string(), &tensor.shape);
                 }
@@ -76,14 +76,14 @@ pub fn stored_weights(files: &[PathBuf]) -> Result<StoredWeights, ModelError> {
         }
     }
     let parameters = (!packed).then(|| counts.values().sum());
-    // If two types are equally frequent, the name decides.
+    // Of equally frequent types, the one whose name sorts last wins.
     let most = counts.into_iter().max_by(|one, other| (one.1, &one.0).cmp(&(other.1, &other.0)));
     let weight_type =
         mixed.map_or_else(|| most.map_or_else(String::new, |(name, _)| name), Into::into);
     Ok(StoredWeights { parameters, weight_type })
 }
 
-/// True for the types in which quantised checkpoints pack several numbers.
+/// True for the data types in which quantised checkpoints pack several values.
 fn is_packed(dtype: Dtype) -> bool {
     matches!(dtype, Dtype::I32 | Dtype::U32 | Dtype::U8)
 }

@@ -1,4 +1,4 @@
-//! The stored numbers of a tensor, converted to the types used for computing.
+//! The stored values of a tensor, converted to the data types that are used for computing.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use crate::mxfp4::{Mxfp4Stack, Placed};
 use crate::rows::{FloatRows, Receiver};
 use crate::safe::{SafeFile, SafeTensor};
 
-/// The number of elements converted at a time: whole blocks of every type.
+/// The number of elements that are converted at a time. It is a multiple of every type's block.
 pub(crate) const AT_ONCE: usize = 1 << 18;
 
-/// The data types used for computing, by PyTorch's names.
+/// The data types that are used for computing, by PyTorch's names.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TorchNumber {
     /// `torch.float32`
@@ -24,7 +24,7 @@ pub enum TorchNumber {
     Bfloat16,
 }
 
-/// The types of stored numbers.
+/// The stored float types.
 #[derive(Clone, Copy)]
 enum Number {
     Float64,
@@ -52,7 +52,7 @@ impl TorchNumber {
     }
 }
 
-/// A tensor of an open file.
+/// A tensor in an open file.
 #[derive(Clone)]
 pub(crate) enum Tensor {
     Safe(Arc<SafeFile>, SafeTensor),
@@ -61,14 +61,14 @@ pub(crate) enum Tensor {
 }
 
 impl Tensor {
-    /// The GGUF name of the block type that stores a weight's numbers unchanged; `None`: they are
-    /// not in blocks, or are changed.
+    /// Returns the GGUF name of the block type in which a weight is stored; `None`: the weight is
+    /// not in blocks, or its values are changed when it is read.
     pub(crate) fn block_type(&self, part: &TensorPart) -> Option<&'static str> {
         let kind = self.kind()?;
         part.is_rows().then(|| kind.name()).filter(|name| computed_as(name).is_some())
     }
 
-    /// The type of a GGUF file's numbers, or of such blocks; `None`: plain safetensors numbers.
+    /// The type of a GGUF or `MXFP4` tensor; `None`: the tensor has plain safetensors values.
     fn kind(&self) -> Option<TensorType> {
         match self {
             Self::Safe(..) => None,
@@ -77,7 +77,7 @@ impl Tensor {
         }
     }
 
-    /// The bytes from an element on: whole blocks, or plain numbers.
+    /// Reads whole blocks or plain values, starting at element `first`.
     fn read_bytes(&self, first: usize, to: &mut [u8]) -> Result<(), ModelError> {
         match self {
             Self::Safe(file, tensor) => {
@@ -89,7 +89,7 @@ impl Tensor {
         }
     }
 
-    /// Checks that all numbers are finite.
+    /// Checks that all values are finite.
     pub(crate) fn check_finite(&self, name: &str) -> Result<(), ModelError> {
         self.each(name, 0, self.shape().iter().product(), &mut |values| match values
             .iter()
@@ -100,8 +100,8 @@ impl Tensor {
         })
     }
 
-    /// Reads a matrix in blocks of type `kind`, appended to `to`; `None`: the conversion does not
-    /// exist.
+    /// Reads a matrix in blocks of type `kind`, appended to `to`; `None`: there is no such
+    /// conversion.
     pub(crate) fn read_blocks(
         &self,
         part: &TensorPart,
@@ -113,7 +113,7 @@ impl Tensor {
         let row_bytes = part.columns() / elements * size;
         let at_once = (AT_ONCE / part.columns().max(1)).max(1);
         let every_nth = part.is_every_nth();
-        // Rows that are skipped are read along with those around them.
+        // Rows that are skipped are read together with the rows around them.
         let (all, together, nth) = if every_nth {
             (part.span(), at_once.next_multiple_of(part.step), part.step)
         } else {
@@ -138,14 +138,14 @@ impl Tensor {
             }
         }
         if let Some(heads) = part.pairs {
-            // Moving a row moves its blocks.
+            // The order of whole rows changes, so each row's blocks move with it.
             halves(&mut to[begin..], part.rows, heads);
         }
         Ok(Some(()))
     }
 
-    /// The range of a safetensors tensor; `None`: it is in another kind of file, or consists of two
-    /// tensors.
+    /// Returns the file and range of a safetensors tensor; `None`: it is in another kind of file,
+    /// or consists of two tensors.
     pub(crate) fn placed(&self) -> Option<Placed> {
         match self {
             Self::Safe(file, tensor) => Some((file.clone(), tensor.clone())),
@@ -153,7 +153,7 @@ impl Tensor {
         }
     }
 
-    /// The name of a GGUF file's tensor.
+    /// The name of a GGUF tensor.
     pub(crate) fn name(&self) -> &str {
         match self {
             Self::Safe(..) | Self::Mxfp4(_) => "a tensor",
@@ -161,7 +161,7 @@ impl Tensor {
         }
     }
 
-    /// The shape in the file.
+    /// The shape that the file states.
     pub(crate) fn shape(&self) -> &[usize] {
         match self {
             Self::Safe(_, tensor) => &tensor.shape,
@@ -170,12 +170,12 @@ impl Tensor {
         }
     }
 
-    /// Bytes of this many contiguous numbers.
+    /// The size in bytes of this many contiguous values.
     pub(crate) fn bytes_of(&self, name: &str, numbers: usize) -> Result<usize, ModelError> {
         let (elements, bytes) = match self {
             Self::Safe(_, tensor) => (8, tensor.dtype.bitsize()),
             Self::Gguf(tensor) => tensor.kind.block(),
-            // The exponents are in a separate tensor.
+            // Only the codes: the exponents are in a separate tensor.
             Self::Mxfp4(_) => (32, 16),
         };
         let bits = numbers * bytes;
@@ -187,7 +187,7 @@ impl Tensor {
         Ok(bits / elements)
     }
 
-    /// The stored type, in words.
+    /// The name of the stored data type.
     pub(crate) fn type_name(&self) -> String {
         match self {
             Self::Safe(_, tensor) => format!("{:?}", tensor.dtype),
@@ -247,7 +247,7 @@ impl FloatRows for Tensor {
     }
 }
 
-/// Converts bytes of a safetensors float type to numbers.
+/// Converts bytes of a safetensors float type to float32.
 pub(crate) fn floats(name: &str, dtype: Dtype, bytes: &[u8]) -> Result<Vec<f32>, ModelError> {
     let number = number_of(name, dtype)?;
     let mut values = vec![0.0; bytes.len() / number.bytes()];
@@ -302,7 +302,7 @@ pub(crate) fn write_numbers(values: impl Iterator<Item = f32>, number: TorchNumb
     }
 }
 
-/// Converts stored bytes to numbers, given the type's name in safetensors or GGUF.
+/// Converts stored bytes to float32, given the data type's name in safetensors or GGUF.
 pub(crate) fn numbers_of(format: &str, bytes: &[u8]) -> Result<Vec<f32>, ModelError> {
     let number = match format {
         "F64" => Number::Float64,
@@ -322,8 +322,8 @@ pub(crate) fn numbers_of(format: &str, bytes: &[u8]) -> Result<Vec<f32>, ModelEr
     Ok(values)
 }
 
-/// Reorders the rows of `heads` heads: in each, from (0, h, 1, h + 1, ...) back to (0, 1, ..., h, h
-/// + 1, ...).
+/// Moves the rows of each head from the order (0, h, 1, h + 1, ...) back to (0, 1, 2, ...). There h
+/// is half the number of a head's rows.
 pub(crate) fn halves(bytes: &mut [u8], rows: usize, heads: usize) {
     let dim = rows / heads.max(1);
     let Some(row_bytes) = bytes.len().checked_div(rows) else { return };
@@ -382,7 +382,7 @@ mod tests {
         ] {
             assert!(kind.block().0 > 1);
             let (elements, size) = kind.block();
-            // Small scales, so that nothing overflows.
+            // Small scales, so that no value overflows.
             let bytes: Vec<u8> =
                 (0..size).map(|at| if at % 2 == 1 { 0x11 } else { at as u8 }).collect();
             let mut exact = vec![0.0; elements];

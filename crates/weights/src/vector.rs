@@ -9,37 +9,39 @@ use crate::error::ModelError;
 use crate::json::read_object;
 use crate::sizes::{MOST, size};
 
-/// The key in a rebuilt config for the shapes of matrices after pooling that are in the model's own
-/// file.
+/// The key in a config rebuilt from a GGUF file for the shapes of matrices after pooling. These
+/// matrices are in the model's file.
 pub(crate) const DENSE_SHAPES: &str = "dense_shapes";
 /// The files of a `Dense` module.
 const CONFIG: &str = "config.json";
 const WEIGHTS: &str = "model.safetensors";
 
-/// A layer on a pooled vector: a product, an activation and a norm.
+/// A layer on a pooled vector: a linear projection, an activation and a norm.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VectorLayer {
-    /// The name of the product's weights, without the suffix.
+    /// The name of the projection's weights, without the suffix.
     pub name: String,
-    /// Elements of the vector that comes in.
+    /// Elements of the input vector.
     pub inputs: usize,
-    /// Elements of the vector that goes out.
+    /// Elements of the output vector.
     pub outputs: usize,
-    /// True if the product has a bias.
+    /// True if the projection has a bias.
     pub bias: bool,
-    /// The function behind the product.
+    /// The activation after the projection.
     pub activation: VectorActivation,
-    /// The norm after the activation, of the model's kind; `None`: there is none.
+    /// The name of the norm after the activation, whose kind is that of the model's norms; `None`:
+    /// there is no norm.
     pub norm: Option<String>,
-    /// The safetensors file with the weights, under `linear`; `None`: they are among the model's.
+    /// The safetensors file with the weights, under `linear`; `None`: the weights are in the
+    /// model's files.
     pub file: Option<PathBuf>,
 }
 
-/// The function behind the product of a vector.
+/// The activation after a vector's projection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum VectorActivation {
-    /// There is none.
+    /// No activation.
     Identity,
     /// The hyperbolic tangent.
     Tanh,
@@ -50,7 +52,7 @@ pub enum VectorActivation {
 }
 
 impl VectorActivation {
-    /// Finds a function by its name in transformers.
+    /// Returns the activation with this name in transformers.
     pub(crate) fn from_name(name: &str) -> Option<Self> {
         match name {
             "gelu" => Some(Self::Gelu),
@@ -60,7 +62,7 @@ impl VectorActivation {
         }
     }
 
-    /// An activation by the name of its PyTorch class.
+    /// Returns the activation with this PyTorch class name.
     fn from_class(name: &str) -> Option<Self> {
         match name.rsplit('.').next().unwrap_or_default() {
             "Identity" => Some(Self::Identity),
@@ -73,8 +75,8 @@ impl VectorActivation {
 }
 
 impl VectorLayer {
-    /// Reads the configuration of the `Dense` module in a folder; `number` is its index among the
-    /// model's modules.
+    /// Reads the configuration of the `Dense` module in a folder. `number` is the module's index
+    /// among the model's `Dense` modules.
     pub(crate) fn of_dense(folder: &Path, number: usize) -> Result<Self, ModelError> {
         let path = folder.join(CONFIG);
         let config = read_object(&path, false)?;
@@ -98,7 +100,7 @@ impl VectorLayer {
     }
 }
 
-/// The matrices after pooling in a rebuilt config. They have no activation.
+/// Reads the matrices after pooling from a rebuilt config. They have no activation.
 pub(crate) fn of_config(config: &Map<String, Value>) -> Result<Vec<VectorLayer>, ModelError> {
     let shapes = config.get(DENSE_SHAPES).cloned().unwrap_or_default();
     if shapes.is_null() {
@@ -119,7 +121,7 @@ pub(crate) fn of_config(config: &Map<String, Value>) -> Result<Vec<VectorLayer>,
     Ok(shapes.into_iter().enumerate().map(layer).collect())
 }
 
-/// Refuses a module that reads anything but the vector.
+/// Refuses a module that reads or writes anything but the pooled vector.
 fn refuse_others(config: &Map<String, Value>, path: &Path) -> Result<(), ModelError> {
     const VECTOR: &str = "sentence_embedding";
     for key in ["module_input_name", "module_output_name"] {
@@ -134,7 +136,8 @@ fn refuse_others(config: &Map<String, Value>, path: &Path) -> Result<(), ModelEr
     Ok(())
 }
 
-/// Checks that a vector of `size` elements fits the layers, and returns the size of the result.
+/// Checks that a vector of `size` elements fits the first layer, and each layer's output the next.
+/// Returns the size of the result.
 pub(crate) fn size_behind(size: usize, layers: &[VectorLayer]) -> Result<usize, ModelError> {
     layers.iter().try_fold(size, |size, layer| {
         if layer.inputs == size {
@@ -147,14 +150,14 @@ pub(crate) fn size_behind(size: usize, layers: &[VectorLayer]) -> Result<usize, 
     })
 }
 
-/// The files of a model's weights, followed by those of its layers after pooling, in the order of a
-/// manifest's numbers.
+/// Returns the files of a model's weights, then those of its layers after pooling. A manifest
+/// numbers files in this order.
 #[must_use]
 pub fn weight_files(files: &[PathBuf], layers: &[VectorLayer]) -> Vec<PathBuf> {
     files.iter().chain(layers.iter().filter_map(|layer| layer.file.as_ref())).cloned().collect()
 }
 
-/// Refuses `Dense` modules whose weights do not exist as safetensors.
+/// Refuses `Dense` modules without weights in safetensors.
 pub(crate) fn check_files(layers: &[VectorLayer]) -> Result<(), ModelError> {
     let missing = |path: &&PathBuf| !path.is_file();
     match layers.iter().filter_map(|layer| layer.file.as_ref()).find(missing) {

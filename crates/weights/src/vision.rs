@@ -1,4 +1,4 @@
-//! Vision towers, and how an image becomes their input.
+//! Vision towers, and how images are processed for them.
 
 use std::path::Path;
 
@@ -11,18 +11,18 @@ use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, checked, optional, real, size_
 
 /// The key of the tower's config in the model's config.
 pub(crate) const TOWER_CONFIG: &str = "vision_config";
-/// Colours of a pixel.
+/// Colour channels per pixel.
 const CHANNELS: u64 = 3;
-/// The largest number of pixels, patches or times of a side.
+/// The largest number of pixels or patches along a side, and of temporal repetitions.
 const MOST_SIDE: u64 = 1 << 10;
 const MOST_PIXELS: u64 = 1 << 31;
 const ROPE_THETA: f64 = 10000.0;
 const NORM_EPS: f64 = 1e-6;
-/// Files with the settings of an image's processing. transformers 5 writes the second.
+/// Files with the settings of image processing. transformers 5 writes the second one.
 const PROCESSORS: [&str; 2] = ["preprocessor_config.json", "processor_config.json"];
 const IMAGE_TOKENS: [&str; 3] = ["image_token_id", "vision_start_token_id", "vision_end_token_id"];
 
-/// A vision tower (Qwen2.5-VL, Qwen3-VL and Gemma 3, 2025). Sizes count elements, patches or
+/// A vision tower (Qwen2.5-VL, Qwen3-VL and Gemma 3, 2025). Sizes are in elements, patches or
 /// pixels.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct VisionTower {
@@ -30,33 +30,35 @@ pub struct VisionTower {
     pub kind: TowerKind,
     /// The number of layers.
     pub layers: usize,
-    /// Elements of a state.
+    /// Elements of a hidden state.
     pub hidden_size: usize,
-    /// The inner size of a layer's feed-forward part.
+    /// The inner size of the feed-forward part of a layer.
     pub intermediate_size: usize,
     /// The number of heads.
     pub heads: usize,
-    /// Pixels of a side of a patch.
+    /// The side of a patch in pixels.
     pub patch: usize,
-    /// How often a patch of a still image is repeated in time.
+    /// How often a patch of a still image is repeated along the time axis.
     pub temporal: usize,
-    /// The side, in patches, of the square that becomes one decoder position.
+    /// The side, in patches, of the square that becomes one position of the decoder.
     pub merge: usize,
-    /// The output size of a position, that of the decoder's states.
+    /// Elements of the tower's output per position, equal to the decoder's hidden size.
     pub out_size: usize,
-    /// The base of its rotary frequencies; `None`: it has no rotary embedding.
+    /// The base of the rotary embedding; `None`: the tower has no rotary embedding.
     pub theta: Option<f64>,
-    /// The epsilon of its norms.
+    /// The epsilon of the norms.
     pub norm_eps: f64,
-    /// True if attention within an image is bidirectional in the decoder.
+    /// True if the decoder's attention within an image is bidirectional.
     pub both_ways: bool,
-    /// Layers whose states are also added after the decoder's first layers (`DeepStack`, 2024).
+    /// Layers whose outputs are also added to the outputs of the decoder's first layers
+    /// (`DeepStack`, 2024).
     pub deepstack: Vec<usize>,
-    /// The side of the learned position table; `None`: there is none.
+    /// The side of the learned table of position embeddings; `None`: there is no table.
     pub table_side: Option<usize>,
-    /// The side of a window in decoder positions; `None`: every layer attends to the whole image.
+    /// The side of a window in positions of the decoder; `None`: every layer attends to the whole
+    /// image.
     pub window: Option<usize>,
-    /// The layers that attend to the whole image; the others attend within windows.
+    /// The layers that attend to the whole image. The other layers attend within windows.
     pub whole: Vec<usize>,
 }
 
@@ -64,13 +66,13 @@ pub struct VisionTower {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TowerKind {
-    /// Qwen2.5-VL: windows.
+    /// Qwen2.5-VL: attention within windows.
     Windows,
-    /// Qwen3-VL and Qwen3.5: a position table that is interpolated to the image's size, and
+    /// Qwen3-VL and Qwen3.5: a table of position embeddings, interpolated to the image's size, and
     /// optional deepstack outputs.
     Table,
-    /// `SigLIP` (Zhai et al. 2023) before Gemma 3: images of one size with a table entry for each
-    /// patch, and averages over squares of patches.
+    /// The `SigLIP` (Zhai et al. 2023) of Gemma 3: images of one size, with a table entry per
+    /// patch. Its outputs are averaged over squares of patches.
     Siglip,
 }
 
@@ -83,22 +85,24 @@ impl TowerKind {
     }
 }
 
-/// True if a config has a tower. A text-only repository may have kept the whole model's name.
+/// True if a config has a vision tower. A text-only repository may keep the architecture name of
+/// the model with a tower.
 pub(crate) fn has_tower(config: &Map<String, Value>) -> bool {
     config.get(TOWER_CONFIG).is_some_and(|tower| !tower.is_null())
 }
 
-/// The config of the model's tower.
+/// Returns the config of the model's tower.
 fn tower_config(config: &Map<String, Value>) -> Result<&Map<String, Value>, ModelError> {
     let tower = config.get(TOWER_CONFIG).and_then(Value::as_object);
     tower.ok_or_else(|| ModelError::broken("the model's config has a vision_config of no keys"))
 }
 
 impl VisionTower {
-    /// Reads the tower of a Qwen before a decoder of `layers` with states of `hidden` elements.
+    /// Reads a Qwen's tower. Its decoder has `layers` layers and hidden states of `hidden`
+    /// elements.
     ///
     /// # Errors
-    /// The tower would be computed wrongly, or its config lacks a value.
+    /// The tower is not supported, or its config lacks a value.
     pub(crate) fn from_config(
         config: &Map<String, Value>,
         kind: TowerKind,
@@ -133,7 +137,7 @@ impl VisionTower {
         }
     }
 
-    /// Reads the tower of a Gemma 3 before a decoder with states of `hidden` elements.
+    /// Reads a Gemma 3's tower. Its decoder has hidden states of `hidden` elements.
     ///
     /// # Errors
     /// The tower is not supported, or its config lacks a value.
@@ -170,7 +174,7 @@ impl VisionTower {
         })
     }
 
-    /// A tower without the features of a particular kind.
+    /// Reads the values that all kinds of towers have.
     fn plain(
         vision: &Map<String, Value>,
         kind: TowerKind,
@@ -200,7 +204,7 @@ impl VisionTower {
         })
     }
 
-    /// The side of every image in positions; `None`: it depends on the image's size.
+    /// The side of every image in positions of the decoder; `None`: it depends on the image's size.
     fn fixed_side(&self) -> Option<usize> {
         let side = self.table_side.filter(|_| self.kind == TowerKind::Siglip)?;
         Some(side / self.merge)
@@ -250,7 +254,7 @@ impl VisionTower {
     }
 }
 
-/// Numbers of layers. Absent ones are transformers' defaults.
+/// Reads a list of layer indices. The default is that of transformers.
 fn layer_numbers(
     vision: &Map<String, Value>,
     key: &str,
@@ -265,7 +269,7 @@ fn layer_numbers(
     items.iter().map(|layer| Ok(checked(layer, key, 0, MOST)? as usize)).collect()
 }
 
-/// Checks that a value is supported, or missing.
+/// Checks that a value is missing, or is one of the supported values.
 fn known(values: &Map<String, Value>, key: &str, known: &[Value]) -> Result<(), ModelError> {
     let found = values.get(key).filter(|value| !value.is_null());
     match found.filter(|value| !known.contains(value)) {
@@ -277,11 +281,11 @@ fn known(values: &Map<String, Value>, key: &str, known: &[Value]) -> Result<(), 
     }
 }
 
-/// How an image becomes a tower's input, and the tokens for images, for the brain.
-/// `tokenizer_config` names those of a Gemma 3.
+/// Returns the settings of image processing and the tokens for images, for the brain. A Gemma 3
+/// names its tokens in `tokenizer_config`.
 ///
 /// # Errors
-/// Files are missing, or require something that is not supported.
+/// Files are missing, or need a feature that is not supported.
 pub(crate) fn read_images(
     folder: &Path,
     config: &Map<String, Value>,
@@ -322,8 +326,8 @@ pub(crate) fn read_images(
     Ok(images.into())
 }
 
-/// The token for an image position, and the mark of an image in chat templates. The text that
-/// replaces it is that of transformers' `Gemma3Processor`.
+/// Returns the token for an image position, and the mark for an image in chat templates. The mark
+/// is replaced by the same text as in transformers' `Gemma3Processor`.
 fn gemma_tokens(
     config: &Map<String, Value>,
     tokenizer_config: &Map<String, Value>,
@@ -349,14 +353,14 @@ fn gemma_tokens(
     Ok(shown.as_object().cloned().unwrap_or_default())
 }
 
-/// A repository's settings of an image's processing.
+/// The image processing settings of a repository.
 struct Processor<'a> {
     folder: &'a Path,
     values: &'a Map<String, Value>,
 }
 
 impl Processor<'_> {
-    /// Settings with which an image keeps its aspect ratio (`Qwen2VLImageProcessor`).
+    /// Reads settings with which an image keeps its aspect ratio (`Qwen2VLImageProcessor`).
     fn of_any_size(&self, tower: &VisionTower) -> Result<Map<String, Value>, ModelError> {
         const BICUBIC: u64 = 3;
         self.known([json!("Qwen2VLImageProcessor"), json!("Qwen2VLImageProcessorFast")], BICUBIC)?;
@@ -391,7 +395,8 @@ impl Processor<'_> {
         self.read(tower, json!({"min_pixels": smallest, "max_pixels": largest}))
     }
 
-    /// Settings with which every image has `side` times `side` positions (`Gemma3ImageProcessor`).
+    /// Reads settings with which every image has `side` times `side` positions
+    /// (`Gemma3ImageProcessor`).
     fn of_one_size(
         &self,
         tower: &VisionTower,
@@ -418,7 +423,7 @@ impl Processor<'_> {
         self.read(tower, json!({"min_pixels": pixels, "max_pixels": pixels, "fixed": [side, side]}))
     }
 
-    /// Checks the kind of the processing, and its steps.
+    /// Checks that the kind of processing and its steps are supported.
     fn known(&self, names: [Value; 2], resample: u64) -> Result<(), ModelError> {
         known(self.values, "image_processor_type", &names)?;
         known(self.values, "resample", &[json!(resample)])?;
@@ -428,7 +433,7 @@ impl Processor<'_> {
         Ok(())
     }
 
-    /// All settings; `sizes` are those of images.
+    /// Reads the remaining settings. `sizes` contains the settings of image sizes.
     fn read(&self, tower: &VisionTower, sizes: Value) -> Result<Map<String, Value>, ModelError> {
         let colours = |key: &str| {
             let items = self.values.get(key).and_then(Value::as_array);
@@ -462,7 +467,7 @@ impl Processor<'_> {
     }
 }
 
-/// A number above 0.
+/// Returns a number above 0; `None`: the value is anything else.
 fn positive(value: Option<&Value>) -> Option<u64> {
     value.and_then(Value::as_u64).filter(|&it| it > 0)
 }

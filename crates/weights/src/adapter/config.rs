@@ -1,11 +1,11 @@
-//! PEFT's `adapter_config.json`. What an adapter changes follows from its tensors. The
-//! configuration gives factors, and is checked for features that no hand supports.
+//! PEFT's `adapter_config.json`. The adapter's tensors decide which modules it changes. The
+//! configuration gives the scales, and is checked for features that no hand supports.
 
 use serde_json::{Map, Value};
 
 use crate::error::ModelError;
 
-/// Fields that mean a different computation, unless they are null, false or empty.
+/// Fields that change the computation, unless they are null, false or empty. No hand supports them.
 const CHANGES: [&str; 14] = [
     "use_dora",
     "use_qalora",
@@ -22,9 +22,9 @@ const CHANGES: [&str; 14] = [
     "lora_bias",
     "fan_in_fan_out",
 ];
-/// Initialisations that also changed the base model, so that the adapter alone is useless.
+/// Initialisations that also changed the base model: the adapter is wrong on the original base.
 const CHANGED_BASE: [&str; 4] = ["pissa", "olora", "corda", "loftq"];
-/// Fields that are read, or that do not affect the computation.
+/// Fields that are read, or that do not affect the computation. Any other field gives a warning.
 const KNOWN: [&str; 28] = [
     "r",
     "lora_alpha",
@@ -56,14 +56,15 @@ const KNOWN: [&str; 28] = [
     "corda_config",
 ];
 
-/// The factors of an adapter's matrices.
+/// The values of the configuration that determine the scale of each matrix.
 pub(super) struct Config {
     rank: u64,
     alpha: f64,
     by_root: bool,
     ranks: Vec<(String, u64)>,
     alphas: Vec<(String, f64)>,
-    /// Name suffixes that the configuration lists; `None`: it has a pattern, or `all-linear`.
+    /// The name suffixes in `target_modules`; `None`: the field is not a list (a pattern or
+    /// `all-linear`).
     targets: Option<Vec<String>>,
     pub(super) warnings: Vec<String>,
 }
@@ -112,7 +113,7 @@ impl Config {
         })
     }
 
-    /// The scale of a module's matrices, given their rank in the file.
+    /// Returns the scale of a module's matrices, given their rank in the file.
     pub(super) fn scale(&self, module: &str, rank: usize) -> Result<f32, ModelError> {
         let said = named(&self.ranks, module).unwrap_or(self.rank);
         if said != rank as u64 {
@@ -125,7 +126,7 @@ impl Config {
         Ok((alpha / rank) as f32)
     }
 
-    /// Checks that each listed module has a tensor.
+    /// Checks that each module listed in `target_modules` has a tensor.
     pub(super) fn check_targets(&self, changed: &[String]) -> Result<(), ModelError> {
         let there = |target: &String| changed.iter().any(|module| ends_with(module, target));
         match self.targets.iter().flatten().find(|target| !there(target)) {
@@ -161,8 +162,8 @@ fn pattern<T>(
     entries.map(|(name, value)| Some((name.clone(), number(value)?))).collect()
 }
 
-/// The value of the first name that a module ends with. PEFT treats names as regular expressions,
-/// but in practice they only contain dots.
+/// Returns the value of the first pattern that the module's name ends with. PEFT treats patterns as
+/// regular expressions, but in practice they are plain names with dots.
 fn named<T: Copy>(patterns: &[(String, T)], module: &str) -> Option<T> {
     patterns.iter().find(|(name, _)| ends_with(module, name)).map(|&(_, value)| value)
 }

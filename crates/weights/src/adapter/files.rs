@@ -1,4 +1,4 @@
-//! Opens adapters' files so that nothing outside a folder is read.
+//! Opens the files of adapters, without reading anything outside their folder.
 
 use std::fs::File;
 use std::io::Read;
@@ -11,17 +11,18 @@ use rustix::io::Errno;
 
 use crate::error::ModelError;
 
-/// The flags of all files. A file that would block, such as a pipe, is opened and then refused.
+/// The flags for opening every file. Non-blocking, so that opening a named pipe returns at once and
+/// the pipe can be refused.
 const FLAGS: OFlags =
     OFlags::RDONLY.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK).union(OFlags::NOCTTY);
 
-/// Bytes that are read at a time.
+/// Bytes per read.
 const AT_ONCE: u64 = 1 << 20;
 
-/// The folder in which adapters may be.
+/// Where the files of adapters may be.
 #[derive(Debug)]
 pub enum AdapterFolder {
-    /// Anywhere, for paths from the machine's owner.
+    /// Anywhere: the paths come from the machine's owner.
     Anywhere,
     /// Only inside this folder, without symbolic links. Paths are relative to it.
     Below(PathBuf, OwnedFd),
@@ -30,12 +31,12 @@ pub enum AdapterFolder {
 /// An open regular file.
 pub(super) struct OpenFile {
     file: File,
-    /// The path of the file, for other processes.
+    /// The path of the file, for processes that open it again.
     pub(super) path: PathBuf,
 }
 
 impl AdapterFolder {
-    /// Opens a folder that no path can lead out of.
+    /// Opens a folder. Paths below it can't lead outside.
     ///
     /// # Errors
     /// It can't be opened.
@@ -77,7 +78,7 @@ fn below(root: &OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
     }
 }
 
-/// The same on a kernel without that call: one path component at a time.
+/// Opens a file as `below` does, one path component at a time, on kernels without `openat2`.
 fn stepwise(root: &OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
     let mut names = Vec::new();
     for component in path.components() {
@@ -99,12 +100,13 @@ fn stepwise(root: &OwnedFd, path: &Path) -> Result<OwnedFd, Errno> {
 }
 
 impl OpenFile {
-    /// A path to this open file, even if another file has its name by now; valid while it is open.
+    /// Returns a path to this open file, even if its name now belongs to another file. It is valid
+    /// while the file is open.
     pub(super) fn own_path(&self) -> PathBuf {
         format!("/proc/self/fd/{}", self.file.as_raw_fd()).into()
     }
 
-    /// The content of a small file.
+    /// Reads a file of at most `most` bytes.
     pub(super) fn read(&self, most: u64) -> Result<Vec<u8>, ModelError> {
         let unreadable = |error| ModelError::unreadable(&self.path, &error);
         let mut bytes = Vec::new();
@@ -116,7 +118,7 @@ impl OpenFile {
         Ok(bytes)
     }
 
-    /// Calls `with` with the bytes of a range, a part at a time.
+    /// Calls `with` with the bytes of a range, one chunk at a time.
     pub(super) fn each(
         &self,
         offset: u64,
@@ -135,7 +137,7 @@ impl OpenFile {
         Ok(())
     }
 
-    /// The first bytes.
+    /// Reads the first `N` bytes.
     pub(super) fn first<const N: usize>(&self) -> Result<[u8; N], ModelError> {
         let mut bytes = [0; N];
         let read = self.file.read_exact_at(&mut bytes, 0);

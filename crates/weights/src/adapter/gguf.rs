@@ -11,7 +11,7 @@ use crate::families::{COMMON_GGUF_RULES, Shape};
 use crate::gguf::{GgufFiles, GgufValue};
 use crate::tensor::Tensor;
 
-/// The types of numbers that adapters have.
+/// The data types that an adapter's tensors may have.
 const TYPES: [&str; 4] = ["F32", "F16", "BF16", "Q8_0"];
 
 /// Reads the header of an adapter.
@@ -47,7 +47,7 @@ pub(super) fn read(
             return Err(unknown("whose type of numbers adapters do not have"));
         }
         let rank = tensor.shape.get(usize::from(!is_a)).copied().unwrap_or(0);
-        // Without an alpha, the matrices include the scale.
+        // Without an alpha, the matrices already include the scale.
         let scale = alpha.filter(|&alpha| alpha != 0.0).map_or(1.0, |alpha| alpha / rank as f64);
         let tensor = Tensor::Gguf(Arc::new(tensor.clone()));
         insert(&mut halves, weight.to_owned(), tensor, is_a, scale as f32)?;

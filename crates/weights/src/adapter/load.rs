@@ -1,4 +1,4 @@
-//! Loads the matrices of an adapter's files, by the manifest made from them.
+//! Loads an adapter's matrices from its files, as the manifest lists them.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ use crate::tensor::{TorchNumber, halves, numbers_of, write_numbers};
 /// The matrices of one module, in the model's data type.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdapterPair {
-    /// The layer.
+    /// The index of the layer.
     pub layer: usize,
     /// The suffix of the module's name, such as `self_attn.q_proj`.
     pub module: String,
@@ -24,11 +24,11 @@ pub struct AdapterPair {
     pub rank: usize,
     /// `[rank, inputs]`
     pub a: Vec<u8>,
-    /// `[outputs, rank]`, with the adapter's factor.
+    /// `[outputs, rank]`, multiplied by the adapter's scale.
     pub b: Vec<u8>,
 }
 
-/// Why an adapter could not be read again.
+/// Why a hand could not read an adapter.
 #[derive(Debug, Error)]
 pub enum AdapterError {
     /// The files can't be read.
@@ -39,7 +39,7 @@ pub enum AdapterError {
     Changed(String),
 }
 
-/// The fields of a manifest that are read.
+/// The fields of a manifest that a hand reads.
 #[derive(Deserialize)]
 struct Wanted {
     files: Vec<String>,
@@ -55,8 +55,8 @@ struct Module {
     b: Place,
 }
 
-/// Reads the matrices that a manifest names, in the model's data type. Each byte is read once, and
-/// the digest covers exactly these bytes.
+/// Reads the matrices that a manifest lists, in the model's data type. Each byte is read once, so
+/// the digest covers exactly the bytes that are used.
 ///
 /// # Errors
 /// The files can't be read, or have changed.
@@ -88,7 +88,7 @@ pub fn read_adapter(
     Ok(pairs)
 }
 
-/// Reads a matrix and multiplies it by a factor; also returns its shape.
+/// Reads a matrix and multiplies it by a factor. Also returns its shape.
 fn read(
     files: &[OpenFile],
     place: &Place,
@@ -121,7 +121,7 @@ fn read(
     Ok((numbers, [rows, columns]))
 }
 
-/// The hashed facts about a tensor besides its bytes.
+/// The properties of a tensor that are hashed in addition to its bytes.
 pub(super) fn facts(place: &Place) -> String {
     let Place { bytes, format, part, .. } = place;
     format!(" {format} {bytes} {} ", part.pairs.unwrap_or(0))

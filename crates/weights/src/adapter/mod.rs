@@ -1,8 +1,9 @@
-//! Adapters: low-rank matrices beside some of a model's (Hu et al. 2021), as PEFT and llama.cpp
-//! save them. Hands get a manifest of file ranges, and need no naming rules.
+//! LoRA adapters (Hu et al. 2021): low-rank matrices for some of a model's weights, in the formats
+//! of PEFT and llama.cpp. Hands get a manifest of file ranges, and need no naming rules.
 //!
 //! An adapter changes a module's product `W x` to `W x + B (A x) * scale`. Every tensor of its
-//! files has to match a module. Otherwise the base model would answer under the adapter's name.
+//! files has to match a module: otherwise requests for the adapter could be computed by the base
+//! model alone.
 
 mod config;
 mod files;
@@ -29,38 +30,38 @@ use files::OpenFile;
 pub use load::{AdapterError, AdapterPair, read_adapter};
 use modules::parts_of;
 
-/// The checked files of an adapter.
+/// A checked adapter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Adapter {
     /// The largest rank of its matrices.
     pub rank: u32,
-    /// A 128-bit hash of its content, as text. Adapters with the same content have the same digest.
+    /// A 128-bit hash of its content, as text. Adapters with equal content have equal digests.
     pub digest: String,
-    /// The modules that it changes, by the last parts of their names.
+    /// The modules that it changes, by the last components of their names.
     pub modules: Vec<String>,
-    /// Warnings about parts of its configuration that have no effect.
+    /// Warnings about fields of its configuration that have no effect.
     pub warnings: Vec<String>,
-    /// The places of its matrices, for a hand.
+    /// The file ranges of its matrices, for a hand.
     pub manifest: Value,
 }
 
-/// The matrices of an open file, by the names of the base model's weights.
+/// The matrices in an open file, by the names of the base model's weights that they change.
 struct Stored {
     file: OpenFile,
     halves: BTreeMap<String, Halves>,
-    /// The rules for the names of weights.
+    /// The rules that map tensor names to weights.
     rules: [&'static [Rule]; 2],
     warnings: Vec<String>,
 }
 
-/// The two low-rank matrices beside a matrix of the base model.
+/// The two low-rank matrices for one matrix of the base model.
 struct Halves {
     a: Option<Tensor>,
     b: Option<Tensor>,
     scale: f32,
 }
 
-/// The matrices beside one module, for a hand.
+/// The manifest entry of one module's matrices.
 #[derive(Serialize)]
 struct Pair {
     name: String,
@@ -70,8 +71,8 @@ struct Pair {
 }
 
 impl Adapter {
-    /// Reads and checks an adapter of a model: a folder as PEFT saves it, or a GGUF file. No rank
-    /// is above `most_rank`.
+    /// Reads and checks an adapter of a model: a folder in PEFT's format, or a GGUF file. Refuses a
+    /// rank above `most_rank`.
     ///
     /// # Errors
     /// The files can't be read, belong to another model, or need a feature that no hand supports.
@@ -133,7 +134,7 @@ impl Adapter {
                     return Err(ModelError::broken(format!("{} is changed twice", module.name())));
                 }
             }
-            // The sizes were compared with the model's before.
+            // The sizes were compared with the model's above.
             a.check_finite(&weight)?;
             b.check_finite(&weight)?;
         }
@@ -150,7 +151,7 @@ impl Adapter {
     }
 }
 
-/// The hash of an adapter's content. Hands compute it again from the bytes that they read
+/// Hashes an adapter's content. Hands compute the hash again from the bytes that they read
 /// ([`read_adapter`], `python/forebay/weights/adapter.py`).
 fn digest<'a>(
     file: &OpenFile,
@@ -168,7 +169,7 @@ fn digest<'a>(
     Ok(hex(&digest.finalize()))
 }
 
-/// Assigns a matrix to the weight that it changes.
+/// Stores a matrix under the name of the weight that it changes.
 fn insert(
     halves: &mut BTreeMap<String, Halves>,
     weight: String,

@@ -3,18 +3,18 @@
 use crate::error::ModelError;
 use crate::families::{FeedShape, Mixer, Rule, Shape, TensorPart, layer_of, weights_of};
 
-/// A product of a model.
+/// A linear projection of a model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) struct Module {
     pub(super) layer: usize,
-    /// The end of the module's name, such as `self_attn.q_proj`.
+    /// The last components of the module's name, such as `self_attn.q_proj`.
     pub(super) end: &'static str,
     pub(super) inputs: usize,
     pub(super) outputs: usize,
 }
 
 impl Module {
-    /// The name of the family.
+    /// The module's full name in its family.
     pub(super) fn name(&self) -> String {
         format!("model.layers.{}.{}", self.layer, self.end)
     }
@@ -89,8 +89,8 @@ impl Module {
     }
 }
 
-/// The modules whose weights are parts of the base model's matrix with this name, and the rows of
-/// each in a matrix of `[outputs, rank]`.
+/// Returns the modules whose weights are parts of the base model's tensor `weight`, and for each
+/// the rows that it uses in a matrix of `[outputs, rank]`.
 pub(super) fn parts_of(
     weight: &str,
     [outputs, rank]: [usize; 2],

@@ -14,11 +14,11 @@ use crate::tensor::Tensor;
 
 const CONFIG: &str = "adapter_config.json";
 const WEIGHTS: &str = "adapter_model.safetensors";
-/// The largest size of the configuration, and of the weights' header.
+/// The size limits of the configuration, and of the header of the weights.
 const MOST_CONFIG: u64 = 64 << 10;
 const MOST_HEADER: u64 = 1 << 20;
-/// Suffixes of tensor names. The second kind includes the name under which PEFT had loaded the
-/// adapter.
+/// Suffixes of tensor names, and whether the tensor is the A matrix. The longer form includes
+/// `default`, the name under which PEFT had loaded the adapter.
 const ENDS: [(&str, bool); 4] = [
     (".lora_A.weight", true),
     (".lora_B.weight", false),
@@ -49,7 +49,7 @@ pub(super) fn read(
             ModelError::broken(format!("it has a tensor {name}, which is no matrix of a low rank"))
         })?;
         let module = module.strip_prefix("base_model.model.").unwrap_or(module);
-        // A base without a head has no prefix.
+        // Adapters trained on a base model without a head lack this prefix.
         let root = if module.starts_with("layers.") { "model." } else { "" };
         let weight = format!("{root}{module}.weight");
         let rank = tensor.shape.get(usize::from(!is_a)).copied();

@@ -25,7 +25,7 @@ fn llama() -> Shape {
     shape("LlamaForCausalLM", &json!({}))
 }
 
-/// A folder with an adapter whose tensors each repeat one number.
+/// A folder with an adapter in which each tensor repeats one value.
 struct Files(tempfile::TempDir);
 
 impl Files {
@@ -234,7 +234,7 @@ fn a_hand_reads_what_the_brain_has_read_or_says_that_it_changed() {
     assert_eq!(found, rows, "rows of two numbers of 16 bits");
     let pair = &pairs[0];
     assert_eq!((pair.layer, pair.rank, &pair.a[..2]), (1, 2, &[0x00, 0x3f][..]));
-    // 3 * 4 / 2
+    // 6.0 in bfloat16: the value 3 times `lora_alpha` 4 divided by the rank 2.
     assert_eq!(pair.b[..2], [0xc0, 0x40]);
     let path = files.path().join("adapter_model.safetensors");
     let mut content = fs::read(&path).expect("there");

@@ -1,4 +1,4 @@
-//! Matrices of GGUF files in blocks, and weights in files of their own.
+//! Reading GGUF matrices in blocks, and weights in separate files.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::tensor::Tensor;
 use crate::vector::VectorLayer;
 
 impl Checkpoint {
-    /// Adds the weights of layers after pooling that have files of their own.
+    /// Adds the weights of those layers after pooling that have separate files.
     ///
     /// # Errors
     /// A file can't be read, or lacks a tensor.
@@ -25,7 +25,7 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Reads a matrix of GGUF in blocks of type `kind`, appended to `to`.
+    /// Reads a GGUF matrix in blocks of type `kind`, appended to `to`.
     ///
     /// # Errors
     /// The matrix or the conversion does not exist, or the file can't be read.
@@ -40,11 +40,11 @@ impl Checkpoint {
         tensor.read_blocks(part, kind, to)?.ok_or_else(|| no_conversion(name, tensor, kind))
     }
 
-    /// Reads a matrix of GGUF as [`Self::read_blocks`] does, into memory of its size, using
-    /// additional memory for only a few rows at a time.
+    /// Reads a GGUF matrix as [`Self::read_blocks`] does, but into a buffer of the matrix's size.
+    /// Additional memory is needed for only a few rows at a time.
     ///
     /// # Errors
-    /// As of [`Self::read_blocks`], or the matrix has another size.
+    /// As for [`Self::read_blocks`], or the matrix has another size.
     pub fn read_block_rows(
         &self,
         name: &str,
@@ -54,7 +54,7 @@ impl Checkpoint {
         const AT_ONCE: usize = 1 << 24;
         let (tensor, part) = self.one(name, name)?;
         let row_bytes = (to.len() / part.rows.max(1)).max(1);
-        // Rows that are not in order are read together.
+        // If rows are reordered or skipped, all rows are read together.
         let in_order = part.step == part.width && part.pairs.is_none();
         let together = if in_order { (AT_ONCE / row_bytes).max(1) } else { part.rows.max(1) };
         let mut blocks = Vec::new();
@@ -75,7 +75,8 @@ impl Checkpoint {
     }
 }
 
-/// Maps a layer's weights to tensors, if it has a file of its own.
+/// Opens a layer's separate file, and maps the layer's weights to the file's tensors. Empty if the
+/// layer has no such file.
 pub(crate) fn own_tensors(layer: &VectorLayer) -> Result<Vec<(String, Tensor)>, ModelError> {
     let Some(path) = &layer.file else { return Ok(Vec::new()) };
     let file = Arc::new(SafeFile::open(path)?);

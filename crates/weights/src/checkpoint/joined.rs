@@ -1,4 +1,4 @@
-//! Weights in which the rows of each head come from several tensors in turn.
+//! Weights in which the rows of each head are concatenated from several tensors.
 
 use super::JoinedPart;
 use crate::error::ModelError;
@@ -6,10 +6,10 @@ use crate::families::TensorPart;
 use crate::rows::FloatRows;
 use crate::tensor::TorchNumber;
 
-/// Reads a weight made of stacks of heads as numbers of the model's type, into memory of its size.
+/// Reads a joined weight, converted to the model's data type, into a buffer of its size.
 ///
 /// # Errors
-/// It has another size, or a file can't be read.
+/// The weight's size differs from the buffer's, or a file can't be read.
 pub(super) fn read_joined(
     name: &str,
     parts: &[JoinedPart],

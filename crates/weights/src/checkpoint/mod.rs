@@ -1,4 +1,4 @@
-//! The weights of a model under the names of its family, one at a time, from safetensors or GGUF.
+//! The weights of a model, from safetensors or GGUF, read one at a time under the family's names.
 
 pub(crate) mod blocks;
 mod joined;
@@ -25,48 +25,49 @@ use self::joined::read_joined;
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 pub(crate) const HEAD: &str = "lm_head.weight";
-/// The file that maps tensors to shards.
+/// The index file, which maps tensors to shards.
 pub(crate) const INDEX: &str = "model.safetensors.index.json";
-/// Rules for all safetensors. Old Llama checkpoints store the inverse frequencies of the rotary
-/// embedding as a buffer.
+/// Rules for all safetensors files. Old Llama checkpoints store the inverse frequencies of the
+/// rotary embedding as a buffer, which is not read.
 const COMMON_RULES: &[Rule] = &[Rule::spare("**.rotary_emb.inv_freq")];
 
-/// Whole blocks of a matrix, in the type of a GGUF file or in another type of blocks.
+/// The blocks of a matrix, as the GGUF file stores them or converted to another block type.
 pub type Blocks = Vec<u8>;
 
-/// The open files of a model. Only their headers are read.
+/// The open files of a model. Opening reads only their headers.
 pub struct Checkpoint {
     stored: HashMap<String, Stored>,
     /// The names of weights that are not quantised matrices, in the order of the files.
     names: Vec<String>,
     /// The shape of every weight of the model, by name.
     shapes: HashMap<String, Vec<usize>>,
-    /// True if the head is the embedding.
+    /// True if the embedding matrix is also the head.
     tied: bool,
-    /// Quantised matrices of safetensors, whose tensors are not weights themselves.
+    /// The quantised matrices of safetensors files. Their tensors are not weights themselves.
     quantised: Vec<StoredMatrix>,
-    /// For each weight of a quantised matrix, the indices of the matrix and of the weight in it.
+    /// For each weight of a quantised matrix, the index of the matrix and the weight's index in it.
     multiplied_out: HashMap<String, (usize, usize)>,
-    /// Biases of quantised matrices that the model may lack.
+    /// Biases of quantised matrices. The model's architecture may lack these biases.
     biases: Vec<String>,
 }
 
-/// A tensor of heads, the part of it that is used, and its shape in the weight.
+/// A tensor that stacks heads, the part of it that is used, and the shape of that part in the
+/// weight.
 pub(crate) type JoinedPart = (Tensor, TensorPart, Vec<usize>);
 
-/// A weight in a model's files.
+/// The location of a weight in a model's files.
 pub(crate) enum Stored {
     /// A part of one tensor.
     One(Tensor, TensorPart),
-    /// The rows of each head come from several tensors in turn, each a stack of heads.
+    /// Several tensors, each a stack of heads. Their rows are concatenated for each head.
     Joined(Vec<JoinedPart>),
 }
 
 impl Checkpoint {
-    /// Opens the files of a model in the format `safetensors` or `gguf`.
+    /// Opens the files of a model. `format` is `safetensors` or `gguf`.
     ///
     /// # Errors
-    /// A file that can't be read or is damaged.
+    /// A file can't be read or is damaged.
     pub fn open(format: &str, files: &[PathBuf], shape: &Shape) -> Result<Self, ModelError> {
         let tied = shape.tied && !shape.headless;
         let mut found = Self::empty(tied && format == "gguf");
@@ -116,7 +117,7 @@ impl Checkpoint {
                     continue;
                 }
                 let weights = weights_in(&rooted, &tensor.shape, shape)?;
-                // Of two files without an index, the first one counts.
+                // If there is no index and two files have the same tensor, the first file is used.
                 if !weights.is_empty() && seen.insert(rooted.clone()) {
                     found.push((rooted, Tensor::Safe(file.clone(), tensor.clone()), weights));
                 }
@@ -137,8 +138,8 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Finds quantised matrices by tensor names. Returns the names of tensors that are parts of
-    /// them, or are not read.
+    /// Finds quantised matrices by tensor names. Returns the names of all their tensors, including
+    /// the tensors that are not read.
     fn find_quantised(
         &mut self,
         tensors: &[(String, Tensor, Vec<Weight>)],
@@ -199,7 +200,7 @@ impl Checkpoint {
                     "the GGUF file has a tensor '{name}' that the model has no place for"
                 ))
             })?;
-            // One tensor has all experts of a layer.
+            // One tensor contains all experts of a layer.
             let source = Tensor::Gguf(Arc::new(tensor.clone()));
             for weight in weights {
                 if weight.part.joined.is_some() {
@@ -220,7 +221,7 @@ impl Checkpoint {
             }
         }
         for (name, parts) in joined {
-            // Some files have the matrix in both forms.
+            // Some files have the matrix both joined and in several tensors.
             if !self.stored.contains_key(&name) {
                 self.insert_joined(name, parts)?;
             }
@@ -275,7 +276,8 @@ impl Checkpoint {
         self.names.retain(|other| other != name);
     }
 
-    /// Some tools store the matrix of a tied pair only under the head's name.
+    /// Uses the head's matrix as the embedding: some tools store a tied matrix only under the
+    /// head's name.
     fn take_head_for_embedding(&mut self) {
         if let (Some(stored), Some(shape)) = (self.stored.remove(HEAD), self.shapes.remove(HEAD)) {
             self.stored.insert(EMBEDDING.into(), stored);
@@ -285,8 +287,8 @@ impl Checkpoint {
         }
     }
 
-    /// Opens the safetensors of a BERT, with weights under their encoder names. `scores`: it has
-    /// layers that compute scores from vectors.
+    /// Opens the safetensors files of a BERT, with weights under the encoder's names. `scores` is
+    /// true if the model has layers that compute scores from pooled vectors.
     ///
     /// # Errors
     /// A file cannot be read, or is damaged.
@@ -331,17 +333,18 @@ impl Checkpoint {
         &self.names
     }
 
-    /// Where a tensor or weight is in the files.
+    /// Returns the location of a tensor or weight in the files.
     pub(crate) fn stored_as(&self, name: &str) -> Result<&Stored, ModelError> {
         self.stored.get(name).ok_or_else(|| lacks(name))
     }
 
-    /// Quantised matrices of safetensors.
+    /// The quantised matrices of safetensors files.
     pub(crate) fn quantised(&self) -> &[StoredMatrix] {
         &self.quantised
     }
 
-    /// Biases of quantised matrices that are 0: GPTQ's tools write some that a model lacks.
+    /// Returns the biases of quantised matrices that are all zeros. GPTQ's tools write such biases
+    /// for models without biases.
     ///
     /// # Errors
     /// A file can't be read.
@@ -368,8 +371,9 @@ impl Checkpoint {
         }
     }
 
-    /// The names of matrices with block products, and their GGUF type names. A tied head is the
-    /// embedding's tensor under its own name.
+    /// Returns the matrices that kernels can multiply in their block form, with the names of their
+    /// GGUF types. A tied head is listed under its own name, although its tensor is the
+    /// embedding's.
     #[must_use]
     pub fn stored(&self) -> Vec<(String, &'static str)> {
         let kind_of = |name: &str| {
@@ -385,8 +389,8 @@ impl Checkpoint {
         found
     }
 
-    /// Reads a weight as numbers of the model's type, into memory of its size. Quantised matrices
-    /// are dequantised in float32.
+    /// Reads a weight, converted to the model's data type, into a buffer of its size. Quantised
+    /// matrices are dequantised in float32.
     ///
     /// # Errors
     /// There is no such weight, it has another size, or its file is damaged or can't be read.
@@ -402,13 +406,13 @@ impl Checkpoint {
     }
 }
 
-/// The index beside a model's files. It decides about a sharded checkpoint, because tools leave
+/// The index beside a model's files. It decides which shard's tensor is read, because tools leave
 /// stale tensors in shards.
 pub(crate) struct Index(Option<HashMap<String, String>>);
 
 impl Index {
-    /// Reads the index beside the files. An index that does not name all of them belongs to other
-    /// files.
+    /// Reads the index beside the files. An index that does not list all of these files belongs to
+    /// other files and is ignored.
     pub(crate) fn beside(files: &[PathBuf]) -> Result<Self, ModelError> {
         let Some(folder) = files.first().and_then(|file| file.parent()) else {
             return Ok(Self(None));
@@ -419,7 +423,7 @@ impl Index {
         Ok(Self(named.then_some(placed)))
     }
 
-    /// True if a file's tensor belongs to the model.
+    /// True if the model uses this file's copy of a tensor.
     pub(crate) fn places(&self, tensor: &str, file: &Path) -> bool {
         let Some(placed) = &self.0 else { return true };
         placed.get(tensor).is_some_and(|shard| name_of(file) == Some(shard))
@@ -430,7 +434,7 @@ fn name_of(file: &Path) -> Option<&str> {
     file.file_name()?.to_str()
 }
 
-/// Maps tensors to shards, by a folder's index; `None`: it has none.
+/// Reads the map from tensors to shards in a folder's index; `None`: the folder has no index.
 pub(crate) fn read_index(folder: &Path) -> Result<Option<HashMap<String, String>>, ModelError> {
     let path = folder.join(INDEX);
     let text = match fs::read(&path) {
@@ -445,8 +449,8 @@ pub(crate) fn read_index(folder: &Path) -> Result<Option<HashMap<String, String>
     Ok(Some(map.into_iter().flatten().filter_map(shard).collect()))
 }
 
-/// Names the parts of a body as if it had a head. Without a head, they may be saved without a
-/// prefix.
+/// Adds the prefix `model.` to the name of a body's weight. A model without a head may be saved
+/// without this prefix.
 fn root(name: &str) -> String {
     match name.starts_with("model.") || name.starts_with("lm_head.") {
         true => name.to_owned(),
@@ -454,7 +458,8 @@ fn root(name: &str) -> String {
     }
 }
 
-/// The weights in a tensor of safetensors, except those after the last layer.
+/// Returns the weights in a safetensors tensor, except those of layers after the last one that is
+/// computed.
 fn weights_in(name: &str, stored: &[usize], shape: &Shape) -> Result<Vec<Weight>, ModelError> {
     let weights = weights_of([shape.family.rules, COMMON_RULES], (name, stored), shape)?;
     let mut weights = weights.unwrap_or_else(|| {
@@ -465,14 +470,14 @@ fn weights_in(name: &str, stored: &[usize], shape: &Shape) -> Result<Vec<Weight>
     Ok(weights)
 }
 
-/// Joins the tensors of stacks of `MXFP4`.
+/// Pairs the codes and exponents of each `MXFP4` stack.
 fn stacks(
     mut halves: BTreeMap<String, Placed>,
     shape: &Shape,
 ) -> Result<Vec<(String, Tensor, Vec<Weight>)>, ModelError> {
     let mut found = Vec::new();
     while let Some((name, placed)) = halves.pop_first() {
-        // The codes of a stack come first in alphabetical order.
+        // In alphabetical order, the codes of a stack precede its exponents.
         let stem =
             name.strip_suffix(CODES).ok_or_else(|| lacks(&name.replace(EXPONENTS, CODES)))?;
         let exponents = format!("{stem}{EXPONENTS}");
@@ -502,7 +507,7 @@ mod tests {
         Shape::from_config(config.as_object().expect("an object")).expect("a model")
     }
 
-    /// Writes tensors of one number.
+    /// Writes tensors that each hold one value.
     fn write(folder: &Path, name: &str, tensors: &[(&str, f64)], dtype: &str) -> PathBuf {
         let (mut header, mut bytes) = (serde_json::Map::new(), Vec::new());
         for (name, value) in tensors {

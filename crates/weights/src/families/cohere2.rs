@@ -1,5 +1,5 @@
-//! Command R7B and A: both parts of a layer read the same states, and layers without a window have
-//! no rotary embedding.
+//! Command R7B and Command A: attention and feed-forward part of a layer read the same input, and
+//! layers without a window have no rotary embedding.
 
 use serde_json::{Map, Value, json};
 
@@ -14,7 +14,7 @@ use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufValue};
 use crate::sizes::MOST_LAYERS;
 
-/// One in this many layers has no window, if the config does not list them.
+/// Every fourth layer has no window, if the config does not list the layers' kinds.
 const CYCLE: u64 = 4;
 const LOGIT_SCALE: f64 = 0.0625;
 

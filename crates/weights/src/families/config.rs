@@ -1,4 +1,4 @@
-//! A family's `config.json`, and the parts that most families read in the same way.
+//! A family's `config.json`, and the fields that most families read in the same way.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -15,9 +15,9 @@ use crate::error::ModelError;
 use crate::quantised::Quantisation;
 use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, MOST_POSITIONS, optional, real, size, truthy};
 
-/// The layers below this one have no window, if a Qwen config does not say which do.
+/// The default of Qwen's `max_window_layers`: layers below this index have no window.
 const USUAL_WINDOW_LAYERS: u64 = 28;
-/// The number of positions, if the config does not give it.
+/// The largest number of positions, if the config does not state it.
 const USUAL_POSITIONS: u64 = 2048;
 
 /// A `config.json` of a known family.
@@ -27,12 +27,12 @@ pub(crate) struct Config<'a> {
     pub(super) values: &'a Map<String, Value>,
 }
 
-/// Which layers have the config's window, if `layer_types` does not say it.
+/// Which layers have the config's window, if the config has no `layer_types`.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum WindowRule {
     /// All layers.
     All,
-    /// With `use_sliding_window` those from `max_window_layers` on.
+    /// The layers from `max_window_layers` on, if `use_sliding_window` is set.
     Upper,
 }
 
@@ -45,7 +45,8 @@ impl Deref for Config<'_> {
 }
 
 impl Config<'_> {
-    /// The values, with additional names: the first of a pair is the config's name.
+    /// Returns the config's values, and copies of some values under other keys. Each pair is the
+    /// config's key and the key of the copy.
     pub(super) fn renamed(&self, names: &[(&str, &str)]) -> Map<String, Value> {
         let mut values = self.values.clone();
         for (from, to) in names {
@@ -72,7 +73,7 @@ impl Config<'_> {
         real(self.values, key, usual)
     }
 
-    /// The number under a key that may be null or 0; `usual` if the key is missing.
+    /// Reads a number that may be null or 0; `usual` if the key is missing.
     pub(super) fn number_or(&self, key: &str, usual: u64, most: u64) -> Result<u64, ModelError> {
         match self.contains_key(key) {
             true => Ok(self.optional(key, most)?.unwrap_or(0)),
@@ -80,7 +81,7 @@ impl Config<'_> {
         }
     }
 
-    /// Checks that a value is one that the family supports, or missing.
+    /// Checks that a value is missing, or is one that the family supports.
     pub(super) fn only(&self, key: &str, known: &[&str]) -> Result<(), ModelError> {
         let found = self.get(key).filter(|value| !value.is_null());
         match found.filter(|value| !value.as_str().is_some_and(|text| known.contains(&text))) {
@@ -105,8 +106,8 @@ impl Config<'_> {
         })
     }
 
-    /// Grouped-query attention that has biases on all four projections or none. `usual_dim` is the
-    /// head size if the config does not give it.
+    /// Reads grouped-query attention, which has biases on all four projections or on none.
+    /// `usual_dim` is the head size if the config does not state it.
     pub(super) fn attention(&self, usual_dim: Option<u64>) -> Result<Attention, ModelError> {
         let heads = self.size("num_attention_heads", MOST_HEADS)?;
         let kv_heads = self.optional("num_key_value_heads", MOST_HEADS)?;
@@ -150,7 +151,7 @@ impl Config<'_> {
         })
     }
 
-    /// The gated part of a dense layer.
+    /// Reads the gated feed-forward part of a dense layer.
     pub(super) fn dense(&self) -> Result<FeedShape, ModelError> {
         Ok(FeedShape::Dense(DenseFeed {
             intermediate_size: self.size("intermediate_size", MOST)?,
@@ -160,8 +161,8 @@ impl Config<'_> {
         }))
     }
 
-    /// The feed-forward parts of layers, of which some have experts. If all have, the size of a
-    /// dense layer is not needed.
+    /// Returns the feed-forward part of each layer. `sparse` is true for layers with experts. If
+    /// all have experts, the size of a dense layer is not needed.
     pub(super) fn feeds(
         &self,
         sparse: &[bool],
@@ -178,7 +179,8 @@ impl Config<'_> {
         Ok(sparse.iter().filter_map(feed).collect())
     }
 
-    /// The window of each layer; `None`: it has none, or one longer than any prompt.
+    /// Returns the window of each layer; `None`: the layer has no window, or the window is longer
+    /// than any prompt.
     pub(super) fn windows(&self, rule: WindowRule) -> Result<Vec<Option<u64>>, ModelError> {
         let layers = self.layer_count()?;
         let none = vec![None; layers];
@@ -193,7 +195,7 @@ impl Config<'_> {
             return Ok(none);
         }
         let kinds = self.get("layer_types").and_then(Value::as_array);
-        // Qwen counts the other way round: the layers below this one have no window.
+        // Qwen's `max_window_layers` counts the layers without a window, which come first.
         let first = match rule {
             WindowRule::All => 0,
             WindowRule::Upper => {
@@ -208,8 +210,8 @@ impl Config<'_> {
         Ok((0..layers).map(|layer| has_window(layer).then_some(window)).collect())
     }
 
-    /// The window of each layer, and whether the layer is of the windowed kind. Without
-    /// `layer_types`, one in `cycle` layers is of the other kind.
+    /// Returns the window of each layer, and whether the layer is of the windowed kind. Without
+    /// `layer_types`, every `cycle`-th layer is of the other kind.
     pub(super) fn cycle_of_windows(
         &self,
         cycle: u64,
@@ -230,7 +232,8 @@ impl Config<'_> {
         Ok((windows, is_local))
     }
 
-    /// True for each layer of the first of two kinds, given a list of kinds.
+    /// Returns, for each layer, whether its kind is `first`. Kinds other than `first` and `second`
+    /// are refused.
     pub(super) fn kinds_of_layers(
         &self,
         kinds: &[Value],
@@ -249,7 +252,7 @@ impl Config<'_> {
         (0..self.layer_count()?).map(is_first).collect()
     }
 
-    /// A decoder whose layers differ only in their windows and feed-forward parts.
+    /// Builds a decoder whose layers differ only in their windows and feed-forward parts.
     pub(super) fn grouped(
         &self,
         attention: Attention,
@@ -263,7 +266,7 @@ impl Config<'_> {
         self.decoder(mixers, ropes, feeds)
     }
 
-    /// A decoder with these parts in its layers.
+    /// Builds a decoder from the mixer, rotary embedding and feed-forward part of each layer.
     pub(super) fn decoder(
         &self,
         mixers: Vec<Mixer>,
@@ -273,7 +276,8 @@ impl Config<'_> {
         let (mixers, mixer_of) = distinct(mixers);
         let (ropes, rope_of) = distinct(ropes);
         let (feeds, feed_of) = distinct(feeds);
-        // The indices of rotary embeddings among those that exist.
+        // For each element of `ropes`, its index after the element without a rotary embedding has
+        // been removed; `None`: no rotary embedding.
         let there: Vec<Option<u16>> = ropes
             .iter()
             .scan(0, |next, rope| {
@@ -317,7 +321,7 @@ impl Config<'_> {
     }
 }
 
-/// The distinct values, and for each layer the index of its value among them.
+/// Returns the distinct values, and for each layer the index of its value among them.
 fn distinct<T: PartialEq>(values: Vec<T>) -> (Vec<T>, Vec<u16>) {
     let mut found: Vec<T> = Vec::new();
     let mut numbers = Vec::with_capacity(values.len());
@@ -331,7 +335,7 @@ fn distinct<T: PartialEq>(values: Vec<T>) -> (Vec<T>, Vec<u16>) {
     (found, numbers)
 }
 
-/// A token id, a list of ids or nothing, as in `eos_token_id` of the two config files.
+/// Reads a token id, a list of ids or nothing, as in `eos_token_id` of both config files.
 pub(crate) fn token_ids(value: Option<&Value>) -> Vec<i32> {
     let id = |value: &Value| value.as_i64().and_then(|id| i32::try_from(id).ok());
     match value {

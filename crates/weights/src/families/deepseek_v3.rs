@@ -1,4 +1,5 @@
-//! DeepSeek V3 and R1, and Kimi K2. GGUF uses the same name for DeepSeek V2 and GLM-4.7-Flash.
+//! DeepSeek V3 and R1, and Kimi K2. GGUF has one architecture name for these, DeepSeek V2 and
+//! GLM-4.7-Flash.
 
 use serde_json::{Map, Value, json};
 
@@ -31,7 +32,8 @@ pub(super) const FAMILY: Family = Family {
     rules: &[],
 };
 
-/// Names of latent attention. Some files have keys and values in two tensors, in absorbed form.
+/// Tensor names of latent attention. Some files store the `kv_b_proj` weight in absorbed form, in
+/// one tensor for keys and one for values.
 pub(super) const RENAMED: &[Rule] = &[
     Rule::renamed("blk.#.attn_q_a.*", "model.layers.#.self_attn.q_a_proj.*"),
     Rule::renamed("blk.#.attn_q_a_norm.*", "model.layers.#.self_attn.q_a_layernorm.*"),
@@ -45,9 +47,10 @@ pub(super) const RENAMED: &[Rule] = &[
 
 const UP: &str = "model.layers.#.self_attn.kv_b_proj.weight";
 
-/// The function on experts' scores, in which the families of this name differ.
+/// Returns the score function of experts, which differs among families with this architecture name.
 pub(super) fn gguf_scores(files: &GgufFiles) -> Result<&'static str, ModelError> {
-    // Files older than the key are of DeepSeek V2, except those with a corrected choice.
+    // Files from before the key `expert_gating_func` are of DeepSeek V2, unless they have a
+    // correction bias for the routing.
     let corrected = files.tensors.iter().any(|tensor| tensor.name.ends_with(".exp_probs_b.bias"));
     scores(files, if corrected { "sigmoid" } else { "softmax" })
 }
@@ -56,8 +59,8 @@ pub(super) fn gguf_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     refuse_changes(files)?;
     let (heads, _) = head_counts(files)?;
     let rotary = required(files, "rope.dimension_count")?;
-    // Files with keys and values in two tensors describe the absorbed heads first, and these heads
-    // under other names.
+    // Files with separate tensors for keys and values state the sizes of the absorbed heads under
+    // the usual keys, and of the original heads under the `_mla` keys.
     let length = |of: &str| -> Result<i64, ModelError> {
         let own = whole(files, &format!("attention.{of}_length_mla"))?.filter(|&it| it > 0);
         own.map_or_else(|| required(files, &format!("attention.{of}_length")), Ok)

@@ -1,4 +1,4 @@
-//! ERNIE 4.5: Llama whose positions rotate neighbours.
+//! ERNIE 4.5: Llama with a rotary embedding that rotates neighbouring elements.
 
 use serde_json::{Map, Value};
 
@@ -28,7 +28,7 @@ pub(super) const FAMILY: Family = Family {
     rules: NEIGHBOURS,
 };
 
-/// Reorders rows of queries and keys so that rotated neighbours become halves of a head.
+/// Reorders the rows of queries and keys, so that RoPE on halves of a head rotates the same pairs.
 pub(super) const NEIGHBOURS: &[Rule] = &[
     Rule::new(
         "model.layers.#.self_attn.q_proj.*",
@@ -50,7 +50,8 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     config.grouped(attention, rope, vec![None; layers], vec![config.dense()?; layers])
 }
 
-/// The config's values, with its single key for biases applied to all products.
+/// Returns the config's values with `use_bias`, the only key for biases, under the keys of all
+/// projections.
 pub(super) fn with_biases(config: &Config<'_>) -> Map<String, Value> {
     config.renamed(&[("use_bias", "attention_bias"), ("use_bias", "mlp_bias")])
 }

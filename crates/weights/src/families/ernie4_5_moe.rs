@@ -25,7 +25,7 @@ pub(super) const FAMILY: Family = Family {
     shape,
     gguf: Some(GgufNames { architecture: "ernie4_5-moe", fits: |_| Ok(true), keys, rules: PAIRED }),
     rules: &[
-        // Layers that predict further tokens.
+        // The layers for multi-token prediction.
         Rule::spare("model.mtp_block.**"),
         Rule::spare("model.mtp_emb_norm.**"),
         Rule::spare("model.mtp_hidden_norm.**"),
@@ -50,7 +50,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let count = expert_count(config, &["moe_num_experts", "num_experts"])?;
     let first = config.number_or("moe_layer_start_index", 1, MOST_LAYERS)?;
     let every = config.optional("moe_layer_interval", MOST)?.unwrap_or(1);
-    // -1 is the last layer.
+    // -1 means the last layer.
     let last = config.get("moe_layer_end_index").and_then(Value::as_u64).unwrap_or(MOST_LAYERS);
     let is_sparse = |layer: u64| {
         count > 0 && (layer + 1).is_multiple_of(every) && (first..=last).contains(&layer)

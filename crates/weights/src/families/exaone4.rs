@@ -1,5 +1,5 @@
-//! EXAONE 4: norms after the parts of layers, and on each head's queries and keys. In models with
-//! windows, layers without one have no rotary embedding.
+//! EXAONE 4: norms after the attention and the feed-forward part, and on the queries and keys of
+//! each head. In models with windows, layers without one have no rotary embedding.
 
 use super::Family;
 use super::config::Config;
@@ -9,7 +9,7 @@ use super::rope::rope;
 use super::shape::{Attention, Mixer, NormPlacement, QkNorm, Shape};
 use crate::error::ModelError;
 
-/// One in this many layers has no window, if the config does not list them.
+/// Every fourth layer has no window, if the config does not list the layers' kinds.
 const CYCLE: u64 = 4;
 
 pub(super) const FAMILY: Family = Family {

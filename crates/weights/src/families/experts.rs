@@ -8,66 +8,67 @@ use super::shape::Activation;
 use crate::error::ModelError;
 use crate::sizes::MOST;
 
-/// The largest number of experts over all layers, far beyond every known model. It is bounded
-/// because weight names are made for each before a file is read.
+/// The largest number of experts over all layers, far beyond every known model. The limit exists
+/// because a weight name is made for each expert before any file is read.
 const MOST_EXPERTS: usize = 1 << 18;
 /// The largest number of shared experts.
 const MOST_SHARED: u64 = 1 << 10;
 
-/// A mixture of experts (Shazeer et al. 2017). It has many gated feed-forward parts, and each token
-/// uses some.
+/// A mixture of experts (Shazeer et al. 2017): many feed-forward parts, of which each token uses
+/// some.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Experts {
-    /// The number of experts of a layer.
+    /// The number of experts per layer.
     pub count: usize,
-    /// The number of experts of a token.
+    /// The number of experts per token.
     pub per_token: usize,
-    /// Elements between the two products of one expert.
+    /// The inner size of one expert.
     pub intermediate_size: usize,
     /// The inner size of the shared expert, which every token uses; 0: there is none.
     pub shared_size: usize,
-    /// True if the activation's result is multiplied by a second product.
+    /// True if the result of the activation is multiplied by a second projection (`up_proj`).
     pub gated: bool,
-    /// The size of the latent states that experts read and give, between two projections shared by
-    /// a layer's experts; 0: they use the layer's states.
+    /// The size of the latent states that experts read and return, between two projections shared
+    /// by a layer's experts; 0: experts use the layer's hidden states.
     pub latent_size: usize,
     /// True if the shared expert's output is multiplied by a gate.
     pub shared_gate: bool,
-    /// True if the shared expert and the others have their own norms on both sides, and the router
-    /// reads normalised states with learned factors (Gemma 4).
+    /// True if the shared expert and the routed experts have separate norms before and after, and
+    /// the router reads normalised states with learned factors (Gemma 4).
     pub beside: bool,
-    /// True if an expert's input is multiplied by its weight, rather than its output.
+    /// True if an expert's input, rather than its output, is multiplied by the routing weight.
     pub weighs_inputs: bool,
-    /// The function between the products.
+    /// The activation function between the projections.
     pub activation: Activation,
-    /// True if the products and the router have biases.
+    /// True if the projections and the router have biases.
     pub bias: bool,
     /// How a token's experts are chosen.
     pub routing: Routing,
-    /// True if a token's weights are divided by their sum.
+    /// True if a token's routing weights are divided by their sum.
     pub normalise: bool,
-    /// The factor of a token's weights, applied last.
+    /// The factor of a token's routing weights, applied last.
     pub scaling: f64,
 }
 
 /// How a token's experts are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Routing {
-    /// The scores of experts.
+    /// How the scores of experts are computed.
     pub scores: ExpertScores,
-    /// True if logits are computed in 32 bits, whatever the model's type.
+    /// True if the router's logits are computed in float32, whatever the model's data type.
     pub in_float32: bool,
-    /// True if a bias is added to the scores for the choice only.
+    /// True if a bias is added to the scores when experts are chosen, but not to the routing
+    /// weights.
     pub corrected: bool,
-    /// The number of groups of experts with consecutive ids; 1: there are none.
+    /// The number of groups of experts with consecutive ids; 1: the experts are not grouped.
     pub groups: usize,
-    /// The number of best groups from which experts are chosen.
+    /// The number of groups with the best scores, from which experts are chosen.
     pub kept_groups: usize,
-    /// How many of its best scores are summed for a group's score.
+    /// How many of a group's best expert scores are summed for the group's score.
     pub best_of_group: usize,
 }
 
-/// The scores of experts.
+/// How the scores of experts are computed from logits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ExpertScores {
@@ -78,7 +79,7 @@ pub enum ExpertScores {
 }
 
 impl Routing {
-    /// The largest of the softmax over all experts.
+    /// Chooses the experts with the largest softmax over all experts.
     pub const SOFTMAX: Self = Self {
         scores: ExpertScores::Softmax,
         in_float32: false,
@@ -88,8 +89,8 @@ impl Routing {
         best_of_group: 1,
     };
 
-    /// The largest corrected sigmoids (DeepSeek-V3, 2024). A group's score is the sum of its two
-    /// best scores.
+    /// Chooses the experts with the largest sigmoid plus correction bias (DeepSeek-V3, 2024). A
+    /// group's score is the sum of its two best scores.
     #[must_use]
     pub const fn corrected(groups: usize, kept_groups: usize) -> Self {
         Self {
@@ -103,7 +104,7 @@ impl Routing {
     }
 }
 
-/// A family's values for missing keys.
+/// A family's defaults for missing config keys.
 pub(super) struct Routed {
     pub(super) first_dense: u64,
     pub(super) shared: u64,
@@ -114,7 +115,7 @@ pub(super) struct Routed {
 }
 
 impl Routed {
-    /// Experts weighted as in DeepSeek V3 and GLM-4 MoE.
+    /// Reads experts that are routed as in DeepSeek V3 and GLM-4 MoE.
     pub(super) fn corrected(&self, config: &Config<'_>) -> Result<Experts, ModelError> {
         config.only("scoring_func", &["sigmoid"])?;
         config.only("topk_method", &["noaux_tc"])?;
@@ -123,7 +124,7 @@ impl Routed {
         self.experts(config, Routing::corrected(groups, kept))
     }
 
-    /// Experts beside a shared one, under DeepSeek's names.
+    /// Reads routed experts and a shared expert, under DeepSeek's names.
     pub(super) fn experts(
         &self,
         config: &Config<'_>,
@@ -141,7 +142,7 @@ impl Routed {
         })
     }
 
-    /// True for each layer with experts: all after the first ones.
+    /// Returns true for each layer with experts: all layers after the first ones.
     pub(super) fn layers(&self, config: &Config<'_>) -> Result<Vec<bool>, ModelError> {
         let every = config.get("moe_layer_freq").filter(|value| !value.is_null());
         if let Some(every) = every.filter(|every| every.as_u64() != Some(1)) {
@@ -154,7 +155,8 @@ impl Routed {
     }
 }
 
-/// The config's values, with a list of layer kinds replaced by the number of leading dense layers.
+/// Returns the config's values, with `mlp_layer_types` replaced by the number of leading dense
+/// layers.
 pub(super) fn with_first_dense(config: &Config<'_>) -> Result<Map<String, Value>, ModelError> {
     let mut values = config.values.clone();
     let kinds = config.get("mlp_layer_types").and_then(Value::as_array);
@@ -171,7 +173,7 @@ pub(super) fn with_first_dense(config: &Config<'_>) -> Result<Map<String, Value>
     Ok(values)
 }
 
-/// The number of experts, under any of several keys.
+/// Reads the number of experts, which may be under any of several keys.
 pub(super) fn expert_count(config: &Config<'_>, keys: &[&str]) -> Result<usize, ModelError> {
     let there = |key: &&&str| config.get(**key).is_some_and(|value| !value.is_null());
     let key = keys.iter().find(there);
@@ -180,7 +182,7 @@ pub(super) fn expert_count(config: &Config<'_>, keys: &[&str]) -> Result<usize, 
     Ok(config.optional(key, MOST)?.unwrap_or(0) as usize)
 }
 
-/// The experts of a config, without a shared one.
+/// Reads the routed experts of a config, without a shared one.
 pub(super) fn experts(
     config: &Config<'_>,
     count: usize,
@@ -214,7 +216,7 @@ pub(super) fn experts(
     })
 }
 
-/// Checks the number of experts of all layers.
+/// Checks the total number of experts over all layers.
 pub(super) fn check_count(experts: &Experts, layers: usize) -> Result<(), ModelError> {
     if experts.count.saturating_mul(layers) <= MOST_EXPERTS {
         return Ok(());

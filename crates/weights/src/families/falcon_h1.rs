@@ -1,5 +1,5 @@
-//! Falcon-H1: attention and Mamba 2 side by side in each layer. Its config has factors for almost
-//! all products, which are applied to weights.
+//! Falcon-H1: attention and Mamba 2 in parallel in each layer. Its config has factors for almost
+//! all projections, which are multiplied into the weights.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use crate::error::ModelError;
 use crate::gguf::GgufFiles;
 use crate::sizes::{MOST, MOST_HEADS};
 
-/// The largest number of taps.
+/// The largest kernel size of the convolution.
 const MOST_TAPS: u64 = 64;
 
 pub(super) const FAMILY: Family = Family {
@@ -64,7 +64,8 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     Ok(Shape { scales, factors: factors(config)?, ..shape })
 }
 
-/// The keys of a GGUF file, whose weights include the factors. There the gate precedes the norm.
+/// Returns the config keys of a GGUF file. The factors are already in its weights, and its models
+/// apply the gate before the norm.
 fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let has = |end: &str| files.tensors.iter().any(|tensor| tensor.name.ends_with(end));
     let own = json!({
@@ -135,7 +136,7 @@ fn mamba2(config: &Config<'_>) -> Result<Recurrence, ModelError> {
     })
 }
 
-/// A list of `N` factors, each 1 by default.
+/// Reads a list of `N` factors, each 1 by default.
 fn list<const N: usize>(config: &Config<'_>, key: &str) -> Result<[f64; N], ModelError> {
     let Some(found) = config.get(key).filter(|it| !it.is_null()) else { return Ok([1.0; N]) };
     let numbers: Option<Vec<f64>> =
@@ -146,7 +147,8 @@ fn list<const N: usize>(config: &Config<'_>, key: &str) -> Result<[f64; N], Mode
     })
 }
 
-/// The factors of a product's input and output. A bias only gets that of the output.
+/// Returns a factor per weight: the product of the factors on the projection's input and output. A
+/// bias gets only the output's factor.
 fn factors(config: &Config<'_>) -> Result<BTreeMap<String, f64>, ModelError> {
     let attended = config.real("attention_in_multiplier", 1.0)?;
     let stated = config.real("ssm_in_multiplier", 1.0)?;

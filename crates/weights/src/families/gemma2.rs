@@ -1,4 +1,4 @@
-//! Gemma 2, and the parts that it shares with Gemma 3.
+//! Gemma 2, and the code that it shares with Gemma 3.
 
 use serde_json::{Map, Value, json};
 
@@ -16,12 +16,13 @@ use crate::sizes::{MOST, MOST_POSITIONS, real};
 
 /// The head size, if the config does not give it.
 pub(super) const HEAD_DIM: u64 = 256;
-/// The gates' activation, if the config does not give it.
+/// The activation of the feed-forward part, if the config does not state it.
 const ACTIVATION: &str = "gelu_pytorch_tanh";
 const WINDOW: &str = "sliding_window";
-/// Every second layer sees all positions.
+/// Every second layer attends to all positions.
 const CYCLE: u64 = 2;
-/// The number of layers of the model size whose scores are scaled by the hidden size (27B).
+/// The number of layers of the 27B model, in which `query_pre_attn_scalar` is the hidden size
+/// divided by the number of heads.
 const LARGEST: i64 = 46;
 
 pub(super) const FAMILY: Family = Family {
@@ -55,18 +56,18 @@ pub(super) const FAMILY: Family = Family {
     rules: RULES,
 };
 
-/// A kind of Gemma.
+/// The parameters in which Gemma 2 and Gemma 3 differ.
 pub(super) struct Gemma {
-    /// One in this many layers has no window.
+    /// Every `cycle`-th layer has no window.
     pub(super) cycle: u64,
-    /// The caps of scores and of logits.
+    /// The soft caps of attention scores and of logits.
     pub(super) caps: [Option<f64>; 2],
     pub(super) qk_norm: QkNorm,
 }
 
 impl Gemma {
-    /// The shape. `ropes` gives the embeddings of layers with and without a window, given the head
-    /// size.
+    /// Reads the shape. `ropes` returns the rotary embeddings of layers with and without a window,
+    /// given the head size.
     pub(super) fn shape(
         &self,
         config: &Config<'_>,
@@ -75,7 +76,8 @@ impl Gemma {
         let both_ways = config.flag("use_bidirectional_attention", false);
         let mut values = config.values.clone();
         if both_ways && config.get(WINDOW).is_some_and(|window| !window.is_null()) {
-            // This config counts positions on both sides, while a shape counts those on one side.
+            // This config's window counts positions on both sides, while a shape's window counts
+            // one side.
             let window = config.number_or(WINDOW, 0, MOST_POSITIONS)?;
             values.insert(WINDOW.into(), json!(window / 2 + 1));
         }
@@ -117,7 +119,7 @@ impl Gemma {
     }
 }
 
-/// A soft cap that may be null; `usual` if the config does not give it.
+/// Reads a soft cap that may be null; `usual` if the config does not state it.
 pub(super) fn cap(config: &Config<'_>, key: &str, usual: f64) -> Result<Option<f64>, ModelError> {
     match config.get(key) {
         None => Ok(Some(usual).filter(|&cap| cap != 0.0)),
@@ -126,8 +128,8 @@ pub(super) fn cap(config: &Config<'_>, key: &str, usual: f64) -> Result<Option<f
     }
 }
 
-/// The keys of a GGUF file. For the model size with `largest` layers, scores are scaled by the
-/// hidden size divided among heads, as in llama.cpp.
+/// Returns the config keys of a GGUF file. In a model with `largest` layers, attention scores are
+/// scaled by the hidden size divided by the number of heads, as in llama.cpp.
 pub(super) fn keys(files: &GgufFiles, largest: i64) -> Result<Map<String, Value>, ModelError> {
     let mut keys = dense_keys(files)?;
     let head_dim = keys.get("head_dim").and_then(Value::as_i64).unwrap_or(0);
@@ -143,7 +145,7 @@ pub(super) fn keys(files: &GgufFiles, largest: i64) -> Result<Map<String, Value>
     Ok(keys)
 }
 
-/// Weights of norms are distances from 1.
+/// Norm weights are stored as differences from 1.
 pub(super) const RULES: &[Rule] = &[
     norm("model.norm.weight"),
     norm("model.layers.#.input_layernorm.weight"),
@@ -158,7 +160,7 @@ const fn norm(name: &'static str) -> Rule {
     Rule::new(name, name, Take::ALL.plus(1.0))
 }
 
-/// Files have the 1 added.
+/// GGUF files store norm weights with the 1 added.
 pub(super) const GGUF_RULES: &[Rule] = &[
     Rule::renamed("blk.#.post_attention_norm.*", "model.layers.#.post_attention_layernorm.*"),
     Rule::renamed("blk.#.ffn_norm.*", "model.layers.#.pre_feedforward_layernorm.*"),

@@ -1,4 +1,4 @@
-//! Gemma 3, with a tower and without.
+//! Gemma 3, with and without a vision tower.
 
 use serde_json::{Map, Value, json};
 
@@ -16,9 +16,10 @@ use crate::sizes::MOST_LAYERS;
 use crate::vector::DENSE_SHAPES;
 use crate::vision::{VisionTower, has_tower};
 
-/// Every sixth layer sees all positions.
+/// Every sixth layer attends to all positions.
 const CYCLE: u64 = 6;
-/// The number of layers of the model size whose scores are scaled by the hidden size (27B).
+/// The number of layers of the 27B model, in which `query_pre_attn_scalar` is the hidden size
+/// divided by the number of heads.
 const LARGEST: i64 = 62;
 const LOCAL: RopeKind = RopeKind {
     layer: "sliding_attention",
@@ -50,7 +51,7 @@ pub(super) const FAMILY: Family = Family {
     rules: RULES,
 };
 
-/// Repositories with a tower, where attention within an image is bidirectional.
+/// Repositories with a vision tower. Attention within an image is bidirectional.
 pub(super) const TOWER: Family = Family {
     title: "Gemma 3 with a tower (images in PyTorch)",
     architecture: "Gemma3ForConditionalGeneration",
@@ -58,7 +59,7 @@ pub(super) const TOWER: Family = Family {
     attention: "grouped-query, windows in five of six layers, both ways within images; a SigLIP tower",
     shape: |config| {
         let mut values = text::text_config(config);
-        // Configs of text models omit the usual values.
+        // The text config in these repositories omits default values.
         for (key, usual) in [
             ("vocab_size", 262_208),
             ("num_attention_heads", 8),
@@ -78,7 +79,7 @@ pub(super) const TOWER: Family = Family {
     rules: &TOWER_RULES,
     ..FAMILY
 };
-/// The body alone, with bidirectional attention over the whole prompt.
+/// The decoder without a head, with bidirectional attention over the whole prompt.
 pub(super) const EMBEDDING: Family = Family {
     title: "EmbeddingGemma",
     architecture: "Gemma3TextModel",
@@ -97,8 +98,8 @@ const DENSE: [&str; 2] = ["dense_2.weight", "dense_3.weight"];
 const RENAMED_DENSE: [Rule; DENSE.len()] =
     [Rule::renamed(DENSE[0], "dense.0.weight"), Rule::renamed(DENSE[1], "dense.1.weight")];
 
-/// The keys of a GGUF file, which does not state that attention is bidirectional. They include the
-/// shapes of `Dense` modules.
+/// Returns the config keys of a GGUF file, which does not state that attention is bidirectional.
+/// The keys include the shapes of the `Dense` modules.
 fn embedding_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let mut keys = keys(files, LARGEST)?;
     keys.insert("sliding_window_pattern".into(), json!(CYCLE));
@@ -110,7 +111,7 @@ fn embedding_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
 }
 
 const TOWER_RULES: [Rule; NAMES.len() + RULES.len()] = joined(NAMES, RULES);
-/// The tower's names, with the prefix `visual`. Its pooling head is not used.
+/// The tower's names get the prefix `visual`. Its pooling head is not used.
 const NAMES: &[Rule] = &[
     Rule::renamed("model.language_model.**", "model.**"),
     Rule::renamed("language_model.model.**", "model.**"),

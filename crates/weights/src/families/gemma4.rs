@@ -1,6 +1,6 @@
-//! The text part of Gemma 4. Layers have heads of two sizes, values may be keys, and some layers
-//! read the keys and values of others. Each layer has an input of its own. Experts run beside a
-//! dense part.
+//! The text part of Gemma 4. Heads have two sizes, values may be equal to keys, and some layers
+//! read the keys and values of other layers. Each layer has an additional embedding input. Experts
+//! run beside a dense feed-forward part.
 
 use serde_json::{Map, Value, json};
 
@@ -19,9 +19,9 @@ use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufValue};
 use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS, optional};
 
-/// Every sixth layer sees all positions.
+/// Every sixth layer attends to all positions.
 const CYCLE: u64 = 6;
-/// The rotated part of heads in layers without a window.
+/// The fraction of a head that RoPE rotates in layers without a window.
 const TURNED: f64 = 0.25;
 const LOCAL: RopeKind = RopeKind {
     layer: "sliding_attention",
@@ -49,7 +49,7 @@ pub(super) const FAMILY: Family = Family {
     rules: RULES,
 };
 
-/// The repositories with towers, which are not read.
+/// Repositories with towers. The towers' weights are not read.
 pub(super) const TEXT: Family = Family {
     title: "Gemma 4 with towers (text)",
     architecture: "Gemma4ForConditionalGeneration",
@@ -68,7 +68,7 @@ pub(super) const UNIFIED: Family = Family {
     layers: "dense",
     shape: |config| {
         let mut values = text::text_config(config);
-        // Configs of text models omit the usual values.
+        // The text config in these repositories omits default values.
         for (key, usual) in [("sliding_window", 1024), ("max_position_embeddings", 262_144)] {
             values.entry(key).or_insert_with(|| json!(usual));
         }
@@ -133,7 +133,7 @@ const RULES: &[Rule] = &[
     ),
 ];
 
-/// Rules for GGUF files, which store norms in the family's own form.
+/// Rules for GGUF files, which store norm weights in the same form as the family's safetensors.
 const FILE_RULES: [Rule; GGUF_RULES.len() + OF_FILES.len()] = joined(GGUF_RULES, OF_FILES);
 const OF_FILES: &[Rule] = &[
     Rule::renamed("per_layer_token_embd.*", "model.embed_tokens_per_layer.*"),
@@ -158,7 +158,8 @@ const OF_FILES: &[Rule] = &[
     Rule::renamed("blk.#.post_ffw_norm_1.*", "model.layers.#.mlp.post_shared_layernorm.*"),
     Rule::renamed("blk.#.post_ffw_norm_2.*", "model.layers.#.mlp.post_experts_layernorm.*"),
 ];
-/// Layers that read the keys and values of others have unused ones in some files.
+/// Takes a tensor only in layers that do not reuse another layer's keys and values. Some files have
+/// unused key and value tensors in the other layers.
 const OWN_KEYS: Take = Take::ALL.only(|shape, layer| shape.layers[layer].keys_of.is_none());
 const ALONE: Take = Take::ALL.only(|shape, layer| shape.experts(layer).is_none());
 const BESIDE: Take = Take::ALL.only(|shape, layer| shape.experts(layer).is_some());
@@ -180,7 +181,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
         return Err(ModelError::unserved_part("positions that see what is behind them"));
     }
     let mut values = config.values.clone();
-    // A config nested in the whole model's may omit usual values.
+    // A text config nested in a multimodal config may omit default values.
     for (key, usual) in [
         ("vocab_size", 262_144),
         ("num_attention_heads", 8),
@@ -197,7 +198,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let config = &Config { values: &values, ..*config };
     let layers = config.layer_count()?;
     let (mut windows, mut is_local) = config.cycle_of_windows(CYCLE)?;
-    // The last layer has no window, whatever the config says.
+    // The last layer has no window, whatever the config states.
     (windows[layers - 1], is_local[layers - 1]) = (None, false);
     let shared = config.number_or("num_kv_shared_layers", 0, MOST_LAYERS)? as usize;
     let own = layers.checked_sub(shared).filter(|&own| own > 0).ok_or_else(|| {
@@ -237,15 +238,15 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     Ok(shape)
 }
 
-/// The attention of a layer; its window is set later.
+/// Returns the attention of a layer. The caller sets the window.
 fn attention(config: &Config<'_>, layer: usize, is_local: bool) -> Result<Attention, ModelError> {
     const HEAD_DIM: u64 = 256;
     const GLOBAL_HEAD_DIM: u64 = 512;
     let mut values = config.values.clone();
     let keys_are_values = !is_local && config.flag("attention_k_eq_v", false);
     if !is_local {
-        // Files on the hub have separate names for what differs, while transformers 5 saves it by
-        // layer number.
+        // Layers without a window have other sizes. Configs on the hub state them under separate
+        // names, and transformers 5 saves them by layer number.
         let own = config.get("per_layer_config").and_then(|all| all.get(layer.to_string()));
         let own = own.and_then(Value::as_object).cloned().unwrap_or_default();
         let head_dim = match optional(&own, "head_dim", MOST_HEADS)? {
@@ -269,11 +270,11 @@ fn attention(config: &Config<'_>, layer: usize, is_local: bool) -> Result<Attent
     })
 }
 
-/// The part behind the attention of a layer.
+/// The feed-forward part of a layer: a dense part, and experts if there are any.
 struct Feed(DenseFeed, Option<Experts>);
 
 impl Feed {
-    /// The part, with a dense part of twice the size if `wide`.
+    /// Returns the part for one layer. If `wide`, its dense part has twice the inner size.
     fn widened(&self, wide: bool) -> FeedShape {
         let intermediate_size = self.0.intermediate_size * if wide { 2 } else { 1 };
         match self.1 {
@@ -320,7 +321,7 @@ fn layer_inputs(config: &Config<'_>) -> Result<Option<LayerInputs>, ModelError> 
     Ok(Some(LayerInputs { vocab_size, size }))
 }
 
-/// The keys of a GGUF file. What differs between layers is listed.
+/// Returns the config keys of a GGUF file. Values that differ between layers are lists.
 fn file_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let is_local: Vec<bool> =
         of_layers(files, "attention.sliding_window_pattern")?.iter().map(|&it| it != 0).collect();
@@ -374,7 +375,8 @@ fn file_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     Ok(keys.as_object().cloned().unwrap_or_default())
 }
 
-/// The head size of one kind of layers, whose keys end with `end`. All elements are rotated.
+/// Reads the head size from the metadata keys that end with `end`. Checks that value heads have the
+/// same size and that all elements are rotated.
 fn head_dim(files: &GgufFiles, end: &str) -> Result<Option<i64>, ModelError> {
     let read = |key: &str| whole(files, &format!("{key}{end}"));
     let dim = read("attention.key_length")?;
@@ -389,8 +391,8 @@ fn head_dim(files: &GgufFiles, end: &str) -> Result<Option<i64>, ModelError> {
     Ok(dim)
 }
 
-/// True if layers without a window have no values of their own. Layers from `own` on read the
-/// values of others.
+/// True if layers without a window use their keys as values. Only layers below `own` are checked:
+/// the rest read the values of other layers.
 fn keys_are_values(files: &GgufFiles, is_local: &[bool], own: i64) -> Result<bool, ModelError> {
     let whole = is_local.iter().enumerate().take(own.max(0) as usize).filter(|(_, local)| !**local);
     let mut lack = whole.map(|(at, _)| files.tensor(&format!("blk.{at}.attn_v.weight")).is_none());
@@ -401,7 +403,7 @@ fn keys_are_values(files: &GgufFiles, is_local: &[bool], own: i64) -> Result<boo
     }
 }
 
-/// The inner size of the dense part, and true if it is doubled in layers from `own` on.
+/// Returns the inner size of the dense part, and true if it is doubled in layers from `own` on.
 fn feed_sizes(files: &GgufFiles, own: i64) -> Result<(i64, bool), ModelError> {
     let sizes = of_layers(files, "feed_forward_length")?;
     let (first, last) = (sizes.first().copied(), sizes.last().copied());
@@ -416,8 +418,8 @@ fn feed_sizes(files: &GgufFiles, own: i64) -> Result<(i64, bool), ModelError> {
     }
 }
 
-/// The rotary embeddings of both kinds of layers. Pairs that are not rotated have an infinite
-/// divisor.
+/// Returns the rotary embeddings of both kinds of layers. In the file, pairs that are not rotated
+/// have a divisor of at least `ENDLESS`.
 fn file_ropes(files: &GgufFiles, dim: i64) -> Result<Value, ModelError> {
     const ENDLESS: f64 = 1e20;
     let base = |key: &str, kind: &RopeKind| {
@@ -436,7 +438,7 @@ fn file_ropes(files: &GgufFiles, dim: i64) -> Result<Value, ModelError> {
             turned as i64
         }
     };
-    // The number of pairs is rounded down.
+    // The reader of this factor rounds the number of pairs down.
     let part = 2.0 * turned as f64 / dim as f64;
     let exact = (dim as f64 * part / 2.0).floor() as i64 == turned;
     Ok(json!({

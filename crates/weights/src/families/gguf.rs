@@ -7,21 +7,21 @@ use super::{ALL, Family};
 use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufTensor, GgufValue};
 
-/// A family's GGUF files. Several families may share an architecture name.
+/// The GGUF names of a family. Several families may share an architecture name.
 pub(crate) struct GgufNames {
     /// The name in `general.architecture`.
     pub(super) architecture: &'static str,
     /// True if a file of this architecture belongs to the family.
     pub(super) fits: fn(&GgufFiles) -> Result<bool, ModelError>,
-    /// The keys that a `config.json` would have for attention and experts.
+    /// Returns the keys that a `config.json` would have for attention and experts.
     pub(super) keys: fn(&GgufFiles) -> Result<Map<String, Value>, ModelError>,
-    /// Rules in front of [`COMMON`].
+    /// Rules that precede [`COMMON`].
     pub(crate) rules: &'static [Rule],
 }
 
-/// Rules of all families (`gguf.constants.TENSOR_NAMES`).
+/// Rules for all families (`gguf.constants.TENSOR_NAMES`).
 pub(crate) const COMMON: &[Rule] = &[
-    // Here tables for the rotary embedding belong to the config, not to the weights.
+    // Tables for the rotary embedding are part of the config here, not weights.
     Rule::spare("rope_freqs.*"),
     Rule::renamed("token_embd.*", "model.embed_tokens.*"),
     Rule::renamed("output_norm.*", "model.norm.*"),
@@ -41,7 +41,7 @@ pub(crate) const COMMON: &[Rule] = &[
     Rule::renamed("blk.#.ffn_gate_shexp.*", "model.layers.#.mlp.shared_experts.gate_proj.*"),
     Rule::renamed("blk.#.ffn_up_shexp.*", "model.layers.#.mlp.shared_experts.up_proj.*"),
     Rule::renamed("blk.#.ffn_down_shexp.*", "model.layers.#.mlp.shared_experts.down_proj.*"),
-    // The only tensor that is called a bias but does not belong to a product.
+    // This tensor has the suffix `bias` but does not belong to a projection.
     Rule::renamed("blk.#.exp_probs_b.bias", "model.layers.#.mlp.gate.e_score_correction_bias"),
     Rule::new("blk.#.ffn_gate_exps.weight", GATE, Take::EACH_EXPERT),
     Rule::new("blk.#.ffn_up_exps.weight", UP, Take::EACH_EXPERT),
@@ -54,13 +54,12 @@ const UP: &str = "model.layers.#.mlp.experts.@.up_proj.weight";
 const DOWN: &str = "model.layers.#.mlp.experts.@.down_proj.weight";
 
 const DEFAULT_FREQ_BASE: f64 = 10000.0;
-/// The control tokens that end a turn if the file names none (llama.cpp uses the same texts).
+/// Control tokens that end a turn, if the file does not name one (llama.cpp has the same list).
 const END_OF_TURN: [&str; 4] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|end_of_turn|>"];
-/// The control tokens that end a turn of gpt-oss, whose `<|end|>` only ends one of several
-/// messages.
+/// Control tokens that end a turn of gpt-oss. Its `<|end|>` only ends one of the turn's messages.
 const END_OF_HARMONY: [&str; 2] = ["<|return|>", "<|call|>"];
 const CONTROL: i64 = 3;
-/// Keys of families with the same names that compute something else.
+/// Keys that change the computation. Files with such a key are not served under these names.
 const CHANGES: [&str; 15] = [
     "attention.clamp_kqv",
     "attention.scale",
@@ -79,14 +78,14 @@ const CHANGES: [&str; 15] = [
     "swiglu_clamp_shexp",
 ];
 const HUGE: i64 = i32::MAX as i64;
-/// Scoring and number of experts, and their groups, some of which are kept.
+/// The number of groups and of kept groups, by score function and number of experts.
 const GROUPS: [(&str, i64, (i64, i64)); 2] = [("softmax", 160, (8, 3)), ("sigmoid", 256, (8, 4))];
 
-/// The family of the files.
+/// Finds the family of the files.
 fn family(files: &GgufFiles) -> Result<(&'static Family, &'static GgufNames), ModelError> {
     let name = files.architecture();
     for family in ALL {
-        // Files with experts may have a suffix in the name.
+        // The architecture name of files with experts may have the suffix `_moe`.
         let is_of = |names: &&GgufNames| {
             names.architecture == name || name.strip_suffix("_moe") == Some(names.architecture)
         };
@@ -99,7 +98,7 @@ fn family(files: &GgufFiles) -> Result<(&'static Family, &'static GgufNames), Mo
     Err(ModelError::unserved_gguf(name))
 }
 
-/// The `config.json` that the model would have.
+/// Returns the `config.json` that the model would have.
 pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let (family, names) = family(files)?;
     let keys = (names.keys)(files)?;
@@ -122,7 +121,7 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
         [one] => json!(one),
         _ => json!(eos),
     };
-    // The second key is for norms that subtract the mean.
+    // The second key is used for norms that subtract the mean.
     let eps = files.get("attention.layer_norm_rms_epsilon");
     let eps = eps.or_else(|| files.get("attention.layer_norm_epsilon")).and_then(GgufValue::as_f64);
     let eps = eps.ok_or_else(|| missing(files, "attention.layer_norm_rms_epsilon"))?;
@@ -141,7 +140,7 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     let config = json!({
         "vocab_size": embedding.shape.first().copied().unwrap_or(0),
         "hidden_size": required(files, "embedding_length")?,
-        // Files whose layers all have experts may lack this key.
+        // Files in which all layers have experts may lack this key.
         "intermediate_size": match whole(files, "expert_count")? {
             _ if keys.contains_key("intermediate_size") => None,
             None | Some(0) => Some(required(files, "feed_forward_length")?),
@@ -171,7 +170,8 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     let scaling = config.get_mut("rope_scaling").and_then(Value::as_object_mut);
     match (scaling, beta, truncate) {
         (Some(scaling), beta, truncate) => {
-            // Other engines also take the growth's step from the scaling.
+            // As in other engines, the temperature factor is part of the RoPE scaling, which also
+            // contains the factor's step length.
             scaling.extend(beta.map(|beta| ("llama_4_scaling_beta".to_owned(), beta)));
             scaling.extend(truncate.map(|truncate| ("truncate".to_owned(), truncate)));
         }
@@ -184,7 +184,7 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     Ok(config)
 }
 
-/// The pooling type that the file states (`gguf.PoolingType`).
+/// Returns the pooling type that the file states (`gguf.PoolingType`).
 fn pooling_type(files: &GgufFiles) -> Result<Option<&'static str>, ModelError> {
     match whole(files, "pooling_type")? {
         None | Some(0) => Ok(None),
@@ -196,12 +196,12 @@ fn pooling_type(files: &GgufFiles) -> Result<Option<&'static str>, ModelError> {
     }
 }
 
-/// The number of computed layers. Layers after them only predict further tokens.
+/// The number of computed layers. Later layers are only for multi-token prediction.
 fn layer_count(files: &GgufFiles) -> Result<i64, ModelError> {
     Ok(required(files, "block_count")? - whole(files, "nextn_predict_layers")?.unwrap_or(0))
 }
 
-/// The keys of dense families with grouped-query attention.
+/// Returns the config keys of dense families with grouped-query attention.
 pub(super) fn dense_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     if whole(files, "expert_count")?.unwrap_or(0) > 0 {
         let architecture = files.architecture();
@@ -212,7 +212,8 @@ pub(super) fn dense_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelE
     grouped_keys(files, false)
 }
 
-/// The keys of grouped-query attention. `partial`: only a part of a head may be rotated.
+/// Returns the config keys of grouped-query attention. `partial` is true if RoPE may rotate only a
+/// part of a head.
 pub(super) fn grouped_keys(
     files: &GgufFiles,
     partial: bool,
@@ -237,7 +238,7 @@ pub(super) fn grouped_keys(
     Ok(keys)
 }
 
-/// Refuses metadata of other kinds of files with the same name.
+/// Refuses files with keys that change the computation.
 pub(super) fn refuse_changes(files: &GgufFiles) -> Result<(), ModelError> {
     match CHANGES.iter().find(|key| files.get(key).is_some_and(changes)) {
         None => Ok(()),
@@ -245,9 +246,9 @@ pub(super) fn refuse_changes(files: &GgufFiles) -> Result<(), ModelError> {
     }
 }
 
-/// Experts and their choice, under the names of DeepSeek's config. Every key is set, without
-/// defaults. Groups that older converters omitted are those of DeepSeek's models, by the number of
-/// experts.
+/// Returns the config keys of experts and their routing, under DeepSeek's names. Every key is set.
+/// Group counts that older converters omitted are looked up by the number of experts of DeepSeek's
+/// models.
 pub(super) fn routed_keys(
     files: &GgufFiles,
     scores: &str,
@@ -288,7 +289,7 @@ pub(super) fn routed_keys(
     Ok(keys.as_object().cloned().unwrap_or_default())
 }
 
-/// The function of experts' scores (`gguf.ExpertGatingFuncType`).
+/// Returns the score function of experts (`gguf.ExpertGatingFuncType`).
 pub(super) fn scores(files: &GgufFiles, usual: &'static str) -> Result<&'static str, ModelError> {
     match whole(files, "expert_gating_func")? {
         None | Some(0) => Ok(usual),
@@ -316,7 +317,7 @@ fn missing(files: &GgufFiles, key: &str) -> ModelError {
     ModelError::broken(format!("the GGUF file has no '{}.{key}'", files.architecture()))
 }
 
-/// A positive whole number within bounds.
+/// Reads a whole number between 0 and `HUGE`; `None`: the key is missing.
 pub(super) fn whole(files: &GgufFiles, key: &str) -> Result<Option<i64>, ModelError> {
     let Some(value) = files.get(key) else { return Ok(None) };
     if value.as_list().is_some() {
@@ -332,12 +333,12 @@ pub(super) fn required(files: &GgufFiles, key: &str) -> Result<i64, ModelError> 
     whole(files, key)?.ok_or_else(|| missing(files, key))
 }
 
-/// The shortest decimal for this 32-bit number: 1e-05 and not 9.999999747378752e-06.
+/// Returns the shortest decimal for this 32-bit number: 1e-05, not 9.999999747378752e-06.
 pub(super) fn shortest(value: f64) -> f64 {
     format!("{}", value as f32).parse().unwrap_or(value)
 }
 
-/// A whole number for each layer, which a file may give once for all.
+/// Reads a whole number per layer. A file may state one number for all layers.
 pub(super) fn of_layers(files: &GgufFiles, key: &str) -> Result<Vec<i64>, ModelError> {
     let layers = required(files, "block_count")? as usize;
     let Some(list) = files.get(key).and_then(GgufValue::as_list) else {
@@ -351,7 +352,7 @@ pub(super) fn of_layers(files: &GgufFiles, key: &str) -> Result<Vec<i64>, ModelE
     })
 }
 
-/// Query heads, and heads of keys and values.
+/// Returns the number of query heads, and the number of heads of keys and values.
 pub(super) fn head_counts(files: &GgufFiles) -> Result<(i64, i64), ModelError> {
     let queries = required(files, "attention.head_count")?;
     if queries == 0 {
@@ -360,8 +361,8 @@ pub(super) fn head_counts(files: &GgufFiles) -> Result<(i64, i64), ModelError> {
     Ok((queries, whole(files, "attention.head_count_kv")?.unwrap_or(queries)))
 }
 
-/// The kinds of layers in a file, where those without keys and values are `other`, and the number
-/// of key and value heads of the rest.
+/// Returns each layer's kind, and the number of heads of keys and values in layers that have any.
+/// The kind of layers without keys and values is `other`.
 pub(super) fn kinds_of_layers(
     files: &GgufFiles,
     other: &'static str,
@@ -385,7 +386,7 @@ struct Heads {
     queries: i64,
     keys: i64,
     dim: i64,
-    /// Elements that positions rotate.
+    /// Elements of a head that RoPE rotates.
     rotated: i64,
 }
 
@@ -409,7 +410,7 @@ impl Heads {
         Ok(Self { queries, keys, dim, rotated })
     }
 
-    /// The factor that gives `rotated` when multiplied by `dim` and rounded down.
+    /// Returns the factor whose product with `dim` is `rotated` after rounding down.
     fn turned_part(&self) -> f64 {
         let factor = self.rotated as f64 / self.dim as f64;
         let again = (self.dim as f64 * factor) as i64;
@@ -417,7 +418,7 @@ impl Heads {
     }
 }
 
-/// The tokens that end a generation: of a sequence, of a turn and of a message.
+/// Returns the tokens that end a generation: the end of a sequence, of a turn or of a message.
 fn eos_token_ids(files: &GgufFiles) -> Vec<i64> {
     let id = |key: &str| {
         files.metadata.get(&format!("tokenizer.ggml.{key}")).and_then(GgufValue::as_i64)
@@ -450,8 +451,7 @@ fn eos_token_ids(files: &GgufFiles) -> Vec<i64> {
     each
 }
 
-/// The scaling of an embedding of `rotated` elements. For latent attention it also sharpens the
-/// softmax.
+/// Returns the RoPE scaling of `rotated` elements. For latent attention it also scales the softmax.
 fn rope_scaling(
     files: &GgufFiles,
     theta: f64,
@@ -497,8 +497,8 @@ fn rope_scaling(
                 }
             }
             if let Some(weight) = number("rope.scaling.yarn_log_multiplier") {
-                // The file stores a tenth of it. It applies to both weights, because no known model
-                // has different ones.
+                // The file stores a tenth of `mscale`. `mscale_all_dim` gets the same value,
+                // because the two are equal in every known model.
                 let weight = json!(shortest(10.0 * shortest(weight)));
                 (scaling["mscale"], scaling["mscale_all_dim"]) = (weight.clone(), weight);
             }
@@ -510,7 +510,8 @@ fn rope_scaling(
                         "a yarn attn_factor beside latent attention",
                     ));
                 }
-                // GGUF's factor multiplies YaRN's own, while Hugging Face's replaces it.
+                // GGUF's factor is multiplied by YaRN's own factor, while Hugging Face's replaces
+                // it.
                 scaling["attention_factor"] = json!(multiplier * (0.1 * factor.ln() + 1.0));
             }
             Ok(scaling)
@@ -519,7 +520,7 @@ fn rope_scaling(
     }
 }
 
-/// The frequency divisors of an embedding of `rotated` elements.
+/// Reads the frequency divisors of a rotary embedding of `rotated` elements.
 pub(super) fn frequency_factors(tensor: &GgufTensor, rotated: i64) -> Result<Vec<f64>, ModelError> {
     let wanted = (rotated / 2) as usize;
     if tensor.shape != [wanted] || tensor.row_bytes != 4 * wanted {

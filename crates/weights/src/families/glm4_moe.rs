@@ -15,7 +15,7 @@ use crate::gguf::GgufFiles;
 const ROUTED: Routed =
     Routed { first_dense: 1, shared: 1, normalise: true, groups: 1, kept: 1, scaling: 1.0 };
 
-/// The part of a head that positions rotate.
+/// The fraction of a head that RoPE rotates.
 const ROTATED: f64 = 0.5;
 
 pub(super) const FAMILY: Family = Family {
@@ -30,7 +30,7 @@ pub(super) const FAMILY: Family = Family {
         architecture: "glm4moe",
         fits: |_| Ok(true),
         keys,
-        // In Gemma's files this is a norm after the attention.
+        // In Gemma's files, a tensor of this name is the norm after the attention.
         rules: &[Rule::renamed(
             "blk.#.post_attention_norm.*",
             "model.layers.#.post_attention_layernorm.*",

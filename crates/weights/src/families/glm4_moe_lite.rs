@@ -1,4 +1,5 @@
-//! GLM-4.7-Flash: DeepSeek V3's attention with GLM's routing. Its GGUF files are called DeepSeek's.
+//! GLM-4.7-Flash: DeepSeek V3's attention with GLM's routing. Its GGUF files have DeepSeek's
+//! architecture name.
 
 use super::Family;
 use super::config::Config;

@@ -1,5 +1,5 @@
-//! gpt-oss: windows in every second layer, sinks, and experts with biases, whose matrices are often
-//! stored as `MXFP4`.
+//! gpt-oss: windows in every second layer, attention sinks, and experts with biases, whose matrices
+//! are often stored as `MXFP4`.
 
 use serde_json::{Map, Value, json};
 
@@ -13,11 +13,11 @@ use super::shape::{Activation, Attention, Mixer, Shape};
 use crate::error::ModelError;
 use crate::gguf::GgufFiles;
 
-/// The constants of its gates, as built into the kernels.
+/// The config's constants of the activation. The kernels compute only these values.
 const GATES: [(&str, f64); 2] = [("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)];
-/// Every second layer sees all positions.
+/// Every second layer attends to all positions.
 const CYCLE: u64 = 2;
-/// The rotary base, if the config does not give it.
+/// The base of the rotary embedding, if the config does not state it.
 const THETA: f64 = 150_000.0;
 
 pub(super) const FAMILY: Family = Family {
@@ -32,7 +32,8 @@ pub(super) const FAMILY: Family = Family {
     rules: RULES,
 };
 
-/// Gates and ups alternate by rows in blocks, and by columns in numbers.
+/// Rows of `gate_proj` and `up_proj` alternate: in `MXFP4` blocks as rows of the tensor, in plain
+/// tensors as columns.
 const RULES: &[Rule] = &[
     Rule::renamed("model.layers.#.mlp.router.*", "model.layers.#.mlp.gate.*"),
     Rule::new(GATE_UP, GATE, Take::EACH_EXPERT.transposed().every(0, 2)),
@@ -55,7 +56,7 @@ const GATE_BIAS: &str = "model.layers.#.mlp.experts.@.gate_proj.bias";
 const UP_BIAS: &str = "model.layers.#.mlp.experts.@.up_proj.bias";
 const DOWN_BIAS: &str = "model.layers.#.mlp.experts.@.down_proj.bias";
 
-/// Files have gates and ups apart.
+/// In GGUF files, `gate_proj` and `up_proj` are separate tensors.
 const GGUF_RULES: &[Rule] = &[
     Rule::renamed("blk.#.attn_sinks.weight", "model.layers.#.self_attn.sinks"),
     Rule::renamed("blk.#.post_attention_norm.*", "model.layers.#.post_attention_layernorm.*"),
@@ -80,7 +81,8 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let (windows, _) = config.cycle_of_windows(CYCLE)?;
     let count = expert_count(config, &["num_local_experts", "num_experts"])?;
     let feeds = config.feeds(&vec![true; windows.len()], || {
-        // The softmax over chosen logits equals that over all, divided by the sum of the chosen.
+        // The softmax over the chosen logits equals the softmax over all logits divided by the sum
+        // of its chosen values.
         Ok(Experts {
             normalise: true,
             bias: true,
@@ -100,7 +102,7 @@ fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
         ("num_local_experts".to_owned(), json!(required(files, "expert_count")?)),
         ("num_experts_per_tok".to_owned(), json!(required(files, "expert_used_count")?)),
         ("intermediate_size".to_owned(), json!(required(files, "expert_feed_forward_length")?)),
-        // No file states it, but all models are trained this way.
+        // Files do not state this value, but all models of the family are trained with it.
         ("truncate".to_owned(), json!(false)),
     ]);
     Ok(keys)

@@ -1,4 +1,4 @@
-//! Granite 3 and 4.1: Llama with factors on embeddings, scores, residuals and logits.
+//! Granite 3 and 4.1: Llama with factors on embeddings, attention scores, residuals and logits.
 
 use serde_json::{Map, Value, json};
 
@@ -31,7 +31,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     Ok(Shape { scales: scales(config)?, ..shape })
 }
 
-/// Attention with a configured factor on scores.
+/// Reads attention whose factor on scores is in the config.
 pub(super) fn attention(config: &Config<'_>) -> Result<Attention, ModelError> {
     let scale = Some(config.real("attention_multiplier", 1.0)?);
     Ok(Attention { scale, ..config.attention(None)? })
@@ -54,7 +54,8 @@ fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     Ok(keys)
 }
 
-/// The keys of the factors. Without a separate factor, scores have the usual one.
+/// Returns the config keys of the factors. If the file does not state the factor on scores, it is
+/// the usual `head_dim` to the power of -1/2.
 pub(super) fn scale_keys(files: &GgufFiles, keys: &Map<String, Value>) -> Map<String, Value> {
     let head_dim = keys.get("head_dim").and_then(Value::as_f64).unwrap_or(1.0);
     let number = |key: &str, usual: f64| {

@@ -1,5 +1,5 @@
-//! Granite 4: most layers have Mamba 2, the others attention; dense, or with experts and a shared
-//! one. GGUF files without recurrent layers may be Granite 3.
+//! Granite 4: Mamba 2 in most layers and attention in the others; dense, or with routed experts and
+//! a shared expert. GGUF files without recurrent layers may be Granite 3.
 
 use serde_json::{Map, Value, json};
 
@@ -18,7 +18,7 @@ use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufValue};
 use crate::sizes::{MOST, MOST_HEADS};
 
-/// The largest number of taps.
+/// The largest kernel size of the convolution.
 const MOST_TAPS: u64 = 64;
 
 pub(super) const FAMILY: Family = Family {
@@ -62,7 +62,8 @@ const RULES: [Rule; OWN.len() + mamba::RULES.len()] = joined(OWN, mamba::RULES);
 fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let count = config.layer_count()?;
     let kinds = config.get("layer_types").or_else(|| config.get("layers_block_type"));
-    // transformers 5 uses two of the names, and the hub the others.
+    // transformers 5 writes `full_attention` and `linear_attention`; configs on the hub have the
+    // other two names.
     let attends = |kind: &Value| match kind.as_str() {
         Some("attention" | "full_attention") => Some(true),
         Some("mamba" | "linear_attention") => Some(false),
@@ -106,7 +107,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     Ok(Shape { scales: scales(config)?, ..shape })
 }
 
-/// The keys of a GGUF file. Layers without keys and values are recurrent.
+/// Returns the config keys of a GGUF file. Layers without keys and values are recurrent.
 fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let (kinds, most) = kinds_of_layers(files, "mamba")?;
     let heads = required(files, "attention.head_count")?.max(1);
@@ -135,7 +136,7 @@ fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     Ok(keys.into_iter().chain(scales).chain(mamba::keys_of(files)?).collect())
 }
 
-/// Mamba 2 under the names of Bamba's config.
+/// Reads a Mamba 2 layer, under the names of Bamba's config.
 fn mamba2(config: &Config<'_>) -> Result<Recurrence, ModelError> {
     let heads = config.size("mamba_n_heads", MOST_HEADS)?;
     let expand = config.optional("mamba_expand", MOST)?.unwrap_or(2) as usize;

@@ -1,4 +1,4 @@
-//! Granite 3 with experts, and with a shared one beside them.
+//! Granite 3 with experts, without and with a shared expert.
 
 use serde_json::{Map, Value, json};
 
@@ -69,7 +69,8 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let (rope, layers) = (rope(config, attention.head_dim)?, config.layer_count()?);
     let count = expert_count(config, &["num_local_experts"])?;
     let feeds = config.feeds(&vec![true; layers], || {
-        // The softmax over chosen logits equals that over all, divided by the sum of the chosen.
+        // The softmax over the chosen logits equals the softmax over all logits divided by the sum
+        // of its chosen values.
         Ok(Experts {
             normalise: true,
             shared_size: config.number_or("shared_intermediate_size", 0, MOST)? as usize,

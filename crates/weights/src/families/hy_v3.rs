@@ -1,4 +1,4 @@
-//! Hy3: experts beside a shared one, routed as DeepSeek V3's without groups.
+//! Hy3: routed experts and a shared expert, with DeepSeek V3's routing without groups.
 
 use super::Family;
 use super::config::Config;

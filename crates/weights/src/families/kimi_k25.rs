@@ -1,4 +1,4 @@
-//! Kimi K2.5: the text of a DeepSeek V3 behind a tower that is not read.
+//! Kimi K2.5: the text part, a DeepSeek V3. Its vision tower is not read.
 
 use super::Family;
 use super::config::Config;

@@ -1,5 +1,5 @@
-//! Kimi Linear: delta nets with a decay for each channel (KDA), and latent attention without
-//! positions in every fourth layer.
+//! Kimi Linear: delta nets with a decay per channel (KDA), and latent attention without positional
+//! encoding in every fourth layer.
 
 use serde_json::{Map, Value, json};
 
@@ -15,7 +15,7 @@ use crate::sizes::MOST_HEADS;
 
 const ROUTED: Routed =
     Routed { first_dense: 1, shared: 1, normalise: true, groups: 1, kept: 1, scaling: 2.446 };
-/// The largest number of taps.
+/// The largest kernel size of the convolution.
 const MOST_TAPS: u64 = 64;
 
 pub(super) const FAMILY: Family = Family {
@@ -78,7 +78,8 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     config.decoder(mixers, vec![None; attends.len()], feeds)
 }
 
-/// The config's values under our names. Repositories on the hub nest those of states.
+/// Returns the config's values under our names. Configs on the hub nest the values
+/// of the delta nets.
 fn common(config: &Config<'_>) -> Map<String, Value> {
     let mut values = config.renamed(&[
         ("model_max_length", "max_position_embeddings"),
@@ -103,8 +104,8 @@ fn common(config: &Config<'_>) -> Map<String, Value> {
     values
 }
 
-/// True for each layer with attention: by the hub's 1-based numbers, by a list of kinds, or every
-/// fourth layer.
+/// Returns true for each layer with attention: from the hub's list of 1-based indices, or from a
+/// list of kinds, or every fourth layer.
 fn attending_layers(config: &Config<'_>) -> Result<Vec<bool>, ModelError> {
     let layers = config.layer_count()?;
     let own = config.get("linear_attn_config").and_then(Value::as_object);

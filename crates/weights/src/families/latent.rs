@@ -10,15 +10,15 @@ use super::shape::{FeedShape, Mixer, QueryScale, Rope, Shape};
 use crate::error::ModelError;
 use crate::sizes::{MOST, MOST_HEADS};
 
-/// Multi-head latent attention (DeepSeek-V2, 2024). Keys and values are computed from one short row
-/// for each position.
+/// Multi-head latent attention (DeepSeek-V2, 2024). Keys and values are computed from one short
+/// cached row per position.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Latent {
     /// The number of heads.
     pub heads: usize,
     /// The rank of queries; `None`: queries have a single projection.
     pub query_rank: Option<usize>,
-    /// Elements of the latent part of a row.
+    /// Elements of the latent part of a cached row.
     pub rank: usize,
     /// Elements of a query or key head that are not rotated.
     pub nope_dim: usize,
@@ -28,44 +28,44 @@ pub struct Latent {
     pub value_dim: usize,
     /// True if the down projections and the output projection have biases.
     pub bias: bool,
-    /// The factor of scores before the softmax.
+    /// The factor on attention scores before the softmax.
     pub scale: f64,
     /// The factor on queries that grows with position; `None`: there is none.
     pub query_scale: Option<QueryScale>,
-    /// The positions that a query attends to.
+    /// Which positions a query attends to.
     pub chosen: KeyChoice,
 }
 
-/// The positions that a query attends to.
+/// Which positions a query attends to.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum KeyChoice {
     /// All positions.
     All,
-    /// The positions that the layer's own indexer scores highest.
+    /// The positions that the layer's indexer scores highest.
     Indexed(Indexer),
-    /// The positions that the last earlier layer with an indexer has chosen.
+    /// The positions that the nearest earlier layer with an indexer has chosen.
     Shared,
 }
 
-/// How the positions that a query attends to are chosen (DeepSeek Sparse Attention, 2025).
+/// An indexer, which chooses the positions that a query attends to (DeepSeek Sparse Attention,
+/// 2025).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Indexer {
     /// The number of query heads, which share one key.
     pub heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// True if positions rotate neighbours.
+    /// True if RoPE rotates neighbouring elements.
     pub interleaved: bool,
-    /// The largest number of positions that a query keeps.
+    /// The largest number of positions that are chosen for a query.
     pub top_k: usize,
 }
 
-/// In the first layers up to this number every layer has its indexer, if the config does not say
-/// otherwise.
+/// The default of `index_skip_topk_offset`: this many first layers all have an indexer.
 const USUAL_OFFSET: u64 = 2;
 
-/// A decoder with latent attention in all layers, and experts after the first ones.
+/// Reads a decoder with latent attention in all layers, and experts in all but the first layers.
 pub(super) fn decoder(
     config: &Config<'_>,
     query_rank: u64,
@@ -109,7 +109,7 @@ pub(super) fn decoder(
     config.decoder(mixers, vec![Some(rope); count], feeds)
 }
 
-/// Latent attention and its rotary embedding. Queries are low-rank by default.
+/// Reads latent attention and its rotary embedding. `query_rank` is the default of `q_lora_rank`.
 pub(super) fn latent(config: &Config<'_>, query_rank: u64) -> Result<(Latent, Rope), ModelError> {
     let nope_dim = config.size("qk_nope_head_dim", MOST_HEADS)?;
     let rotary_dim = config.size("qk_rope_head_dim", MOST_HEADS)?;
@@ -118,8 +118,8 @@ pub(super) fn latent(config: &Config<'_>, query_rank: u64) -> Result<(Latent, Ro
     let mut scale = ((nope_dim + rotary_dim) as f64).powf(-0.5);
     let number = |key: &str| rope.scaling.as_ref()?.get(key)?.as_f64().filter(|&it| it != 0.0);
     if let (Some(weight), Some(factor)) = (number("mscale_all_dim"), number("factor")) {
-        // Yarn (Peng et al. 2023) sharpens the softmax of extended contexts; here not only through
-        // cosine and sine.
+        // YaRN (Peng et al. 2023) scales the softmax of extended contexts. Here the scores get a
+        // factor in addition to the one on cosine and sine.
         scale *= if factor > 1.0 { (0.1 * weight * factor.ln() + 1.0).powi(2) } else { 1.0 };
     }
     let query_rank = match config.get("q_lora_rank") {
@@ -142,7 +142,7 @@ pub(super) fn latent(config: &Config<'_>, query_rank: u64) -> Result<(Latent, Ro
     Ok((latent, rope))
 }
 
-/// The indexer of a config, if the family's has `heads` and this rotation.
+/// Reads the indexer of a config. `heads` and `interleaved` are the family's defaults.
 pub(super) fn indexer(
     config: &Config<'_>,
     heads: u64,
@@ -162,14 +162,14 @@ pub(super) fn indexer(
     Ok(Indexer {
         heads: size("index_n_heads", heads, MOST_HEADS)?,
         head_dim: size("index_head_dim", 128, MOST_HEADS)?,
-        // transformers decides by the family alone; other engines read this key, which GLM's
-        // configs have.
+        // transformers decides by the family alone. Other engines read this key, and GLM's configs
+        // have it.
         interleaved: config.flag("indexer_rope_interleave", interleaved),
         top_k: size("index_topk", 2048, MOST)?,
     })
 }
 
-/// True for each layer with its own indexer: by a list of kinds, a pattern of letters, or an
+/// Returns true for each layer with an indexer: from a list of kinds, a pattern of letters, or an
 /// interval.
 fn indexed_layers(config: &Config<'_>, count: usize) -> Result<Vec<bool>, ModelError> {
     let there = |key: &str| config.get(key).filter(|value| !value.is_null());
@@ -195,7 +195,7 @@ fn indexed_layers(config: &Config<'_>, count: usize) -> Result<Vec<bool>, ModelE
         let indexed = |layer: usize| (layer + 1).saturating_sub(first).is_multiple_of(every);
         return first_is_indexed((0..count).map(indexed).collect());
     };
-    // The list may continue with layers that predict further tokens.
+    // The list may continue with layers for multi-token prediction.
     kinds.truncate(count);
     let known = |kind: &String| matches!(kind.as_str(), "full" | "shared");
     if kinds.len() < count || !kinds.iter().all(known) {

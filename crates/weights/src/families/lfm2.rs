@@ -14,11 +14,11 @@ use crate::error::ModelError;
 use crate::gguf::GgufFiles;
 use crate::sizes::{MOST, MOST_LAYERS};
 
-/// Values for a config that lacks them.
+/// Defaults for missing config keys.
 const TAPS: u64 = 3;
 const THETA: f64 = 1_000_000.0;
 const EPS: f64 = 1e-5;
-/// The largest number of taps.
+/// The largest kernel size of the convolution.
 const MOST_TAPS: u64 = 64;
 
 pub(super) const FAMILY: Family = Family {
@@ -159,14 +159,15 @@ const fn part(blocks: fn(&Mixer) -> Option<RowBlocks>) -> Take {
     Take::ALL.blocks(blocks)
 }
 
-/// One third of a product: the gate before the convolution, the gate after it, or its input.
+/// Rows of one third of `in_proj`: the gate before the convolution (`number` 0), the gate after it
+/// (1), or the convolution's input (2).
 fn third(mixer: &Mixer, number: usize) -> Option<RowBlocks> {
     let Mixer::Recurrence(found) = mixer else { return None };
     let width = found.values();
     Some(RowBlocks { first: number * width, width, step: width, count: 1 })
 }
 
-/// The keys of a GGUF file. Layers without keys and values are convolutions.
+/// Returns the config keys of a GGUF file. Layers without keys and values are convolutions.
 fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let (kinds, most) = kinds_of_layers(files, "conv")?;
     let heads = required(files, "attention.head_count")?.max(1);
@@ -183,7 +184,7 @@ fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     Ok(found.as_object().cloned().unwrap_or_default())
 }
 
-/// The values with our names.
+/// Returns the config's values under our names.
 fn common(config: &Config<'_>) -> Map<String, Value> {
     let mut values = config.renamed(&[
         ("norm_eps", "rms_norm_eps"),
@@ -196,7 +197,8 @@ fn common(config: &Config<'_>) -> Map<String, Value> {
     values
 }
 
-/// The inner size of a dense part. A config may give it before an adjustment.
+/// Returns the inner size of a dense feed-forward part. The config may state the size before it is
+/// scaled and rounded up.
 fn intermediate_size(config: &Config<'_>) -> Result<u64, ModelError> {
     let key =
         if config.contains_key("block_ff_dim") { "block_ff_dim" } else { "intermediate_size" };
@@ -225,7 +227,7 @@ fn decoder(config: &Config<'_>, feeds: Vec<super::FeedShape>) -> Result<Shape, M
     config.decoder(mixers, ropes, feeds)
 }
 
-/// True for each layer that attends.
+/// Returns true for each layer with attention.
 fn attending_layers(config: &Config<'_>) -> Result<Vec<bool>, ModelError> {
     if let Some(kinds) = config.get("layer_types").and_then(Value::as_array) {
         return config.kinds_of_layers(kinds, "full_attention", "conv");

@@ -26,7 +26,8 @@ pub(super) const FAMILY: Family = Family {
     rules: &[],
 };
 
-/// The llama converter interleaves the halves of heads, as in the original Llama code.
+/// llama.cpp's converter interleaves the rows of the two halves of each head, as in the original
+/// Llama code.
 pub(super) const PAIRED: &[Rule] = &[
     Rule::new(
         "blk.#.attn_q.*",

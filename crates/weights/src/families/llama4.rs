@@ -1,5 +1,5 @@
 //! The text part of Llama 4: chunked attention, layers without rotary embedding, and experts whose
-//! inputs are weighted.
+//! inputs are multiplied by the routing weights.
 
 use serde_json::{Map, Value, json};
 
@@ -17,7 +17,7 @@ use crate::error::ModelError;
 use crate::gguf::GgufFiles;
 use crate::sizes::{MOST, MOST_LAYERS, MOST_POSITIONS, truthy};
 
-/// One in this many layers has no rotary embedding, if the config does not list them.
+/// Every fourth layer has no rotary embedding, if the config does not list the layers.
 const INTERVAL: u64 = 4;
 
 pub(super) const FAMILY: Family = Family {
@@ -32,7 +32,7 @@ pub(super) const FAMILY: Family = Family {
     rules: &RULES,
 };
 
-/// The repositories with a tower, which is not read.
+/// Repositories with a vision tower. The tower's weights are not read.
 pub(super) const TEXT: Family = Family {
     title: "Llama 4 with a tower (text)",
     architecture: "Llama4ForConditionalGeneration",
@@ -49,7 +49,7 @@ const TOWER_RULES: [Rule; WITH_TOWER] = joined(text::RULES, TOWER);
 const TEXT_RULES: [Rule; WITH_TOWER + RULES.len()] = joined(&TOWER_RULES, &RULES);
 const RULES: [Rule; NEIGHBOURS.len() + FEEDS.len()] = joined(NEIGHBOURS, FEEDS);
 
-/// Rows of experts' matrices are inputs.
+/// Experts' matrices are stored transposed: their rows are inputs.
 const FEEDS: &[Rule] = &[
     Rule::renamed("model.layers.#.feed_forward.router.*", "model.layers.#.mlp.gate.*"),
     Rule::renamed("model.layers.#.feed_forward.gate_proj.*", "model.layers.#.mlp.gate_proj.*"),
@@ -86,7 +86,7 @@ const FEEDS: &[Rule] = &[
 
 fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let mut values = config.values.clone();
-    // A config nested in the whole model's may omit usual values.
+    // A text config nested in a multimodal config may omit default values.
     for (key, usual) in [
         ("vocab_size", json!(202_048)),
         ("num_attention_heads", json!(40)),
@@ -126,7 +126,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     config.decoder(mixers, ropes, feeds(config, layers)?)
 }
 
-/// True for each layer with a rotary embedding: the list has a 1 for it.
+/// Returns true for each layer with a rotary embedding. The config's list has a 1 for these layers.
 fn rotated_layers(config: &Config<'_>, layers: usize) -> Result<Vec<bool>, ModelError> {
     let interval = config.optional("no_rope_layer_interval", MOST_LAYERS)?.unwrap_or(INTERVAL);
     let listed = config.get("no_rope_layers").and_then(Value::as_array);
@@ -140,7 +140,7 @@ fn rotated_layers(config: &Config<'_>, layers: usize) -> Result<Vec<bool>, Model
     }
 }
 
-/// The factor on queries in layers without rotary embedding, with positions counted from 1.
+/// Returns the factor on queries in layers without rotary embedding. Positions are counted from 1.
 fn query_scale(config: &Config<'_>) -> Result<Option<QueryScale>, ModelError> {
     if !config.flag("attn_temperature_tuning", true) {
         return Ok(None);
@@ -174,9 +174,10 @@ fn feeds(config: &Config<'_>, layers: usize) -> Result<Vec<FeedShape>, ModelErro
     Ok(sparse.iter().map(|&sparse| if sparse { experts } else { dense }).collect())
 }
 
-/// The keys of a GGUF file. Facts without keys are set as in llama.cpp: chunks, the growth of
-/// queries, and that the size with 128 experts does not normalise heads. A window of 0 means that
-/// no layer has a window, and all are rotated.
+/// Returns the config keys of a GGUF file. Files do not state three values, which are constants as
+/// in llama.cpp. They are the chunk size, the factor on queries, and which models normalise heads:
+/// all except the one with 128 experts. If the window is 0, no layer has a window, and all layers
+/// have a rotary embedding.
 fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     const WITHOUT_NORMS: i64 = 128;
     const CHUNK: i64 = 8192;

@@ -35,7 +35,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let usual = rotated.map_or(1.0, |rotated| rotated as f64 / attention.head_dim as f64);
     let rope = partial_rope(config, attention.head_dim, usual)?;
     let layers = config.layer_count()?;
-    // Logits have the model's type, and all experts form one group.
+    // The router's logits have the model's data type, and experts are not grouped.
     let routing = Routing { in_float32: false, best_of_group: 1, ..Routing::corrected(1, 1) };
     let feeds = config.feeds(&vec![true; layers], || normalised(config, routing))?;
     config.grouped(attention, rope, vec![None; layers], feeds)

@@ -1,4 +1,4 @@
-//! The text part of Ministral 3: Mistral with queries that grow with position.
+//! The text part of Ministral 3: Mistral with a factor on queries that grows with position.
 
 use serde_json::{Map, Value, json};
 
@@ -34,7 +34,8 @@ pub(super) fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     Ok(shape)
 }
 
-/// A config has the growth beside the rotary embedding, where `hf_config` puts it.
+/// Returns the config keys of a GGUF file. `hf_config` moves `llama_4_scaling_beta` to the RoPE
+/// parameters.
 fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let mut keys = dense_keys(files)?;
     let beta = files.get("attention.temperature_scale").and_then(GgufValue::as_f64);

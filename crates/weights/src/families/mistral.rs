@@ -33,7 +33,7 @@ pub(super) fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     config.grouped(attention, rope, windows, feeds)
 }
 
-/// True if a file of the architecture `llama` is a Mistral's.
+/// True if a GGUF file of the architecture `llama` is a Mistral.
 pub(super) fn has_window(files: &GgufFiles) -> bool {
     files.get("attention.sliding_window").is_some_and(GgufValue::truthy)
 }

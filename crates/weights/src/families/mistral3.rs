@@ -1,5 +1,5 @@
-//! Mistral Small 3, Devstral, Ministral 3 and Mistral Small 4 in repositories with a tower, which
-//! is not read.
+//! Mistral Small 3, Devstral, Ministral 3 and Mistral Small 4 in repositories with a vision tower,
+//! whose weights are not read.
 
 use serde_json::Value;
 

@@ -1,5 +1,5 @@
-//! The text part of Mistral Small 4: latent attention with queries that grow with position, and
-//! softmax routing.
+//! The text part of Mistral Small 4: latent attention with a factor on queries that grows with
+//! position, and softmax routing.
 
 use serde_json::Value;
 
@@ -28,7 +28,7 @@ pub(super) const FAMILY: Family = Family {
     rules: STACKS,
 };
 
-/// Experts in two stacks of a layer.
+/// Rules for the two tensors that stack a layer's experts.
 pub(super) const STACKS: &[Rule] = &[
     Rule::new(
         "model.layers.#.mlp.experts.gate_up_proj",
@@ -49,7 +49,8 @@ pub(super) const STACKS: &[Rule] = &[
 
 pub(super) fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let mut values = config.values.clone();
-    // The factor refers to a whole head, whose latent part is not rotated.
+    // `partial_rotary_factor` refers to a whole head, but here RoPE gets only the rotated part of
+    // it.
     if let Some(Value::Object(rope)) = values.get_mut("rope_parameters") {
         rope.shift_remove("partial_rotary_factor");
     }
@@ -63,7 +64,7 @@ fn experts(config: &Config<'_>) -> Result<Experts, ModelError> {
     let routing = Routing {
         groups: groups as usize,
         kept_groups: kept_groups as usize,
-        // A group's score is the sum of its two best scores.
+        // A group's score is the sum of its two best expert scores.
         best_of_group: if groups > 1 { 2 } else { 1 },
         ..Routing::SOFTMAX
     };

@@ -1,4 +1,4 @@
-//! Mixtral: Mistral with experts. Its GGUF files are called Llama's.
+//! Mixtral: Mistral with experts. Its GGUF files have Llama's architecture name.
 
 use serde_json::{Map, Value, json};
 
@@ -30,7 +30,7 @@ pub(super) const FAMILY: Family = Family {
     rules: RULES,
 };
 
-/// The names of experts that Mixtral has, and MiniMax M2.
+/// The names of experts' weights in Mixtral and MiniMax M2.
 pub(super) const RULES: &[Rule] = &[
     Rule::renamed("model.layers.#.block_sparse_moe.gate.*", "model.layers.#.mlp.gate.*"),
     Rule::renamed(
@@ -59,7 +59,8 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     config.grouped(attention, rope, windows, feeds)
 }
 
-/// Experts as large as a dense part, whose weights sum to 1.
+/// Reads experts of size `intermediate_size`. The routing weights of a token are normalised to sum
+/// to 1.
 pub(super) fn normalised(config: &Config<'_>, routing: Routing) -> Result<Experts, ModelError> {
     let values = config.renamed(&[("intermediate_size", "moe_intermediate_size")]);
     let config = &Config { values: &values, ..*config };
@@ -67,7 +68,7 @@ pub(super) fn normalised(config: &Config<'_>, routing: Routing) -> Result<Expert
     Ok(Experts { normalise: true, ..experts(config, count, routing)? })
 }
 
-/// True if a file of the architecture `llama` has experts.
+/// True if a GGUF file of the architecture `llama` has experts.
 pub(super) fn has_experts(files: &GgufFiles) -> bool {
     matches!(whole(files, "expert_count"), Ok(Some(1..)))
 }

@@ -1,5 +1,5 @@
-//! The families of decoders, one file each: names, how a config becomes a shape, and rules for
-//! tensor names.
+//! The families of decoders, one file per family: its names, how its config becomes a shape, and
+//! the rules for tensor names.
 
 mod config;
 mod experts;
@@ -87,7 +87,7 @@ use gguf::GgufNames;
 use crate::error::ModelError;
 use crate::vector::VectorLayer;
 
-/// All families, in the order of documents.
+/// All families, in the order of the documentation.
 pub const ALL: [&Family; 57] = [
     &llama::FAMILY,
     &mistral::FAMILY,
@@ -150,35 +150,37 @@ pub const ALL: [&Family; 57] = [
 
 /// A family of decoders.
 pub struct Family {
-    /// The models of the family, in documents.
+    /// The family's models, for the documentation.
     pub title: &'static str,
     /// The name in `architectures` of a `config.json`.
     pub architecture: &'static str,
-    /// The `model_type` in a `config.json`. If several families share it, the first is meant.
+    /// The `model_type` in a `config.json`. If several families share it, the first of them is
+    /// used.
     pub model_type: &'static str,
-    /// The family's attention, in documents.
+    /// The family's attention, for the documentation.
     pub attention: &'static str,
-    /// The kinds of the family's layers, in documents.
+    /// The kinds of the family's layers, for the documentation.
     pub layers: &'static str,
-    /// True if the compiled kernels of CPUs compute the family.
+    /// True if the Rust hand's CPU kernels can compute the family.
     pub compiled: bool,
-    /// The way from a `config.json` to the shape.
+    /// Converts a `config.json` to the shape.
     pub(crate) shape: fn(&Config<'_>) -> Result<Shape, ModelError>,
-    /// The names of the family's GGUF files; `None`: GGUF files are not read.
+    /// The family's names in GGUF files; `None`: its GGUF files are not read.
     pub(crate) gguf: Option<GgufNames>,
-    /// Rules for the names in safetensors. Names without a rule stay unchanged.
+    /// Rules for tensor names in safetensors. Names without a rule stay unchanged.
     pub(crate) rules: &'static [Rule],
 }
 
 impl Family {
-    /// The names of its GGUF files in `general.architecture`.
+    /// The architecture name of the family's GGUF files (`general.architecture`); `None`: they are
+    /// not read.
     #[must_use]
     pub fn gguf_architecture(&self) -> Option<&'static str> {
         self.gguf.as_ref().map(|names| names.architecture)
     }
 
-    /// True if one of the config's names belongs to the family. A checkpoint without a head is
-    /// named after the body.
+    /// True if this name in `architectures` belongs to the family. A checkpoint without a head has
+    /// the name of the body, such as `LlamaModel`.
     fn is_named(&self, name: &str) -> bool {
         name == self.architecture
             // transformers writes some names with underscores that repositories on the hub lack.
@@ -188,7 +190,7 @@ impl Family {
                 .is_some_and(|body| self.architecture.strip_suffix("ForCausalLM") == Some(body))
     }
 
-    /// Finds the family of a `config.json`. Without `architectures`, `model_type` decides.
+    /// Finds the family of a `config.json`. If it has no `architectures`, `model_type` is used.
     fn find(config: &Map<String, Value>) -> Result<&'static Self, ModelError> {
         let names = config.get("architectures").and_then(Value::as_array);
         let names: Vec<&str> = names.into_iter().flatten().filter_map(Value::as_str).collect();
@@ -220,7 +222,7 @@ impl fmt::Debug for Family {
     }
 }
 
-/// A family as the name of its architecture.
+/// Serialises a family as the name of its architecture.
 mod by_name {
     use serde::de::Error;
     use serde::{Deserialize, Deserializer, Serializer};
@@ -241,7 +243,8 @@ mod by_name {
     }
 }
 
-/// The layers after pooling that compute this many scores; `None`: the family has none.
+/// Returns the layers after pooling that compute `labels` scores; `None`: the family has no such
+/// layers.
 pub(crate) fn score_layers(
     config: &Map<String, Value>,
     family: &Family,

@@ -14,9 +14,9 @@ use crate::error::ModelError;
 use crate::sizes::{MOST, MOST_LAYERS, MOST_POSITIONS, size};
 use crate::vector::{VectorActivation, VectorLayer};
 
-/// Every third layer has no window, if the config does not say which.
+/// Every third layer has no window, if the config does not list the layers' kinds.
 const CYCLE: u64 = 3;
-/// The positions on both sides within a window, if the config does not give them.
+/// The default number of positions in a window, counted on both sides.
 const LOCAL_ATTENTION: u64 = 128;
 const ACTIVATION: &str = "gelu";
 const LOCAL: RopeKind = RopeKind {
@@ -64,7 +64,7 @@ const RULES: &[Rule] = &[
     Rule::new(INNER, "model.layers.#.mlp.gate_proj.*", Take::ALL.share(0, 2)),
     Rule::new(INNER, "model.layers.#.mlp.up_proj.*", Take::ALL.share(1, 2)),
     Rule::renamed("model.layers.#.mlp.Wo.*", "model.layers.#.mlp.down_proj.*"),
-    // A model without a head has its other parts named as if they belonged to the body.
+    // In a model without a language-model head, the prefix `model.` was also added to these names.
     Rule::renamed("model.head.dense.*", "head.dense.*"),
     Rule::renamed("model.head.norm.*", "head.norm.*"),
     Rule::renamed("model.classifier.*", "classifier.*"),
@@ -85,7 +85,8 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let local = config.optional("local_attention", MOST_POSITIONS)?.unwrap_or(LOCAL_ATTENTION);
     let attention = Attention { both_ways: true, ..config.attention(None)? };
     let mixer = |&is_local: &bool| {
-        // The config counts the positions on both sides.
+        // The config's window counts positions on both sides, while a shape's window counts one
+        // side.
         let window = is_local.then_some(local / 2 + 1);
         Mixer::Attention(Attention { window, ..attention })
     };
@@ -113,7 +114,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     Ok(shape)
 }
 
-/// The layers after pooling that compute this many scores.
+/// Returns the layers after pooling that compute `labels` scores.
 pub(super) fn score_layers(
     config: &Map<String, Value>,
     labels: usize,

@@ -1,5 +1,5 @@
-//! Nemotron-H and Nemotron 3: layers with one part each: Mamba 2, attention without positions, or a
-//! feed-forward part without gates, dense or with experts.
+//! Nemotron-H and Nemotron 3. Each layer is either Mamba 2, or attention without positional
+//! encoding, or a feed-forward part without gates, dense or with experts.
 
 use serde_json::{Map, Value, json};
 
@@ -14,7 +14,7 @@ use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufValue};
 use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS};
 
-/// The largest number of taps.
+/// The largest kernel size of the convolution.
 const MOST_TAPS: u64 = 64;
 const EPS: f64 = 1e-5;
 
@@ -35,7 +35,7 @@ pub(super) const FAMILY: Family = Family {
     rules: &RULES,
 };
 
-/// A layer's part has the prefix `mixer` whatever its kind. Layers that predict further tokens have
+/// Weights of every kind of layer have the prefix `mixer`. Layers for multi-token prediction have
 /// separate names.
 const OWN: &[Rule] = &[
     Rule::spare("mtp.**"),
@@ -104,12 +104,12 @@ const GGUF_RULES: [Rule; GGUF_OWN.len() + mamba::GGUF_RULES.len()] =
     joined(GGUF_OWN, mamba::GGUF_RULES);
 const FEEDS: Take = Take::ALL.only(|shape, layer| !mixes(shape, layer));
 
-/// True if a layer is a mixer, not a feed-forward part.
+/// True if a layer mixes positions, rather than being a feed-forward part.
 fn mixes(shape: &Shape, layer: usize) -> bool {
     !matches!(shape.mixer(layer), Mixer::None)
 }
 
-/// The part that a layer is.
+/// The kind of a layer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Mamba,
@@ -119,7 +119,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// A kind by its name, or by its letter in a pattern. Newer files use other names.
+    /// Returns a kind by its name, or by its letter in a pattern. Newer configs have other names.
     fn of(name: &str) -> Option<Self> {
         match name {
             "M" | "mamba" | "linear_attention" => Some(Self::Mamba),
@@ -131,7 +131,7 @@ impl Kind {
     }
 }
 
-/// The kinds of the layers, from a list of names or a pattern of letters.
+/// Returns the kind of each layer, from a list of names or a pattern of letters.
 fn kinds(config: &Config<'_>) -> Result<Vec<Kind>, ModelError> {
     let list = ["layers_block_type", "layer_types"].iter().find_map(|key| config.get(*key));
     let names: Vec<String> = match list.and_then(Value::as_array) {
@@ -186,7 +186,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     config.decoder(mixers.collect(), vec![None; kinds.len()], feeds.collect())
 }
 
-/// The values with our names.
+/// Returns the config's values under our names.
 fn common(config: &Config<'_>, layers: usize) -> Map<String, Value> {
     let mut values = config.renamed(&[("layer_norm_epsilon", "rms_norm_eps")]);
     let activation = config.get("mlp_hidden_act").filter(|value| !value.is_null());
@@ -196,7 +196,7 @@ fn common(config: &Config<'_>, layers: usize) -> Map<String, Value> {
     values
 }
 
-/// The keys of a GGUF file, where the tensors of a layer show its kind.
+/// Returns the config keys of a GGUF file. The kind of a layer follows from its tensors.
 fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let has = |end: &str| files.tensors.iter().any(|tensor| tensor.name.ends_with(end));
     let nextn = whole(files, "nextn_predict_layers")?.unwrap_or(0);
@@ -207,7 +207,8 @@ fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
         kinds.iter().find(|(name, _)| there(name)).map_or("?", |(_, letter)| letter)
     };
     let pattern: String = (0..layers).map(letter).collect();
-    // Lengths in the metadata are those of experts, if there are any.
+    // In models with experts, the feed-forward length in the metadata is that of the experts. So
+    // the size of dense layers is read from a tensor's shape.
     let dense = pattern.find('-').and_then(|at| files.tensor(&format!("blk.{at}.ffn_up.weight")));
     let largest = |key: &str| -> Result<i64, ModelError> {
         match files.get(key).and_then(GgufValue::as_list) {

@@ -1,5 +1,6 @@
-//! OLMo 2 and 3: norms after the parts of layers, and over all heads of queries and of keys. OLMo 3
-//! has windows, and scales the rotary embedding only in layers without one.
+//! OLMo 2 and 3: norms after the attention and the feed-forward part, and over all heads of queries
+//! and of keys. OLMo 3 has windows, and scales the rotary embedding only in layers without a
+//! window.
 
 use serde_json::{Map, Value, json};
 
@@ -13,7 +14,7 @@ use super::shape::{Attention, Mixer, NormPlacement, QkNorm, Rope, Shape};
 use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufValue};
 
-/// One in this many layers has no window, if the config does not list them.
+/// Every fourth layer has no window, if the config does not list the layers' kinds.
 const CYCLE: u64 = 4;
 const LOCAL: RopeKind =
     RopeKind { layer: "sliding_attention", theta: "rope_theta", usual: 500_000.0, scaled: false };
@@ -63,7 +64,7 @@ pub(super) const OLMO3: Family = Family {
     ..FAMILY
 };
 
-/// Names of norms behind the parts of layers.
+/// The names of norms after the attention and after the feed-forward part.
 pub(super) const AFTER: &[Rule] = &[
     Rule::renamed("blk.#.post_attention_norm.*", "model.layers.#.post_attention_layernorm.*"),
     Rule::renamed("blk.#.post_ffw_norm.*", "model.layers.#.post_feedforward_layernorm.*"),
@@ -88,7 +89,7 @@ fn shape(
     Ok(shape)
 }
 
-/// The keys of a dense model whose file lists the layers with a window.
+/// Returns the config keys of a dense model whose GGUF file lists the layers with a window.
 pub(super) fn windowed_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let mut keys = dense_keys(files)?;
     if let Some(pattern) = files.get(PATTERN).and_then(GgufValue::as_list) {

@@ -1,4 +1,5 @@
-//! Phi-3, Phi-4 and Phi-4-mini: fused matrices, and for long contexts a divisor for each frequency.
+//! Phi-3, Phi-4 and Phi-4-mini: fused matrices, and for long contexts a divisor per rotary
+//! frequency.
 
 use serde_json::{Map, Value};
 
@@ -24,7 +25,7 @@ pub(super) const FAMILY: Family = Family {
         fits: |_| Ok(true),
         keys,
         rules: &[
-            // Both are part of the config.
+            // Both tables are part of the config.
             Rule::spare("rope_factors_long.*"),
             Rule::spare("rope_factors_short.*"),
             Rule::new("blk.#.attn_qkv.*", QUERIES, Take::ALL.rows(fused_queries)),

@@ -25,7 +25,7 @@ pub(super) const FAMILY: Family = Family {
 };
 
 pub(super) fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
-    // Queries, keys and values always have biases, which the config does not mention.
+    // Queries, keys and values always have biases. The config does not mention them.
     let attention = Attention {
         qkv_bias: config.flag("qkv_bias", true),
         output_bias: false,

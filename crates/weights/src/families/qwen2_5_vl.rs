@@ -1,4 +1,4 @@
-//! Qwen2.5-VL: a Qwen2 behind a tower.
+//! Qwen2.5-VL: a vision tower and a Qwen2.
 
 use super::Family;
 use super::qwen2;

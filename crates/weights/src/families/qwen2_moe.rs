@@ -1,4 +1,4 @@
-//! Qwen2 with experts, and a shared one with a gate of its own.
+//! Qwen2 with routed experts, and a shared expert with a gate.
 
 use serde_json::{Map, Value, json};
 
@@ -76,7 +76,7 @@ fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
         "num_experts": required(files, "expert_count")?,
         "num_experts_per_tok": required(files, "expert_used_count")?,
         "moe_intermediate_size": required(files, "expert_feed_forward_length")?,
-        // Older files have the size of a dense part instead.
+        // Older files state the shared expert's size as `feed_forward_length`.
         "shared_expert_intermediate_size":
             shared.map_or_else(|| required(files, "feed_forward_length"), Ok)?,
         "norm_topk_prob": false,

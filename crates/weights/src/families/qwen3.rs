@@ -7,7 +7,7 @@ use super::rope::rope;
 use super::shape::{Attention, QkNorm, Shape};
 use crate::error::ModelError;
 
-/// The head size, if the config does not give it.
+/// The head size, if the config does not state it.
 const HEAD_DIM: u64 = 128;
 
 pub(super) const FAMILY: Family = Family {

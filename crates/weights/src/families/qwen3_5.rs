@@ -1,5 +1,5 @@
 //! Qwen3.5 and 3.6: Qwen3-Next with separate projections, dense or with experts. Repositories
-//! include Qwen3-VL's tower without deepstack outputs.
+//! include Qwen3-VL's vision tower, without deepstack outputs.
 
 use serde_json::{Value, json};
 
@@ -15,7 +15,7 @@ use super::text::text_config;
 use crate::error::ModelError;
 use crate::vision::{TOWER_CONFIG, TowerKind};
 
-/// The sections of rotary frequencies, if the config does not give them.
+/// The number of rotary frequencies for time, for row and for column, if the config has none.
 const SECTIONS: [usize; 3] = [11, 11, 10];
 const ATTENTION: &str = "gated delta nets, and grouped-query with a gate and positions of three numbers in every fourth \
      layer; a tower";
@@ -73,14 +73,14 @@ pub(super) const MOE_TEXT: Family = Family {
     ..FAMILY
 };
 
-/// The shape of a decoder behind its tower.
+/// Reads the shape of a decoder with a vision tower.
 fn behind_tower(
     config: &Config<'_>,
     decoder: fn(&Config<'_>) -> Result<Shape, ModelError>,
 ) -> Result<Shape, ModelError> {
     let mut values = text_config(config);
     if let Some(mut tower) = config.get(TOWER_CONFIG).and_then(Value::as_object).cloned() {
-        // transformers has no such outputs here, whatever the config says.
+        // transformers has no deepstack outputs here, whatever the config states.
         tower.insert("deepstack_visual_indexes".into(), json!([]));
         values.insert(TOWER_CONFIG.into(), tower.into());
     }

@@ -30,7 +30,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     decoder(config, config.flag("norm_topk_prob", false))
 }
 
-/// The decoder of Qwen3-VL, whose expert weights always sum to 1.
+/// Reads the decoder of Qwen3-VL, which always normalises the routing weights to sum to 1.
 pub(super) fn of_tower(config: &Config<'_>) -> Result<Shape, ModelError> {
     decoder(config, true)
 }
@@ -47,7 +47,7 @@ fn decoder(config: &Config<'_>, normalise: bool) -> Result<Shape, ModelError> {
     config.grouped(attention, rope, windows, feeds)
 }
 
-/// The number of experts, and for each layer whether it has them.
+/// Returns the number of experts, and whether each layer has experts.
 pub(super) fn sparse_layers(config: &Config<'_>) -> Result<(usize, Vec<bool>), ModelError> {
     let count = expert_count(config, &COUNTS)?;
     let dense = config.get("mlp_only_layers").and_then(Value::as_array);
@@ -65,7 +65,7 @@ fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
         return Err(ModelError::unserved_part("weights of experts with a scale"));
     }
     let mut keys = grouped_keys(files, false)?;
-    // No file states it, and llama.cpp does it for all of them.
+    // Files do not state whether routing weights are normalised. llama.cpp always normalises them.
     let normalise = files.get("expert_weights_norm").is_none_or(GgufValue::truthy);
     keys.extend([
         ("num_experts".to_owned(), json!(required(files, "expert_count")?)),

@@ -15,11 +15,11 @@ use crate::error::ModelError;
 use crate::gguf::{GgufFiles, GgufValue};
 use crate::sizes::{MOST, MOST_HEADS, MOST_LAYERS};
 
-/// The rotated part of a head, if the config does not give it.
+/// The fraction of a head that RoPE rotates, if the config does not state it.
 const ROTATED: f64 = 0.25;
-/// One in this many layers has attention, if the config does not say which.
+/// Every fourth layer has attention, if the config does not list the layers' kinds.
 const CYCLE: u64 = 4;
-/// The largest number of taps.
+/// The largest kernel size of the convolution.
 const MOST_TAPS: u64 = 64;
 
 pub(super) const FAMILY: Family = Family {
@@ -39,7 +39,7 @@ pub(super) const FAMILY: Family = Family {
     rules: &RULES,
 };
 
-/// The rules for projections that are fused by key head, and those of [`COMMON`].
+/// The rules of [`COMMON`], and rules for projections that are fused by key head.
 const RULES: [Rule; 6 + COMMON.len()] = super::rules::joined(
     &[
         Rule::new(QKVZ, "model.layers.#.linear_attn.in_proj_q.weight", blocks(grouped::queries)),
@@ -57,8 +57,8 @@ const CONV: &str = "model.layers.#.linear_attn.conv1d.weight";
 const QUERIES: &str = "model.layers.#.self_attn.q_proj.*";
 const STACK: &str = "model.layers.#.mlp.experts.gate_up_proj";
 
-/// Rules shared by these models. Norm weights are distances from 1, except for a state's output
-/// norm. Layers that predict further tokens have separate names.
+/// Rules shared by Qwen3-Next and Qwen3.5. Norm weights are stored as differences from 1, except
+/// for the output norm of delta nets. Layers for multi-token prediction have separate names.
 pub(super) const COMMON: &[Rule] = &[
     Rule::spare("mtp.**"),
     norm("model.norm.weight"),
@@ -94,8 +94,8 @@ const GGUF_QKVZ: &str = "blk.#.ssm_in.weight";
 const GGUF_BA: &str = "blk.#.ssm_ba.weight";
 const GGUF_CONV: &str = "blk.#.ssm_conv1d.weight";
 
-/// The rules for GGUF files, where norm weights are complete, and decays are stored without the
-/// logarithm. The first Qwen3-Next files have the repository's fused projections.
+/// The rules for GGUF files, which store norm weights with the 1 added, and decays without the
+/// logarithm. The first Qwen3-Next files have the same fused projections as the safetensors.
 pub(super) const GGUF_RULES: &[Rule] = &[
     Rule::renamed("blk.#.post_attention_norm.*", "model.layers.#.post_attention_layernorm.*"),
     Rule::new(GGUF_QUERIES, "model.layers.#.self_attn.q_proj.*", blocks(|mixer| halves(mixer, 0))),
@@ -134,14 +134,14 @@ const fn blocks(found: fn(&Mixer) -> Option<RowBlocks>) -> Take {
     Take::ALL.blocks(found)
 }
 
-/// The queries of each head, or the gates that follow them.
+/// Rows of the queries (`number` 0) or of the gates (1) in each head of the fused projection.
 fn halves(mixer: &Mixer, number: usize) -> Option<RowBlocks> {
     let Mixer::Attention(Attention { heads, head_dim, .. }) = *mixer else { return None };
     let first = number * head_dim;
     Some(RowBlocks { first, width: head_dim, step: 2 * head_dim, count: heads })
 }
 
-/// The shape. `sparse`: most layers have experts.
+/// Reads the shape. `sparse` is true if most layers have experts.
 pub(super) fn shape(config: &Config<'_>, sparse: bool) -> Result<Shape, ModelError> {
     let attention =
         Attention { qk_norm: QkNorm::Heads, gate: true, ..config.attention(Some(256))? };
@@ -169,7 +169,7 @@ pub(super) fn shape(config: &Config<'_>, sparse: bool) -> Result<Shape, ModelErr
     Ok(Shape { norm: Norm::RmsBesideOne, ..shape })
 }
 
-/// True for each layer that attends.
+/// Returns true for each layer with attention.
 fn attending_layers(config: &Config<'_>) -> Result<Vec<bool>, ModelError> {
     let layers = config.layer_count()?;
     let cycle = config.optional("full_attention_interval", MOST_LAYERS)?.unwrap_or(CYCLE);
@@ -208,7 +208,8 @@ fn delta_net(config: &Config<'_>) -> Result<Recurrence, ModelError> {
     })
 }
 
-/// The keys of a GGUF file. `tiled`: consecutive value heads belong to different key heads.
+/// Returns the config keys of a GGUF file. `tiled` is true if consecutive value heads belong to
+/// different key heads.
 pub(super) fn keys(files: &GgufFiles, tiled: bool) -> Result<Map<String, Value>, ModelError> {
     refuse_changes(files)?;
     let mut keys = grouped_keys(files, true)?;

@@ -1,4 +1,4 @@
-//! Qwen3-VL: a Qwen3 behind a tower.
+//! Qwen3-VL: a vision tower and a Qwen3.
 
 use serde_json::{Map, Value, json};
 
@@ -23,15 +23,15 @@ pub(super) const FAMILY: Family = Family {
     rules: RULES,
 };
 
-/// The rules for the text weights, without the whole model's prefix, which newer checkpoints have.
+/// Rules that remove the prefix of a multimodal model, which newer checkpoints have.
 pub(super) const RULES: &[Rule] = &[
     Rule::renamed("model.language_model.**", "model.**"),
     Rule::renamed("model.visual.**", "visual.**"),
 ];
 
-/// The shape of a decoder with a tower, if the config has one. `usual`: the default sections of
-/// rotary frequencies. With the windowed tower of Qwen2.5-VL, the decoder's nested config may say
-/// that its head is tied, and the sections are consecutive.
+/// Reads the shape of a decoder with a vision tower, if the config has one. `usual` is the default
+/// of `mrope_section`. With Qwen2.5-VL's windowed tower, the nested text config may state that the
+/// head is tied, and the sections of frequencies are consecutive.
 pub(super) fn with_tower(
     config: &Config<'_>,
     decoder: fn(&Config<'_>) -> Result<Shape, ModelError>,

@@ -1,5 +1,5 @@
-//! Qwen3-VL with experts: a Qwen3-MoE with Qwen3-VL's tower. Stacks of experts have columns first
-//! on the hub, but rows first when saved by transformers 5.
+//! Qwen3-VL with experts: Qwen3-VL's vision tower and a Qwen3-MoE. Stacks of experts are stored as
+//! `[columns, rows]` on the hub, but as `[rows, columns]` by transformers 5.
 
 use super::Family;
 use super::qwen3_moe;
@@ -40,13 +40,12 @@ pub(super) const FAMILY: Family = Family {
 
 const IN: Take = Take::EACH_EXPERT.transposed_where(begins_with_states);
 
-/// True if the matrix has as many rows as a state has elements: the input of the first product.
+/// True if the matrix has `hidden_size` rows: it is a transposed `gate_up_proj`.
 fn begins_with_states(shape: &Shape, [rows, _]: [usize; 2]) -> bool {
     rows == shape.hidden_size
 }
 
-/// True if the matrix has as many columns as a state has elements: the output of the second
-/// product.
+/// True if the matrix has `hidden_size` columns: it is a transposed `down_proj`.
 fn ends_in_states(shape: &Shape, [_, columns]: [usize; 2]) -> bool {
     columns == shape.hidden_size
 }

@@ -1,71 +1,72 @@
-//! Layers that keep a state of fixed size for each request: gated delta nets, Mamba 2 and short
-//! convolutions are the same recurrence with different parameters.
+//! Layers that keep a state of fixed size per request. Gated delta nets, Mamba 2 and short
+//! convolutions are one recurrence with different parameters.
 
 use serde::{Deserialize, Serialize};
 
 use super::rules::{RowBlocks, Rule, Take};
 use super::shape::{Mixer, Shape};
 
-/// Bytes of an element of a head's state, which has 32 bits whatever the model's type.
+/// Bytes per element of a head's state, which is float32 whatever the model's data type.
 const STATE_ELEMENT: usize = 4;
 
-/// The decays of GGUF files, which are stored without the logarithm.
+/// Takes the decays of GGUF files, which are stored without the logarithm.
 pub(super) const DECAYS: Take = Take::ALL.flat().times(-1.0).log();
 
 /// A linear recurrence after a causal convolution.
 ///
-/// A head's state `S` is `[key_dim, value_dim]`. For each position it becomes `decay * S + k u`,
-/// and the output is `q S`. With the delta rule `u` is `beta (v - k S)`, and otherwise `step v`,
-/// with `skip v` added to the output. Without heads there is only a convolution between two gates.
+/// A head's state `S` is `[key_dim, value_dim]`. Each position changes it to `decay * S + k u`, and
+/// the output is `q S`. With the delta rule, `u` is `beta (v - k S)`. Otherwise `u` is `step v`,
+/// and `skip v` is added to the output. Without heads there is only a convolution between two
+/// gates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recurrence {
     /// The number of heads of the state; 0: there is only a convolution.
     pub heads: usize,
-    /// The number of heads of keys and queries. Each serves an equal number of state heads.
+    /// The number of heads of keys and queries. Each is used by an equal number of state heads.
     pub key_heads: usize,
-    /// True if heads that share a key head are spaced by the number of key heads; false: they are
+    /// True if the state heads that share a key head are `key_heads` apart; false if they are
     /// consecutive.
     pub tiled: bool,
     /// Elements of a key head.
     pub key_dim: usize,
-    /// The size of a value head; without heads, the size of the convolution.
+    /// Elements of a value head. Without heads, the number of channels of the convolution.
     pub value_dim: usize,
-    /// True if each channel of a head has its own decay, rather than each head.
+    /// True if each channel of a head has a decay; false if all channels of a head share one.
     pub channel_decay: bool,
-    /// True if a state's old value for a key is subtracted first (delta rule). Keys and queries are
-    /// then normalised to length 1.
+    /// True if the state's old value for a key is subtracted first (delta rule). Keys and queries
+    /// are then normalised to length 1.
     pub delta: bool,
-    /// Taps of the causal convolution in front.
+    /// The kernel size of the causal convolution that precedes the recurrence.
     pub taps: usize,
-    /// True if the convolution has biases.
+    /// True if the convolution has a bias.
     pub conv_bias: bool,
     /// True if the projections have biases.
     pub bias: bool,
-    /// The norm of the output, which is gated.
+    /// The norm of the output, and how the gate is combined with it.
     pub norm: StateNorm,
-    /// True if the gate is a sigmoid rather than `x * sigmoid(x)`.
+    /// True if the gate's activation is a sigmoid rather than `x * sigmoid(x)`.
     pub sigmoid_gate: bool,
-    /// The rank between the two products that compute the gates, and likewise the decays; 0: each
-    /// has a single product.
+    /// The rank of the low-rank projections that compute gates and decays; 0: each has a single
+    /// full projection.
     pub low_rank: usize,
-    /// The number of elements over which `norm` takes a mean.
+    /// The number of elements over which `norm` computes a mean.
     pub norm_size: usize,
 }
 
-/// The norm of a recurrence's output, and where its gate is applied.
+/// The norm of a recurrence's output, and whether it precedes the gate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum StateNorm {
-    /// There is a gate and no norm.
+    /// There is a gate, but no norm.
     None,
-    /// The gate is behind the norm.
+    /// The norm is applied before the gate.
     BeforeGate,
-    /// The gate is in front of the norm.
+    /// The norm is applied after the gate.
     AfterGate,
 }
 
 impl Recurrence {
-    /// A convolution of this many elements between two gates.
+    /// Creates a convolution of `value_dim` channels between two gates.
     #[must_use]
     pub const fn convolution(value_dim: usize, taps: usize, bias: bool) -> Self {
         Self {
@@ -86,13 +87,13 @@ impl Recurrence {
         }
     }
 
-    /// Elements of all key heads.
+    /// Elements of all key heads together.
     #[must_use]
     pub const fn keys(&self) -> usize {
         self.key_heads * self.key_dim
     }
 
-    /// Elements of all value heads.
+    /// Elements of all value heads together.
     #[must_use]
     pub const fn values(&self) -> usize {
         if self.heads == 0 { self.value_dim } else { self.heads * self.value_dim }
@@ -104,7 +105,7 @@ impl Recurrence {
         2 * self.keys() + self.values()
     }
 
-    /// Bytes of the state of one request, if inputs of the convolution take `element` bytes.
+    /// Bytes of the state of one request, if each input of the convolution takes `element` bytes.
     #[must_use]
     pub const fn state_bytes(&self, element: usize) -> usize {
         let of_heads = self.heads * self.key_dim * self.value_dim * STATE_ELEMENT;
@@ -113,8 +114,8 @@ impl Recurrence {
 }
 
 impl Shape {
-    /// Bytes of a request's recurrent states over all layers, if the model's elements take
-    /// `element` bytes; 0: it has none.
+    /// Bytes of a request's recurrent states over all layers; 0: the model has no such layers.
+    /// `element` is the size of an element in the model's data type.
     #[must_use]
     pub fn state_bytes(&self, element: usize) -> u64 {
         let of_layer = |layer: usize| {
@@ -124,7 +125,7 @@ impl Shape {
     }
 }
 
-/// Rows of a matrix that contains parts of a recurrence one after another.
+/// Returns `width` consecutive rows of a fused matrix, from row `first` on.
 const fn behind(first: usize, width: usize) -> Option<RowBlocks> {
     Some(RowBlocks { first, width, step: width, count: 1 })
 }
@@ -133,18 +134,18 @@ fn of(mixer: &Mixer) -> Option<&Recurrence> {
     mixer.recurrence()
 }
 
-/// The queries in a combined product of queries, keys and values.
+/// Rows of the queries in a fused projection of queries, keys and values.
 pub(super) fn queries(mixer: &Mixer) -> Option<RowBlocks> {
     behind(0, of(mixer)?.keys())
 }
 
-/// The keys in a combined product of queries, keys and values.
+/// Rows of the keys in a fused projection of queries, keys and values.
 pub(super) fn keys(mixer: &Mixer) -> Option<RowBlocks> {
     let found = of(mixer)?;
     behind(found.keys(), found.keys())
 }
 
-/// The values in a combined product of queries, keys and values.
+/// Rows of the values in a fused projection of queries, keys and values.
 pub(super) fn values(mixer: &Mixer) -> Option<RowBlocks> {
     let found = of(mixer)?;
     behind(2 * found.keys(), found.values())
@@ -154,7 +155,7 @@ pub(super) fn values(mixer: &Mixer) -> Option<RowBlocks> {
 pub(super) mod grouped {
     use super::{Mixer, RowBlocks, of};
 
-    /// Part `number` of the four parts of each key head.
+    /// Rows of queries (`number` 0), keys (1), values (2) or gates (3) in each key head.
     fn rows(mixer: &Mixer, number: usize) -> Option<RowBlocks> {
         let found = of(mixer)?;
         let of_values = found.values() / found.key_heads;
@@ -190,19 +191,19 @@ pub(super) mod grouped {
         Some(RowBlocks { first, width, step, count: found.key_heads })
     }
 
-    /// The first of two numbers of a head.
+    /// Rows of the strength (`beta`) of each head, the first of two values per head.
     pub(in crate::families) fn strengths(mixer: &Mixer) -> Option<RowBlocks> {
         of_heads(mixer, 0)
     }
 
-    /// The second of two numbers of a head.
+    /// Rows of the decay of each head, the second of two values per head.
     pub(in crate::families) fn decays(mixer: &Mixer) -> Option<RowBlocks> {
         of_heads(mixer, 1)
     }
 }
 
-/// Rows of Mamba's matrices: gates, values, keys, queries and steps; for the convolution, without
-/// gates and steps.
+/// Rows of Mamba's fused matrices: gates, values, keys, queries and steps in `in_proj`, and values,
+/// keys and queries in the convolution.
 pub(super) mod mamba {
     use serde_json::{Map, Value, json};
 
@@ -211,7 +212,7 @@ pub(super) mod mamba {
     use crate::families::gguf::required;
     use crate::gguf::GgufFiles;
 
-    /// The keys of its sizes in GGUF files, with the names of Bamba's config.
+    /// Reads the sizes from a GGUF file, under the names of Bamba's config.
     pub(in crate::families) fn keys_of(
         files: &GgufFiles,
     ) -> Result<Map<String, Value>, ModelError> {
@@ -234,7 +235,8 @@ pub(super) mod mamba {
     const GGUF_IN: &str = "blk.#.ssm_in.*";
     const GGUF_CONV: &str = "blk.#.ssm_conv1d.*";
 
-    /// The rules of its fused tensors, applied after one that renames all its tensors.
+    /// Rules for Mamba's fused tensors. They apply after a family's rule that renames all its
+    /// tensors.
     pub(in crate::families) const RULES: &[Rule] = &[
         Rule::new(IN, "model.layers.#.linear_attn.in_proj_z.*", part(gates)),
         Rule::new(IN, "model.layers.#.linear_attn.in_proj_v.*", part(values)),
@@ -246,7 +248,7 @@ pub(super) mod mamba {
         Rule::new(CONV, "model.layers.#.linear_attn.conv_q.*", part(conv_queries)),
     ];
 
-    /// The rules of its tensors in GGUF files.
+    /// Rules for Mamba's tensors in GGUF files.
     pub(in crate::families) const GGUF_RULES: &[Rule] = &[
         Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_z.*", part(gates)),
         Rule::new(GGUF_IN, "model.layers.#.linear_attn.in_proj_v.*", part(values)),

@@ -9,7 +9,7 @@ use crate::sizes::{MOST_POSITIONS, optional, real, truthy};
 
 const DEFAULT_THETA: f64 = 10000.0;
 const PART: &str = "partial_rotary_factor";
-/// The numbers of a scaling that are divisors.
+/// The parameters of a scaling that are divisors.
 const FACTORS: [&str; 6] = [
     "factor",
     "low_freq_factor",
@@ -19,13 +19,13 @@ const FACTORS: [&str; 6] = [
     "original_max_position_embeddings",
 ];
 
-/// The embedding of a family that rotates whole heads of `dim`.
+/// Reads the rotary embedding of a family that rotates whole heads of `dim` elements.
 pub(super) fn rope(config: &Config<'_>, dim: usize) -> Result<Rope, ModelError> {
     whole_heads(read(config, dim)?)
 }
 
-/// The embedding of a family that rotates a part of each head; `usual` is the part if the config
-/// does not give it.
+/// Reads the rotary embedding of a family that rotates a part of each head. `usual` is the rotated
+/// fraction if the config does not state it.
 pub(super) fn partial_rope(
     config: &Config<'_>,
     head_dim: usize,
@@ -43,18 +43,18 @@ pub(super) fn partial_rope(
     Ok(read(config, dim)?.0)
 }
 
-/// The embedding of a kind of layers.
+/// The rotary embedding of one kind of layers.
 pub(super) struct RopeKind {
-    /// The layer type, under which `rope_parameters` has the embedding.
+    /// The layer kind, which is the key in `rope_parameters`.
     pub(super) layer: &'static str,
-    /// The key of its base in transformers 4's form, and the default base.
+    /// The key of its base in transformers 4's configs, and the default base.
     pub(super) theta: &'static str,
     pub(super) usual: f64,
-    /// True if `rope_scaling` in transformers 4's form applies to these layers.
+    /// True if `rope_scaling` in transformers 4's configs applies to these layers.
     pub(super) scaled: bool,
 }
 
-/// The embedding of one kind of layers, which rotates whole heads of `dim`.
+/// Reads the rotary embedding of one kind of layers, which rotates whole heads of `dim` elements.
 pub(super) fn rope_of_kind(
     config: &Config<'_>,
     kind: &RopeKind,
@@ -79,8 +79,8 @@ fn whole_heads((rope, part): (Rope, Option<f64>)) -> Result<Rope, ModelError> {
     }
 }
 
-/// The embedding with its scaling in transformers 4's form, and the rotated part of a head.
-/// transformers 5 has all of it in `rope_parameters`.
+/// Reads a rotary embedding, with its scaling in transformers 4's form, and the rotated fraction of
+/// a head. transformers 5 has all of this in `rope_parameters`.
 fn read(config: &Config<'_>, dim: usize) -> Result<(Rope, Option<f64>), ModelError> {
     let object = |key| config.get(key).filter(|value| truthy(Some(value)))?.as_object();
     let parameters = object("rope_parameters").or_else(|| object("rope_scaling"));
@@ -88,7 +88,7 @@ fn read(config: &Config<'_>, dim: usize) -> Result<(Rope, Option<f64>), ModelErr
     parsed(config, parameters.cloned().unwrap_or_default(), theta, dim)
 }
 
-/// The same from the parameters; `theta` is the default base.
+/// Parses a rotary embedding from its parameters. `theta` is the default base.
 fn parsed(
     config: &Config<'_>,
     mut parameters: Map<String, Value>,
@@ -139,8 +139,8 @@ fn parsed(
     Ok((Rope { scaling: Some(parameters), ..plain }, part))
 }
 
-/// Gemma 4's scaling: the first pairs of a head turn as in whole heads, and the others are not
-/// rotated.
+/// Reads Gemma 4's scaling: the first pairs of a head rotate as if the whole head did, and the
+/// remaining pairs are not rotated.
 fn proportional(
     parameters: &Map<String, Value>,
     part: Option<f64>,
@@ -154,14 +154,14 @@ fn proportional(
     if factor == 0.0 {
         return Err(ModelError::broken("rope scaling 'proportional' with a factor of 0"));
     }
-    // The number of pairs is rounded down.
+    // As in transformers, the number of pairs is rounded down.
     let turned = (dim as f64 * part / 2.0).floor() as usize;
     let scaling = json!({"rope_type": "proportional", "turned": turned, "factor": factor});
     Ok(scaling.as_object().cloned().unwrap_or_default())
 }
 
-/// The scaling of LongRoPE (Ding et al. 2024): a divisor for each frequency, short ones for
-/// contexts of the original length and long ones beyond it.
+/// Reads the scaling of LongRoPE (Ding et al. 2024): a divisor per frequency. The short divisors
+/// are for contexts up to the original length, the long divisors for longer contexts.
 fn longrope(
     config: &Config<'_>,
     parameters: &Map<String, Value>,
@@ -206,7 +206,7 @@ fn longrope(
     Ok(scaling.as_object().cloned().unwrap_or_default())
 }
 
-/// The factor on queries from a config's rotary parameters.
+/// Reads the factor on queries from a config's RoPE parameters; `None`: there is no factor.
 pub(super) fn query_scale(config: &Config<'_>) -> Result<Option<QueryScale>, ModelError> {
     let object = |key| config.get(key).filter(|value| truthy(Some(value)))?.as_object();
     let Some(rope) = object("rope_parameters").or_else(|| object("rope_scaling")) else {

@@ -6,12 +6,12 @@ use std::ops::Range;
 use super::shape::{Attention, Mixer, Shape};
 use crate::error::ModelError;
 
-/// The largest number of digits of a layer number.
+/// The largest number of digits of a layer or expert index.
 const MOST_DIGITS: usize = 9;
-/// The prefix of a tower's weights. A decoder served without its tower has none of them.
+/// The prefix of a tower's weights. They are skipped if the decoder is served without its tower.
 const TOWER: &str = "visual.";
 
-/// Two tables joined. `N` is the number of their rules.
+/// Joins two tables. `N` is the total number of rules.
 pub(super) const fn joined<const N: usize>(first: &[Rule], second: &[Rule]) -> [Rule; N] {
     let mut rules = [Rule::spare(""); N];
     let mut at = 0;
@@ -22,74 +22,73 @@ pub(super) const fn joined<const N: usize>(first: &[Rule], second: &[Rule]) -> [
     rules
 }
 
-/// A rule for the tensors whose name fits a pattern.
+/// A rule for tensors whose name matches a pattern.
 ///
-/// In a pattern `#` is the number of a layer, `*` is `weight` or `bias`, and `**` is any number of
-/// name parts. In the weight's name these are replaced by what they matched. `@` is the number of
-/// an expert, in the tensor's name or in a stack of all. A fused tensor has a rule for each of its
-/// weights.
+/// In a pattern, `#` matches a layer index, `*` matches `weight` or `bias`, and `**` matches one or
+/// more name components. In the weight's name, each placeholder is replaced by its match. `@` is
+/// the index of an expert, from the tensor's name or in a stack of experts. A fused tensor has one
+/// rule per weight.
 #[derive(Debug, Clone, Copy)]
 pub struct Rule {
     stored: &'static str,
-    /// Empty: the tensor is no weight.
+    /// The name of the weight; empty: the tensor is not read.
     weight: &'static str,
     take: Take,
 }
 
 impl Rule {
-    /// A weight that is a part of a tensor.
+    /// Creates a rule for a weight that is a part of a tensor.
     #[must_use]
     pub const fn new(stored: &'static str, weight: &'static str, take: Take) -> Self {
         Self { stored, weight, take }
     }
 
-    /// A weight that is a renamed tensor. With `**` in both patterns the new name goes through the
-    /// rules again.
+    /// Creates a rule that renames a tensor. With `**` in both patterns, the remaining rules are
+    /// applied to the new name.
     #[must_use]
     pub const fn renamed(stored: &'static str, weight: &'static str) -> Self {
         Self::new(stored, weight, Take::ALL)
     }
 
-    /// A tensor that is no weight.
+    /// Creates a rule for a tensor that is not read.
     #[must_use]
     pub const fn spare(stored: &'static str) -> Self {
         Self::new(stored, "", Take::ALL)
     }
 }
 
-/// Which part of a tensor is a weight, and how its numbers change. The steps are applied in the
-/// order of the fields.
+/// Which part of a tensor is a weight, and how its values change. Fields are applied in order.
 #[derive(Debug, Clone, Copy)]
 pub struct Take {
-    /// True if the layer with this number has the weight.
+    /// True if the layer of this index has the weight.
     only: fn(&Shape, usize) -> bool,
-    /// True if the tensor is a stack: `[experts, rows, columns]` with a matrix for each expert, or
-    /// `[experts, elements]` with a vector for each.
+    /// True if the tensor is a stack of all experts: `[experts, rows, columns]` of matrices, or
+    /// `[experts, elements]` of vectors.
     stack: bool,
     turned: Turned,
     rows: Rows,
-    /// The number of heads in which the rows of two halves are interleaved.
+    /// The number of heads whose two halves of rows are interleaved; `None`: rows are not
+    /// reordered.
     pairs: Option<fn(&Attention) -> usize>,
-    /// True if the weight is a vector of all elements.
+    /// True if the weight is a vector of all the tensor's elements.
     flat: bool,
-    /// If the weight joins rows of several tensors by head: the index of this tensor among them,
-    /// and their number.
+    /// If the weight's heads join rows of several tensors: this tensor's index and their count.
     joined: Option<(usize, usize)>,
     times: f32,
     plus: f32,
     log: bool,
 }
 
-/// True if columns become rows.
+/// Whether a matrix is transposed.
 #[derive(Debug, Clone, Copy)]
 enum Turned {
     Never,
     Always,
-    /// Decides by the rows and columns of the matrix.
+    /// Depends on the rows and columns of the matrix.
     Where(fn(&Shape, [usize; 2]) -> bool),
 }
 
-/// The rows of a weight in its matrix.
+/// Which rows of a matrix belong to the weight.
 #[derive(Debug, Clone, Copy)]
 enum Rows {
     All,
@@ -99,14 +98,14 @@ enum Rows {
     Every { first: usize, step: usize },
 }
 
-/// Rows that lie in blocks of equal distance.
+/// Rows in blocks with equal distances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowBlocks {
     /// The first row.
     pub first: usize,
-    /// Rows of a block.
+    /// The number of rows per block.
     pub width: usize,
-    /// The number of rows from one block's start to the next.
+    /// The number of rows from the start of one block to the start of the next.
     pub step: usize,
     /// The number of blocks.
     pub count: usize,
@@ -126,111 +125,111 @@ impl Take {
         plus: 0.0,
         log: false,
     };
-    /// The matrix or vector of each expert in a stack.
+    /// Takes the matrix or vector of each expert from a stack.
     pub const EACH_EXPERT: Self = Self { stack: true, ..Self::ALL };
 
-    /// Columns become rows.
+    /// Transposes the matrix.
     #[must_use]
     pub const fn transposed(self) -> Self {
         Self { turned: Turned::Always, ..self }
     }
 
-    /// Columns become rows if the function is true for a matrix with these rows and columns,
-    /// because files differ in this.
+    /// Transposes the matrix if the function returns true for its rows and columns, for files in
+    /// which both layouts occur.
     #[must_use]
     pub const fn transposed_where(self, turned: fn(&Shape, [usize; 2]) -> bool) -> Self {
         Self { turned: Turned::Where(turned), ..self }
     }
 
-    /// A range of rows that depends on the layer's attention, as in a fused product.
+    /// Takes a range of rows that depends on the layer's attention, as in a fused projection.
     #[must_use]
     pub const fn rows(self, range: fn(&Attention) -> Range<usize>) -> Self {
         Self { rows: Rows::Range(range), ..self }
     }
 
-    /// Blocks of rows that depend on the layer's mixer.
+    /// Takes blocks of rows that depend on the layer's mixer.
     #[must_use]
     pub const fn blocks(self, blocks: fn(&Mixer) -> Option<RowBlocks>) -> Self {
         Self { rows: Rows::Blocks(blocks), ..self }
     }
 
-    /// Restricts the rule to some layers.
+    /// Restricts the rule to the layers for which the function returns true.
     #[must_use]
     pub const fn only(self, only: fn(&Shape, usize) -> bool) -> Self {
         Self { only, ..self }
     }
 
-    /// One of several equal shares of the rows.
+    /// Divides the rows into `of` equal shares, and takes the share with index `number`.
     #[must_use]
     pub const fn share(self, number: usize, of: usize) -> Self {
         Self { rows: Rows::Share { number, of }, ..self }
     }
 
-    /// Every `step`-th row from `first` on: the even rows, or the odd ones.
+    /// Takes every `step`-th row, starting at `first`.
     #[must_use]
     pub const fn every(self, first: usize, step: usize) -> Self {
         Self { rows: Rows::Every { first, step }, ..self }
     }
 
-    /// Rows of heads in which the two halves are interleaved, as in the original Llama code.
+    /// Reorders the rows of heads whose two halves are interleaved, as in the original Llama code.
     #[must_use]
     pub const fn pairs(self, heads: fn(&Attention) -> usize) -> Self {
         Self { pairs: Some(heads), ..self }
     }
 
-    /// A vector of all elements, whatever the dimensions of the tensor.
+    /// Takes all elements as a vector, whatever the dimensions of the tensor.
     #[must_use]
     pub const fn flat(self) -> Self {
         Self { flat: true, ..self }
     }
 
-    /// The matrices of a stack `[heads, rows, columns]`. In the weight, the rows of each head
-    /// follow those from tensors with a lower `number`.
+    /// Takes a stack `[heads, rows, columns]`, which is tensor `number` of `of` tensors. The weight
+    /// concatenates each head's rows from these tensors in the order of their numbers.
     #[must_use]
     pub const fn joined(self, number: usize, of: usize) -> Self {
         Self { joined: Some((number, of)), ..self }
     }
 
-    /// Numbers times a constant.
+    /// Multiplies the values by a constant.
     #[must_use]
     pub const fn times(self, factor: f32) -> Self {
         Self { times: factor, ..self }
     }
 
-    /// Adds a logarithm after the factor and the term, for files that store decays without it.
+    /// Takes the logarithm, after `times` and `plus`, for files that store decays without it.
     #[must_use]
     pub const fn log(self) -> Self {
         Self { log: true, ..self }
     }
 
-    /// Adds a constant to the numbers, such as the 1 of Gemma's norms.
+    /// Adds a constant to the values, such as the 1 of Gemma's norms.
     #[must_use]
     pub const fn plus(self, term: f32) -> Self {
         Self { plus: term, ..self }
     }
 }
 
-/// Rows of queries in a product of queries, keys and values.
+/// Returns the rows of queries in a fused projection of queries, keys and values.
 #[must_use]
 pub fn fused_queries(attention: &Attention) -> Range<usize> {
     0..attention.heads * attention.head_dim
 }
 
-/// Rows of keys in a product of queries, keys and values.
+/// Returns the rows of keys in a fused projection of queries, keys and values.
 #[must_use]
 pub fn fused_keys(attention: &Attention) -> Range<usize> {
     let first = attention.heads * attention.head_dim;
     first..first + attention.kv_heads * attention.head_dim
 }
 
-/// Rows of values in a product of queries, keys and values.
+/// Returns the rows of values in a fused projection of queries, keys and values.
 #[must_use]
 pub fn fused_values(attention: &Attention) -> Range<usize> {
     let first = (attention.heads + attention.kv_heads) * attention.head_dim;
     first..first + attention.kv_heads * attention.value_dim
 }
 
-/// A weight of the model in a tensor of a file.
+/// A weight of the model, and where it is in a tensor of a file.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Weight {
     pub(crate) name: String,
@@ -238,24 +237,24 @@ pub(crate) struct Weight {
     pub(crate) part: TensorPart,
 }
 
-/// The part of a tensor that is a weight. The tensor's outer dimensions are all treated as rows.
+/// The part of a tensor that is a weight. All dimensions but the last are treated as rows.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct TensorPart {
-    /// The matrix's first row in the tensor.
+    /// The first row of the matrix in the tensor.
     pub(crate) base: usize,
     /// Rows and columns of the matrix.
     pub(crate) matrix: [usize; 2],
-    /// True if rows are counted after transposing the matrix.
+    /// True if the matrix is transposed before rows are counted.
     pub(crate) transposed: bool,
-    /// The first row, the number of consecutive rows, the distance between such blocks, and the
-    /// total number of rows.
+    /// The first row, the number of rows per block, the distance between blocks, and the total
+    /// number of rows.
     pub(crate) first: usize,
     pub(crate) width: usize,
     pub(crate) step: usize,
     pub(crate) rows: usize,
-    /// The number of heads in which the rows of two halves are interleaved; `None`: none.
+    /// The number of heads whose two halves of rows are interleaved; `None`: rows are in order.
     pub(crate) pairs: Option<usize>,
-    /// As in [`Take`]: the weight is rows of several tensors.
+    /// As in [`Take`]: the weight joins rows of several tensors.
     pub(crate) joined: Option<(usize, usize)>,
     pub(crate) times: f32,
     pub(crate) plus: f32,
@@ -264,7 +263,7 @@ pub(crate) struct TensorPart {
 }
 
 impl TensorPart {
-    /// All of a tensor.
+    /// The whole tensor.
     pub(crate) fn whole(shape: &[usize]) -> Self {
         let columns = shape.last().copied().unwrap_or(1);
         let rows = shape.iter().rev().skip(1).product();
@@ -284,33 +283,33 @@ impl TensorPart {
         }
     }
 
-    /// The row of the matrix that becomes this row of the weight.
+    /// Returns the row of the matrix that becomes row `row` of the weight.
     pub(crate) fn row(&self, row: usize) -> usize {
         self.first + row / self.width * self.step + row % self.width
     }
 
-    /// The number of consecutive rows, from any of the weight's blocks on.
+    /// The number of rows that are consecutive in the matrix.
     pub(crate) fn run(&self) -> usize {
         if self.step == self.width { self.rows } else { self.width }
     }
 
-    /// Columns of the weight.
+    /// The number of columns of the weight.
     pub(crate) fn columns(&self) -> usize {
         self.matrix[usize::from(!self.transposed)]
     }
 
-    /// True if the weight is a whole tensor of this shape, with unchanged numbers.
+    /// True if the weight is a whole tensor of this shape, with unchanged values.
     pub(crate) fn is_whole(&self, shape: &[usize]) -> bool {
         *self == Self::whole(shape)
     }
 
-    /// True if the weight is rows of the tensor, with unchanged numbers.
+    /// True if the weight consists of whole rows of the tensor, with unchanged values.
     pub(crate) fn is_rows(&self) -> bool {
         !self.transposed && self.times == 1.0 && self.plus == 0.0 && !self.log
     }
 }
 
-/// The weights in a tensor; `None`: there is no rule for it.
+/// Returns the weights in a tensor; `None`: no rule matches its name.
 ///
 /// # Errors
 /// A rule does not fit the tensor's shape.
@@ -346,7 +345,7 @@ fn weights_by_rules(
     shape: &Shape,
 ) -> Result<Option<Vec<Weight>>, ModelError> {
     let (mut name, mut is_renamed) = (name.to_owned(), false);
-    // Prefixes first. None is taken off twice.
+    // Rules for prefixes come first. Each applies at most once.
     for rule in tables.into_iter().flatten().filter(|rule| rule.stored.contains("**")) {
         if let Some(found) = fit(rule.stored, &name) {
             if rule.weight.is_empty() {
@@ -375,7 +374,7 @@ fn weights_by_rules(
     Ok(is_renamed.then(whole))
 }
 
-/// The parts of a name that matched a pattern's placeholders.
+/// The components of a name that matched a pattern's placeholders.
 struct Fit {
     layer: Option<usize>,
     expert: Option<usize>,
@@ -384,7 +383,7 @@ struct Fit {
 }
 
 impl Fit {
-    /// The name of a weight, for an expert with this number.
+    /// Returns the name of a weight, for the expert with this index.
     fn name(&self, weight: &str, expert: usize) -> String {
         let part = |part: &str| match part {
             "#" => self.layer.unwrap_or_default().to_string(),
@@ -421,7 +420,7 @@ fn fit(pattern: &str, name: &str) -> Option<Fit> {
     Some(found)
 }
 
-/// The layer of a weight, or of a tensor of a GGUF file.
+/// Returns the layer index in the name of a weight or of a GGUF tensor.
 pub(crate) fn layer_of(name: &str) -> Option<usize> {
     let name = name.strip_prefix("model.").unwrap_or(name);
     let name = name.strip_prefix("layers.").or_else(|| name.strip_prefix("blk."))?;
@@ -499,7 +498,7 @@ fn no_stack(name: &str, stored: &[usize], wanted: usize) -> ModelError {
 }
 
 impl TensorPart {
-    /// The shape of the weight in a tensor of this shape.
+    /// Returns the weight's shape, given the shape of its tensor.
     fn shape(&self, stored: &[usize]) -> Vec<usize> {
         match stored {
             [_] => vec![self.rows * self.columns()],
@@ -540,7 +539,7 @@ impl Take {
         match *stored {
             // Each element of a vector is a row.
             [elements] if chooses || self.stack => part.matrix = [elements, 1],
-            // The middle one is for convolutions that do not mix channels.
+            // The second form is the kernel of a depthwise convolution.
             [_, _] | [_, 1, _] => {}
             _ if chooses => return unfit("and a matrix is wanted"),
             _ => return Ok(part),

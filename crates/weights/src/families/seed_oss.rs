@@ -1,4 +1,4 @@
-//! Seed-OSS: Llama with biases of queries, keys and values.
+//! Seed-OSS: Llama with biases on queries, keys and values.
 
 use serde_json::{Map, Value, json};
 
@@ -26,7 +26,7 @@ pub(super) const FAMILY: Family = Family {
         architecture: "seed_oss",
         fits: |_| Ok(true),
         keys,
-        // In Gemma's files this is a norm after the attention.
+        // In Gemma's files, a tensor of this name is the norm after the attention.
         rules: &[Rule::renamed(
             "blk.#.post_attention_norm.*",
             "model.layers.#.post_attention_layernorm.*",

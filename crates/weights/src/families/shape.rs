@@ -1,4 +1,4 @@
-//! A decoder as a list of layers, which refer to its distinct parts.
+//! A decoder as a list of layers, which refer by index to the distinct parts of the model.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use super::recurrence::Recurrence;
 use crate::quantised::Quantisation;
 use crate::vision::VisionTower;
 
-/// The data from which a decoder is built. Sizes count elements, and positions are tokens.
+/// The data from which a decoder is built. Sizes are in elements, and positions in tokens.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Shape {
     /// The family, whose rules map a file's tensors to weights.
@@ -28,61 +28,61 @@ pub struct Shape {
     pub norm_eps: f64,
     /// True if embeddings are normalised before the first layer.
     pub embedding_norm: bool,
-    /// Factors of states and logits.
+    /// Factors on states and logits.
     pub scales: Scales,
-    /// Factors on layers' weights that files do not include, by name suffix, such as
-    /// `self_attn.k_proj.weight`.
+    /// Factors that still have to be applied to a file's weights, by the weight's name within its
+    /// layer, such as `self_attn.k_proj.weight`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub factors: BTreeMap<String, f64>,
     /// The distinct rotary embeddings.
     pub ropes: Vec<Rope>,
-    /// The distinct parts that mix positions.
+    /// The distinct mixers: the parts of layers that mix positions.
     pub mixers: Vec<Mixer>,
     /// The distinct feed-forward parts.
     pub feeds: Vec<FeedShape>,
-    /// The computed layers. A checkpoint may have more.
+    /// The layers that are computed. A checkpoint may have further layers.
     pub layers: Vec<LayerShape>,
-    /// Per-layer inputs for each token; `None`: there are none.
+    /// Per-layer embeddings; `None`: the model has none.
     pub layer_inputs: Option<LayerInputs>,
-    /// The tower that encodes images for the prompt; `None`: the model takes no images.
+    /// The vision tower, which encodes images; `None`: the model takes no images.
     pub tower: Option<VisionTower>,
     /// How the checkpoint stores quantised matrices; `None`: they are not quantised.
     pub quantised: Option<Quantisation>,
     /// The largest number of positions that the model was trained for.
     pub max_positions: u64,
-    /// True if the head is the embedding.
+    /// True if the head is the embedding matrix.
     pub tied: bool,
-    /// True if the head is not used because the model pools. Configs do not state it.
+    /// True if the head is not used because the model pools. Configs do not state this.
     pub headless: bool,
     /// Tokens that end a generation.
     pub eos_token_ids: Vec<i32>,
 }
 
-/// One layer, as indices of its parts in [`Shape`].
+/// One layer, as indices into the lists of [`Shape`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerShape {
-    /// The part that mixes positions.
+    /// The index of its mixer.
     pub mixer: u16,
-    /// The rotary embedding; `None`: positions rotate nothing.
+    /// The index of its rotary embedding; `None`: it has no rotary embedding.
     pub rope: Option<u16>,
-    /// The part behind the mixer.
+    /// The index of its feed-forward part.
     pub feed: u16,
-    /// The places of the layer's norms.
+    /// Where the layer has norms.
     pub norms: NormPlacement,
-    /// The layer whose keys and values this one reads; `None`: it has its own.
+    /// The layer whose keys and values this layer reads; `None`: it computes its own.
     pub keys_of: Option<u16>,
-    /// True if the layer's output is multiplied by a learned number.
+    /// True if the layer's output is multiplied by a learned scalar.
     pub scaled: bool,
 }
 
-/// Per-layer embeddings (Gemma 3n, 2025): each layer gets an input beside the residual stream. The
-/// input combines the token's row of a second embedding table with a projection of the token's
+/// Per-layer embeddings (Gemma 3n, 2025): each layer gets an input in addition to the residual
+/// stream. It combines the token's row of a second embedding table with a projection of the token's
 /// embedding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LayerInputs {
     /// The number of tokens that have rows in the second table.
     pub vocab_size: usize,
-    /// Elements of a layer's input.
+    /// Elements of the input of one layer.
     pub size: usize,
 }
 
@@ -92,45 +92,45 @@ pub struct LayerInputs {
 pub enum Norm {
     /// Divides by the root of the mean square.
     Rms,
-    /// RMS norm with stored weights `w` that are applied as `1 + w`. The sum needs 32 bits.
+    /// RMS norm with stored weights `w` that are applied as `1 + w`. The sum needs float32.
     RmsBesideOne,
     /// Subtracts the mean first (layer norm).
     Mean,
 }
 
-/// The places of a layer's norms.
+/// Where a layer has norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NormPlacement {
-    /// Before each part.
+    /// Before the attention and before the feed-forward part.
     Before,
-    /// Before the second part.
+    /// Only before the feed-forward part.
     BeforeFeed,
-    /// After each part, before its output is added.
+    /// After each part, before its output is added to the residual stream.
     After,
-    /// On both sides of each part.
+    /// Before and after each part.
     Around,
-    /// One norm before both parts, which read the same states.
+    /// One norm before both parts, which read the same input.
     Parallel,
 }
 
-/// Factors on states and logits; 1: none.
+/// Factors on states and logits; 1: the value is unchanged.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Scales {
-    /// The factor of embeddings.
+    /// The factor on token embeddings.
     pub embeddings: f64,
-    /// The factor on inputs that replace token embeddings.
+    /// The factor on input embeddings that replace token embeddings.
     pub inputs: f64,
-    /// The factor on a part's output before it is added.
+    /// The factor on the output of each part, before it is added to the residual stream.
     pub residuals: f64,
-    /// The factor of logits.
+    /// The factor on logits.
     pub logits: f64,
     /// The soft cap on logits; `None`: there is none.
     pub logit_cap: Option<f64>,
 }
 
 impl Scales {
-    /// No factor and no cap.
+    /// All factors are 1, and there is no cap.
     pub const NONE: Self =
         Self { embeddings: 1.0, inputs: 1.0, residuals: 1.0, logits: 1.0, logit_cap: None };
 }
@@ -140,53 +140,54 @@ impl Scales {
 pub struct Rope {
     /// The number of leading elements of a head that are rotated.
     pub dim: usize,
-    /// The base.
+    /// The base of the frequencies.
     pub theta: f64,
-    /// The scaling with transformers 4's names, including `rope_type`; `None`: there is none.
+    /// The scaling under transformers 4's names, including `rope_type`; `None`: there is no
+    /// scaling.
     pub scaling: Option<Map<String, Value>>,
-    /// True if neighbours `(2i, 2i + 1)` are rotated, rather than `(i, i + dim / 2)`.
+    /// True if the pairs `(2i, 2i + 1)` are rotated, rather than `(i, i + dim / 2)`.
     pub interleaved: bool,
-    /// How a position's three numbers share the frequencies; `None`: a position is one number.
+    /// How the three values of a position share the frequencies; `None`: a position is one number.
     pub sections: Option<RotarySections>,
 }
 
-/// How a position's three numbers share the rotary frequencies (M-RoPE, Qwen2-VL, 2024).
+/// How the three values of a position share the rotary frequencies (M-RoPE, Qwen2-VL, 2024).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RotarySections {
-    /// The frequencies of time, row and column.
+    /// The number of frequencies for time, for row and for column.
     pub counts: [usize; 3],
-    /// True if rows and columns take every third of the first frequencies, and time the rest;
-    /// otherwise the shares are consecutive.
+    /// True if row and column each use every third of the first frequencies, and time uses the
+    /// rest; false if the three shares are consecutive.
     pub interleaved: bool,
 }
 
-/// A part that mixes positions.
+/// The part of a layer that mixes positions.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Mixer {
-    /// Attention with keys and values of heads.
+    /// Attention that caches keys and values per head.
     Attention(Attention),
-    /// Attention with one short row for each position.
+    /// Latent attention, which caches one short row per position.
     Latent(Latent),
-    /// A state of fixed size for each request.
+    /// A recurrence with a state of fixed size per request.
     Recurrence(Recurrence),
-    /// Attention and a recurrent state side by side, whose outputs are added.
+    /// Attention and a recurrence in parallel. Their outputs are added.
     Beside(Beside),
-    /// None: the layer is a feed-forward part.
+    /// No mixer: the layer is only a feed-forward part.
     None,
 }
 
-/// Attention and a recurrent state side by side.
+/// Attention and a recurrence in parallel.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Beside {
     /// The attention.
     pub attention: Attention,
-    /// The state.
+    /// The recurrence.
     pub recurrence: Recurrence,
 }
 
 impl Mixer {
-    /// The attention; `None`: it has none.
+    /// Returns the attention; `None`: the mixer has no attention.
     #[must_use]
     pub const fn attention(&self) -> Option<&Attention> {
         match self {
@@ -195,7 +196,7 @@ impl Mixer {
         }
     }
 
-    /// The state; `None`: it keeps none.
+    /// Returns the recurrence; `None`: the mixer has no recurrence.
     #[must_use]
     pub const fn recurrence(&self) -> Option<&Recurrence> {
         match self {
@@ -207,7 +208,8 @@ impl Mixer {
     }
 }
 
-/// Attention with keys and values of some heads each (Ainslie et al. 2023).
+/// Grouped-query attention (Ainslie et al. 2023): several query heads share a head of keys and
+/// values.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Attention {
     /// The number of query heads.
@@ -218,28 +220,27 @@ pub struct Attention {
     pub head_dim: usize,
     /// Elements of a value head.
     pub value_dim: usize,
-    /// The factor on scores; `None`: `head_dim` to the power of -1/2.
+    /// The factor on attention scores; `None`: `head_dim` to the power of -1/2.
     pub scale: Option<f64>,
-    /// The number of positions that a query attends to, its own included; `None`: all.
+    /// The number of positions that a query attends to, including its own; `None`: all positions.
     pub window: Option<u64>,
-    /// The chunk length, within which positions attend to each other; `None`: no chunks.
+    /// The length of chunks. A query attends only to positions in its chunk; `None`: no chunks.
     pub chunk: Option<u64>,
-    /// True if each head has a learned score that takes part in the softmax but adds no value (a
-    /// sink).
+    /// True if each head has a sink: a learned score that is part of the softmax but adds no value.
     pub sinks: bool,
-    /// The soft cap on scores; `None`: there is none.
+    /// The soft cap on attention scores; `None`: there is none.
     pub cap: Option<f64>,
-    /// The norms of queries and keys before the rotation.
+    /// The norms of queries and keys before RoPE.
     pub qk_norm: QkNorm,
-    /// True if each head of values is normalised, without weights.
+    /// True if each head of values is normalised. These norms have no weights.
     pub value_norm: bool,
-    /// True if values are the same product as keys.
+    /// True if the key projection also gives the values.
     pub keys_are_values: bool,
-    /// True if the output is multiplied by the sigmoid of a gate.
+    /// True if the attention's output is multiplied by the sigmoid of a gate.
     pub gate: bool,
     /// True if queries, keys and values have biases.
     pub qkv_bias: bool,
-    /// True if the output has a bias.
+    /// True if the output projection has a bias.
     pub output_bias: bool,
     /// The factor on queries that grows with position; `None`: there is none.
     pub query_scale: Option<QueryScale>,
@@ -251,16 +252,16 @@ pub struct Attention {
 /// every))` (Llama 4, 2025).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct QueryScale {
-    /// The growth.
+    /// The strength of the growth.
     pub beta: f64,
-    /// The number of positions with one factor.
+    /// The number of consecutive positions with the same factor.
     pub every: u64,
-    /// The number of the first position.
+    /// The number of the first position in this formula.
     pub first: u64,
 }
 
 impl QueryScale {
-    /// The factor of queries at a position.
+    /// Returns the factor on queries at a position.
     #[must_use]
     pub fn at(&self, position: u64) -> f32 {
         let steps = ((position + self.first) / self.every) as f32;
@@ -272,38 +273,38 @@ impl QueryScale {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum QkNorm {
-    /// There is none.
+    /// No norms.
     None,
-    /// Each head has its own mean.
+    /// Each head is normalised separately.
     Heads,
-    /// All heads of a position have one mean.
+    /// All heads of a position are normalised together.
     Rows,
-    /// Each head has its own mean, and there are no weights.
+    /// Each head is normalised separately, without weights.
     Plain,
 }
 
-/// The part of a layer behind the mixer.
+/// The feed-forward part of a layer.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum FeedShape {
-    /// One feed-forward part for every token.
+    /// A dense feed-forward part, the same for every token.
     Dense(DenseFeed),
     /// A mixture of experts.
     Experts(Experts),
-    /// There is none: the layer is a mixer.
+    /// No feed-forward part: the layer is only a mixer.
     None,
 }
 
-/// One feed-forward part for every token.
+/// A dense feed-forward part, the same for every token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DenseFeed {
-    /// Elements between the products.
+    /// The inner size.
     pub intermediate_size: usize,
-    /// The function between the products.
+    /// The activation between the projections.
     pub activation: Activation,
-    /// True if the activation's result is multiplied by a second product.
+    /// True if the result of the activation is multiplied by a second projection (`up_proj`).
     pub gated: bool,
-    /// True if the products have biases.
+    /// True if the projections have biases.
     pub bias: bool,
 }
 
@@ -315,7 +316,7 @@ pub enum Activation {
     Silu,
     /// `x * Phi(x)`, exactly.
     Gelu,
-    /// `x * Phi(x)`, by a hyperbolic tangent.
+    /// `x * Phi(x)`, approximated with the hyperbolic tangent.
     GeluTanh,
     /// The square of the positive part.
     SquaredRelu,
@@ -324,7 +325,7 @@ pub enum Activation {
 }
 
 impl Activation {
-    /// Finds a function by its name in transformers.
+    /// Returns the activation with this name in transformers.
     #[must_use]
     pub fn from_name(name: &str) -> Option<Self> {
         match name {
@@ -336,7 +337,7 @@ impl Activation {
         }
     }
 
-    /// The name in transformers.
+    /// Returns the name in transformers.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -344,26 +345,26 @@ impl Activation {
             Self::Gelu => "gelu",
             Self::GeluTanh => "gelu_pytorch_tanh",
             Self::SquaredRelu => "relu2",
-            // vLLM's name: transformers has none.
+            // The name in vLLM. transformers has no name for it.
             Self::ClampedSwiglu => "swigluoai",
         }
     }
 }
 
 impl Shape {
-    /// The mixer of a layer.
+    /// Returns the mixer of a layer.
     #[must_use]
     pub fn mixer(&self, layer: usize) -> &Mixer {
         &self.mixers[usize::from(self.layers[layer].mixer)]
     }
 
-    /// The part behind the mixer of a layer.
+    /// Returns the feed-forward part of a layer.
     #[must_use]
     pub fn feed(&self, layer: usize) -> &FeedShape {
         &self.feeds[usize::from(self.layers[layer].feed)]
     }
 
-    /// The experts of a layer; `None`: it has none, or is not a computed layer.
+    /// Returns the experts of a layer; `None`: it has no experts, or is not a computed layer.
     #[must_use]
     pub fn experts(&self, layer: usize) -> Option<&Experts> {
         match self.feeds.get(usize::from(self.layers.get(layer)?.feed))? {
@@ -372,25 +373,26 @@ impl Shape {
         }
     }
 
-    /// True if attention is bidirectional. Such a model has no KV cache, and only pools.
+    /// True if attention is bidirectional. Such a model has no KV cache and is only used for
+    /// pooling.
     #[must_use]
     pub fn both_ways(&self) -> bool {
         self.mixers.iter().filter_map(Mixer::attention).any(|it| it.both_ways)
     }
 
-    /// True if a checkpoint's layer may belong to the computed ones. After them, checkpoints with
-    /// experts may have layers that only predict further tokens (MTP).
+    /// True if a checkpoint's layer may be one of the computed layers. Checkpoints with experts may
+    /// have further layers after these, for multi-token prediction (MTP).
     pub(crate) fn has_place_for(&self, layer: usize) -> bool {
         let experts = |feed: &FeedShape| matches!(feed, FeedShape::Experts(_));
         layer < self.layers.len() || !self.feeds.iter().any(experts)
     }
 
-    /// True if the checkpoint's head is superfluous.
+    /// True if a head in the checkpoint is not used.
     pub(crate) fn has_spare_head(&self) -> bool {
         self.tied || self.headless
     }
 
-    /// The largest number of positions of a request. With yarn it may exceed the config's.
+    /// The largest number of positions of a request. With YaRN it may exceed the config's number.
     #[must_use]
     pub fn longest_context(&self) -> u64 {
         let of_rope = |rope: &Rope| {

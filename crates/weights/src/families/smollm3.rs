@@ -1,4 +1,4 @@
-//! SmolLM3: Llama with some layers without rotation.
+//! SmolLM3: Llama in which some layers have no rotary embedding.
 
 use serde_json::Value;
 
@@ -11,8 +11,7 @@ use super::shape::{Attention, Mixer, Shape};
 use crate::error::ModelError;
 use crate::sizes::{MOST, truthy};
 
-/// The length of a group of layers, the last of which has no rotary embedding, if the config does
-/// not list them.
+/// Every fourth layer has no rotary embedding, if the config does not list the layers.
 const INTERVAL: u64 = 4;
 
 pub(super) const FAMILY: Family = Family {
@@ -45,7 +44,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
             listed.len()
         )));
     }
-    // The list has a 1 for a layer with a rotary embedding.
+    // The config's list has a 1 for each layer with a rotary embedding.
     let is_rotated = |layer: usize| match listed {
         Some(listed) => truthy(listed.get(layer)),
         None => !(layer as u64 + 1).is_multiple_of(interval),

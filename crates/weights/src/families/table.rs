@@ -1,10 +1,10 @@
-//! The tables of `docs/features.md` about families.
+//! The tables of families in `docs/features.md`.
 
 use std::fmt::Write as _;
 
 use super::{ALL, NOT_SERVED};
 
-/// The table of the families that are served.
+/// Returns the table of the families that are served.
 #[must_use]
 pub fn families_page() -> String {
     let mut page = String::from(
@@ -23,7 +23,7 @@ pub fn families_page() -> String {
     page
 }
 
-/// The table of known architectures that no hand serves.
+/// Returns the table of known architectures that no hand serves.
 #[must_use]
 pub fn not_served_page() -> String {
     let mut page = String::from("| architecture | in GGUF files | reason |\n|---|---|---|\n");

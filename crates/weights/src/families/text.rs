@@ -1,4 +1,4 @@
-//! Decoders in repositories that also have a tower, served without it.
+//! Decoders in repositories with a tower, when they are served without the tower.
 
 use serde_json::{Map, Value, json};
 
@@ -6,8 +6,8 @@ use super::config::Config;
 use super::mistral4;
 use super::rules::Rule;
 
-/// Rules for repositories whose tower is not read: the decoder's prefixes are removed, and the
-/// tower's tensors are ignored.
+/// Rules for repositories whose tower is not read: they remove the decoder's prefixes and skip the
+/// tower's tensors.
 pub(super) const RULES: &[Rule] = &[
     Rule::spare("vision_tower.**"),
     Rule::spare("model.vision_tower.**"),
@@ -23,8 +23,8 @@ pub(super) const RULES: &[Rule] = &[
     mistral4::STACKS[2],
 ];
 
-/// The decoder's nested config, with values from the outer one: the format of matrices, and whether
-/// the head is tied. An older config is not nested.
+/// Returns the decoder's nested config, with two values from the outer config: the quantisation,
+/// and whether the head is tied. Older configs are not nested.
 pub(super) fn text_config(config: &Config<'_>) -> Map<String, Value> {
     let text = config.get("text_config").and_then(Value::as_object).cloned().unwrap_or_default();
     let mut flat: Map<String, Value> = config.values.clone();

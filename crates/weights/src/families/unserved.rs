@@ -1,12 +1,12 @@
-//! The parts and architectures that no hand supports. A part is removed when the first hand
-//! supports it; the other hand then lists it as missing.
+//! The features and architectures that no hand supports. Once one hand supports a
+//! feature, the feature is removed here, and the other hand lists it as missing.
 
 use super::Family;
 use super::shape::{Activation, Attention, Beside, FeedShape, Mixer, Norm, NormPlacement, Shape};
 use crate::error::ModelError;
 
-/// Known architectures that no hand supports: their names in `config.json` and GGUF files, and what
-/// is missing.
+/// Known architectures that no hand supports: the names in `config.json` and in GGUF files, and the
+/// missing feature.
 pub const NOT_SERVED: [(&str, &str, &str); 3] = [
     ("Qwen2VLForConditionalGeneration", "qwen2vl", "another vision tower"),
     (
@@ -18,12 +18,12 @@ pub const NOT_SERVED: [(&str, &str, &str); 3] = [
 ];
 
 impl ModelError {
-    /// No hand has a part of a model.
+    /// Creates the error for a feature that no hand supports.
     pub(crate) fn unserved_part(part: &str) -> Self {
         Self::Unserved(format!("a model with {part}"))
     }
 
-    /// No hand has an architecture of a `config.json`.
+    /// Creates the error for an architecture in a `config.json` that no hand supports.
     pub(crate) fn unserved_architecture(name: &str) -> Self {
         let known = NOT_SERVED.iter().find(|(known, ..)| *known == name);
         let why = known.map(|(.., why)| format!(" ({why})")).unwrap_or_default();
@@ -33,7 +33,7 @@ impl ModelError {
         ))
     }
 
-    /// No hand has an architecture of GGUF files.
+    /// Creates the error for an architecture of GGUF files that no hand supports.
     pub(crate) fn unserved_gguf(name: &str) -> Self {
         let known = NOT_SERVED.iter().find(|(_, known, _)| *known == name && !name.is_empty());
         let why = known.map(|(.., why)| format!(" ({why})")).unwrap_or_default();
@@ -44,17 +44,17 @@ impl ModelError {
     }
 }
 
-/// Some families, by their names in documents.
+/// Returns the documented names of some families, joined.
 fn titles(which: fn(&Family) -> bool) -> String {
     let families = super::ALL.into_iter().filter(|family| which(family));
     families.map(|family| family.title).collect::<Vec<_>>().join("; ")
 }
 
 impl Shape {
-    /// Checks that some hand supports each of the model's parts.
+    /// Checks that a hand supports each of the model's features.
     ///
     /// # Errors
-    /// [`ModelError::Unserved`], with the first part that none supports.
+    /// [`ModelError::Unserved`], with the first unsupported feature.
     pub fn check_served(&self) -> Result<(), ModelError> {
         match self.part_without_hand() {
             None => Ok(()),
@@ -83,7 +83,7 @@ impl Shape {
         if both_ways > 0 && (both_ways < attentions || count(|it| it.recurrence().is_some()) > 0) {
             return Some("layers of which some see what is behind a position");
         }
-        // Layers with latent attention differ in their indexers.
+        // Layers with latent attention may differ in their indexers.
         if attentions > 0 && latents > 0 {
             return Some("attention of several kinds");
         }

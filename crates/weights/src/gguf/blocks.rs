@@ -1,33 +1,33 @@
-//! Decodes the blocks of GGUF's types one number at a time, like the `gguf` package. Blocks of
-//! types without kernels are converted to types with kernels.
+//! Decodes the blocks of GGUF's types one element at a time, like the `gguf` package. Also converts
+//! blocks of types without kernels to types with kernels.
 
 use half::{bf16, f16};
 
 use super::few_bits;
 use super::types::TensorType;
 
-/// Positions of a block that kernels multiply by.
+/// Elements per block in the types that kernels compute with.
 const SHARED: usize = 32;
-/// Positions of a super-block of the K types (https://github.com/ggml-org/llama.cpp/pull/1684).
+/// Elements per super-block of the K types (https://github.com/ggml-org/llama.cpp/pull/1684).
 pub(super) const SUPER: usize = 256;
 const K_SCALES: usize = 12;
 
-/// Types of blocks that have kernels.
+/// The block types that have kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BlockKind {
-    /// 8 bits and a scale.
+    /// 8-bit integers and a scale.
     Q8_0,
-    /// 4 bits and a scale.
+    /// 4-bit integers and a scale.
     Q4_0,
-    /// 4 bits, a scale and a least value.
+    /// 4-bit integers, a scale and a minimum.
     Q4_1,
-    /// 4-bit floats and a power of 2.
+    /// 4-bit floats and an exponent.
     Mxfp4,
-    /// 4 bits that number integers, and a scale.
+    /// 4-bit indices into a table of 16 integers, and a scale.
     Iq4Nl,
 }
 
-/// GGUF types, and the types in which products with their matrices are computed.
+/// GGUF types, and for each the block type in which its matrices are multiplied.
 const COMPUTED: [(&str, BlockKind); 22] = [
     ("Q8_0", BlockKind::Q8_0),
     ("Q4_0", BlockKind::Q4_0),
@@ -54,7 +54,7 @@ const COMPUTED: [(&str, BlockKind); 22] = [
 ];
 
 impl BlockKind {
-    /// Bytes of a block.
+    /// The number of bytes per block.
     #[must_use]
     pub fn bytes(self) -> usize {
         match self {
@@ -78,14 +78,14 @@ impl BlockKind {
     }
 }
 
-/// The type in which products with a matrix of GGUF type `name` are computed; `None`: no kernel
-/// supports it.
+/// Returns the block type in which a matrix of GGUF type `name` is multiplied; `None`: no kernel
+/// supports the type.
 #[must_use]
 pub fn computed_as(name: &str) -> Option<BlockKind> {
     COMPUTED.iter().find_map(|&(stored, kind)| (stored == name).then_some(kind))
 }
 
-/// The names of the types that kernels compute with, directly or after conversion.
+/// The names of the types that kernels can compute with, directly or after conversion.
 #[must_use]
 pub fn computed_names() -> String {
     COMPUTED.map(|(name, _)| name).join(", ")
@@ -95,7 +95,7 @@ pub(super) fn half(bytes: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
 }
 
-/// The eight scales and minimums of a super-block.
+/// Unpacks the eight scales and minimums of a super-block.
 fn scales(bytes: &[u8]) -> ([u8; 8], [u8; 8]) {
     let (mut scale, mut least) = ([0; 8], [0; 8]);
     for index in 0..4 {
@@ -107,7 +107,7 @@ fn scales(bytes: &[u8]) -> ([u8; 8], [u8; 8]) {
     (scale, least)
 }
 
-/// The numbers of one block of `kind`.
+/// Dequantises one block of `kind`.
 fn block(kind: TensorType, bytes: &[u8], out: &mut [f32]) {
     let nibble = |from: usize, index: usize| bytes[from + index % 16] >> (index / 16 * 4) & 15;
     match kind {
@@ -183,7 +183,7 @@ fn block(kind: TensorType, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// The numbers of whole blocks.
+/// Dequantises whole blocks.
 pub(crate) fn dequantise(kind: TensorType, bytes: &[u8], out: &mut [f32]) {
     let (elements, size) = kind.block();
     for (bytes, out) in bytes.chunks_exact(size).zip(out.chunks_exact_mut(elements)) {
@@ -191,18 +191,19 @@ pub(crate) fn dequantise(kind: TensorType, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Rounds to the nearest, halves away from zero, like the reference.
+/// Rounds to the nearest integer, and halves away from zero, like the reference.
 fn round(value: f32) -> f32 {
     let whole = value.abs().floor();
     let rounded = whole + (2.0 * (value.abs() - whole)).floor();
     if value < 0.0 { -rounded } else { rounded }
 }
 
-/// Whole blocks of `kind` as blocks of type `to`, appended to `out`; false: there is no conversion.
+/// Converts whole blocks of `kind` to blocks of type `to`, appended to `out`. Returns false if
+/// there is no such conversion.
 ///
-/// Blocks of the same type are copied. From `Q4_K` to `Q4_1` and from `IQ4_XS` to `IQ4_NL` codes
-/// are kept, and scales are rounded to half precision. From `Q4_0`, `Q5_0` and `IQ4_NL` to `Q8_0`
-/// the conversion is exact. Other types, and plain numbers, are rounded to 255 steps in `Q8_0`.
+/// Blocks of the same type are copied. `Q4_K` to `Q4_1` and `IQ4_XS` to `IQ4_NL` keep the codes and
+/// round the scales to half precision. `Q4_0`, `Q5_0` and `IQ4_NL` to `Q8_0` is exact. Other types,
+/// and plain floats, are rounded to 255 steps of `Q8_0`.
 pub(crate) fn as_blocks(kind: TensorType, to: BlockKind, bytes: &[u8], out: &mut Vec<u8>) -> bool {
     if kind.name() == to.name() {
         out.extend_from_slice(bytes);
@@ -230,7 +231,7 @@ pub(crate) fn as_blocks(kind: TensorType, to: BlockKind, bytes: &[u8], out: &mut
         }
         return true;
     }
-    // These have signed codes and one scale for the same number of positions, in fewer bits.
+    // These types have signed codes of fewer bits, and the same number of elements per scale.
     let keeps_scale = matches!(kind, TensorType::Q4_0 | TensorType::Q5_0 | TensorType::Iq4Nl);
     let mut values = [0.0; SUPER];
     for bytes in bytes.chunks_exact(size) {
@@ -265,7 +266,8 @@ fn q4_k_as_q4_1(bytes: &[u8], out: &mut Vec<u8>) {
         for factor in factors {
             out.extend_from_slice(&f16::from_f32(factor).to_le_bytes());
         }
-        // There, bytes hold codes of two sub-blocks; here, of the two halves of one block.
+        // In `Q4_K`, a byte holds codes of two sub-blocks; in `Q4_1`, of the two halves of one
+        // block.
         let code = |index: usize| codes[part / 2 * SHARED + index] >> (part % 2 * 4) & 15;
         out.extend((0..SHARED / 2).map(|index| code(index) | code(index + SHARED / 2) << 4));
     }

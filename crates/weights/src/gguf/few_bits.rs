@@ -1,5 +1,5 @@
-//! Decodes the blocks of GGUF's types with few bits. Some have 2 or 3 bits with scales, or three
-//! values. Others are indices into a grid, or floats.
+//! Decodes the blocks of GGUF's types with few bits: 2-bit and 3-bit integers with scales, ternary
+//! values, indices into a grid, and 4-bit floats.
 
 use half::f16;
 
@@ -7,17 +7,17 @@ use super::blocks::{SUPER, half};
 use super::grids::{IQ1, IQ2_S, IQ2_XS, IQ2_XXS, IQ3_S, IQ3_XXS};
 use super::types::TensorType;
 
-/// Bytes of `Q3_K`'s scales.
+/// Bytes of the scales in a block of `Q3_K`.
 const Q3_SCALES: usize = 12;
-/// The magnitudes in the grids of 2 bits.
+/// The magnitudes in the grids with 2-bit coordinates.
 const OF_2_BITS: [f32; 3] = [8.0, 25.0, 43.0];
 /// The magnitudes in the grid of `IQ3_XXS`.
 const OF_3_BITS: [f32; 8] = [4.0, 12.0, 20.0, 28.0, 36.0, 44.0, 52.0, 62.0];
-/// The offset of all numbers of the 1-bit types from their grid.
+/// The offset of all values of the 1-bit types from their grid points.
 const DELTA: f32 = 0.125;
-/// The numbers of `IQ4_NL` and `IQ4_XS`.
+/// The table of values of `IQ4_NL` and `IQ4_XS`.
 const UNEVEN: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113];
-/// The floats of 4 bits, doubled.
+/// The values of 4-bit floats, doubled so that they are integers.
 const FLOATS: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
 fn word(bytes: &[u8], index: usize) -> u16 {
@@ -28,12 +28,13 @@ fn word_of_32(bytes: &[u8], index: usize) -> u32 {
     u32::from(word(bytes, 2 * index)) | u32::from(word(bytes, 2 * index + 1)) << 16
 }
 
-/// One of two 4-bit numbers to a byte, the low one first.
+/// Returns one of the 4-bit numbers that are stored two per byte, the low half first.
 fn nibble(bytes: &[u8], index: usize) -> u8 {
     bytes[index / 2] >> (index % 2 * 4) & 15
 }
 
-/// Seven signs, and an eighth that makes the number of negative ones even.
+/// Returns eight signs. The code holds seven, and the eighth makes the number of negative signs
+/// even.
 fn signs(code: u32) -> u8 {
     let seven = (code & 127) as u8;
     seven | ((seven.count_ones() % 2) as u8) << 7
@@ -43,17 +44,17 @@ fn signed(value: f32, signs: u8, index: usize) -> f32 {
     if signs >> index & 1 == 0 { value } else { -value }
 }
 
-/// One of the eight coordinates of a point with two bits each.
+/// Returns one of the eight 2-bit coordinates of a grid point.
 fn of_eight(point: u16, index: usize) -> usize {
     usize::from(point >> (2 * index) & 3)
 }
 
-/// One of the four coordinates of a point with three bits each.
+/// Returns one of the four coordinates of a grid point. Each has 4 bits, of which 3 are used.
 fn of_four(point: u16, index: usize) -> usize {
     usize::from(point >> (4 * index) & 7)
 }
 
-/// Half of a power of 2, given by its exponent.
+/// Returns half of the power of 2 with this biased exponent.
 fn half_of_power(exponent: u8) -> f32 {
     f32::from_bits(match exponent {
         0 | 1 => 0x0020_0000 << exponent,
@@ -61,7 +62,7 @@ fn half_of_power(exponent: u8) -> f32 {
     })
 }
 
-/// Half of an 8-bit float without a sign.
+/// Returns half of an 8-bit float without a sign.
 fn half_of_float(bits: u8) -> f32 {
     let (exponent, rest) = (i32::from(bits >> 3 & 15), f32::from(bits & 7));
     match (bits, exponent) {
@@ -114,7 +115,7 @@ pub(super) fn block(kind: TensorType, bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// The 2-bit code of a position, as stored by `Q2_K`, `Q3_K` and `TQ2_0`.
+/// Returns the 2-bit code of an element, as packed in `Q2_K`, `Q3_K` and `TQ2_0`.
 fn two_bits(bytes: &[u8], at: usize) -> u8 {
     bytes[at / 128 * 32 + at % 32] >> (at % 128 / 32 * 2) & 3
 }
@@ -146,7 +147,7 @@ fn q3_k(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// The scale of 32 positions.
+/// Returns the scale of the 32 elements of sub-block `part`.
 fn iq4_xs_scale(bytes: &[u8], part: usize) -> f32 {
     let (low, high) = (nibble(&bytes[4..], part), word(&bytes[2..], 0) >> (2 * part) & 3);
     half(bytes, 0) * f32::from((low | (high as u8) << 4) as i8 - 32)
@@ -159,7 +160,7 @@ fn uneven(d: f32, codes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Keeps the codes, with scales rounded to half precision.
+/// Converts blocks to `IQ4_NL`: keeps the codes, and rounds the scales to half precision.
 pub(super) fn iq4_xs_as_iq4_nl(bytes: &[u8], out: &mut Vec<u8>) {
     for part in 0..SUPER / 32 {
         out.extend_from_slice(&f16::from_f32(iq4_xs_scale(bytes, part)).to_le_bytes());
@@ -240,7 +241,7 @@ fn iq3_s(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Eight numbers offset from a point whose coordinates are -1, 0 and 1.
+/// Writes eight values: the coordinates of a grid point (-1, 0 or 1) plus an offset, scaled.
 fn beside(point: u16, d: f32, delta: f32, out: &mut [f32]) {
     for (index, out) in out.iter_mut().enumerate() {
         *out = d * (of_eight(point, index) as f32 - 1.0 + delta);
@@ -262,7 +263,7 @@ fn iq1_s(bytes: &[u8], out: &mut [f32]) {
 fn iq1_m(bytes: &[u8], out: &mut [f32]) {
     let (codes, rest) = bytes.split_at(SUPER / 8);
     let (high, scales) = rest.split_at(SUPER / 16);
-    // The common scale is in the upper bits of the scales.
+    // The common scale is stored in the upper four bits of the scales' words.
     let bits = (0..4).fold(0, |bits, at| bits | (word(scales, at) & 0xf000) >> (12 - 4 * at));
     let d = f16::from_bits(bits).to_f32();
     for (eight, out) in out.chunks_exact_mut(8).enumerate() {
@@ -274,7 +275,7 @@ fn iq1_m(bytes: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Five three-valued numbers are the digits of a byte, read as a fraction of 256.
+/// Decodes ternary values. Five of them are the base-3 digits of a byte, read as a fraction of 256.
 fn tq1_0(bytes: &[u8], out: &mut [f32]) {
     const POWERS: [u8; 5] = [1, 3, 9, 27, 81];
     let d = half(bytes, 52);

@@ -1,4 +1,4 @@
-//! The header of a GGUF file. Opening reads only the header, and bounds all its numbers.
+//! The header of a GGUF file. Opening reads only the header, and checks all its sizes and counts.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -11,17 +11,17 @@ use super::types::TensorType;
 use crate::error::ModelError;
 
 const MOST_DIMENSIONS: u32 = 4;
-/// A limit far beyond every known file: vocabularies have some hundred thousand tokens, templates
-/// some hundred KiB.
+/// A limit far beyond every known file. Vocabularies have hundreds of thousands of tokens, and
+/// chat templates have hundreds of KiB.
 const MOST_HEADER: u64 = 256 << 20;
 const MOST_ENTRIES: u64 = 1 << 25;
 const MOST_DEPTH: u32 = 4;
 const MOST_ALIGNMENT: u64 = 1 << 20;
-/// The smallest size of a field, and of a tensor's header.
+/// The smallest sizes of a metadata field and of a tensor's header entry.
 const LEAST_FIELD: u64 = 8 + 4 + 1;
 const LEAST_TENSOR: u64 = 8 + 4 + 4 + 8;
 
-/// A value of the metadata.
+/// A metadata value.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum GgufValue {
     Whole(i128),
@@ -36,7 +36,7 @@ impl GgufValue {
         match *self {
             Self::Whole(number) => i64::try_from(number).ok(),
             Self::Bool(value) => Some(value.into()),
-            // As Python's int() of a float.
+            // Truncates, as Python's `int()` does.
             Self::Float(value) if value.is_finite() => Some(value as i64),
             _ => None,
         }
@@ -58,7 +58,7 @@ impl GgufValue {
         if let Self::List(items) = self { Some(items) } else { None }
     }
 
-    /// True for a value that is true in Python.
+    /// True if Python would treat the value as true.
     pub(crate) fn truthy(&self) -> bool {
         match self {
             Self::Whole(number) => *number != 0,
@@ -70,14 +70,14 @@ impl GgufValue {
     }
 }
 
-/// A tensor as it is stored.
+/// A tensor in a file.
 #[derive(Debug, Clone)]
 pub(crate) struct GgufTensor {
     pub(crate) name: String,
     pub(crate) kind: TensorType,
-    /// The shape in elements, the outermost dimension first (GGUF stores the reverse order).
+    /// The shape in elements, with the outermost dimension first (GGUF stores the reverse order).
     pub(crate) shape: Vec<usize>,
-    /// Bytes of each row. Rows of all outer dimensions are consecutive.
+    /// Bytes per row. The rows of all outer dimensions are contiguous.
     pub(crate) row_bytes: usize,
     pub(crate) path: PathBuf,
     file: Arc<File>,
@@ -85,7 +85,7 @@ pub(crate) struct GgufTensor {
 }
 
 impl GgufTensor {
-    /// Reads bytes from an element on, which has to be the first of a block, until `to` is full.
+    /// Fills `to` with blocks, starting at element `first`, which has to be the first of a block.
     pub(crate) fn read(&self, first: usize, to: &mut [u8]) -> Result<(), ModelError> {
         let (elements, bytes) = self.kind.block();
         let at = self.offset + (first / elements * bytes) as u64;
@@ -94,7 +94,7 @@ impl GgufTensor {
     }
 }
 
-/// A model in one file, or in several parts.
+/// A GGUF model, in one file or in several parts.
 #[derive(Debug)]
 pub(crate) struct GgufFiles {
     pub(crate) metadata: HashMap<String, GgufValue>,
@@ -104,7 +104,7 @@ pub(crate) struct GgufFiles {
 }
 
 impl GgufFiles {
-    /// The metadata that describes the model is in the first file.
+    /// Opens the files. The metadata that describes the model is in the first file.
     pub(crate) fn open(paths: &[PathBuf]) -> Result<Self, ModelError> {
         let mut metadata = None;
         let mut tensors: Vec<GgufTensor> = Vec::new();
@@ -140,13 +140,13 @@ impl GgufFiles {
         self.by_name.get(name).map(|&at| &self.tensors[at])
     }
 
-    /// The architecture, such as `llama` or `qwen2`; also the prefix of its metadata.
+    /// The architecture, such as `llama` or `qwen2`. It is also the prefix of its metadata keys.
     pub(crate) fn architecture(&self) -> &str {
         self.metadata.get("general.architecture").and_then(GgufValue::as_text).unwrap_or_default()
     }
 
-    /// A value from the architecture's own metadata. Some files have a value for each layer: if all
-    /// are equal, this is it.
+    /// Returns a value from the architecture's metadata. If a file has a list of equal values, one
+    /// per layer, returns this value.
     pub(crate) fn get(&self, key: &str) -> Option<&GgufValue> {
         let value = self.metadata.get(&format!("{}.{key}", self.architecture()))?;
         match value {
@@ -203,7 +203,7 @@ struct Header<R> {
     input: R,
     at: u64,
     size: u64,
-    /// Fields, tensors and elements of arrays so far.
+    /// The number of fields, tensors and array elements read so far.
     entries: u64,
 }
 
@@ -326,7 +326,7 @@ impl<R: Read> Header<R> {
         let mut bytes = vec![0; length as usize];
         self.input.read_exact(&mut bytes)?;
         self.at += length;
-        // Vocabularies may contain anything: a token that isn't UTF-8 must not prevent loading.
+        // Vocabularies may contain any bytes: a token that isn't UTF-8 must not prevent loading.
         Ok(String::from_utf8(bytes)
             .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
     }
@@ -370,7 +370,7 @@ impl<R: Read> Header<R> {
         })
     }
 
-    /// Checks that the rest of the file has room for `count` items of at least `least` bytes.
+    /// Checks that `count` items of at least `least` bytes fit in the rest of the file.
     fn claim(&mut self, count: u64, least: u64) -> Result<(), Fault> {
         self.entries = self.entries.saturating_add(count);
         if self.entries > MOST_ENTRIES {
@@ -398,7 +398,7 @@ pub(crate) mod tests {
 
     use super::*;
 
-    /// A file with these fields and tensors of type F32.
+    /// Returns the bytes of a file with these fields and tensors of type F32.
     pub(crate) fn gguf(fields: &[(&str, GgufValue)], tensors: &[(&str, &[u64])]) -> Vec<u8> {
         fn text(out: &mut Vec<u8>, text: &str) {
             out.extend((text.len() as u64).to_le_bytes());
@@ -519,7 +519,7 @@ pub(crate) mod tests {
                 bytes[at] = value;
             }
             bytes.truncate(cut.min(bytes.len()));
-            // No input causes a panic, and every file that opens can be read.
+            // No input causes a panic, and the tensors of every file that opens can be read.
             if let Err(error) = read_all(&bytes) {
                 prop_assert!(!error.to_string().contains("can't be read"), "{}", error);
             }

@@ -1,8 +1,8 @@
-//! The grids of GGUF's types of 1 to 3 bits: constants of the format, as in llama.cpp and the
-//! `gguf` package. A point has 16 bits: eight coordinates of 2 bits, or four of 4 bits, the first
-//! one lowest.
+//! The grids of GGUF's 1-bit to 3-bit types: constants of the format, as in llama.cpp and the
+//! `gguf` package. A grid point has 16 bits: eight coordinates of 2 bits or four of 4 bits, the
+//! first in the lowest bits.
 
-/// Decodes points from hexadecimal digits, the lower byte of each first.
+/// Decodes grid points from hexadecimal digits, in little-endian byte order.
 const fn points<const N: usize>(hex: &str) -> [u16; N] {
     const fn digit(byte: u8) -> u16 {
         (if byte > b'9' { byte - b'a' + 10 } else { byte - b'0' }) as u16

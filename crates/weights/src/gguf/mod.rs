@@ -1,4 +1,4 @@
-//! GGUF: metadata, where each tensor is, and the model's `tokenizer.json`, which is rebuilt from
+//! GGUF files: metadata, the locations of tensors, and a `tokenizer.json` that is rebuilt from the
 //! metadata.
 //!
 //! The format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>

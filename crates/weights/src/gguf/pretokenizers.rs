@@ -1,21 +1,21 @@
-//! How text is split before byte-pair merges, for each `tokenizer.ggml.pre` of the supported
-//! families.
+//! How text is split before byte-pair merges, per value of `tokenizer.ggml.pre` that the supported
+//! families use.
 //!
-//! GGUF has a name where `tokenizer.json` has a pipeline. This module has the original pipeline for
-//! each name, in the form of `tokenizer.json`.
+//! Where `tokenizer.json` has a pipeline, GGUF only has a name. This module maps each name to the
+//! original pipeline, in the form of `tokenizer.json`.
 
 use serde_json::{Value, json};
 
 use crate::error::ModelError;
 
-/// The steps of a byte-level tokenizer around its merges, as JSON in the form of `tokenizer.json`.
+/// A byte-level tokenizer's steps before its merges, as JSON in the form of `tokenizer.json`.
 pub(super) struct Pipeline {
     pub(super) pre_tokenizer: Value,
     pub(super) normalizer: Value,
-    /// True if a whole word in the vocabulary is always that token, whether the merges lead there
-    /// or not.
+    /// True if a whole word in the vocabulary always becomes that one token, even if merges would
+    /// give other tokens.
     pub(super) ignore_merges: bool,
-    /// The default for adding the beginning-of-sequence token, if the file doesn't say.
+    /// Whether the beginning-of-sequence token is added, if the file does not state it.
     pub(super) add_bos: bool,
 }
 
@@ -25,12 +25,12 @@ const TEKKEN: &str = concat!(
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 );
-/// Seed-Coder's: marks take no line's end with them.
+/// Seed-Coder's pattern: punctuation does not include line ends after it.
 const SEED: &str = concat!(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+",
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 );
-/// Ling's.
+/// Ling's pattern.
 const BAILING: &str = concat!(
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*",
     r"|\s*[\r\n]|\s+(?!\S)|\s+",
@@ -46,7 +46,7 @@ const V3_WORDS: &str = concat!(
     r##"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"##,
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 );
-/// The letters that DeepSeek LLM treats as words: those of alphabets with two cases.
+/// The letters that DeepSeek LLM treats as parts of words: those of alphabets with two cases.
 ///
 /// Six are escaped, because editors that normalise text would replace them by equivalent
 /// characters.
@@ -85,7 +85,7 @@ fn gpt4_like(numbers: &str) -> String {
     format!("{before}{numbers}{after}")
 }
 
-/// GPT-4o's pattern: words are split by case, and include contraction suffixes.
+/// GPT-4o's pattern: words are split where the case changes, and include contraction suffixes.
 fn o200k() -> String {
     let upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]";
     let lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]";
@@ -96,7 +96,8 @@ fn o200k() -> String {
     format!("{words}|{rest}")
 }
 
-/// Kimi K2's pattern: words are split by case, and Han characters are separate from both.
+/// Kimi K2's pattern: words are split where the case changes, and Han characters are separate
+/// words.
 fn kimi() -> String {
     let upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]";
     let lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]";
@@ -107,7 +108,7 @@ fn kimi() -> String {
     format!(r"[\p{{Han}}]+|{words}|{rest}")
 }
 
-/// The pipeline called `name`.
+/// Returns the pipeline of this name.
 pub(super) fn pipeline(name: &str) -> Result<Pipeline, ModelError> {
     let plain = |pre_tokenizer| Pipeline {
         pre_tokenizer,
@@ -122,7 +123,7 @@ pub(super) fn pipeline(name: &str) -> Result<Pipeline, ModelError> {
     let three = gpt4_like(r"\p{N}{1,3}");
     let one = gpt4_like(r"\p{N}");
     Ok(match name {
-        // No name means "default", llama.cpp's assumption for files older than the names.
+        // A file without a name has "default", as in llama.cpp: the file is older than these names.
         "default" => plain(splits(&[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"])),
         "gpt-2" | "mpt" | "olmo" | "phi-2" | "a.x-4.0" | "exaone4" | "gigachat"
         | "granite-docling" | "jais" | "mellum" | "trillion" => plain(byte_level(true)),

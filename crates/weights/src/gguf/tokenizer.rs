@@ -1,4 +1,4 @@
-//! GGUF tokenizer metadata, converted back to the original `tokenizer.json`.
+//! Converts GGUF tokenizer metadata back to the original `tokenizer.json`.
 
 use std::collections::HashMap;
 
@@ -14,7 +14,8 @@ const USER_DEFINED: i64 = 4;
 const UNUSED: i64 = 5;
 const BYTE: i64 = 6;
 const SPACE: &str = "▁";
-/// Pre-tokenizers for SentencePiece's pieces, which do not use a byte alphabet.
+/// Values of `tokenizer.ggml.pre` of vocabularies with SentencePiece pieces, without a byte
+/// alphabet.
 const OF_PIECES: [&str; 3] = ["gemma4", "granite-embed-multi-311m", "sarvam-moe"];
 
 type Metadata = HashMap<String, GgufValue>;
@@ -31,9 +32,9 @@ fn flag(metadata: &Metadata, key: &str, default: bool) -> bool {
     metadata.get(key).map_or(default, GgufValue::truthy)
 }
 
-/// The content of `tokenizer.json`.
+/// Builds the content of `tokenizer.json`.
 ///
-/// GGUF lacks two facts: whether an added token absorbs the spaces beside it, and whether a token
+/// GGUF does not state whether an added token absorbs the spaces beside it, nor whether a token
 /// that looks special was special. Neither changes the encoding of ordinary text.
 pub(crate) fn tokenizer_json(metadata: &Metadata) -> Result<Value, ModelError> {
     let tokens = texts(metadata, "tokenizer.ggml.tokens")?.filter(|tokens| !tokens.is_empty());
@@ -66,7 +67,7 @@ pub(crate) fn tokenizer_json(metadata: &Metadata) -> Result<Value, ModelError> {
     }
 }
 
-/// The text of the `bos` or `eos` token.
+/// Returns the text of the token `name`, which is `bos` or `eos`.
 pub(crate) fn special_token(metadata: &Metadata, name: &str) -> Option<String> {
     let index = metadata.get(&format!("tokenizer.ggml.{name}_token_id"))?.as_i64()?;
     let tokens = metadata.get("tokenizer.ggml.tokens")?.as_list()?;
@@ -79,7 +80,7 @@ struct Vocabulary<'a> {
     types: Vec<i64>,
 }
 
-/// The steps of a tokenizer around its model.
+/// The steps of a tokenizer before and after its model.
 struct Around {
     normalizer: Value,
     pre_tokenizer: Value,
@@ -128,7 +129,8 @@ impl Vocabulary<'_> {
         Ok(self.document(around, model))
     }
 
-    /// The file's merges. Loading a `tokenizer.json` fails if a merge leads to no token.
+    /// Returns the merges in the file whose halves and result are tokens: a `tokenizer.json` with
+    /// any other merge can't be loaded.
     fn stored_merges(&self, vocab: &Map<String, Value>) -> Result<Vec<Value>, ModelError> {
         let stored = texts(self.metadata, "tokenizer.ggml.merges")?.ok_or_else(|| {
             ModelError::broken(
@@ -136,7 +138,7 @@ impl Vocabulary<'_> {
             )
         })?;
         let known = |text: &str| vocab.contains_key(text);
-        // The two halves are separated by a space, and contain none.
+        // The two halves are separated by the only space.
         let pairs = stored.iter().filter_map(|merge| merge.split_once(' '));
         let pairs = pairs.filter(|&(left, right)| {
             known(left) && known(right) && known(&format!("{left}{right}"))
@@ -144,15 +146,15 @@ impl Vocabulary<'_> {
         Ok(pairs.map(|(left, right)| json!([left, right])).collect())
     }
 
-    /// SentencePiece's pieces, with merges from the file.
+    /// Builds a tokenizer of SentencePiece pieces, with merges from the file.
     fn merged_pieces(&self) -> Result<Value, ModelError> {
         let vocab = self.first_places();
         let merges = self.stored_merges(&vocab)?;
         Ok(self.pieces(vocab, merges, false))
     }
 
-    /// The id of each text. A text that occurs twice has the first id, as in SentencePiece and
-    /// llama.cpp.
+    /// Returns the id of each text. A text that occurs twice has its first id, as in SentencePiece
+    /// and llama.cpp.
     fn first_places(&self) -> Map<String, Value> {
         let mut vocab = Map::new();
         for (index, token, _) in self.entries() {
@@ -182,8 +184,8 @@ impl Vocabulary<'_> {
         Ok(self.pieces(self.first_places(), merges_of_scores(mergeable), prefix))
     }
 
-    /// A tokenizer of pieces, in which a mark represents each space. `prefix`: one is added in
-    /// front.
+    /// Builds a tokenizer of SentencePiece pieces, in which a mark replaces each space. `prefix` is
+    /// true if a mark is added in front of the text.
     fn pieces(&self, vocab: Map<String, Value>, merges: Vec<Value>, prefix: bool) -> Value {
         let unknown =
             self.entries().find(|&(_, _, kind)| kind == UNKNOWN).map(|(_, token, _)| token);
@@ -283,13 +285,13 @@ impl Vocabulary<'_> {
     }
 }
 
-/// The merges of a SentencePiece vocabulary, best first: every way to join two tokens into one, by
-/// the result's score.
+/// Returns the merges of a SentencePiece vocabulary, best first: every pair of tokens that joins to
+/// a token, ordered by that token's score.
 ///
 /// With equal scores, merges are ordered by the length of their halves, longest first. Hugging
 /// Face's converter uses this order, and so do the published `tokenizer.json` files.
 fn merges_of_scores(scores: Vec<(&str, f64)>) -> Vec<Value> {
-    // A text that occurs twice has the id of the first, and the score of the last.
+    // A text that occurs twice has the rank of its first occurrence, and the score of its last.
     let mut ranks: HashMap<&str, usize> = HashMap::new();
     let mut each: Vec<(&str, f64)> = Vec::new();
     for (token, score) in scores {

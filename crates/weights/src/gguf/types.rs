@@ -1,6 +1,6 @@
-//! The quantization types of tensors in GGUF files. CONTRIBUTING.md has the steps to add a type.
+//! The data types of tensors in GGUF files. CONTRIBUTING.md has the steps to add a type.
 
-/// The supported GGUF types: the ways in which a tensor's numbers are stored.
+/// The GGUF types that are supported, quantised and plain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum TensorType {
     F32,
@@ -32,7 +32,7 @@ pub(crate) enum TensorType {
 }
 
 impl TensorType {
-    /// Finds a type by its number in files.
+    /// Returns the type with this number in GGUF files.
     pub(super) fn of(number: u32) -> Option<Self> {
         Some(match number {
             0 => Self::F32,
@@ -97,7 +97,7 @@ impl TensorType {
         }
     }
 
-    /// Elements of a block, and its bytes.
+    /// The number of elements per block, and the number of bytes per block.
     pub(crate) fn block(self) -> (usize, usize) {
         match self {
             Self::F32 => (1, 4),

@@ -1,21 +1,21 @@
-//! The header of a file of packed weights, and why a file is not used.
+//! The header of a file of packed weights, and the reasons for which a file is not used.
 
 use std::collections::HashMap;
 use std::io;
 
 use serde_json::{Map, Value};
 
-/// A tensor of a file.
+/// The data type and shape of a tensor in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Entry {
-    /// `BF16`, `F32` or `U8`.
+    /// The data type: `BF16`, `F32` or `U8`.
     pub dtype: String,
     /// The shape in elements.
     pub shape: Vec<usize>,
 }
 
 impl Entry {
-    /// Bytes of the tensor; `None`: the type is unknown, or the size is impossible.
+    /// The number of bytes of the tensor; `None`: the type is unknown, or the size overflows.
     #[must_use]
     pub fn bytes(&self) -> Option<usize> {
         let width = match self.dtype.as_str() {
@@ -28,7 +28,7 @@ impl Entry {
     }
 }
 
-/// The place of a tensor in a file.
+/// The location of a tensor in a file, and the checksums of its chunks.
 pub(super) struct Place {
     pub(super) entry: Entry,
     pub(super) offset: u64,
@@ -36,7 +36,7 @@ pub(super) struct Place {
     pub(super) sums: Vec<u32>,
 }
 
-/// A file's description of its tensors.
+/// The parsed header of a file.
 pub(super) struct Header {
     pub(super) notes: Map<String, Value>,
     pub(super) places: HashMap<String, Place>,

@@ -1,8 +1,8 @@
-//! A cache of packed weights on disk, reused by later starts.
+//! A cache of packed weights on disk, for later starts.
 //!
-//! A file is safetensors, so that any tool can inspect it. It is read into allocated memory rather
-//! than mapped, because such memory can use huge pages: a step that reads all weights from a
-//! mapping's 4 KiB pages is slower.
+//! A file is in the safetensors format, so that any tool can inspect it. It is read into allocated
+//! memory rather than mapped, because allocated memory can use huge pages. A step that reads all
+//! weights from 4 KiB pages of a mapping is slower.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -23,29 +23,29 @@ use crate::describe::{hex, new_file};
 mod header;
 mod read;
 
-/// The version, incremented with every change of the written form or of the conversion from a
-/// checkpoint.
+/// The version of the format, incremented whenever the layout or the conversion from a checkpoint
+/// changes.
 const VERSION: u32 = 3;
 const EDGE: u64 = 1 << 20;
 const PIECES: u64 = 64;
 const PIECE: usize = 4096;
-/// The bytes of one read and one checksum: large enough that calls cost nothing, and small enough
-/// that threads end at about the same time.
+/// Bytes per read and checksum: large enough that the cost of calls is negligible, and small enough
+/// that all threads finish at about the same time.
 const CHUNK: usize = 16 << 20;
 const LENGTH: usize = 8;
 const ALIGNMENT: usize = 64;
-/// Far beyond the header of any model.
+/// The size limit of a header, far beyond that of any model.
 const MOST_HEADER: u64 = 256 << 20;
 const METADATA: &str = "__metadata__";
 const SEAL: &str = "seal";
 const SUMS: &str = "sums";
 const LOCK: &str = ".lock";
 
-/// The name of the packed weights of a model's files under `facts`.
+/// Returns the file name for the packed weights of a model's files under `facts`.
 ///
-/// The name depends on each file's size, modification time, first and last MiB, and 64 pieces in
-/// between. Reading all of a large model would cost as much time as the cache saves. So a change
-/// elsewhere in the file that keeps size and time is not noticed.
+/// The name depends on each file's size, modification time, first and last MiB, and 64 samples in
+/// between. Reading all of a large model would take as long as the cache saves. So a change
+/// elsewhere in a file that keeps its size and time is not noticed.
 ///
 /// # Errors
 /// A file can't be read.
@@ -53,8 +53,8 @@ pub fn content_key(files: &[PathBuf], facts: &Value) -> io::Result<String> {
     digest_of(files, facts, true)
 }
 
-/// A digest of a model's files and `facts`, which is the same on other machines. It depends on the
-/// same parts of each file as [`content_key`], and not on times.
+/// Returns a digest of a model's files and `facts` that is equal on all machines. It depends on the
+/// same parts of each file as [`content_key`], but not on times.
 ///
 /// # Errors
 /// A file can't be read.
@@ -93,11 +93,11 @@ fn digest_of(files: &[PathBuf], facts: &Value, timed: bool) -> io::Result<String
     Ok(hex(&digest.finalize()))
 }
 
-/// The file of a key in a folder whose files have a total size limit. The file need not exist.
+/// The cache file of a key, in a folder with a limit on total size. The file may not exist.
 ///
-/// No fault here is an error for serving the model. A file that can't be read counts as absent, and
-/// writing may fail; one line on standard error has the reason. Every byte is verified on reading.
-/// A file with corrupt data is removed, and counts as absent.
+/// Errors here do not prevent serving the model. A file that can't be read counts as absent, and
+/// writing may fail: one line on standard error states the reason. Every byte is verified on
+/// reading. A file with corrupt data is removed and counts as absent.
 pub struct PackedFile {
     path: PathBuf,
     limit: u64,
@@ -105,7 +105,8 @@ pub struct PackedFile {
 }
 
 impl PackedFile {
-    /// The file of `key` in `folder`. `limit` is in bytes.
+    /// Opens the file of `key` in `folder`. `limit` is the limit on the folder's total size, in
+    /// bytes.
     #[must_use]
     pub fn open(folder: &Path, key: &str, limit: u64) -> Self {
         let mut file = Self { path: folder.join(key), limit, found: None };
@@ -116,21 +117,22 @@ impl PackedFile {
         file
     }
 
-    /// The notes stored with the tensors; `None`: there is no such file.
+    /// Returns the notes stored with the tensors; `None`: there is no usable file.
     #[must_use]
     pub fn notes(&self) -> Option<&Map<String, Value>> {
         self.found.as_ref().map(|header| &header.notes)
     }
 
-    /// A tensor of the file.
+    /// Returns the data type and shape of a tensor in the file.
     #[must_use]
     pub fn entry(&self, name: &str) -> Option<&Entry> {
         Some(&self.found.as_ref()?.places.get(name)?.entry)
     }
 
-    /// Fills all these tensors, each of the size of its entry. False if that fails; their content
-    /// is undefined then. `each` calls its argument for every number below a count, in any order
-    /// and on any threads. `report` gets the bytes done and the total.
+    /// Reads these tensors into buffers of their sizes. Returns false if that fails, and the
+    /// buffers' content is then undefined. `each` gets a count and a task, and has to call the task
+    /// once for every index below the count, in any order and on any threads. `report` gets the
+    /// bytes read so far and the total.
     pub fn read(
         &mut self,
         into: Vec<(&str, &mut [u8])>,
@@ -140,8 +142,8 @@ impl PackedFile {
         let Some(header) = &self.found else { return false };
         match read_all(&self.path, header, into, each, report) {
             Ok(()) => {
-                // Record the use, since the least recently used file is removed first. A read-only
-                // folder does not need that.
+                // Record the use, since the least recently used file is removed first. In a
+                // read-only folder this fails, and nothing is removed either.
                 let now = SystemTime::now();
                 let times = fs::FileTimes::new().set_accessed(now).set_modified(now);
                 if let Ok(file) = File::options().append(true).open(&self.path) {
@@ -150,7 +152,7 @@ impl PackedFile {
                 true
             }
             Err(Fault::Data(why)) => {
-                // The header is valid, so the file would never be replaced.
+                // Otherwise the file would never be replaced, because its header is valid.
                 self.say(&format!("is not used and removed: {why}"));
                 self.remove();
                 false
@@ -163,14 +165,14 @@ impl PackedFile {
     }
 
     /// Writes the file, unless it exists by now or there is no room. The least recently used files
-    /// make room.
+    /// are removed to make room.
     pub fn write(&self, tensors: &[(&str, &Entry, &[u8])], notes: &Map<String, Value>) {
         if let Err(error) = self.try_write(tensors, notes) {
             self.say(&format!("can't be written: {error}"));
         }
     }
 
-    /// Removes the file if possible, because its data is wrong.
+    /// Removes the file if possible, because its data is corrupt.
     pub fn remove(&mut self) {
         self.found = None;
         let _ = fs::remove_file(&self.path);
@@ -185,8 +187,8 @@ impl PackedFile {
         let size = head.len() as u64 + tensors.iter().map(|(.., it)| it.len() as u64).sum::<u64>();
         let folder = self.path.parent().unwrap_or(&self.path);
         fs::create_dir_all(folder)?;
-        // Whoever can write here decides what is computed. Permissions of other users' folders are
-        // up to them.
+        // Anyone who can write to this folder can change the model's weights. If another user owns
+        // the folder, its permissions are up to that user.
         let _ = fs::set_permissions(folder, fs::Permissions::from_mode(0o700));
         let lock = File::create(folder.join(LOCK))?;
         // Wait until no other process writes into the folder. If a process dies, its lock is
@@ -200,7 +202,7 @@ impl PackedFile {
         for (.., bytes) in tensors {
             file.write_all(bytes)?;
         }
-        // Otherwise the name could reach the disk before the data.
+        // Without this, the name could reach the disk before the data.
         file.as_file().sync_all()?;
         file.persist(&self.path).map_err(|error| error.error)?;
         Ok(())
@@ -233,7 +235,7 @@ impl PackedFile {
         [&(text.len() as u64).to_le_bytes()[..], &text].concat()
     }
 
-    /// The digest that proves that a header is complete and belongs to this key.
+    /// Returns the digest that proves that a header is complete and belongs to this key.
     fn seal(&self, entries: &Map<String, Value>) -> String {
         let key = self.path.file_name().unwrap_or_default().to_string_lossy();
         let mut digest = Blake2b::<U16>::new();
@@ -313,8 +315,8 @@ impl PackedFile {
         Ok(Header { notes, places, chunk })
     }
 
-    /// Makes room for a file of `size` bytes by removing others. False: it may not be written. Only
-    /// for the single writer.
+    /// Makes room for a file of `size` bytes by removing other files. Returns false if the file may
+    /// not be written. The caller has to hold the folder's lock.
     fn make_room(&self, folder: &Path, size: u64) -> io::Result<bool> {
         if size > self.limit {
             self.say(&format!(
@@ -329,7 +331,7 @@ impl PackedFile {
             let path = entry?.path();
             let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
             if path == self.path || (name.starts_with('.') && name != LOCK) {
-                // A damaged file, or one that a dead writer left unfinished.
+                // This is a damaged file, or a file that a process left unfinished when it died.
                 fs::remove_file(&path)?;
             } else if name != LOCK {
                 let found = fs::metadata(&path)?;

@@ -1,4 +1,4 @@
-//! Reads tensors from a file of packed weights on several threads, and checks their checksums.
+//! Reads tensors from a file of packed weights on several threads, and verifies their checksums.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -15,8 +15,8 @@ struct Piece<'a> {
     sum: u32,
 }
 
-/// Reads tensors into memory, with a checksum for each chunk; `each` runs a task a number of times,
-/// on threads.
+/// Reads tensors into buffers, and verifies the checksum of each chunk. `each` runs a task for
+/// every index, on several threads.
 pub(super) fn read_all(
     path: &Path,
     header: &Header,
@@ -41,7 +41,7 @@ pub(super) fn read_all(
     let done = AtomicU64::new(0);
     let fault: Mutex<Option<Fault>> = Mutex::new(None);
     each(pieces.len(), &|index| {
-        // Only this thread has the piece with this number, and nothing panics while it is locked.
+        // Only this thread uses the chunk of this index, and nothing panics while the lock is held.
         let (Ok(mut piece), Some(open)) =
             (pieces[index].lock(), fault.lock().ok().map(|fault| fault.is_none()))
         else {
@@ -53,7 +53,7 @@ pub(super) fn read_all(
         let (offset, sum) = (piece.offset, piece.sum);
         let read = file.read_exact_at(piece.memory, offset);
         let failed = match read {
-            // The piece is still in the processor's cache.
+            // Hash the chunk now, while it is still in the CPU's cache.
             Ok(()) if crc32fast::hash(piece.memory) == sum => None,
             Ok(()) => Some(Fault::Data(format!("{} is not what was written", piece.name))),
             Err(error) => Some(error.into()),

@@ -1,41 +1,43 @@
 //! Dequantises matrices row by row: from codes, scales and zero points to float32.
 //!
 //! A matrix is `[rows, inputs]`. Its value at (r, i) is `(code[r, i] - zero[r, g]) * scale[r, g]`,
-//! where g is the group of input i, and each step is rounded to float32. 8-bit floats are their own
-//! codes, without zero points (Micikevicius et al. 2022, "FP8 formats for deep learning").
+//! where g is the group of input i, and each operation is rounded to float32. For 8-bit floats, the
+//! codes are the floats, and there are no zero points (Micikevicius et al. 2022, "FP8 formats for
+//! deep learning").
 
 use std::ops::Range;
 
-/// 4-bit codes in a word of 32 bits.
+/// The number of 4-bit codes in a 32-bit word.
 pub(super) const PER_WORD: usize = 8;
-/// Where AWQ stores each of eight neighbouring outputs in a word.
+/// The index of the nibble in which AWQ stores each of eight neighbouring outputs in a word.
 const AWQ_PLACES: [usize; PER_WORD] = [0, 4, 1, 5, 2, 6, 3, 7];
-/// The place of each neighbour in other words.
+/// The index of the nibble of each neighbour in the words of other formats.
 const PLACES: [usize; PER_WORD] = [0, 1, 2, 3, 4, 5, 6, 7];
-/// The zero point of matrices without one in the file.
+/// The zero point of a matrix that has none in the file.
 const MIDDLE: u8 = 8;
-/// The values of 8-bit floats by their bits.
+/// The values of 8-bit floats, indexed by their bits.
 static E4M3: [f32; 256] = floats_of_8_bits(4);
 static E5M2: [f32; 256] = floats_of_8_bits(5);
 
-/// The form of codes in a file.
+/// How a file stores codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CodeForm {
     /// Bytes `[rows, inputs]`: 8-bit floats with 4 exponent bits, without infinities.
     E4m3,
     /// Bytes `[rows, inputs]`: 8-bit floats with 5 exponent bits.
     E5m2,
-    /// Words `[inputs / 8, rows]` of neighbouring inputs.
+    /// 32-bit words `[inputs / 8, rows]`, each with the codes of eight neighbouring inputs.
     Gptq,
-    /// Words `[inputs, rows / 8]` of neighbouring rows, in a special order within the word.
+    /// 32-bit words `[inputs, rows / 8]`, each with the codes of eight neighbouring rows, in AWQ's
+    /// order.
     Awq,
-    /// Words `[rows, inputs / 8]` of neighbouring inputs.
+    /// 32-bit words `[rows, inputs / 8]`, each with the codes of eight neighbouring inputs.
     Packed,
 }
 
 impl CodeForm {
-    /// Writes the codes of some rows as floats `[rows, inputs]`. `codes` has `all` rows, of which
-    /// `rows` are taken. AWQ needs whole words: multiples of eight.
+    /// Writes the codes of `rows` as floats `[rows, inputs]`. `codes` contains `all` rows. For AWQ,
+    /// `rows` has to start and end at a multiple of eight.
     pub(super) fn unpack(
         self,
         codes: &[u8],
@@ -82,9 +84,9 @@ impl CodeForm {
         }
     }
 
-    /// The zero points `[rows, groups]` of the rows in a band's words, perhaps padded to a multiple
-    /// of eight. `words` is the band's words of zero points: `[groups, rows / 8]` of GPTQ and AWQ,
-    /// otherwise `[rows / 8, groups]`.
+    /// Unpacks the zero points of a band as `[rows, groups]`, where rows may be padded to a
+    /// multiple of eight. `words` contains the band's zero points: `[groups, rows / 8]` for GPTQ
+    /// and AWQ, otherwise `[rows / 8, groups]`.
     pub(super) fn zeros(self, words: &[u8], groups: usize, less_one: bool) -> Vec<u8> {
         let words = words.as_chunks::<4>().0;
         let eights = words.len() / groups.max(1);
@@ -108,29 +110,29 @@ impl CodeForm {
     }
 }
 
-/// The codes of a little-endian word, in order.
+/// Returns the codes of a little-endian word, in the order of `places`.
 fn nibbles(word: [u8; 4], places: &[usize; PER_WORD]) -> [f32; PER_WORD] {
     let word = u32::from_le_bytes(word);
     places.map(|place| f32::from((word >> (4 * place) & 15) as u8))
 }
 
-/// Zero points for a matrix without any in the file.
+/// Returns the zero points of a matrix that has none in the file.
 pub(super) fn middles(count: usize) -> Vec<u8> {
     vec![MIDDLE; count]
 }
 
-/// The group of each input.
+/// The quantisation group of each input.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Groups {
-    /// This many neighbouring inputs form a group.
+    /// Each group is this many neighbouring inputs.
     Equal(usize),
-    /// The group of each input, in any order.
+    /// The index of each input's group, in any order.
     Listed(Vec<usize>),
 }
 
 impl Groups {
-    /// Dequantises codes `[rows, inputs]`. Scales are `[rows, count]`, and so are zero points;
-    /// empty: codes are floats.
+    /// Dequantises codes `[rows, inputs]` in place. Scales and zero points are `[rows, count]`.
+    /// Zero points are empty if the codes are floats.
     pub(super) fn scale(
         &self,
         values: &mut [f32],
@@ -168,7 +170,7 @@ impl Groups {
     }
 }
 
-/// The values of all 8-bit floats with this many exponent bits.
+/// Returns the values of all 8-bit floats with this many exponent bits.
 const fn floats_of_8_bits(exponent_bits: u32) -> [f32; 256] {
     let mut values = [0.0; 256];
     let mut bits = 0;
@@ -187,7 +189,7 @@ const fn float_of_8_bits(bits: u32, exponent_bits: u32) -> f32 {
     let bias = most_exponent / 2;
     let (exponent, mantissa) = (bits >> mantissa_bits & most_exponent, bits & most_mantissa);
     let sign = (bits & 0x80) << 24;
-    // With 4 exponent bits, the largest exponent has ordinary numbers, except for one code.
+    // With 4 exponent bits, codes with the largest exponent are ordinary numbers, except for NaN.
     let is_special = exponent == most_exponent && (exponent_bits == 5 || mantissa == most_mantissa);
     if is_special && mantissa == 0 {
         return f32::from_bits(sign | f32::INFINITY.to_bits());
@@ -196,7 +198,7 @@ const fn float_of_8_bits(bits: u32, exponent_bits: u32) -> f32 {
         return f32::NAN;
     }
     if exponent == 0 {
-        // The smallest step is 2^(1 - bias - mantissa_bits).
+        // The step between subnormal numbers is 2^(1 - bias - mantissa_bits).
         let step = f32::from_bits((F32_BIAS + 1 - bias - mantissa_bits) << F32_MANTISSA);
         let value = mantissa as f32 * step;
         return f32::from_bits(sign | value.to_bits());
@@ -211,12 +213,12 @@ mod tests {
 
     use super::*;
 
-    /// A 4-bit code in words of one dimension, by the format's definition, one at a time.
+    /// Returns one 4-bit code of a list of words, directly by the format's definition.
     fn code(words: &[u8], word: usize, place: usize) -> u8 {
         words[word * 4 + place / 2] >> (place % 2 * 4) & 15
     }
 
-    /// The position of a neighbour in a word. AWQ's tools store neighbours in this order.
+    /// Returns the nibble in which a neighbour is stored. AWQ's tools use this order.
     fn awq_place(neighbour: usize) -> usize {
         [0, 2, 4, 6, 1, 3, 5, 7].iter().position(|&it| it == neighbour).expect("one of eight")
     }
@@ -249,7 +251,7 @@ mod tests {
             bytes in prop::collection::vec(any::<u8>(), 4 * 24 * 4),
             first in 0..3_usize, form in 0..3_usize,
         ) {
-            // 24 rows of 32 inputs, of which eight or more are read.
+            // 24 rows of 32 inputs, of which 8, 16 or 24 rows are read.
             let (all, inputs, rows) = (24, 32, first * PER_WORD..24);
             let form = [CodeForm::Gptq, CodeForm::Awq, CodeForm::Packed][form];
             let mut found = vec![0.0; rows.len() * inputs];
@@ -274,7 +276,7 @@ mod tests {
                         CodeForm::Awq => code(words, group * eights + row / 8, awq_place(row % 8)),
                         _ => code(words, row / 8 * groups + group, row % 8),
                     };
-                    // Zero points of the first form of GPTQ are stored less 1, in 4 bits.
+                    // The first version of GPTQ's format stores zero points less 1, in 4 bits.
                     let wanted = if less_one { (stored + 1) % 16 } else { stored };
                     prop_assert_eq!(found, wanted);
                 }
@@ -288,7 +290,7 @@ mod tests {
             order in Just((0..20_usize).collect::<Vec<_>>()).prop_shuffle(),
             floats in any::<bool>(),
         ) {
-            // Two rows of 20 inputs in groups of 8, the last of which is shorter.
+            // Two rows of 20 inputs in groups of 8, of which the last group is shorter.
             let (inputs, count) = (20, 3);
             let codes: Vec<f32> = (0..40).map(|at| (at * 7 % 16) as f32).collect();
             let of_inputs: Vec<usize> = order.iter().map(|at| at / 8).collect();

@@ -6,25 +6,25 @@ use super::codes::PER_WORD;
 use super::scheme::{CodePacking, Int4Storage, Quantisation, Scheme};
 use crate::error::ModelError;
 
-/// The types of 8-bit floats, by safetensors' names.
+/// The data types of 8-bit floats, by their names in safetensors.
 const EIGHT_BITS: [&str; 2] = ["F8_E4M3", "F8_E5M2"];
-/// The ends of the names of 8-bit floats' scales.
+/// The suffixes of the names of scales of 8-bit floats.
 const SCALES: [&str; 2] = ["weight_scale_inv", "weight_scale"];
-/// Scales of activations, keys and values, which are not used: activations are measured, and keys
-/// and values have the model's type.
+/// Scales of activations, keys and values. They are not used: activations are measured at each
+/// step, and keys and values have the model's data type.
 const NOT_READ: [&str; 6] =
     ["input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale"];
-/// The types of scales.
+/// The accepted data types of scales.
 const FLOATS: &[&str] = &["F32", "F16", "BF16", "F64"];
-/// The types of the numbers of groups, and of a shape.
+/// The accepted data types of group indices, and of a stored shape.
 const INTEGERS: &[&str] = &["I32", "I64"];
-/// The type of words of codes or of zero points.
+/// The data type of words of codes or zero points.
 const WORDS: &[&str] = &["I32"];
 
-/// The types and shapes of tensors, by name.
+/// The data types and shapes of tensors, by name.
 pub(crate) type Headers = BTreeMap<String, (String, Vec<usize>)>;
 
-/// The storage of one matrix's codes.
+/// How the codes of a matrix are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CodeStorage {
     /// 8-bit floats, as in [`Scheme::Fp8`].
@@ -36,14 +36,14 @@ pub(crate) enum CodeStorage {
 /// A quantised matrix in the files.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct QuantisedMatrix {
-    /// The name of the weight: the module's, and `.weight`.
+    /// The name of the weight: the module's name plus `.weight`.
     pub(crate) name: String,
-    /// Rows and inputs.
+    /// The number of rows, and the number of inputs.
     pub(crate) shape: [usize; 2],
-    /// The type of the codes.
+    /// The data type of the codes.
     pub(crate) kind: String,
     pub(crate) storage: CodeStorage,
-    /// The suffixes of its tensors' names after the module's name, codes first.
+    /// The name suffixes of its tensors after the module's name. The codes come first.
     pub(crate) ends: Vec<&'static str>,
 }
 
@@ -51,17 +51,18 @@ pub(crate) struct QuantisedMatrix {
 #[derive(Debug, Default)]
 pub(crate) struct QuantisedParts {
     pub(crate) matrices: Vec<QuantisedMatrix>,
-    /// Tensors that are not read.
+    /// Tensors that belong to quantised matrices but are not read.
     pub(crate) not_read: Vec<String>,
-    /// Biases of quantised matrices: GPTQ's tools write zero ones that a model lacks.
+    /// Biases of quantised matrices. GPTQ's tools write biases of zeros for models without biases.
     pub(crate) biases: Vec<String>,
 }
 
 impl QuantisedParts {
-    /// Finds the matrices in the tensors' headers. `stored` is `None`: nothing may be quantised.
+    /// Finds the quantised matrices in the tensors' headers. If `stored` is `None`, the checkpoint
+    /// must not contain 8-bit floats.
     ///
     /// # Errors
-    /// Parts are missing, or do not match.
+    /// Tensors of a matrix are missing, or do not match.
     pub(crate) fn find(
         headers: &Headers,
         stored: Option<&Quantisation>,
@@ -78,7 +79,7 @@ impl QuantisedParts {
         let matrices = match stored.scheme {
             Scheme::Fp8 { block } => floats(headers, block)?,
             Scheme::Int4(scheme) => integers(headers, scheme)?,
-            // MXFP4 experts are stacks, without tensors for each matrix.
+            // Experts in MXFP4 are stacks, without separate tensors per matrix.
             Scheme::Mxfp4 => Vec::new(),
         };
         let not_read = headers.keys().filter(|name| NOT_READ.contains(&split(name).1));
@@ -159,7 +160,7 @@ fn integers(headers: &Headers, scheme: Int4Storage) -> Result<Vec<QuantisedMatri
     modules.map(|(module, _)| Module { headers, module, codes }.matrix(scheme)).collect()
 }
 
-/// The suffix of a tensor's name, its shape, and the accepted types.
+/// A tensor that a matrix needs: the suffix of its name, its shape, and the accepted data types.
 type WantedTensor = (&'static str, Vec<usize>, &'static [&'static str]);
 
 /// A module with a quantised matrix.
@@ -239,7 +240,7 @@ impl Module<'_> {
         };
         let mut ends = Vec::new();
         for (end, size, types) in wanted {
-            // Required tensors were checked before; a missing one is optional.
+            // Missing required tensors were reported before, so a missing tensor is optional.
             let Some((of_tensor, has)) = self.tensor(end) else { continue };
             if *has != size {
                 return Err(ModelError::broken(format!(
@@ -263,7 +264,7 @@ impl Module<'_> {
 mod tests {
     use super::*;
 
-    /// Name, type and shape of each tensor.
+    /// The name, data type and shape of each tensor.
     type Tensors<'a> = &'a [(&'a str, &'a str, &'a [usize])];
 
     fn headers(tensors: Tensors<'_>) -> Headers {

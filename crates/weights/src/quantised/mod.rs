@@ -1,4 +1,4 @@
-//! Quantised matrices of a checkpoint: how they are stored, and their dequantised numbers.
+//! Quantised matrices of a checkpoint: how they are stored, and how they are dequantised.
 
 mod codes;
 mod matrices;

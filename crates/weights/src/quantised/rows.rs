@@ -1,4 +1,5 @@
-//! Rows of a quantised matrix from its tensors. Only what a band of rows needs is read at a time.
+//! Reads rows of a quantised matrix from its tensors. At any time, only the tensors' parts for one
+//! band of rows are in memory.
 
 use std::ops::Range;
 
@@ -13,26 +14,27 @@ use crate::mxfp4::Placed;
 use crate::rows::{FloatRows, Receiver};
 use crate::tensor::{AT_ONCE, floats};
 
-/// The number of elements in a band of rows. In AWQ and GPTQ a band is a strip for each input, or
-/// for eight inputs, and each strip is a separate read.
+/// The number of elements per band of rows. In AWQ and GPTQ, a band consists of one strip per input
+/// or per eight inputs, and each strip is a separate read.
 const BAND: usize = 1 << 22;
 
-/// A quantised matrix of safetensors, with its names there.
+/// A quantised matrix in safetensors files, and the weights that it contains.
 pub(crate) struct StoredMatrix {
     pub(crate) matrix: QuantisedMatrix,
-    /// The matrix's tensors by name suffix, codes first.
+    /// The matrix's tensors, by name suffix. The codes come first.
     pub(crate) parts: Vec<(&'static str, Placed)>,
     /// The weights that are parts of the matrix.
     pub(crate) weights: Vec<Weight>,
 }
 
-/// Neighbouring rows as the files have them.
+/// The stored data of neighbouring rows.
 struct Band {
     form: CodeForm,
     codes: Vec<u8>,
-    /// `[rows, groups]`, for these rows or for those of whole words.
+    /// `[rows, groups]`
     scales: Vec<f32>,
-    /// Zero points, in the shape of `scales`; empty: codes are floats.
+    /// Zero points `[rows, groups]`, where rows may be padded to a multiple of eight; empty if the
+    /// codes are floats.
     zeros: Vec<u8>,
 }
 
@@ -55,8 +57,9 @@ impl FloatRows for StoredMatrix {
 }
 
 impl StoredMatrix {
-    /// Passes on the numbers of some rows. Both the rows read at a time and those dequantised at a
-    /// time are multiples of a word's rows.
+    /// Dequantises the rows `wanted` and passes their values to `with`. `of_band` rows are read at
+    /// a time, and `at_once` rows are dequantised at a time. Both are multiples of eight, the rows
+    /// per word.
     pub(super) fn multiply_out(
         &self,
         wanted: &Range<usize>,
@@ -65,7 +68,7 @@ impl StoredMatrix {
     ) -> Result<(), ModelError> {
         let [all_rows, inputs] = self.matrix.shape;
         let (groups, of_row) = self.groups()?;
-        // Words of AWQ's codes, and of zero points, hold eight rows.
+        // Words of AWQ's codes, and words of zero points, contain eight rows.
         let end = wanted.end.next_multiple_of(PER_WORD).min(all_rows);
         let mut values = Vec::new();
         for begin in (wanted.start / PER_WORD * PER_WORD..end).step_by(of_band) {
@@ -96,10 +99,10 @@ impl StoredMatrix {
         })
     }
 
-    /// The group of each input, and the number of groups of a row.
+    /// Returns the group of each input, and the number of groups per row.
     ///
     /// # Errors
-    /// The file has an order that the config does not mention, or groups of other sizes.
+    /// The file has a group order that the config does not mention, or groups of other sizes.
     fn groups(&self) -> Result<(Groups, usize), ModelError> {
         let [_, inputs] = self.matrix.shape;
         let (size, ordered) = match self.matrix.storage {
@@ -140,7 +143,7 @@ impl StoredMatrix {
         Ok((Groups::Listed(listed), count))
     }
 
-    /// Checks the shape that compressed-tensors stores beside the codes.
+    /// Checks the matrix's shape against the one that compressed-tensors stores beside the codes.
     fn check_shape(&self) -> Result<(), ModelError> {
         let Some(stated) = self.part("weight_shape") else { return Ok(()) };
         let (stated, shape) = (integers(stated)?, self.matrix.shape);
@@ -153,8 +156,8 @@ impl StoredMatrix {
         )))
     }
 
-    /// Reads a band of rows, which begins and ends at word boundaries. `groups`: the number of
-    /// groups in a row.
+    /// Reads a band of rows. The band starts at a word boundary, and ends at a word boundary or at
+    /// the last row of the matrix. `groups` is the number of groups per row.
     fn band(&self, rows: &Range<usize>, groups: usize) -> Result<Band, ModelError> {
         let [_, inputs] = self.matrix.shape;
         let eights = rows.start / PER_WORD..rows.end.div_ceil(PER_WORD);
@@ -235,8 +238,8 @@ impl StoredMatrix {
     }
 }
 
-/// The bytes of some columns of some rows of a tensor, row by row. A vector is one row, and a
-/// number a row of one column.
+/// Reads the bytes of some columns of some rows of a tensor, row by row. A vector is treated as one
+/// row, and a scalar as one row of one column.
 fn strip(
     (file, tensor): &Placed,
     rows: &Range<usize>,
@@ -257,7 +260,7 @@ fn strip(
     Ok(bytes)
 }
 
-/// All numbers of a small tensor of integers.
+/// Reads all values of a small tensor of integers.
 fn integers((file, tensor): &Placed) -> Result<Vec<i64>, ModelError> {
     let mut bytes = vec![0; tensor.bytes];
     file.read(tensor.offset, &mut bytes)?;
@@ -267,7 +270,7 @@ fn integers((file, tensor): &Placed) -> Result<Vec<i64>, ModelError> {
     })
 }
 
-/// The transpose of a matrix with this many columns.
+/// Transposes a matrix with this many columns.
 fn transposed(values: &[f32], columns: usize) -> Vec<f32> {
     let column = |column| values.iter().skip(column).step_by(columns).copied();
     (0..columns).flat_map(column).collect()

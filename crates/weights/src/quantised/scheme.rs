@@ -1,8 +1,8 @@
 //! The `quantization_config` of a `config.json`.
 //!
-//! FP8 has a scale for each block in DeepSeek-V3 (2024), and for each row or matrix in
+//! FP8 has a scale per block in DeepSeek-V3 (2024), and per row or per matrix in
 //! compressed-tensors, FBGEMM and `AutoFP8`. 4-bit formats are GPTQ (Frantar et al. 2022), AWQ (Lin
-//! et al. 2023), and compressed-tensors with its own packing.
+//! et al. 2023), and the packing of compressed-tensors.
 
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
@@ -11,61 +11,61 @@ use crate::error::ModelError;
 use crate::sizes::truthy;
 
 const COMPRESSED: &str = "compressed-tensors";
-/// Values of `quant_method` that are read.
+/// The values of `quant_method` that are supported.
 const METHODS: [&str; 6] = ["fp8", "fbgemm_fp8", "awq", "gptq", COMPRESSED, "mxfp4"];
-/// The default group size of AWQ and GPTQ in inputs.
+/// The default group size of AWQ and GPTQ, in inputs.
 const USUAL_GROUP: u64 = 128;
 
-/// The quantization of matrices by the configuration. The files decide which matrices are
-/// quantised.
+/// How matrices are quantised, from the configuration. Which matrices are quantised follows from
+/// the files.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Quantisation {
-    /// `quant_method`.
+    /// The value of `quant_method`.
     pub method: String,
-    /// The form of the codes.
+    /// How quantised matrices are stored.
     pub scheme: Scheme,
-    /// Modules that are not quantised: names, parts of names, or regular expressions after `re:` or
-    /// `-:`.
+    /// Modules that are not quantised: names, substrings of names, or regular expressions after
+    /// `re:` or `-:`.
     pub left_out: Vec<String>,
 }
 
-/// The form of quantised matrices.
+/// How quantised matrices are stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "snake_case")]
 pub enum Scheme {
     /// 8-bit floats.
     Fp8 {
-        /// The rows and columns that share a scale; `None`: each row has one, or the whole matrix.
+        /// The rows and columns that share a scale; `None`: one scale per row or per matrix.
         block: Option<[usize; 2]>,
     },
     /// 4-bit integers.
     Int4(Int4Storage),
-    /// 4-bit floats with an exponent for every 32. Both hands read them as blocks.
+    /// 4-bit floats with an exponent per 32 floats. Both hands read them as blocks.
     Mxfp4,
 }
 
-/// 4-bit integers. Several inputs of a row share a scale and a zero point.
+/// 4-bit integers. Groups of inputs in a row share a scale and a zero point.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Int4Storage {
-    /// The format of words of eight codes.
+    /// How eight codes are packed in a word.
     pub packing: CodePacking,
-    /// The number of inputs that share a scale; `None`: all of a row.
+    /// The number of inputs that share a scale; `None`: all inputs of a row.
     pub group: Option<usize>,
-    /// True if groups contain inputs in any order (GPTQ's `desc_act`).
+    /// True if inputs are assigned to groups in any order (GPTQ's `desc_act`).
     pub ordered: bool,
     /// True if zero points are stored less 1.
     pub less_one: bool,
 }
 
-/// The format of words of eight codes.
+/// How eight codes are packed in a word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum CodePacking {
-    /// Words of inputs, with zero points in words of outputs.
+    /// A word packs eight inputs; a word of zero points packs eight outputs.
     Gptq,
-    /// Words of outputs, with codes in a special order.
+    /// A word packs eight outputs, in AWQ's order.
     Awq,
-    /// Words of inputs, the last one filled up.
+    /// A word packs eight inputs. The last word of a row is padded.
     CompressedTensors,
 }
 
@@ -100,7 +100,7 @@ impl Quantisation {
     }
 }
 
-/// A `quantization_config`.
+/// The `quantization_config` object.
 struct Stored<'a>(&'a Map<String, Value>);
 
 impl Stored<'_> {
@@ -118,13 +118,13 @@ impl Stored<'_> {
         if named.is_empty() { self.texts("ignored_layers") } else { named }
     }
 
-    /// Patterns of GPTQ modules with settings of their own.
+    /// Returns the patterns of GPTQ modules with separate settings.
     fn dynamic(&self) -> Vec<String> {
         let patterns = self.get("dynamic").and_then(Value::as_object).into_iter().flatten();
         patterns.map(|(pattern, _)| pattern.clone()).collect()
     }
 
-    /// Checks a value against the supported ones, ignoring case.
+    /// Checks that a value is one of the supported values, ignoring case.
     fn only(&self, method: &str, key: &str, known: &[Value]) -> Result<(), ModelError> {
         let value = match self.0.get(key) {
             Some(Value::String(text)) => Value::from(text.to_lowercase()),
@@ -261,7 +261,7 @@ fn compressed_group(group_: &Value, format: &Value) -> Result<Scheme, ModelError
     )))
 }
 
-/// Rows and columns of a block.
+/// Reads the number of rows and the number of columns of a block.
 fn block(sizes: Option<&Value>, key: &str) -> Result<Option<[usize; 2]>, ModelError> {
     let Some(sizes) = sizes.filter(|value| !value.is_null()) else { return Ok(None) };
     let size = |size: &Value| usize::try_from(size.as_u64()?).ok().filter(|&size| size >= 1);
@@ -272,7 +272,7 @@ fn block(sizes: Option<&Value>, key: &str) -> Result<Option<[usize; 2]>, ModelEr
     }
 }
 
-/// Inputs of a group; -1 stands for all.
+/// Reads the number of inputs per group. -1 means all inputs of a row.
 fn group(
     size: Option<&Value>,
     usual: Option<u64>,
@@ -292,7 +292,7 @@ fn group(
     })
 }
 
-/// The beginning of a value, in one line.
+/// Returns the beginning of a value, on one line.
 fn shown(value: &Value) -> String {
     const SHOWN: usize = 60;
     let text = match value {

@@ -1,4 +1,5 @@
-//! Quantised matrices in files: every element compared with its definition, and damaged files.
+//! Tests of quantised matrices in files: every element is compared with its definition, and damaged
+//! files are read.
 
 use std::path::{Path, PathBuf};
 
@@ -21,7 +22,7 @@ const AWQ_ORDER: [usize; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 /// Returns the value of an element, given its row and input.
 type Definition = fn(&Files, usize, usize) -> f32;
 
-/// The tensors of one matrix, by name suffix.
+/// The tensors of one matrix, by name suffix, and its config.
 #[derive(Clone)]
 struct Files {
     config: Value,
@@ -34,7 +35,7 @@ impl Files {
         Self { config, shape, tensors: Vec::new() }
     }
 
-    /// Adds a tensor of random bits; scales get small values.
+    /// Adds a tensor of random bits. Scales get small values.
     fn with(mut self, end: &'static str, dtype: Dtype, shape: &[usize]) -> Self {
         let mut state = 0x9e37_79b9_u32 ^ end.len() as u32;
         let mut next = || {
@@ -54,7 +55,7 @@ impl Files {
         self
     }
 
-    /// Adds a tensor of these integers.
+    /// Adds a tensor with these integers.
     fn listing(mut self, end: &'static str, values: &[i32]) -> Self {
         let bytes = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         self.tensors.push((end, Dtype::I32, vec![values.len()], bytes));
@@ -70,7 +71,7 @@ impl Files {
         self.tensors.iter().any(|(other, ..)| *other == end)
     }
 
-    /// An element of a float tensor.
+    /// Returns an element of a float tensor.
     fn number(&self, end: &str, at: usize) -> f32 {
         let (_, dtype, _, bytes) =
             self.tensors.iter().find(|(other, ..)| *other == end).expect("a tensor");
@@ -82,12 +83,12 @@ impl Files {
         }
     }
 
-    /// A 4-bit code of a tensor of words.
+    /// Returns a 4-bit code from a tensor of words.
     fn nibble(&self, end: &str, word: usize, place: usize) -> f32 {
         f32::from(self.bytes(end)[word * 4 + place / 2] >> (place % 2 * 4) & 15)
     }
 
-    /// The group of an input.
+    /// Returns the group of an input.
     fn group(&self, end: &str, size: usize, input: usize) -> usize {
         if !self.has(end) {
             return input / size;
@@ -117,7 +118,7 @@ impl Files {
         Checkpoint::open("safetensors", &files, &self.of_model())
     }
 
-    /// The error of a matrix that cannot be opened or read.
+    /// Returns the error of opening or reading a matrix.
     fn refused(&self) -> String {
         let folder = tempfile::tempdir().expect("a folder");
         let mut bytes = vec![0; self.shape[0] * self.shape[1] * 4];
@@ -150,7 +151,8 @@ fn awq() -> Files {
     files.with("qzeros", Dtype::I32, &[3, 3]).with("scales", Dtype::F16, &[3, 24])
 }
 
-/// Files with a number of rows that does not fill words, and a last group of half the inputs.
+/// Returns files in which the rows do not fill the last word, and the last group has half the
+/// inputs.
 fn packed(group: Option<usize>, order: Option<&str>) -> Files {
     let strategy = if group.is_some() { "group" } else { "channel" };
     let weights = json!({"num_bits": 4, "type": "int", "strategy": strategy,
@@ -162,12 +164,12 @@ fn packed(group: Option<usize>, order: Option<&str>) -> Files {
     files.with("weight_scale", Dtype::BF16, &[21, groups]).listing("weight_shape", &[21, 40])
 }
 
-/// A shuffled group number for each input.
+/// Returns a shuffled group index per input.
 fn shuffled(inputs: usize) -> Vec<i32> {
     (0..inputs).map(|input| (input * 7 % inputs / 16) as i32).collect()
 }
 
-/// A matrix of each format, and the definition of its elements.
+/// Returns a matrix of each format, and the definition of its elements.
 fn forms() -> Vec<(Files, Definition)> {
     fn float(files: &Files, row: usize, input: usize) -> f32 {
         let (_, dtype, ..) = files.tensors[0];
@@ -270,7 +272,7 @@ fn every_element_is_what_its_form_says() {
         let rounded: Vec<f32> =
             wanted.iter().map(|&value| bf16::from_f32(value).to_f32()).collect();
         assert_same(&found, &rounded);
-        // Any range of rows, in bands and parts of bands of any size.
+        // Any range of rows can be read, with any sizes of bands and of parts of bands.
         let matrix = &checkpoint.quantised()[0];
         for (some, sizes) in
             [(0..rows, [8, 8]), (3..rows, [16, 8]), (9..10, [8, 8]), (2..17, [24, 16])]
@@ -332,7 +334,7 @@ fn tensors_that_do_not_fit_are_refused_in_one_line() {
 }
 
 proptest! {
-    /// A damaged header or damaged numbers give an error, or values from the given bytes.
+    /// A damaged header or damaged data gives an error, or values from the bytes in the file.
     #[test]
     fn hostile_files_are_refused_or_read_within_themselves(
         form in any::<prop::sample::Index>(), at in any::<prop::sample::Index>(),
@@ -344,7 +346,7 @@ proptest! {
         let paths = files.write(&folder.path().join("m.safetensors"));
         let mut bytes = std::fs::read(&paths[0]).expect("a file");
         let header = 8 + u64::from_le_bytes(bytes[..8].try_into().expect("eight")) as usize;
-        // One change anywhere, and one in the header that usually keeps it readable.
+        // Change one byte anywhere, and one byte in the header such that it usually stays readable.
         let (at, other) = (at.index(bytes.len()), 8 + other.index(header - 8));
         bytes[at] = value;
         bytes[other] = text.as_bytes()[0];
@@ -356,7 +358,7 @@ proptest! {
             let elements: usize = shape.iter().product();
             prop_assert!(elements <= 2 * bytes.len(), "{shape:?} of {} bytes", bytes.len());
             let mut read = vec![0; elements * 4];
-            // Success and errors are both fine, but the read has to end.
+            // Success and errors are both fine, but the read has to return.
             let _ = checkpoint.read(name, TorchNumber::Float32, &mut read);
         }
     }

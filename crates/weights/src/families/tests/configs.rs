@@ -83,7 +83,7 @@ fn a_family_has_several_names() {
             (json!([]), json!(family.model_type)),
         ] {
             let found = of(&[json!({"architectures": names, "model_type": model_type})]);
-            // Some families need keys that are missing here.
+            // The error of a missing key is fine here: some families need further keys.
             if let Err(error) = found {
                 let told = error.to_string();
                 assert!(!told.contains("the architecture"), "{names} {model_type}: {told}");
@@ -537,7 +537,7 @@ fn a_shape_is_itself_after_its_way_to_a_hand() {
         of(&[json!({"quantization_config": {"quant_method": "gptq", "bits": 4}})]),
         qwen(json!({})),
         glm(json!({"partial_rotary_factor": 0.5})),
-        // Heads of 16, because their scale has few digits.
+        // With heads of 16 elements, the factor on scores has few digits.
         deepseek(
             "GlmMoeDsaForCausalLM",
             json!({"index_topk": 8, "index_head_dim": 16, "qk_nope_head_dim": 8}),

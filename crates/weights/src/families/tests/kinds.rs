@@ -1,4 +1,4 @@
-//! Layers that differ in windows, rotary embeddings and positions of norms.
+//! Layers that differ in windows, rotary embeddings and where their norms are.
 
 use serde_json::{Value, json};
 
@@ -8,7 +8,7 @@ use crate::families::{Activation, FeedShape, Mixer, Norm, NormPlacement, QkNorm,
 
 #[test]
 fn states_of_recurrent_layers_are_counted() {
-    // Qwen3.6-35B-A3B.
+    // The sizes of Qwen3.6-35B-A3B.
     let sizes = json!({"architectures": ["Qwen3_5MoeForCausalLM"], "num_hidden_layers": 40, "head_dim": 256,
         "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 2, "num_experts": 256,
         "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
@@ -134,7 +134,7 @@ fn gemma_has_its_windows_ropes_and_scales() {
     assert!(!shape.tied, "null counts as false");
     let FeedShape::Dense(feed) = shape.feed(0) else { panic!("a dense part") };
     assert_eq!(feed.activation, Activation::GeluTanh);
-    // A window longer than any prompt counts as none, but its layers keep their rotary embedding.
+    // A window longer than any prompt is dropped, but its layers keep their rotary embedding.
     let long = gemma("Gemma3ForCausalLM", json!({"sliding_window": 128}));
     assert_eq!((facts(&long, 0), facts(&long, 5)), ((None, Some(1e4)), (None, Some(1e6))));
     let new = json!({"layer_types": vec!["full_attention"; 8], "rope_parameters": {

@@ -1,4 +1,4 @@
-//! How families are read from configs, and which tensors their rules take.
+//! Tests of how families read configs, and of which tensors their rules take.
 
 mod configs;
 mod kinds;

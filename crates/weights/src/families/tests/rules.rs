@@ -11,7 +11,7 @@ use crate::families::{
 };
 use crate::tensor::TorchNumber;
 
-/// A Qwen3-MoE model of two layers with three experts, four query heads of 2 elements, and two key
+/// A Qwen3-MoE model with two layers, three experts, four query heads of 2 elements, and two key
 /// heads.
 fn shape() -> Shape {
     let config = json!({"architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 7, "hidden_size": 4,
@@ -105,9 +105,9 @@ fn stacks_have_a_matrix_of_each_expert() {
     }
 }
 
-/// The values that a rule takes from a stored tensor of 0, 1, 2, ...
+/// Returns the values that a rule takes from a stored tensor of 0, 1, 2, ...
 fn taken(take: Take, stored: &[usize]) -> Result<Vec<Vec<f32>>, String> {
-    // A tensor has the rules of one family, and a family has to be a constant.
+    // A shape's family and the family's rules have to live for `'static`: leak both.
     let rules = Box::leak(Box::new([Rule::new("x.#.*", "y.#.@.*", take)]));
     let family = Box::leak(Box::new(Family { rules, ..copy(ALL[4]) }));
     let shape = Shape { family, ..shape() };
@@ -160,7 +160,7 @@ fn each_kind_of_part_is_read() {
     };
     let all = |values: Vec<f32>| Ok(vec![values]);
     assert_eq!(taken(Take::ALL, &[3, 2]), all(rows(0, 3, 2)));
-    // Four heads of 2 for queries, and two heads each for keys and values.
+    // Four query heads of 2 elements, then two key heads and two value heads.
     assert_eq!(taken(Take::ALL.rows(fused_queries), &[16, 3]), all(rows(0, 8, 3)));
     assert_eq!(taken(Take::ALL.rows(fused_keys), &[16, 3]), all(rows(8, 4, 3)));
     assert_eq!(taken(Take::ALL.rows(fused_values), &[16, 3]), all(rows(12, 4, 3)));
@@ -178,10 +178,10 @@ fn each_kind_of_part_is_read() {
         taken(Take::ALL.pairs(|it| it.kv_heads), &[8]),
         all(vec![0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0])
     );
-    // Two blocks of two rows, of five each.
+    // The first two rows of each group of five, starting at row 1.
     let blocks = Take::ALL.blocks(|_| Some(RowBlocks { first: 1, width: 2, step: 5, count: 2 }));
     assert_eq!(taken(blocks, &[10, 2]), all([rows(1, 2, 2), rows(6, 2, 2)].concat()));
-    // A depthwise convolution's channels.
+    // The channels of a depthwise convolution.
     let channels = Take::ALL.blocks(|_| Some(RowBlocks { first: 1, width: 2, step: 2, count: 1 }));
     assert_eq!(taken(channels, &[4, 1, 3]), all(rows(1, 2, 3)));
     let decays = Take::ALL.flat().times(-1.0).plus(-1.0).log();
@@ -201,7 +201,7 @@ fn each_kind_of_part_is_read() {
     let of_rows = taken(Take::EACH_EXPERT.every(1, 2), &[3, 4, 2]);
     let of = |expert: f32| [2.0, 3.0, 6.0, 7.0].map(|it| 8.0 * expert + it).to_vec();
     assert_eq!(of_rows, Ok(vec![of(0.0), of(1.0), of(2.0)]), "odd rows");
-    // Qwen3-VL-MoE has columns first in some files, and rows first in others.
+    // Qwen3-VL-MoE stores `[columns, rows]` in some files and `[rows, columns]` in others.
     let either = Take::EACH_EXPERT.transposed_where(|_, [rows, _]| rows == 2);
     let turned = |expert: f32| [0.0, 2.0, 1.0, 3.0].map(|it| 4.0 * expert + it).to_vec();
     assert_eq!(taken(either, &[3, 2, 2]), Ok(vec![turned(0.0), turned(1.0), turned(2.0)]));

@@ -14,7 +14,7 @@ fn the_page_of_features_has_the_families() {
     }
 }
 
-/// Families that share another's `model_type`, which decides if a config names no architecture.
+/// Families that are not the first with their `model_type`. Only `architectures` selects them.
 const OF_OTHER_TYPES: [&str; 2] = ["Gemma3TextModel", "ModernBertForSequenceClassification"];
 
 #[test]

@@ -9,7 +9,7 @@ fn shape(config: &Value) -> Result<Shape, ModelError> {
     Shape::from_config(config.as_object().expect("an object"))
 }
 
-/// A config of Qwen3.5 with these numbers of rotary frequencies in the sections.
+/// Returns a config of Qwen3.5 whose sections have these counts of rotary frequencies.
 fn qwen(sections: &[usize; 3]) -> Value {
     json!({"architectures": ["Qwen3_5ForConditionalGeneration"], "tie_word_embeddings": false, "text_config": {
         "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 32,
@@ -21,7 +21,7 @@ fn qwen(sections: &[usize; 3]) -> Value {
             "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "num_position_embeddings": 16}})
 }
 
-/// A config of Gemma 3, with changes to its tower's config.
+/// Returns a config of Gemma 3 with changes to its tower's config.
 fn gemma(changes: &Value) -> Value {
     let mut config = json!({"architectures": ["Gemma3ForConditionalGeneration"], "mm_tokens_per_image": 16,
         "text_config": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 7, "head_dim": 16},
@@ -59,7 +59,7 @@ fn a_model_without_its_tower_is_its_text() {
         found.expect("it fits").expect("a rule").into_iter().map(|it| it.name).collect::<Vec<_>>()
     };
     assert_eq!(of(&found), ["visual.blocks.0.norm1.weight"]);
-    // The text part is the same with any tower.
+    // The text part does not depend on the tower's config, even if that is invalid.
     let mut config = qwen(&[4, 2, 1]);
     config["vision_config"]["depth"] = json!(0);
     assert!(shape(&config).is_err());
