@@ -14,18 +14,18 @@ Int64s = npt.NDArray[np.int64]
 
 
 NO_ROW = -1
-"""The number that stands for no position, or for no row, where a query has fewer than others."""
+"""Fills the unused entries of a query that has fewer positions or rows than other queries."""
 
 
 class LayerKV(NamedTuple):
-    """One layer's pages as flat token positions: page p holds `page_size` entries from p * page_stride on.
+    """One layer's pages as a flat list of token positions: page p has `page_size` entries from `p * page_stride` on.
 
-    Latent rows are the keys of one head. Their values are a view of the keys' first elements. Pages of uint8 have 8-bit
+    Latent rows are the keys of one head. The values are a view of the keys' first elements. Pages of uint8 have 8-bit
     floats for the operators of `forebay.gpu`.
     """
 
     keys: torch.Tensor  # [entries, kv_heads, head_dim]
-    values: torch.Tensor  # the same, or [entries, 1, rank]
+    values: torch.Tensor  # [entries, kv_heads, head_dim], or [entries, 1, rank]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class LatentHeads:
     rank: int
     """Elements of a row's latent part."""
     scale: float
-    """The factor of scores."""
+    """The factor on attention scores."""
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class How:
     """Options of an attention call beyond causal order; `h` query heads."""
 
     scale: float | None = None
-    """The factor of scores; None: 1 / sqrt(head_dim)."""
+    """The factor on attention scores; None: 1 / sqrt(head_dim)."""
     window: int | None = None
-    """The number of last positions that a query sees, its own included; None: all of them."""
+    """The number of last positions that a query attends to, its own included; None: all of them."""
     chunk: int | None = None
-    """The chunk length, if a query sees only positions of its own chunk (Llama 4); None: there are no chunks."""
+    """The chunk length, if a query attends only to positions of its own chunk (Llama 4); None: there are no chunks."""
     cap: float | None = None
     """Scores become `cap * tanh(score / cap)` (Gemma 2); None: scores are not changed."""
     sinks: torch.Tensor | None = None
-    """A sink for each head: a logit without a value (gpt-oss), [h]; None: there is none."""
+    """The sink of each head, [h]: a logit without a value (gpt-oss); None: no sinks."""
     both_ways: bool = False
-    """A query also sees later positions. A window reaches equally far on both sides."""
+    """True if a query also attends to later positions. A window then reaches equally far on both sides."""
 
     def check_plain(self, backend: str) -> None:
         """Raises `NotImplementedError` if the options go beyond causal attention."""
@@ -72,24 +72,24 @@ CAUSAL = How()
 class Batch:
     """The rows of one step, in the order of their tokens; `r` rows.
 
-    Numbers for the host's decisions are on the host. Numbers for the computation are on the device.
+    Values for the host's decisions are on the host. Values for the computation are on the device.
     """
 
     start: Int64s  # [r], on the host: positions already in the pages
     length: Int64s  # [r], on the host: tokens of the row
-    offset: Int64s  # [r], on the host: the row's first token
+    offset: Int64s  # [r], on the host: index of the row's first token
     host_slots: Int64s  # [r], on the host: as `slots`
     slots: torch.Tensor  # int64 [r], on the device
     lengths: torch.Tensor  # int64 [r], on the device: as `length`
     ends: torch.Tensor  # int64 [r], on the device: start + length
-    page_table: torch.Tensor  # int32 [slots, pages a slot], on the device
+    page_table: torch.Tensor  # int32 [slots, pages per slot], on the device
     page_size: int
     page_stride: int
     """Entries of `LayerKV` from the first entry of a page to that of the next."""
     window: int | None = None
-    """The number of last positions of each query that are on pages, its own included; None: all of them are."""
+    """The number of last positions of each query that have pages, its own included; None: all positions do."""
     spans: Sequence[Sequence[tuple[int, int]]] = ()
-    """For each row [r], on the host: first and end of ranges of positions with bidirectional attention.
+    """For each row [r], on the host: (first, end) of each range of positions with bidirectional attention.
 
     A row never ends inside a range. (): no row has any.
     """
@@ -97,14 +97,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class IndexBatch:
-    """The rows of one step whose queries attend to chosen positions. Their tokens follow those of the `Batch`."""
+    """The rows of one step whose queries attend to chosen positions. Their tokens come after those of the `Batch`."""
 
     start: Int64s  # [r], on the host
     length: Int64s  # [r], on the host
     slots: torch.Tensor  # int64 [r], on the device
     lengths: torch.Tensor  # int64 [r], on the device: as `length`
     ends: torch.Tensor  # int64 [r], on the device: start + length
-    page_table: torch.Tensor  # int32 [slots, pages a slot], on the device: pages of index keys
+    page_table: torch.Tensor  # int32 [slots, pages per slot], on the device: pages of index keys
     page_size: int
     page_stride: int
     """Entries from the first index key of a page to that of the next."""
@@ -113,18 +113,18 @@ class IndexBatch:
 
 
 class AttentionBackend(Protocol):
-    """Attention of a mixed batch: prompt chunks, with or without cached positions before them, and decode rows."""
+    """The attention of a mixed batch: prompt chunks, with or without cached positions before them, and decode rows."""
 
     def order(self, lengths: Int64s, ends: Int64s) -> Int64s:
-        """The backend's preferred order of the rows [r], from their lengths and the positions at which they end."""
+        """Returns the backend's preferred order of the rows [r], from their lengths and end positions."""
 
     def prepare(self, batch: Batch, dtype: torch.dtype) -> Any:
-        """Index tensors and masks that every layer of the step uses."""
+        """Returns the index tensors and masks that every layer of the step uses."""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, prepared: Any, how: How = CAUSAL
     ) -> torch.Tensor:
-        """q [n, heads, head_dim] gives [n, heads * value_dim]; `k` and `v` were already written to their pages.
+        """Returns [n, heads * value_dim] for q [n, heads, head_dim]. `k` and `v` were already written to their pages.
 
         `k` is [n, kv_heads, head_dim], and `v` [n, kv_heads, value_dim]. An implementation that does not support `how`
         raises `NotImplementedError`.
@@ -140,19 +140,19 @@ class AttentionBackend(Protocol):
         prepared: Any,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """q [n, heads, nope_dim + rotated] gives [n, heads * value_dim]; `rows` [n, rank + rotated] are in their pages.
+        """Returns [n, heads * value_dim] for q [n, heads, nope_dim + rotated].
 
-        `up` [heads, nope_dim + value_dim, rank] makes the keys, and then the values, of a latent part. The last tokens
-        attend to the entries `chosen` int64 [queries, top_k] of `kv`, where `NO_ROW` is none. The tokens before attend
-        to all of their entries.
+        `rows` [n, rank + rotated] were already written to their pages. `up` [heads, nope_dim + value_dim, rank]
+        computes the keys, and then the values, from a latent part. The last tokens attend to the entries `chosen` int64
+        [queries, top_k] of `kv`; `NO_ROW` means no entry. All tokens before them attend to their whole context.
         """
 
     def prepare_index(self, batch: IndexBatch) -> Any:
-        """The data that every indexed layer of the step uses."""
+        """Returns the data that every indexed layer of the step uses."""
 
     def choose(self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, prepared: Any) -> torch.Tensor:
-        """Positions int64 [queries, top_k] that queries keep, ascending, `NO_ROW` after them.
+        """Returns the positions int64 [queries, top_k] that queries keep, ascending, padded with `NO_ROW`.
 
         q is [queries, index heads, head_dim], and weights are float32 [queries, index heads]. `keys` [entries,
-        head_dim] are a layer's, including those of the queries' own positions.
+        head_dim] are the index keys of one layer, including those of the queries' own positions.
         """

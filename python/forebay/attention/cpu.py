@@ -1,4 +1,4 @@
-"""Attention in PyTorch's operators: gathers pages and calls torch's blocked kernel. On any device, best on a CPU."""
+"""Attention in PyTorch's operators: gathers pages and calls PyTorch's blocked kernel. On any device, best on a CPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class DecodeGroup:
     mask: torch.Tensor | None  # additive [count, 1, 1, longest]; None when all rows are equally long
     ends: torch.Tensor  # int64 [count, 1]
     seen: torch.Tensor | None = None
-    """The positions [count, 1, longest] of entries, negative for padding; None: positions count up from 0."""
+    """The position of each entry, [count, 1, longest], negative for padding; None: positions count up from 0."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ class ChunkRow:
     first: int
     count: int
     start: int
-    entries: torch.Tensor | None  # int64 [start - seen_from + count]; None when nothing is cached before the chunk
-    # first query, end query, additive mask [queries, start + end query]; none with spans
+    entries: torch.Tensor | None  # int64 [start - seen_from + count]; None: nothing is cached before it
+    # First query, end query, and additive mask [queries, start + end query]; empty with a window or spans.
     blocks: list[tuple[int, int, torch.Tensor]]
     spans: Sequence[tuple[int, int]] = ()
     """Ranges of positions with bidirectional attention, as in a `Batch`."""
@@ -62,7 +62,7 @@ class CpuStep:
 
 
 class CpuAttention:
-    """`AttentionBackend` in PyTorch's operators. No shape depends on a value of a tensor.
+    """Implements `AttentionBackend` with PyTorch's operators. No shape depends on a value of a tensor.
 
     Padding never reads another request's memory: a value that is not finite would get through a mask (0 * nan is nan).
     """
@@ -71,7 +71,7 @@ class CpuAttention:
         self._future = torch.empty(0, 0)
 
     def order(self, lengths: Int64s, ends: Int64s) -> Int64s:
-        """Decode rows first, by bucket, then chunks."""
+        """Returns decode rows first, by bucket, then chunks."""
         return np.argsort(_buckets(lengths, ends), kind="stable")
 
     def prepare(self, batch: Batch, dtype: torch.dtype) -> CpuStep:
@@ -116,9 +116,9 @@ class CpuAttention:
         prepared: CpuStep,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Decode rows are absorbed, since otherwise each step would compute the keys and values of all positions again.
+        """Decode rows use the absorbed form: otherwise each step would compute keys and values of all positions again.
 
-        Chunks go to `of_chunk`.
+        Chunks use `latent.of_chunk`.
         """
         outputs = []
         for group in prepared.groups:
@@ -142,7 +142,7 @@ class CpuAttention:
         return selection.choose(q, weights, keys, prepared)
 
     def chunk(self, batch: Batch, row: int, dtype: torch.dtype) -> ChunkRow:
-        """The prompt chunk that is a row of the batch."""
+        """Returns the prompt chunk in a row of the batch."""
         first, count, start = int(batch.offset[row]), int(batch.length[row]), int(batch.start[row])
         spans = batch.spans[row] if batch.spans else ()
         if start == 0:
@@ -154,7 +154,7 @@ class CpuAttention:
         pages = table.index_select(0, positions // batch.page_size).long()
         entries = pages * batch.page_stride + positions % batch.page_size
         if batch.window is not None or spans:
-            # Rows with a window or spans use masks of their own.
+            # Rows with a window or spans get their masks in `chunk_as`.
             return ChunkRow(first, count, start, entries, [], spans, seen_from)
         blocks = []
         for begin in range(0, count, QUERY_BLOCK):
@@ -163,9 +163,9 @@ class CpuAttention:
         return ChunkRow(first, count, start, entries, blocks)
 
     def _causal(self, queries: int, before: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Additive mask [queries, before + queries]: query i sees keys up to `before + i`.
+        """Returns an additive mask [queries, before + queries]: query i attends to keys up to `before + i`.
 
-        It is a slice of one cached mask, which grows: zeros, and at its right end the triangle of a whole block.
+        It is a slice of one cached mask, which grows: zeros, followed by the triangle of a whole block.
         """
         known = self._future.shape[1] - QUERY_BLOCK
         if known < before or self._future.dtype != dtype:
@@ -176,7 +176,7 @@ class CpuAttention:
 
 
 def _buckets(lengths: Int64s, ends: Int64s) -> Int64s:
-    """Sort key of rows: the binary logarithm of a decode row's length; above every such logarithm for a chunk."""
+    """Returns the sort key of rows: the binary logarithm of a decode row's length; a larger constant for a chunk."""
     exponents = np.maximum(np.frexp(ends)[1], SHORTEST_BUCKET)
     return np.where(lengths == 1, exponents, 64)
 
@@ -188,7 +188,7 @@ def _decode_group(batch: Batch, all_ends: Int64s, first: int, count: int, dtype:
     ps, stride = batch.page_size, batch.page_stride
     pages = batch.page_table[:, : -(-longest // ps)].index_select(0, slots).long()
     positions = torch.arange(longest, device=slots.device)
-    # Page table entries past a row's end are stale: replace their keys before they are used.
+    # Page table entries after a row's end are stale: replace them by the row's last entry before keys are read.
     last = pages.gather(1, (ends - 1) // ps) * stride + (ends - 1) % ps
     entries = (pages[:, :, None] * stride + torch.arange(ps, device=slots.device)).view(count, -1)[:, :longest]
     if shortest == longest:
@@ -200,7 +200,7 @@ def _decode_group(batch: Batch, all_ends: Int64s, first: int, count: int, dtype:
 
 
 def _window_group(batch: Batch, window: int, longest: int, first: int, count: int) -> DecodeGroup:
-    """A group of rows whose last `window` positions are on pages."""
+    """Returns a group of rows of which only the last `window` positions have pages."""
     rows = slice(first, first + count)
     ends, slots, size = batch.ends[rows, None], batch.slots[rows], batch.page_size
     width = min(window, longest)
@@ -215,13 +215,14 @@ def _window_group(batch: Batch, window: int, longest: int, first: int, count: in
 
 def _attend_decodes(q: torch.Tensor, kv: LayerKV, group: DecodeGroup) -> torch.Tensor:
     k, v = _cached(kv, group)
-    # The query heads of a key-value head are passed as rows of queries, so each key is read once, not once per head.
+    # The query heads of a key-value head are passed as queries of one head, so each key is read once, not once per
+    # head.
     q = q[group.first : group.first + group.count].view(group.count, k.shape[1], -1, k.shape[3])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(group.count, -1)
 
 
 def _cached(kv: LayerKV, group: DecodeGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [count, kv_heads, longest, dim] of a group's rows."""
+    """Returns keys and values [count, kv_heads, longest, dim] of a group's rows."""
     k, v = (pool.index_select(0, group.entries).unflatten(0, (group.count, -1)).transpose(1, 2) for pool in kv)
     return k, v
 
@@ -239,7 +240,7 @@ def _decodes_as(q: torch.Tensor, kv: LayerKV, group: DecodeGroup, how: How) -> t
 
 
 def chunk_as(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, chunk: ChunkRow, how: How) -> torch.Tensor:
-    """The attention [count, heads * head_dim] of a chunk, with all options of `how`, and with its ranges."""
+    """Returns the attention [count, heads * head_dim] of a chunk, with all options of `how`, and with its spans."""
     rows = slice(chunk.first, chunk.first + chunk.count)
     if chunk.entries is None:
         k, v = k[rows], v[rows]
@@ -261,7 +262,10 @@ def chunk_as(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV, chu
 def _reach(
     queries: torch.Tensor, begin: int, end: int, spans: Sequence[tuple[int, int]]
 ) -> tuple[torch.Tensor | None, int]:
-    """The last positions that the queries `begin .. end` see, and the position after all of them."""
+    """Returns the last position that each of the queries `begin .. end` attends to, and the end of all these positions.
+
+    None in place of the positions: each query attends up to its own position.
+    """
     met = [(first, behind) for first, behind in spans if first < end and begin < behind]
     if not met:
         return None, end
@@ -290,5 +294,5 @@ def _attend_chunk(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: LayerKV
 
 
 def _heads_last(output: torch.Tensor) -> torch.Tensor:
-    """[1, heads, tokens, head_dim] as [tokens, heads * head_dim]."""
+    """Reshapes [1, heads, tokens, head_dim] to [tokens, heads * head_dim]."""
     return output[0].transpose(0, 1).reshape(output.shape[2], -1)

@@ -1,4 +1,4 @@
-"""Attention by FlashAttention 3 (Shah et al. 2024) on the same pages, where its package is installed."""
+"""Attention by FlashAttention 3 (Shah et al. 2024) on the same pages, if its package is installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HOPPER = (9, 0)
 
 
 def why_not_fa3(device: torch.device, dtype: torch.dtype) -> str | None:
-    """The reason why FlashAttention 3 can't run there; None: it can."""
+    """Returns the reason why FlashAttention 3 can't run on this device; None: it can."""
     if dtype != torch.bfloat16:
         return "it needs --dtype bfloat16"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != _HOPPER:
@@ -28,7 +28,7 @@ def why_not_fa3(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class FlashAttention:
-    """Implements `AttentionBackend` for steps that are prepared on the device, and for keys and values only."""
+    """Implements `AttentionBackend` for steps that are prepared on the device, without latent attention and index."""
 
     def __init__(self) -> None:
         self._attend = importlib.import_module(MODULE).flash_attn_with_kvcache
@@ -69,7 +69,7 @@ class FlashAttention:
         raise NotImplementedError("an index is for another backend")
 
     def _arguments(self, rows: PagedRows, tokens: int) -> dict[str, Any]:
-        """The arguments that all layers of a step pass: rows by page table, lengths, and the rows' first tokens."""
+        """Returns the arguments that all layers of a step share: the page table, lengths, and first tokens of rows."""
         if self._step is None or self._step[0] is not rows:
             pages = rows.page_table.index_select(0, rows.slots)
             arguments = {
@@ -83,6 +83,6 @@ class FlashAttention:
 
 
 def _tensor(given: Any) -> torch.Tensor:
-    """Older releases give more than the result."""
+    """Returns the output alone: older releases return a tuple that starts with it."""
     found: torch.Tensor = given[0] if isinstance(given, tuple) else given
     return found

@@ -1,7 +1,7 @@
-"""Device memory for single positions, in place of pages (HiSparse, SGLang #21932, with pages beside them).
+"""Device memory for single positions, in place of pages (HiSparse, SGLang #21932, combined with pages).
 
 A sparse slot has `H` hot rows for the positions whose pages were freed. A chosen position without a row is *missed*. It
-is copied from host memory and replaces the row that was chosen least recently. No shape depends on a value.
+is copied from host memory and replaces the row that was chosen least recently. No shape depends on a value of a tensor.
 
 `row_of[p]` is the last hot row of position p, and undefined before the first one. `owner[r]` is the position in row r.
 Position p is in its row if both agree. So `row_of` is never cleared.
@@ -19,54 +19,57 @@ from forebay.attention.backend import NO_ROW
 from forebay.attention.sparse import NO_PAGE, resolve
 
 NEVER = -1
-"""The owner of a row without a position."""
+"""The owner of a row that contains no position."""
 OLDEST = 31
-"""The age at which differences end: rows that were not chosen for this many steps are equally old."""
+"""The largest age of a row: rows that were not chosen for this many steps count as equally old."""
 
 
 class GroupRows(NamedTuple):
-    """The tables of one choice, with `H` rows for a slot. The last column of each is for writes that are never read."""
+    """The hot-row tables of a group of layers that share a choice, with `H` rows per slot.
+
+    The last column of each table is written, but never read.
+    """
 
     row_of: torch.Tensor  # int16 [slots, context + 1]
     owner: torch.Tensor  # int32 [slots, H + 1]
-    stamp: torch.Tensor  # int32 [slots, H + 1]: the step of the slot in which the row was chosen last
+    stamp: torch.Tensor  # int32 [slots, H + 1]: the slot's step in which the row was chosen last
 
 
 @dataclass(frozen=True)
 class Places:
-    """The possible places of the positions of sparse slots; `u` queries, one per slot."""
+    """The tables that locate the positions of sparse slots; `u` queries, one per slot."""
 
     slots: torch.Tensor  # int64 [u]
-    now: torch.Tensor  # int32 [u]: the slot's step, at least 1
-    page_table: torch.Tensor  # int32 [slots, pages a slot]
+    now: torch.Tensor  # int32 [u]: the slot's current step, at least 1
+    page_table: torch.Tensor  # int32 [slots, pages per slot]
     row_table: torch.Tensor  # int32 [slots, H / page_size]: pages of the hot rows
     page_size: int
     page_stride: int
 
 
 class Found(NamedTuple):
-    """The places of chosen positions, [u, top_k]."""
+    """The rows of chosen positions, [u, top_k]."""
 
-    rows: torch.Tensor  # int64: row numbers of a layer; those of missed ones are where they have to be copied to
+    rows: torch.Tensor  # int64: row numbers of a layer; for missed positions, the rows that they have to be copied to
     missed: torch.Tensor  # bool
     counts: torch.Tensor  # int64 [4]: selected, found on pages, found in hot rows, missed
 
 
 class Missing(Protocol):
-    """The rows that a group's layers copy from the host before attention."""
+    """The missed rows that the layers of a group copy from the host before attention."""
 
     def copy(self, layer: int, pool: torch.Tensor) -> None:
-        """Copies a layer's rows to its pool [entries, width]."""
+        """Copies a layer's missed rows to its pool [entries, width]."""
 
 
 @dataclass(frozen=True)
 class IndexedMissing:
-    """Implements `Missing` if the device reads host memory directly; `m` rows, missed or not."""
+    """Implements `Missing` on a device that reads host memory directly; `m` rows, missed or not."""
 
-    targets: torch.Tensor  # int64 [m]: row numbers of a layer; a row that is never read where nothing is missed
-    pages: torch.Tensor  # int64 [m]: pages of the host's tier
-    offsets: torch.Tensor  # int64 [m]: positions of them
-    host: Sequence[torch.Tensor]  # one a layer: [host pages, page_size, width]
+    targets: torch.Tensor  # int64 [m]: row numbers of a layer; if not missed, a row that is never read
+    pages: torch.Tensor  # int64 [m]: host pages
+    offsets: torch.Tensor  # int64 [m]: positions within the pages
+    host: Sequence[torch.Tensor]  # for each layer: [host pages, page_size, width]
 
     def copy(self, layer: int, pool: torch.Tensor) -> None:
         pool.index_copy_(0, self.targets, self.host[layer][self.pages, self.offsets])
@@ -74,15 +77,15 @@ class IndexedMissing:
 
 @dataclass(frozen=True)
 class Chosen:
-    """The rows to which the queries of a layer attend, and those of the layers that share the choice."""
+    """The rows that the queries of a layer attend to. The layers that share the choice use them too."""
 
-    rows: torch.Tensor  # int64 [queries, top_k]: row numbers of a layer, `NO_ROW` for none
+    rows: torch.Tensor  # int64 [queries, top_k]: row numbers of a layer; `NO_ROW`: no row
     missing: Missing | None = None
-    """The rows to copy first; None: no slot is sparse."""
+    """The rows that each layer copies first; None: no slot is sparse."""
 
 
 def find(positions: torch.Tensor, places: Places, group: GroupRows) -> Found:
-    """The places of positions int64 [u, top_k], ascending with `NO_ROW` after them.
+    """Returns where the positions int64 [u, top_k] are; they are ascending, padded with `NO_ROW`.
 
     A missed position gets a row. H is at least top_k, so a query loses no row that it has chosen itself.
     """
@@ -113,13 +116,13 @@ def missing(
     nowhere: int,
     host: Sequence[torch.Tensor],
 ) -> IndexedMissing:
-    """The rows to copy for positions [u, top_k] of slots [u], by the host's pages int32 [slots, pages a slot].
+    """Returns the rows to copy for positions [u, top_k] of slots [u]. `host_table` int32 [slots, pages per slot].
 
-    `nowhere` is the number of a row whose content is never used.
+    `nowhere` is the index of a row that is never read.
     """
     at = positions.clamp(min=0)
     pages = _entries(host_table, slots, at // page_size).long()
-    # A page that was not written to the table must raise: as an index, -1 would be the last page.
+    # An entry that was not written to the table has to raise: as an index, -1 would be the last page.
     pages = pages.masked_fill(pages < 0, len(host[0]))
     return IndexedMissing(
         found.rows.masked_fill(~found.missed, nowhere).flatten(),
@@ -132,7 +135,7 @@ def missing(
 def _lookup(
     positions: torch.Tensor, away: torch.Tensor, slots: torch.Tensor, group: GroupRows
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last hot row of each position, [u, top_k], and true if the position is still in it."""
+    """Returns the last hot row of each position, [u, top_k], and true if the row still contains the position."""
     count = group.owner.shape[1] - 1
     row = _entries(group.row_of, slots, positions.clamp(min=0)).long()
     inside = (row >= 0) & (row < count)
@@ -141,9 +144,9 @@ def _lookup(
 
 
 def _victims(missed: torch.Tensor, places: Places, group: GroupRows) -> torch.Tensor:
-    """The rows [u, top_k] for `missed` positions: the least recently chosen, of equally old ones in row order.
+    """Returns rows [u, top_k] for `missed` positions: the least recently chosen; of equally old ones, the lower rows.
 
-    `least` is the youngest age that is still evicted; rows of this age go last.
+    `least` is the smallest age that is still evicted; rows of this age are evicted last.
     """
     count = group.owner.shape[1] - 1
     stamp = group.stamp.index_select(0, places.slots)[:, :count]
@@ -160,11 +163,11 @@ def _victims(missed: torch.Tensor, places: Places, group: GroupRows) -> torch.Te
 
 
 def _entries(table: torch.Tensor, slots: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """`table[slots[i], columns[i, j]]`."""
+    """Returns `table[slots[i], columns[i, j]]`."""
     at = slots[:, None] * table.shape[1] + columns
     return table.view(-1).index_select(0, at.flatten()).view(at.shape)
 
 
 def _put(table: torch.Tensor, slots: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
-    """`table[slots[i], columns[i, j]] = values[i, j]`; no slot occurs twice."""
+    """Sets `table[slots[i], columns[i, j]] = values[i, j]`; no slot occurs twice."""
     table.view(-1).index_copy_(0, (slots[:, None] * table.shape[1] + columns).flatten(), values.flatten())

@@ -11,10 +11,10 @@ from forebay.attention.backend import How
 def positions_mask(
     queries: torch.Tensor, keys: torch.Tensor, how: How, last: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """True where a query sees a key, bool `[*queries, keys]`, from their positions `queries` and `keys` [keys].
+    """Returns bool `[*queries, keys]`, true where a query attends to a key, from the positions of both.
 
-    The last dimension of `queries` is that of the queries, and is 1 for decode rows. `last`, of the same shape, is the
-    last position that each query sees; None: its own.
+    The last dimension of `queries` has one element per query: 1 for decode rows. `keys` is [keys]. `last`, of the shape
+    of `queries`, is the last position that each query attends to; None: its own position.
     """
     of_query, of_key = queries[..., None], keys
     if how.both_ways:
@@ -30,7 +30,7 @@ def positions_mask(
 
 
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, how: How) -> torch.Tensor:
-    """q [b, heads, n, head_dim] gives [b, heads, n, value_dim]; `mask` is bool and fits [b, 1, n, m].
+    """Returns [b, heads, n, value_dim] for q [b, heads, n, head_dim]; `mask` is bool, broadcastable to [b, 1, n, m].
 
     k is [b, kv_heads, m, head_dim], and v [b, kv_heads, m, value_dim]. With a cap or sinks, scores are float32.
     """

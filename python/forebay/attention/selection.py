@@ -1,8 +1,8 @@
-"""The choice of a query's positions from the keys of an index (DeepSeek Sparse Attention, DeepSeek-V3.2, 2025).
+"""The choice of the positions that a query attends to, by index keys (DeepSeek Sparse Attention, V3.2, 2025).
 
-For a query, position s has the score `sum over heads j of w_j * relu(q_j . k_s)`. The largest scores win, and of equal
-scores those of lower positions. This matters since `relu` gives many zeros, and a choice must not depend on a request's
-chunks or place in the batch.
+For a query, position s has the score `sum over heads j of w_j * relu(q_j . k_s)`. The largest scores win; of equal
+scores, the lower positions. Ties are frequent, since `relu` returns many zeros, and a choice must not depend on how a
+request is chunked or batched.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ import torch.nn.functional as F
 from forebay.attention.backend import NO_ROW, IndexBatch
 
 BLOCK_BYTES = 64 << 20
-"""The largest number of bytes of intermediate values for some queries at once. One query alone may need more."""
+"""The largest number of bytes of intermediate values for queries computed together. A single query may need more."""
 KEY_BLOCK = 4096
-"""Positions that are scored at once."""
+"""The number of positions that are scored at once."""
 _SELECTION_BYTES = 16
-"""Bytes of the choice for each query and position: the score, three counts and some flags."""
+"""Bytes that the choice needs per query and position: the score, three counts and some flags."""
 
 
 @dataclass(frozen=True)
 class IndexRow:
-    """A row's queries, and the entries of the keys that the last of them sees."""
+    """A row's queries, and the entries of the keys up to its last query."""
 
     first: int
     count: int
     start: int
-    """Position of the first query."""
+    """The position of the first query."""
     entries: torch.Tensor  # int64 [start + count]
 
 
 @dataclass(frozen=True)
 class IndexStep:
-    """The rows of a step whose queries choose, in order."""
+    """The rows of a step whose queries choose positions, in order."""
 
     rows: list[IndexRow]
     top_k: int
 
 
 def prepare(batch: IndexBatch) -> IndexStep:
-    """Looks up the pages of all rows, once for all layers."""
+    """Computes the entries of all rows from the page table, once for all layers."""
     rows = []
     first, size = 0, batch.page_size
     for number, (start, count) in enumerate(zip(batch.start.tolist(), batch.length.tolist(), strict=True)):
@@ -56,7 +56,7 @@ def prepare(batch: IndexBatch) -> IndexStep:
 
 
 def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, step: IndexStep) -> torch.Tensor:
-    """Positions int64 [queries, top_k], ascending, with `NO_ROW` after them if a query sees fewer.
+    """Returns the positions int64 [queries, top_k], ascending, padded with `NO_ROW` if a query has fewer.
 
     q is [queries, heads, head_dim], weights float32 [queries, heads], keys [entries, head_dim].
     """
@@ -70,7 +70,7 @@ def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, step: Ind
 
 
 def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-    """Scores float32 [queries, positions] of the keys at `entries` [positions].
+    """Returns scores float32 [queries, positions] of the keys at `entries` [positions].
 
     Other arguments are those of `choose`.
     """
@@ -84,10 +84,10 @@ def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, ent
 
 
 def best(scores: torch.Tensor, start: int, top_k: int) -> torch.Tensor:
-    """The best positions by float32 scores [queries, positions], which are overwritten. The result is that of `choose`.
+    """Returns the result of `choose` for scores float32 [queries, positions], which are overwritten.
 
-    The queries are at positions `start`, `start + 1`, and so on. No query sees later positions. NaN is kept first, so
-    that it shows in the result.
+    The queries are at positions `start`, `start + 1`, and so on. No query attends to later positions. NaN counts as the
+    largest score, so that it shows in the output.
     """
     queries, positions = scores.shape
     scores.nan_to_num_(torch.inf, torch.inf, -torch.inf)
@@ -107,7 +107,7 @@ def best(scores: torch.Tensor, start: int, top_k: int) -> torch.Tensor:
 
 
 def _blocks(row: IndexRow, heads: int) -> Iterator[tuple[int, int]]:
-    """First and end of the row's queries that are scored together."""
+    """Yields the first and the end of each range of the row's queries that are scored together."""
     positions = row.start + row.count
     of_query = _SELECTION_BYTES * positions + 4 * heads * min(positions, KEY_BLOCK)
     size = max(1, BLOCK_BYTES // of_query)

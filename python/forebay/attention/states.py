@@ -1,4 +1,4 @@
-"""The recurrent states of a step's rows, for layers with states in place of keys and values."""
+"""The recurrent states of a step's rows, for layers that have states instead of keys and values."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ __all__ = ["LayerStates", "PlannedStates", "StatePiece", "StepStates"]
 
 
 class LayerStates(NamedTuple):
-    """The states of one layer, one row of the table per state."""
+    """The states of one layer; each row of the table is one state."""
 
     inputs: torch.Tensor  # the model's dtype [rows, taps - 1, channels]: the last inputs of the convolution
-    heads: torch.Tensor | None  # float32 [rows, heads, key_dim, value_dim]; None: there is a convolution only
+    heads: torch.Tensor | None  # float32 [rows, heads, key_dim, value_dim]; None: the layer has only a convolution
 
 
 class StatePiece(NamedTuple):
     """Tokens of a step that advance one state."""
 
     first: int
-    """The first of the step's tokens."""
+    """The index of the first token in the step."""
     length: int
     source: int
     """The row of the table with the state before the tokens."""
     target: int
-    """The row that gets the state after these tokens."""
+    """The row of the table that gets the state after the tokens."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class StepStates:
     layers: Sequence[LayerStates]
     """The states of each recurrent layer."""
     singles: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """The pieces of one token, int64 [r] each: the token, the state row before it, and the state row after it."""
+    """The pieces with one token, int64 [r] each: the token, the source row, and the target row of its state."""
     chunks: Sequence[StatePiece]
     """The pieces of several tokens."""
     late: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-    """As `singles`, for the pieces of one token that continue other pieces of the step."""
+    """Like `singles`, for the pieces with one token that continue other pieces of the step."""
 
 
 @dataclass(frozen=True)
 class PlannedStates:
-    """The rows of a step whose states advance by the operators of `forebay.gpu`, described by tensors.
+    """The rows of a step whose states the operators of `forebay.gpu` advance, described by tensors.
 
-    A layer is named by its number among the recurrent ones.
+    `number` is a layer's index among the recurrent layers.
     """
 
     layers: Sequence[LayerStates]
@@ -67,7 +67,7 @@ class PlannedStates:
         bias: torch.Tensor | None,
         gates: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The convolution [n, channels] of x [n, channels], between two gates or followed by a SiLU."""
+        """Returns the convolution [n, channels] of x [n, channels], between two gates or followed by SiLU."""
         table = self.layers[number].inputs
         return self.kernels.convolve(x, weight, bias, table, self.rows, silu=gates is None, gates=gates)
 
@@ -80,7 +80,7 @@ class PlannedStates:
         weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
         shape: StateHeads,
     ) -> torch.Tensor:
-        """Outputs float32 [n, heads * value_dim] of convolved inputs; `weights` as in `gpu.recurrent.StateWeights`."""
+        """Returns float32 [n, heads * value_dim] for convolved inputs; `weights` as in `gpu.recurrent.StateWeights`."""
         table = self.layers[number].heads
         assert table is not None
         return self.kernels.recur(mixed, a, b, StateWeights(*weights), shape, table, self.rows)

@@ -14,22 +14,22 @@ from forebay.gpu.interface import Kernels, PagedRows
 
 @dataclass(frozen=True)
 class SpannedRows:
-    """A step's rows, some of which have ranges with bidirectional attention."""
+    """A step's rows, some of which have spans with bidirectional attention."""
 
     rows: PagedRows
     chunks: list[ChunkRow]
-    """The rows with such ranges, which PyTorch's operators compute."""
+    """The rows with such spans, which PyTorch's operators compute."""
 
 
 class TritonAttention:
-    """Implements `AttentionBackend`. Rows of any kind are computed in the order in which they come.
+    """Implements `AttentionBackend`. Rows of any kind are computed in the given order.
 
-    It prepares `PagedRows`, or `SpannedRows` for a batch with ranges. A caller with the rows of a step on the device
-    may construct them itself.
+    It prepares `PagedRows`, or `SpannedRows` for a batch with spans. A caller that has the rows of a step on the device
+    may construct either of them itself.
     """
 
     def __init__(self, kernels: Kernels, null_page: int) -> None:
-        """`null_page` is read where the page table has -1."""
+        """`null_page`: the page that kernels read if the page table has -1."""
         self._kernels = kernels
         self._null_page = null_page
 
@@ -53,7 +53,7 @@ class TritonAttention:
         how: How = CAUSAL,
     ) -> torch.Tensor:
         if isinstance(prepared, SpannedRows):
-            # Rows with images are few: the kernels compute them too, and then their output is overwritten.
+            # Rows with images are rare: the kernels compute them too, and then their output is overwritten.
             out = self._attend(q, kv, prepared.rows, how)
             for chunk in prepared.chunks:
                 out[chunk.first : chunk.first + chunk.count] = chunk_as(q, k, v, kv, chunk, how)
@@ -79,7 +79,7 @@ class TritonAttention:
         prepared: PagedRows,
         chosen: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Absorbed for chunks too. It reads each row once, and computes more than with keys and values of all heads."""
+        """Chunks use the absorbed form too: each row is read once, but more is computed than in the naive form."""
         of_keys, of_values = up.split((heads.nope_dim, heads.value_dim), dim=1)
         nope, rotated = q[..., : heads.nope_dim], q[..., heads.nope_dim :]
         query = torch.cat((torch.einsum("nhd,hdc->nhc", nope, of_keys), rotated), dim=-1)

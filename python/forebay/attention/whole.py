@@ -15,27 +15,27 @@ from forebay.attention.backend import CAUSAL, Batch, How, IndexBatch, Int64s, La
 from forebay.attention.masked import masked_attention, positions_mask
 
 QUERY_BLOCK = 512
-"""The number of queries that share a call where each sees only a part of its prompt. With fewer, more masked keys are
-skipped.
+"""The number of queries that share a call if each attends to only a part of its prompt. With fewer, more masked keys
+are skipped.
 """
 
 
 @dataclass(frozen=True)
 class Group:
-    """Prompts of equal length, one after the other."""
+    """Prompts of equal length, which are adjacent in the packed tokens."""
 
-    first: int  # the first prompt's first token
+    first: int  # index of the first prompt's first token
     count: int
     length: int
 
     @property
     def tokens(self) -> slice:
-        """The tokens of all its prompts."""
+        """The tokens of all prompts of the group."""
         return slice(self.first, self.first + self.count * self.length)
 
 
 def group(lengths: npt.NDArray[np.int64]) -> list[Group]:
-    """Groups of prompts whose `lengths` are sorted."""
+    """Groups prompts, whose `lengths` are sorted, by length."""
     groups = []
     first = 0
     values, counts = np.unique(lengths, return_counts=True)
@@ -46,7 +46,7 @@ def group(lengths: npt.NDArray[np.int64]) -> list[Group]:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
-    """q, k and v [n, heads, head_dim] of packed prompts give [n, heads * head_dim]."""
+    """Returns [n, heads * head_dim] for q, k and v [n, heads, head_dim] of packed prompts."""
     outputs = []
     for part in groups:
         # [count, heads, length, head_dim] without a copy: the prompts of a group have the same length.
@@ -56,10 +56,10 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: Sequence[G
 
 
 class WholeAttention:
-    """`AttentionBackend` for whole prompts with PyTorch's operators. It reads nothing from pages."""
+    """Implements `AttentionBackend` for whole prompts with PyTorch's operators. It reads no pages."""
 
     def order(self, lengths: Int64s, ends: Int64s) -> Int64s:
-        """Prompts of one length side by side."""
+        """Returns prompts in order of their length, so that prompts of equal length are adjacent."""
         return np.argsort(lengths, kind="stable")
 
     def prepare(self, batch: Batch, dtype: torch.dtype) -> list[Group]:
@@ -102,7 +102,7 @@ class WholeAttention:
 
 
 def _attend_group(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
-    """q [prompts, heads, length, head_dim] gives the same shape; k and v are [prompts, kv_heads, length, head_dim]."""
+    """q is [prompts, heads, length, head_dim], as is the result; k and v are [prompts, kv_heads, length, head_dim]."""
     length = q.shape[2]
     if how.both_ways and (how.window is None or how.window >= length) and how.cap is None and how.sinks is None:
         return F.scaled_dot_product_attention(q, k, v, scale=how.scale, enable_gqa=True)
