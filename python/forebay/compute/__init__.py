@@ -1,1 +1,1 @@
-"""The way from a step's rows to tokens or vectors: ways to compute a model, the sampler, and the choice among them."""
+"""Computes tokens or vectors from a step's rows: the forward passes and their selection, pooling, and the sampler."""

@@ -1,4 +1,4 @@
-"""The computation from a step's rows to the vectors of a causal model."""
+"""Pooling for causal models: from a step's rows to one vector per prompt."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from forebay.state.slots import Int64s, PlanError
 
 
 class LastState:
-    """Implements `Pooler`: the state of a prompt's last position, which has seen all others."""
+    """Implements `Pooler` with the final state of a prompt's last position, which attends to all earlier positions."""
 
     def __init__(self, compute: States) -> None:
         self._compute = compute
@@ -24,7 +24,7 @@ class LastState:
 
 
 class MeanState:
-    """Implements `Pooler`: the mean of the states of all positions, which may come in several steps.
+    """Implements `Pooler` with the mean of the final states of all positions, which may be computed in several steps.
 
     Sums are kept in float64, so the chunks of a prompt do not change the bits of the result.
     """
@@ -48,7 +48,7 @@ class MeanState:
 
 
 class Summed:
-    """The number of positions of each slot that its mean already has. Used by the host."""
+    """For each slot, the number of positions already added to its mean. Used on the host."""
 
     def __init__(self, slots: int) -> None:
         self._until: Int64s = np.zeros(slots, np.int64)
@@ -65,4 +65,4 @@ KINDS: dict[str, Callable[[States, int, int, Device], LastState | MeanState]] = 
     "last": lambda compute, slots, hidden, device: LastState(compute),
     "causal_mean": MeanState,
 }
-"""The kinds of pooling, by `Pooling.kind`. The arguments are the numbers of slots and of elements of a state."""
+"""The constructor of each kind of pooling, by `Pooling.kind`. Arguments: forward pass, slots, hidden size, device."""

@@ -1,4 +1,4 @@
-"""The choice of a way to compute a model on a device. Only this module depends on all ways."""
+"""Selects the implementation that computes a model on a device. Only this module imports all implementations."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ from forebay.weights.quantization import why_not_stored
 
 
 class Choice:
-    """A device's way to compute. It is chosen once, before a model is built."""
+    """The implementation that a device uses to compute a model. It is chosen once, before a model is built."""
 
     def __init__(self, device: Device, config: RunnerConfig, group: Group | None = None) -> None:
         """Raises `DeviceError` for a backend that the device, or this installation, does not have.
 
-        `group`: the ranks that compute the model together, or share its experts; None: there is only this one.
+        `group`: the ranks that compute the model together, or share its experts; None: this is the only rank.
         """
         self._device = device
         self._config = config
@@ -77,7 +77,7 @@ class Choice:
             return "torch"
         on_gpu = device.torch_device.type != "cpu"
         if wanted is None:
-            # Rows that are pooled are computed operator by operator on a GPU.
+            # On a GPU, models that pool are computed operator by operator.
             return "triton" if on_gpu and config.pooling is None else "torch"
         if wanted == "torch":
             return wanted
@@ -141,7 +141,8 @@ class Choice:
     def check_operators(self, model: ModelConfig | EncoderConfig) -> None:
         """Raises `ModelError` if PyTorch lacks an operator of this model on this device."""
         experts = isinstance(model, ModelConfig) and any(isinstance(feed, Experts) for feed in model.feeds)
-        # If values may decide which operators run, use one product per expert.
+        # Without grouped_mm each expert needs a separate product, and the routed values decide which products run. Only
+        # a device that works synchronously with the host can do that.
         if experts and self._device.beside_host and not hasattr(F, "grouped_mm"):
             raise ModelError(
                 f"a mixture of experts on {self._device.name} needs PyTorch 2.10 or newer, which has "
@@ -149,7 +150,7 @@ class Choice:
             )
 
     def check_quantization(self, quantization: str, model: ModelConfig | EncoderConfig) -> None:
-        """Raises `ValueError` if this model has no products for quantised matrices."""
+        """Raises `ModelError` if the model cannot be computed with this quantisation."""
         stored = None if isinstance(model, EncoderConfig) else model.stored
         missing = why_not_stored(quantization, stored)
         if missing is not None:
@@ -180,19 +181,19 @@ class Choice:
             return CpuAttention()
         if self._backend == "fa3":
             return FlashAttention()
-        # In operator-by-operator steps, an entry of page -1 would fail the check of written pages.
+        # In operator-by-operator steps, the check of written pages already rejects page -1 among a row's positions.
         return TritonAttention(self._kernels, null_page=0)
 
     @property
     def device_name(self) -> str:
-        """The device's name, with its way to compute if that is not the default."""
+        """The device's name; with several ranks also their number, and the implementation in use."""
         if self._group is None:
             return self._device.name
         how = "with PyTorch's operators" if self._kernels is None else "without graphs"
         return f"{self._device.name}, {self._group.world} ranks, {how}"
 
     def ops(self) -> Ops:
-        """The operators that models are built with, and the sampler."""
+        """Returns the operators of the model and of the sampler."""
         if self._group is None or self._config.step_group:
             return self._own_ops()
         return ShardOps(self._own_ops(), self._group, self._config.model_config.vocab_size)
@@ -203,13 +204,13 @@ class Choice:
         return TorchOps() if self._device.beside_host else HostOps()
 
     def products(self) -> Products | None:
-        """The products for matrices in a checkpoint's bits; None: such matrices are dequantised."""
+        """Returns the products for weights in the checkpoint's quantised format; None: weights are dequantised."""
         if self._kernels is None:
             return None
         return GpuProducts(self._kernels, multiplies_floats(self._device.torch_device), fuses())
 
     def stacks(self, modules: AdaptedModules) -> AdapterStacks | None:
-        """The memory of all places of adapters, for a built model; None: each adapter has its own memory."""
+        """Returns the memory of all adapter places of a built model; None: each adapter has separate memory."""
         config = self._config
         if self._kernels is None or config.lora is None:
             return None
@@ -227,19 +228,19 @@ class Choice:
         states: StateStore | None = None,
         stacks: AdapterStacks | None = None,
     ) -> Steps:
-        """The steps of a model that generates; `model` and `compute` are called as work.
+        """Returns the steps of a model that generates; `model` and `compute` run as queued work.
 
-        `states` are those of recurrent layers, and `stacks` hold adapters; None: the model has none.
+        `states`: the memory of recurrent states; `stacks`: the memory of adapters; None: the model has none.
         """
         config = self._config
         shape = config.model_config
-        # With several ranks steps are not captured: collectives in a graph are untested.
+        # Steps of several ranks are not captured: collectives in a graph are untested.
         alone = self._group is None
         if self._kernels is None or not alone or isinstance(shape, EncoderConfig) or self._needs_host(shape):
             return OperatorSteps(compute, tables, sampler, self._device)
         # FlashAttention chooses its split of rows on the host: replays with another split are untested.
         graph_rows = config.graph_rows if self._backend == "triton" else 0
-        # The scheduler bounds the tokens of prompts by the chunk size, and each running request adds a token.
+        # The scheduler limits a step's prompt tokens to the chunk size, and each running request adds one token.
         tokens = max(config.chunked_prefill_size, config.max_running_requests)
         limits = Limits(config.max_running_requests, tokens, graph_rows)
         assert states is None or isinstance(states, StateTables)
@@ -248,7 +249,7 @@ class Choice:
         return PagedSteps(model, *memory, self._kernels, self._device, states, stacks, top_k, mapped=maps())
 
     def _needs_host(self, model: ModelConfig) -> bool:
-        """True if the host decides about sparse slots, or about the places of images. A graph can't do that."""
+        """True if the host decides in each step about sparse slots or positions of images, which a graph can't do."""
         return self._config.hot_rows > 0 or model.vision is not None or model.sections is not None
 
     def compute(
@@ -260,7 +261,7 @@ class Choice:
         images: ImagePool | None = None,
         states: StateStore | None = None,
     ) -> TorchCompute:
-        """The way to compute the rows of a loaded model. `images` or `states` None: the model has none."""
+        """Returns the forward pass of a loaded model. `images` and `states`: None if the model has none."""
         return TorchCompute(model, tables, kv, prompts, self._device, images, self._kernels, states)
 
     def pooler(
@@ -271,7 +272,7 @@ class Choice:
         prompts: PromptRows,
         states: StateStore | None = None,
     ) -> Pooler:
-        """The way to pool the rows of a loaded model."""
+        """Returns the pooler of a loaded model."""
         model.params.pack()
         if isinstance(model, Bert | WholeDecoder):
             return EncoderCompute(model, tables, self._device)
@@ -282,9 +283,9 @@ class Choice:
 
 
 def _kernels(device: Device) -> Kernels:
-    """Raises `DeviceError` if Triton or its compiler is missing."""
-    # Compiled kernels go to the cache's volume. Triton's default folder is in the home directory, which may be
-    # read-only.
+    """Returns the kernels. Raises `DeviceError` if Triton or the C compiler that it needs is missing."""
+    # Compiled kernels are stored in Forebay's cache directory. Triton's default folder is in the home directory, which
+    # may be read-only.
     os.environ.setdefault("TRITON_CACHE_DIR", str(cache_directory() / "triton"))
     try:
         found = kernels()

@@ -1,4 +1,4 @@
-"""A decoder computed operator by operator."""
+"""The forward pass of a decoder, operator by operator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from forebay.state.slots import Int64s, SlotTables
 
 
 class TorchCompute:
-    """A model's forward pass in PyTorch's operators, on any device. The reference for every other way."""
+    """A model's forward pass in PyTorch's operators, on any device. The reference for all other implementations."""
 
     def __init__(
         self,
@@ -41,11 +41,12 @@ class TorchCompute:
         kernels: Kernels | None = None,
         states: StateStore | None = None,
     ) -> None:
-        """Makes the compute. `images` are outputs of towers; None: the model takes none.
+        """Creates the forward pass. `images`: the pool of vision tower outputs; None: the model takes no images.
 
-        `states` are those of recurrent layers; None: the model has none.
+        `states`: the recurrent states; None: the model has none.
 
-        `kernels` find the positions of sparse slots; None: PyTorch's operators do, where the host's memory is theirs.
+        `kernels` look up the positions of sparse slots; None: PyTorch's operators do, if they can access the host's
+        memory.
         """
         self._model = model
         self._kernels = kernels
@@ -57,7 +58,7 @@ class TorchCompute:
         self._device = device
         indexer = model.config.indexer
         self.choose_from = None if indexer is None else indexer.top_k
-        """The first position whose query keeps fewer positions than its context has; None: no query does."""
+        """The first position whose query attends to only a part of its context; None: the model has no index."""
 
         self._sharing = [] if indexer is None else sharing(indexer, model.config.num_hidden_layers)
 
@@ -79,7 +80,7 @@ class TorchCompute:
         return self._model.logits(states)
 
     def _load_states(self, launch: Launch, cut: Pieces) -> Any:
-        """Reads the states that the rows continue, as the model takes them; None: it has none."""
+        """Loads the states that the rows continue, in the form that the model reads; None: the model has none."""
         rows = launch.rows.states
         if rows is None:
             return None
@@ -109,12 +110,12 @@ class TorchCompute:
         return self._model.ops.greedy(self.logits(launch))
 
     def forward(self, launch: Launch, tokens: Int64s | None = None) -> Forward:
-        """A step for the model. Runs as queued work.
+        """Returns the model's input for a step. Runs as queued work.
 
         Tokens and positions are computed on the device from the plan's rows; all decisions are made on the host.
 
-        The states are those of `tokens`, numbered over all rows. None: of the tokens that sample, and of those before
-        `rows.prompts`.
+        `tokens`: the tokens whose final states are needed, numbered over all rows. None: the tokens that sample, and
+        the tokens before those of `rows.prompts`.
         """
         rows, tables, kv, backend = launch.rows, self._tables, self._kv, self._model.backend
         cut = pieces(rows, backend, self.choose_from)
@@ -168,7 +169,7 @@ class TorchCompute:
         )
 
     def _window(self, batch: Batch, slots: torch.Tensor, positions: torch.Tensor) -> WindowRows | None:
-        """The places of keys and values in the window part; None: there is none."""
+        """Returns where window layers write keys and values, and their attention input; None: no window pool."""
         kv, table, backend = self._kv, self._tables.window_table, self._model.backend
         if kv.window is None:
             return None
@@ -179,7 +180,7 @@ class TorchCompute:
         return WindowRows(kv.window_layers, writes, backend.prepare(of_window, kv.dtype))
 
     def _features(self, slots: torch.Tensor, positions: torch.Tensor, writes: torch.Tensor) -> FeatureRows | None:
-        """The place of features; None: no head drafts from them."""
+        """Returns where features are read and written; None: no draft head uses them."""
         pool, size = self._kv.features, self._kv.page_size
         if pool is None:
             return None
@@ -188,7 +189,7 @@ class TorchCompute:
         return FeatureRows(pool, self._kv.feature_entries(writes), pages * size + before % size)
 
     def _adapted(self, adapters: RowAdapters, cut: Pieces) -> StepAdapters:
-        """The adapters of tokens, in the order of pieces."""
+        """Returns the adapter of each token, in the order of pieces."""
         held, place = adapters.held, np.repeat(adapters.place[cut.row], cut.length)
         if isinstance(held, AdapterStacks):
             (places,) = self._device.copy_in(np.where(place < 0, held.places, place).astype(np.int32))
@@ -198,16 +199,16 @@ class TorchCompute:
         return GatheredTokens([AdaptedTokens(own, held[at]) for own, at in zip(tokens, present, strict=True)])
 
     def _spans(self, images: RowImages | None, cut: Pieces) -> list[list[tuple[int, int]]]:
-        """The images of each piece whose positions attend to each other; []: no piece has any."""
+        """Returns, for each piece, the spans of images whose positions attend to each other; []: no piece has any."""
         if images is None or not self._model.config.whole_images:
             return []
         found = images.within(cut.row, cut.start, cut.length)
         return found if any(found) else []
 
     def _seen(self, images: RowImages, cut: Pieces, positions: torch.Tensor) -> tuple[torch.Tensor, ImageRows | None]:
-        """The positions for rotations if there are images, [n] or [3, n], and the rows of the tokens in images.
+        """Returns the positions for RoPE, [n] or [3, n], and the tower outputs for tokens of images; None: no images.
 
-        If a model's positions have one number, they are `positions`.
+        If RoPE of the model uses one number per position, the positions are `positions`.
         """
         tokens = images.tokens(cut.row, cut.start, cut.length)
         numbers, at, entries = self._device.copy_in(tokens.positions, tokens.at, tokens.entries)
@@ -228,7 +229,7 @@ class TorchCompute:
         positions: torch.Tensor,
         sparse: torch.Tensor,
     ) -> Index | None:
-        """The places of index keys, and the data for the pieces whose queries choose; None: the model has no index."""
+        """Returns where index keys are written, and the input of pieces whose queries choose; None: no index."""
         tables, kv, indexer = self._tables, self._kv, self._model.config.indexer
         if indexer is None:
             return None
@@ -260,5 +261,5 @@ class TorchCompute:
 
 
 def _pages(table: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Pages int64 [n] of positions [n] of slots [n]."""
+    """Returns the pages int64 [n] that contain `positions` [n] of `slots` [n]."""
     return table.view(-1).index_select(0, slots * table.shape[1] + positions // page_size).long()

@@ -1,4 +1,4 @@
-"""The computation from a step's rows to the vectors of an encoder."""
+"""Pooling for encoders: from a step's rows to one vector per prompt."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from forebay.state.slots import PlanError, SlotTables, ragged
 
 
 def check_whole(rows: Rows) -> None:
-    """Raises `PlanError` unless each row is a whole prompt, since an encoder keeps no state. Used by the host."""
+    """Raises `PlanError` unless each row is a whole prompt, since an encoder keeps no state. Called on the host."""
     if rows.start.any() or len(rows.sampling) != len(rows.slot):
         raise PlanError("an encoder was given a part of a prompt")
 
@@ -29,7 +29,7 @@ class EncoderCompute:
 
     def pool(self, launch: Launch) -> torch.Tensor:
         rows = launch.rows
-        # Prompts of one length lie side by side and share a call of the attention.
+        # Prompts of equal length become adjacent and share one call of the attention.
         order = np.argsort(rows.length, kind="stable")
         slot, length = rows.slot[order], rows.length[order]
         positions = ragged(np.zeros_like(length), length)

@@ -1,4 +1,4 @@
-"""The lookup of the positions that a step's queries have chosen."""
+"""Finds the memory of the positions that a step's queries have chosen."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from forebay.weights.parts import Indexer
 
 
 class OnPages:
-    """Looks positions up in the page table only, since no slot is sparse."""
+    """Looks up positions in the page table alone, since no slot is sparse."""
 
     def __init__(self, page_table: torch.Tensor, kv: KvPool, slots: torch.Tensor) -> None:
-        """`page_table` int32 [slots, pages a slot], and `slots` int64 [queries]."""
+        """`page_table` int32 [slots, pages per slot], and `slots` int64 [queries]."""
         self._slots = slots
         self._table = page_table
         self._page = kv.page_size, kv.main.page_stride
 
     def __call__(self, number: int, positions: torch.Tensor) -> Chosen:
-        """The places of positions [queries, top_k] that an indexed layer has chosen."""
+        """Returns the pool rows of the positions [queries, top_k] that an indexed layer has chosen."""
         return Chosen(resolve(positions, self._slots, self._table, *self._page))
 
 
 class Sought(NamedTuple):
-    """The places of positions of sparse slots, `u` queries."""
+    """The pool rows of positions of sparse slots, for `u` queries."""
 
-    rows: torch.Tensor  # int64 [u, top_k]: row numbers of a layer
+    rows: torch.Tensor  # int64 [u, top_k]: row numbers in a layer's pool
     missing: Missing
     counts: torch.Tensor  # integers [4]: selected, found on pages, found in hot rows, missed
 
@@ -49,14 +49,14 @@ class Search(Protocol):
         """The error word so far, int32 [1]."""
 
     def __call__(self, number: int, positions: torch.Tensor) -> Sought:
-        """The places of positions int64 [u, top_k] that an indexed layer has chosen. Missed ones get a hot row."""
+        """Returns the pool rows of chosen positions int64 [u, top_k]. A missed position gets a hot row."""
 
 
 class OperatorSearch:
-    """A `Search` with PyTorch's operators. A position without a place gets a number that makes gathers raise."""
+    """A `Search` with PyTorch's operators. A position without memory gets a row index at which gathers raise."""
 
     def __init__(self, tables: SlotTables, hot: HotRows, kv: KvPool, slots: torch.Tensor) -> None:
-        """`slots` int64 [u]: of the queries, all sparse."""
+        """`slots` int64 [u]: the slot of each query; all are sparse."""
         self._hot, self._kv = hot, kv
         now = hot.clock.index_select(0, slots)
         self._places = Places(slots, now, tables.page_table, hot.table, kv.page_size, kv.main.page_stride)
@@ -76,21 +76,21 @@ class GatheredMissing:
     kernels: Kernels
     found: Found
     host: Sequence[torch.Tensor]
-    """The layers' rows of all host pages, each as in `HotRows.host`."""
+    """For each layer, its rows in all host pages, as in `HotRows.host`."""
 
     def copy(self, layer: int, pool: torch.Tensor) -> None:
         rows = self.host[layer]
         stride, size = rows.stride(0), rows.shape[1]
-        # The last page ends with this layer's rows, which need not be the end of the page.
+        # The view ends with this layer's rows of the last page, which may be before the end of the page.
         elements = stride * (len(rows) - 1) + size * rows.shape[2]
         self.kernels.gather(self.found, rows.as_strided((elements,), (1,)), stride, size, pool)
 
 
 class KernelSearch:
-    """A `Search` with the operators of `forebay.gpu`. A position without a place sets a bit of the error word."""
+    """A `Search` with the operators of `forebay.gpu`. A position without memory sets a bit of the error word."""
 
     def __init__(self, kernels: Kernels, tables: SlotTables, hot: HotRows, kv: KvPool, slots: torch.Tensor) -> None:
-        """`slots` int64 [u]: of the queries, all sparse."""
+        """`slots` int64 [u]: the slot of each query; all are sparse."""
         self._kernels, self._hot = kernels, hot
         self._slots = slots.int()
         self._pages = SparsePages(
@@ -113,7 +113,7 @@ class KernelSearch:
 
 
 class InRows:
-    """Looks up positions of sparse slots, which may also be in hot rows, or are copied there. For one step."""
+    """Looks up positions for one step, for sparse slots in hot rows too. Missed positions are copied there."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class InRows:
     ) -> None:
         """`slots` int64 [queries]; `sparse` int64 [u]: queries of sparse slots, one per slot.
 
-        `layers`: the number of layers that share the choice of an indexed layer. `kernels` None: PyTorch's operators
+        `layers`: for each indexed layer, the number of layers that use its choice. `kernels` None: PyTorch's operators
         search.
         """
         self._pages = OnPages(tables.page_table, kv, slots)
@@ -142,14 +142,14 @@ class InRows:
 
     @property
     def told(self) -> torch.Tensor:
-        """Rows that were selected, found on pages, found in hot rows, and missed so far, and the error word: int32 [5].
+        """Counts of rows so far (selected, found on pages, found in hot rows, missed), then the error word; int32 [5].
 
-        The counts are over all layers.
+        The counts are sums over all layers.
         """
         return torch.cat((self._counts, self._search.errors))
 
     def __call__(self, number: int, positions: torch.Tensor) -> Chosen:
-        """The places of positions [queries, top_k] that an indexed layer has chosen."""
+        """Returns the pool rows of the positions [queries, top_k] that an indexed layer has chosen."""
         rows = self._pages(number, positions).rows
         sought = self._search(number, positions.index_select(0, self._sparse))
         self._counts += sought.counts * self._layers[number]
@@ -157,6 +157,6 @@ class InRows:
 
 
 def sharing(indexer: Indexer, layers: int) -> list[int]:
-    """The number of layers that attend to the choice of each indexed layer, that layer included."""
+    """Returns, for each indexed layer, the number of layers that attend to its choice, itself included."""
     ends = [*indexer.layers[1:], layers]
     return [end - layer for layer, end in zip(indexer.layers, ends, strict=True)]

@@ -1,6 +1,6 @@
 """The graphs of steps. Steps are padded to captured sizes.
 
-The largest is captured first, and all share one memory pool.
+The largest size is captured first, and all graphs share one memory pool.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from functools import partial
 from forebay.device import Device, DeviceError, Work
 
 _MIXED_ROWS = 64
-"""The least number of rows of a mixed graph. A product's tiles have that many rows anyway."""
+"""The smallest number of rows of a mixed graph. The tiles of a matrix product have that many rows anyway."""
 _LEAST_MIXED = 64
 _MOST_MIXED = 2048
-"""The largest number of tokens of mixed graphs. A larger step computes longer than its launches take."""
+"""The largest number of tokens of a mixed graph. Larger steps compute longer than their kernel launches take."""
 
 
 @dataclass(frozen=True, order=True)
@@ -29,7 +29,7 @@ class Size:
     mixed: bool
     """True if rows may have more than one token."""
     adapted: bool = False
-    """True if adapters may change rows."""
+    """True if rows may use adapters."""
     chooses: bool = False
     """True if all queries attend to positions that an index has chosen."""
 
@@ -51,7 +51,7 @@ class SamplerKind(Enum):
 
 
 def decode_rows(most: int) -> list[int]:
-    """Rows of decode graphs, ascending.
+    """Returns the number of rows of each decode graph, ascending.
 
     Up to 64 rows fill one tile of a Hopper's matrix product, so few sizes are needed.
     """
@@ -60,7 +60,7 @@ def decode_rows(most: int) -> list[int]:
 
 
 def mixed_sizes(most_rows: int, step_tokens: int) -> list[Size]:
-    """Sizes of mixed graphs of steps of up to `step_tokens`, ascending."""
+    """Returns the sizes of mixed graphs for steps of up to `step_tokens` tokens, ascending."""
     if not most_rows:
         return []
     most = min(step_tokens, _MOST_MIXED)
@@ -75,9 +75,9 @@ class Graphs:
     def __init__(
         self, device: Device, most_rows: int, step_tokens: int, *, adapted: bool = False, chooses: bool = False
     ) -> None:
-        """`most_rows` of a graph; 0: no graph at all. `step_tokens`: the most tokens of a step.
+        """`most_rows`: the largest number of rows of a graph; 0: no graphs. `step_tokens`: the most tokens of a step.
 
-        `adapted`: each size has a second graph for steps with adapters, so that other steps do no work for adapters.
+        `adapted`: True if each size has a second graph for steps with adapters, so that other steps do no such work.
         `chooses`: likewise for steps in which some queries see more positions than an index keeps.
         """
         self._device = device
@@ -100,7 +100,7 @@ class Graphs:
 
     @property
     def count(self) -> int:
-        """Graphs that were captured."""
+        """The number of captured graphs."""
         return len(self._models) + len(self._samplers)
 
     def __str__(self) -> str:
@@ -132,7 +132,8 @@ class Graphs:
 
         Runs as queued work.
 
-        Raises `DeviceError` with the size. It does not fall back to slow steps without a message.
+        Raises `DeviceError` with the size of a graph that cannot be captured; there is no silent fallback to slow
+        steps.
         """
         for size in self.sizes:
             self._models[size] = self._captured(str(size), partial(model, size))

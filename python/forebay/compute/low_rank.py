@@ -1,4 +1,4 @@
-"""The matrices of all places of adapters, in permanent memory for the operators of `forebay.gpu`."""
+"""The LoRA matrices of all adapter places, in permanent memory for the operators of `forebay.gpu`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from forebay.gpu.low_rank import LowRankStack, PlacedTokens
 from forebay.layers.adapted import AdaptedModules, Adapter
 
 PREFIX = "model.layers."
-"""The prefix of the names of modules that adapters may change."""
+"""The prefix of the names of modules that adapters may modify."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """The memory of a module in the stack of its product."""
+    """The part of a product's stack that belongs to one module."""
 
     stack: LowRankStack
     number: int
@@ -31,7 +31,7 @@ class _Part:
 
 
 class AdapterStacks:
-    """The matrices of all places, one tensor per product for all of them, at the largest rank."""
+    """The matrices of all places: one stack per product, in which every place has room for the largest rank."""
 
     def __init__(
         self, modules: AdaptedModules, places: int, rank: int, dtype: torch.dtype, device: Device, kernels: Kernels
@@ -40,7 +40,7 @@ class AdapterStacks:
         self._rank = rank
         self._kernels = kernels
         self._stacks: dict[str, LowRankStack] = {}
-        """By the first module of a product."""
+        """Keyed by the first module of each product."""
         self._parts: dict[str, _Part] = {}
         for product, inputs in modules.products:
             if not all(name.startswith(PREFIX) for name in product):
@@ -58,7 +58,7 @@ class AdapterStacks:
 
     @torch.inference_mode()
     def put(self, place: int, adapter: Adapter) -> None:
-        """Copies an adapter in the host's memory to a place. The copy has ended on return.
+        """Copies an adapter from host memory to a place. The copy is complete on return.
 
         No queued step may use the place.
         """
@@ -73,7 +73,7 @@ class AdapterStacks:
             stack.b[place, part.first : part.first + part.outputs].copy_(b)
 
     def of_tokens(self, places: torch.Tensor) -> StackedTokens:
-        """The adapters of tokens, from int32 places [n]; `self.places` stands for none."""
+        """Returns the adapters of tokens from their places int32 [n]; the value `self.places` means no adapter."""
         return StackedTokens(self._stacks, PlacedTokens(places), self._kernels)
 
 
@@ -82,7 +82,7 @@ class StackedTokens:
     """Implements `layers.adapted.StepAdapters` with one operator per product, however many adapters the tokens have."""
 
     stacks: Mapping[str, LowRankStack]
-    """By the first module of a product."""
+    """Keyed by the first module of each product."""
     tokens: PlacedTokens
     kernels: Kernels
 

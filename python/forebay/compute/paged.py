@@ -1,9 +1,9 @@
 """Steps with the operators of `forebay.gpu`. The device reads the plan, and one graph serves all steps of a size.
 
-The host uses rows to check them and to choose a size. Queued work does everything else. It copies the plan's body to a
+The host only checks the rows and chooses a size. Queued work does everything else. It copies the plan's body to a
 fixed address, writes the tables, prepares the rows, and runs the model. A sampler reads the rows' parameters by their
 slots. One block with tokens and an error word is copied to the host, and another one with log-probabilities if a row
-requests them. Everything except the numbers of a step lies in permanent memory, so that a graph may read it.
+requests them. All of this memory is permanent, so that a graph may read it: only the values change with a step.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from forebay.state.staging import StepInputs
 
 _PLACES = 2 * LAST_ID
 _ROW_WORDS = 4
-"""The host's words for each row besides the plan: the columns of `StateRows.places`, and its adapter's place."""
+"""Words per row that the host writes besides the plan: the columns of `StateRows.places`, and the adapter's place."""
 _STAGED = 64
-"""The number of pieces of host memory that kernels may still read: three for each step that can be in flight."""
+"""The number of host buffers that kernels may still read: three for each step that can be in flight."""
 MOST_WORDS = 1 << 16
-"""The largest plan's body, in words, that a graph can read: a quarter of a mebibyte."""
+"""The largest body of a plan, in words, that a graph can read: 256 KiB."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest steps of a hand."""
+    """The limits of the size of a hand's steps."""
 
     rows: int
     tokens: int
     graph_rows: int
-    """The largest number of rows of a graph; 0: there are none."""
+    """The largest number of rows of a graph; 0: no graphs."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +65,14 @@ class Memory:
 
     buffers: StepBuffers
     logits: torch.Tensor  # float32 [rows, vocabulary]
-    block: torch.Tensor  # int32 [1 + 2 * rows]: the error word, tokens, and which are finite
-    words: torch.Tensor  # int32 [rows, _ROW_WORDS]: of rows with states or adapters
+    block: torch.Tensor  # int32 [1 + 2 * rows]: the error word, the tokens, and whether each row is finite
+    words: torch.Tensor  # int32 [rows, _ROW_WORDS]: for states and adapters
     lines: torch.Tensor  # int32 [rows]: the lines of rows with penalties in the table of counts; -1: none
     told: torch.Tensor  # int32 [rows, 2, 1 + MOST_LIKELY]: ids and bits of log-probabilities (`Sampling.tell_likely`)
 
     @classmethod
     def make(cls, rows: int, tokens: int, vocabulary: int, place: torch.device) -> Memory:
-        """Memory of a device."""
+        """Allocates the memory on a device."""
         logits = torch.empty(rows, vocabulary, dtype=torch.float32, device=place)
         block = torch.zeros(1 + 2 * rows, dtype=torch.int32, device=place)
         words = torch.zeros(rows, _ROW_WORDS, dtype=torch.int32, device=place)
@@ -174,10 +174,10 @@ class PagedSteps:
         *,
         mapped: bool = False,
     ) -> None:
-        """`model` is called as work. `states` are those of recurrent layers, and `stacks` have adapters.
+        """`model` runs as queued work. `states`: the memory of recurrent states; `stacks`: the memory of adapters.
 
-        `top_k`: the positions that a query of an indexed layer keeps; None: there is no index. `mapped`: kernels read
-        plans and write results directly in host memory, without copies.
+        `top_k`: the number of positions that a query of an indexed layer keeps; None: there is no index. `mapped`: True
+        if kernels read plans and write results directly in host memory, without copies.
         """
         self._model, self._kv, self._prompts, self._sampler = model, kv, prompts, sampler
         self._states, self._stacks, self._top_k = states, stacks, top_k
@@ -201,12 +201,12 @@ class PagedSteps:
         self._memory = Memory.make(limits.rows, limits.tokens, vocabulary, place)
         self._computed = self._memory
         """The memory of the step that was computed last."""
-        # The size of a plan with every slot and a whole context, within the limit.
+        # Room for a plan with every slot and a whole context, within the limit.
         words = tables.slots * (SLOT_WORDS + SLOT_FLOATS_WORDS + tables.stride + 4 * (1 + tables.pages_per_slot))
         self._input = torch.zeros(_PLACES + min(words, MOST_WORDS), dtype=torch.int32, device=place)
         self._no_tokens = torch.zeros(1, dtype=torch.int32, device=place)
         self._at_its_place = Received(self._input[_PLACES:], self._input[:_PLACES].view(-1, 2), self._no_tokens)
-        """A plan where graphs read it."""
+        """A plan at the address where graphs read it."""
         self._room = len(self._input) - _PLACES
         rows = min(limits.graph_rows, limits.rows)
         chooses = top_k is not None and top_k < tables.context_length
@@ -256,7 +256,10 @@ class PagedSteps:
             self._states.copy(states.saves)
 
     def _write_words(self, rows: Rows | None, count: int) -> None:
-        """Writes the words of rows, and of the padding after them; None: all are padding. Runs as queued work."""
+        """Writes `Memory.words` of the rows, and of the padding after them. Runs as queued work.
+
+        `rows` None: there is only padding.
+        """
         if self._states is None and self._stacks is None:
             return
         words = np.zeros((count, _ROW_WORDS), np.int32)
@@ -292,14 +295,14 @@ class PagedSteps:
             self._take(memory.told[: len(answers.told)], answers.told)
 
     def _write_lines(self, launch: Launch, ask: Ask, count: int) -> None:
-        """Writes the lines of counts of rows, and of padding behind them. Called as work."""
+        """Writes each row's line in the table of counts, and -1 for the padding after the rows. Runs as queued work."""
         lines = np.full(count, -1, np.int32)
         if "penalised" in ask.columns:
             lines[launch.rows.sampling[ask.columns["penalised"]]] = ask.columns["lines"]
         self._bring(self._computed.lines, lines)
 
     def _bring(self, target: torch.Tensor, *arrays: Int32s) -> None:
-        """Copies host arrays, one after the other, to the beginning of `target` int32 [words]. Called as work."""
+        """Copies host arrays, one after the other, to the beginning of `target` int32 [words]. Runs as queued work."""
         if self._staged is None:
             self._device.copy_into(target, *arrays)
             return
@@ -310,7 +313,7 @@ class PagedSteps:
         self._kernels.move_words(torch.from_numpy(staged), target[: len(staged)])
 
     def _take(self, source: torch.Tensor, to: Int32s) -> None:
-        """Copies words to host memory. Called as work."""
+        """Copies words to host memory. Runs as queued work."""
         if self._staged is None:
             self._device.copy_out(source, to)
         else:
@@ -330,7 +333,7 @@ class PagedSteps:
         )
 
     def _size(self, launch: Launch) -> tuple[Size, bool]:
-        """The size for a step, and true if a graph computes it."""
+        """Returns the size of a step, and whether a graph computes it."""
         rows = launch.rows
         count, tokens = len(rows.slot), launch.inputs.tokens
         adapted = rows.adapters is not None
@@ -362,7 +365,7 @@ class PagedSteps:
         self._kernels.write_table(received, "page_writes", table, NO_PAGE, count, self._errors)
 
     def _compute(self, whole: Memory, received: Received, size: Size, launch: Launch | None = None) -> None:
-        """Everything up to the logits. `launch` may have inputs from the arena; None: there are none."""
+        """Computes the step up to the logits. `launch` may have inputs from the arena; None: no such inputs."""
         memory = whole.part(size.rows, size.tokens)
         buffers, kv = memory.buffers, self._kv
         self._write_pages(received)
@@ -411,10 +414,10 @@ class PagedSteps:
         return torch.searchsorted(buffers.first, token, right=True, out_int32=True) - 1
 
     def _index(self, buffers: StepBuffers, rows: PagedRows, size: Size) -> Index | None:
-        """The places of index keys, and of the positions that queries choose; None: the model has no index.
+        """Returns where index keys are written, and the lookup of chosen positions; None: the model has no index.
 
-        If one query of a step sees more positions than are kept, all queries choose: one that sees fewer keeps all of
-        them.
+        If one query of a step sees more positions than the index keeps, all queries choose. A query that sees fewer
+        keeps all of its positions.
         """
         kv, tables, top_k = self._kv, self._tables, self._top_k
         if top_k is None:
@@ -422,7 +425,7 @@ class PagedSteps:
         assert kv.index is not None
         main, stride = tables.page_stride, kv.index.page_stride
         writes = buffers.writes // main * stride + buffers.writes % main
-        # Tokens of nobody are the null slot's.
+        # Padding tokens belong to the null slot.
         slots = torch.cat((buffers.slots, buffers.slots.new_full((1,), tables.null_slot)))
         slots = slots.index_select(0, self._rows_of_tokens(buffers, mixed=size.mixed))
         find = OnPages(tables.page_table, kv, slots.long())
@@ -430,7 +433,7 @@ class PagedSteps:
         return Index(kv.index_keys, writes, 0 if size.chooses else None, prepared, find)
 
     def _planned_states(self, memory: Memory, size: Size) -> PlannedStates | None:
-        """The states that rows advance; None: the model has none."""
+        """Returns the recurrent states that the rows advance; None: the model has none."""
         if self._states is None:
             return None
         of_token = self._rows_of_tokens(memory.buffers, mixed=size.mixed)
@@ -438,7 +441,7 @@ class PagedSteps:
         return PlannedStates(self._states.layers, rows, self._kernels)
 
     def _adapters(self, memory: Memory, size: Size) -> StepAdapters | None:
-        """The adapters of tokens; None: all tokens use the base model."""
+        """Returns the adapters of tokens; None: all tokens use the base model."""
         if self._stacks is None or not size.adapted:
             return None
         places = memory.words[:, -1].contiguous()
@@ -448,7 +451,7 @@ class PagedSteps:
         return self._stacks.of_tokens(places)
 
     def _features(self, buffers: StepBuffers) -> FeatureRows | None:
-        """The place of features; None: no head drafts from them."""
+        """Returns where features are read and written; None: no draft head uses them."""
         kv, tables = self._kv, self._tables
         if kv.features is None:
             return None

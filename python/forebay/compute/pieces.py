@@ -1,4 +1,4 @@
-"""Rows in the order of computation, cut at the positions from which on queries choose."""
+"""Rows in the order of computation, split at the position from which queries choose what they attend to."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from forebay.state.slots import Int64s
 
 @dataclass(frozen=True)
 class Pieces:
-    """Pieces of rows, `p` of them. Their tokens follow one another in this order."""
+    """Pieces of rows, `p` of them. A step's tokens are in this order."""
 
-    row: Int64s  # [p]: which row it is of
+    row: Int64s  # [p]: the row that the piece belongs to
     start: Int64s  # [p]
     length: Int64s  # [p]
     whole: int
-    """The number of pieces that attend to their whole context. The queries of later pieces choose."""
+    """The number of pieces that attend to their whole context. They come first; the queries of later pieces choose."""
 
     @property
     def offset(self) -> Int64s:
-        """The first token of each, [p]."""
+        """The index of each piece's first token, [p]."""
         return np.cumsum(self.length) - self.length
 
     @property
     def last(self) -> Int64s:
-        """The last token of each row, [r]."""
+        """The index of each row's last token, [r]."""
         last = np.empty(int(self.row.max()) + 1, np.int64)
         # If a row is cut, its second piece comes after the first, and is written last.
         last[self.row] = self.offset + self.length - 1
         return last
 
     def places(self, rows: Rows) -> Int64s:
-        """The places of the rows' tokens in this order, [n]. Tokens are numbered over all rows."""
+        """Returns the index in this order of each token, [n]. Tokens are numbered over all rows."""
         numbers = ragged((rows.last - rows.length + 1 - rows.start)[self.row] + self.start, self.length)
         places = np.empty(len(numbers), np.int64)
         places[numbers] = np.arange(len(numbers))
         return places
 
     def sparse(self, rows: Rows) -> Int64s:
-        """The queries that choose and belong to sparse slots, [u]. Each is a separate row."""
+        """Returns the queries of sparse slots, [u], numbered over the queries that choose. Such a row has one query."""
         if rows.sparse is None:
             return np.zeros(0, np.int64)
         found = np.flatnonzero(rows.sparse[self.row])
@@ -52,9 +52,9 @@ class Pieces:
 
 
 def pieces(rows: Rows, backend: AttentionBackend, choose_from: int | None) -> Pieces:
-    """All rows, in the backend's order. Queries from position `choose_from` on choose; None: none does.
+    """Returns all rows, in the backend's order. Queries from position `choose_from` on choose; None: no query does.
 
-    Queries of sparse slots always choose, since other positions may not be on the device.
+    Queries of sparse slots always choose, since some of their positions may not be on the device.
     """
     ends = rows.start + rows.length
     if choose_from is None:

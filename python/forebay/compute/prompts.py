@@ -25,12 +25,12 @@ SLICES = 4
 
 
 def slice_rows(vocabulary: int) -> int:
-    """Positions whose logits are computed at a time."""
+    """Returns the number of positions of a slice."""
     return max(1, SLICE_BYTES // (4 * vocabulary))
 
 
 def slice_bytes(vocabulary: int, positions: int) -> int:
-    """The temporary memory of the largest slice of steps with this many positions."""
+    """Returns the bytes of temporary memory for the largest slice of a step with this many positions."""
     return SLICES * 4 * vocabulary * min(slice_rows(vocabulary), positions)
 
 
@@ -41,11 +41,11 @@ class PromptTokens:
     row: Int64s  # [q], ascending: the row that computes the positions before the tokens
     first: Int64s  # [q]: position of the first token
     count: Int64s  # [q]
-    most: Int64s  # [q]: how many of the most likely tokens are reported for each
+    most: Int64s  # [q]: the number of most likely tokens that are reported for each token
 
     @classmethod
     def read(cls, wants: Int32s, slot: Int64s) -> PromptTokens | None:
-        """Reads the plan's column. `slot` [r] are those of all rows. None: nothing is requested."""
+        """Reads the plan's column. `slot` [r]: the slots of all rows. Returns None if nothing is requested."""
         if not len(wants):
             return None
         slots, first, count, most = wants.T.astype(np.int64)
@@ -58,7 +58,7 @@ class PromptTokens:
         return ragged(self.first, self.count)
 
     def of_wants(self, values: Int64s) -> Int64s:
-        """A request's value for each of its tokens: [k] from [q]."""
+        """Repeats each request's value for each of its tokens: [k] from [q]."""
         return np.repeat(values, self.count)
 
 
@@ -66,7 +66,7 @@ class PromptColumns:
     """Host memory for a step's log-probabilities of prompts. It is complete at the step's last event."""
 
     def __init__(self, tokens: PromptTokens, slot: Int64s, tables: SlotTables, ops: Ops, device: Device) -> None:
-        """`slot` [r] of the step's rows. Raises `PlanError`."""
+        """`slot` [r]: the slots of the step's rows. Raises `PlanError` if a request exceeds the vocabulary."""
         vocabulary, most = tables.vocabulary, int(tokens.most.max())
         if most > vocabulary:
             raise PlanError(f"the {most} most likely tokens of a vocabulary of {vocabulary}")
@@ -81,7 +81,9 @@ class PromptColumns:
         self._finite: npt.NDArray[np.bool_] = host_array(device, shape[:1], np.bool_)
 
     def fill(self, states: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Computes the log-probabilities from the states [k, hidden] before the tokens. `head` makes logits.
+        """Computes the log-probabilities from states [k, hidden], each of the position before a token.
+
+        `head` computes logits from states.
 
         Runs as queued work.
         """
@@ -96,12 +98,12 @@ class PromptColumns:
     def _of(
         self, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Ids and log-probabilities [m, 1 + most] of tokens [m, 1] and the likeliest; ranks; true for finite ones."""
+        """Returns ids and log-probabilities [m, 1 + most] of `tokens` [m, 1] and the likeliest; ranks; finiteness."""
         ids, values = self._ops.likely(logits, tokens, self._most)
         return ids, values, self._ops.places(logits, tokens), self._ops.finite(logits)
 
     def report(self, result: StepResult) -> None:
-        """Writes the log-probabilities into the result, once they are complete."""
+        """Writes the log-probabilities into the result. Called once they are complete."""
         tokens = self._tokens
         wanted = np.arange(1 + self._most) <= tokens.of_wants(tokens.most)[:, None]
         result.prompt_ranks = self._ranks.astype(np.int32)

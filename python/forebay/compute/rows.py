@@ -1,4 +1,4 @@
-"""The interface between the runner and a way to compute a model."""
+"""The interface between the runner and the implementations of the forward pass."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from forebay.state.staging import StepInputs
 class RowAdapters:
     """The adapters of a step's rows."""
 
-    place: Int64s  # [r]: the place of each row's adapter; -1: the base computes it
+    place: Int64s  # [r]: the place of each row's adapter; -1: the base model
     held: Mapping[int, Adapter] | AdapterStacks  # by place
 
 
@@ -39,18 +39,18 @@ class Rows:
     slot: Int64s  # [r]
     start: Int64s  # [r] positions already in the pages
     length: Int64s  # [r]
-    sampling: Int64s  # [s], ascending: those that give a token, or a vector where the model pools
-    given: Given | None = None  # those with inputs in the arena; None: there are none
-    sparse: npt.NDArray[np.bool_] | None = None  # [r]: those of sparse slots; None: there are none
+    sampling: Int64s  # [s], ascending: rows that sample a token, or return a vector if the model pools
+    given: Given | None = None  # the rows' inputs in the arena; None: there are none
+    sparse: npt.NDArray[np.bool_] | None = None  # [r]: True if the row's slot is sparse; None: no slot is sparse
     segment: Int64s | None = None  # [r]: where the second text of a pair begins; None: the model does not take pairs
-    images: RowImages | None = None  # where images stand in the slots; None: there are none
-    prompts: PromptTokens | None = None  # whose log-probabilities are asked for; None: of none
+    images: RowImages | None = None  # the positions of images in the slots; None: there are none
+    prompts: PromptTokens | None = None  # prompt tokens with requested log-probabilities; None: none are requested
     states: RowStates | None = None  # the recurrent states that rows continue; None: the model has none
-    adapters: RowAdapters | None = None  # None: the base computes all rows
+    adapters: RowAdapters | None = None  # None: all rows use the base model
 
     @property
     def last(self) -> Int64s:
-        """The last token of each row [r], numbered over all rows."""
+        """The index of each row's last token, [r], numbered over all rows."""
         return np.cumsum(self.length) - 1
 
     @property
@@ -65,7 +65,7 @@ class Rows:
 
 
 class FoundColumns:
-    """Host memory for where a step's sparse slots found their positions. It is complete at the step's last event."""
+    """Host memory for counts of where positions of sparse slots were found. It is complete at the step's last event."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -77,7 +77,7 @@ class FoundColumns:
 
     @property
     def counts(self) -> Int32s:
-        """The result's column [4]. Raises `PlanError` if a position had no place."""
+        """The result's column [4]. Raises `PlanError` if a position was not found."""
         if self._told[4]:
             raise PlanError(f"a plan that the tables contradict: {describe(int(self._told[4]))}")
         return self._told[:4]
@@ -85,14 +85,14 @@ class FoundColumns:
 
 @dataclass(frozen=True)
 class Launch:
-    """The input of a step's work: its rows, and the plan's columns on the device with the same rows."""
+    """The input of a step's work: its rows on the host, and the same rows in the plan's columns on the device."""
 
     rows: Rows
     inputs: StepInputs
     found: FoundColumns | None = None
-    """The memory for the counts of places of chosen rows; None: no slot is sparse."""
+    """Receives the counts of where chosen positions were found; None: no slot is sparse."""
     prompts: PromptColumns | None = None
-    """The memory for the log-probabilities of `rows.prompts`; None: none are requested."""
+    """Receives the log-probabilities of `rows.prompts`; None: none are requested."""
 
     @classmethod
     def of(cls, rows: Rows, device: Device) -> Launch:
@@ -103,10 +103,10 @@ class Launch:
 
 
 class Compute(Protocol):
-    """A way to compute rows. It writes their keys and values, and returns the next tokens of the rows that sample.
+    """A forward pass. It writes the rows' keys and values, and returns logits or tokens of the rows that sample.
 
-    All methods are called as work. `logits` or `greedy` computes a step's rows. If tokens of prompts are requested,
-    `states` does.
+    All methods run as queued work. `logits` or `greedy` computes a step's rows, or `states` if log-probabilities of
+    prompts are requested.
     """
 
     def logits(self, launch: Launch) -> torch.Tensor:
@@ -116,14 +116,14 @@ class Compute(Protocol):
         """The most likely tokens [s], the first of equal ones; and bool [s], true where all logits are finite."""
 
     def states(self, launch: Launch) -> torch.Tensor:
-        """The states for `head`, [s + k, hidden]: first of rows that sample, then before the tokens of prompts."""
+        """The states for `head`, [s + k, hidden]: of rows that sample, then before each requested prompt token."""
 
     def head(self, states: torch.Tensor) -> torch.Tensor:
         """Logits float32 [m, vocabulary] of states [m, hidden]."""
 
 
 class States(Protocol):
-    """A way to compute rows. It writes their keys and values, and gives the states for vectors."""
+    """A forward pass. It writes the rows' keys and values, and returns the states for pooling."""
 
     def vectors(self, launch: Launch, tokens: Int64s) -> torch.Tensor:
         """Final states, normalised, of `tokens` [m]: float32 [m, hidden]. Tokens are ascending numbers over all rows.
@@ -133,7 +133,7 @@ class States(Protocol):
 
 
 class Pooler(Protocol):
-    """A way to compute rows. It gives one vector for each prompt that ends with them."""
+    """A forward pass with pooling. It returns one vector for each prompt that these rows complete."""
 
     def pool(self, launch: Launch) -> torch.Tensor:
         """Vectors float32 [s, size], in row order, neither cut nor normalised. Runs as queued work."""

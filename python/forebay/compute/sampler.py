@@ -3,7 +3,7 @@
 It works on all rows at once.
 
 The host decides the parameters of a step's rows (`Sampler.ask`, from the host's tables). The device samples them
-(`Sampler.sample`, as work). The host's next action does not depend on the device's results.
+(`Sampler.sample`, as queued work). The host's next action does not depend on the device's results.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Ask:
 
     slots: Int64s  # [s]
     positions: Int64s  # [s]
-    plain: bool  # rows take the largest logit, and nothing else
-    simple: bool = False  # rows take the largest logit or draw after the filters, and nothing else
+    plain: bool  # True if all rows take the largest logit, and nothing else
+    simple: bool = False  # True if all rows take the largest logit or draw after the filters, and nothing else
     columns: dict[str, npt.NDArray[Any]] = field(default_factory=dict)
     by_slot: bool = False
     """True if the device reads all of the rows' parameters by slot: `simple` ones, penalties and log-probabilities."""
@@ -49,9 +49,9 @@ class Ask:
     width: int = 0
     logprobs: AskedLogprobs | None = None
     levels: list[int] = field(default_factory=list)
-    """The count of rows with a penalty that follow one draft, then of those that follow two, and so on."""
+    """The number of rows after one draft, then after two, and so on. Empty unless a row after a draft has a penalty."""
     rows: Int64s | None = None
-    """The computed rows with these parameters, [s]; the others give no token. None: all rows."""
+    """The computed rows that have these parameters, [s]; other rows sample no token. None: all rows."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class Chains:
     A row after a draft assumes that the row before it samples the draft's token.
     """
 
-    before: Int64s  # [s]: the row before, which comes earlier; -1: none
+    before: Int64s  # [s]: the row before it in its chain, which has a smaller index; -1: none
     drafts: Int32s  # [s]: the token that the row before is assumed to sample
 
     def of(self, rows: Int64s) -> Chains:
-        """The chains of some `rows`, with all rows before them."""
+        """Returns the chains among `rows`, which have to include every row before them."""
         number = np.full(len(self.before) + 1, -1, np.int64)
         number[rows] = np.arange(len(rows))
         return Chains(number[self.before[rows]], self.drafts[rows])
 
     def without(self, rows: Int64s) -> Int64s:
-        """All rows, without `rows` and without the rows that follow these."""
+        """Returns all rows except `rows` and the rows after them in a chain."""
         gone = np.zeros(len(self.before) + 1, np.bool_)
         gone[rows] = True
         for row, before in enumerate(self.before.tolist()):
@@ -79,7 +79,7 @@ class Chains:
         return np.flatnonzero(~gone[:-1])
 
     def granted(self, rows: Int64s) -> tuple[Int64s, Int64s]:
-        """The drafts that each of `rows` assumes: an index into `rows`, and the token."""
+        """Returns the drafts that `rows` assume: for each an index into `rows`, and the draft's token."""
         numbers, tokens = [], []
         for number, row in enumerate(rows.tolist()):
             while self.before[row] >= 0:
@@ -89,7 +89,7 @@ class Chains:
         return np.array(numbers, np.int64), np.array(tokens, np.int64)
 
     def levels(self) -> list[Int64s]:
-        """The rows with one row before them, then those with two, and so on."""
+        """Returns the rows with one row before them in a chain, then those with two, and so on."""
         depth = np.zeros(len(self.before), np.int64)
         for row, before in enumerate(self.before.tolist()):
             depth[row] = 0 if before < 0 else depth[before] + 1
@@ -100,9 +100,9 @@ class Chains:
 class AskedLogprobs:
     """Log-probabilities of the unmodified distribution, for the `a` rows that requested them."""
 
-    counts: Int32s  # [s], entries a row
-    most: int  # the most likely tokens that any row asked for
-    wanted: npt.NDArray[np.bool_]  # [a, 1 + most]: the entries that the row asked for
+    counts: Int32s  # [s]: entries per row
+    most: int  # the largest number of most likely tokens that a row requests
+    wanted: npt.NDArray[np.bool_]  # [a, 1 + most]: True for the entries that the row requests
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ class SampledColumns:
 
 
 class Sampler:
-    """Samples rows by the parameters in the slot tables. It keeps the tokens where the next step reads them."""
+    """Samples rows by the parameters in the slot tables. The tokens are written where the next step reads them."""
 
     def __init__(self, tables: SlotTables, vocabulary: int, ops: Ops, device: Device, own: Part | None = None) -> None:
-        """`own`: the tokens whose logits this rank has, with `ops` that know the other ranks; None: all."""
+        """`own`: the tokens whose logits this rank has, with `ops` that communicate with the other ranks; None: all."""
         self._tables = tables
         self._vocabulary = vocabulary
         self._own = own
@@ -169,10 +169,10 @@ class Sampler:
         by_slot: bool = False,
         chains: Chains | None = None,
     ) -> Ask:
-        """The parameters of `positions` [s] of `slots` [s]. `masks` are by row. Called by the host.
+        """Returns the parameters of `positions` [s] of `slots` [s]. `masks` are keyed by row. Called on the host.
 
-        `by_slot`: the device reads the parameters of draws, penalties and log-probabilities by itself, where no row
-        asks for more. `chains`: those of the rows; None: no row follows a draft.
+        `by_slot`: the device reads the parameters of draws, penalties and log-probabilities by itself, unless a row
+        requires other parameters. `chains`: those of the rows; None: no row follows a draft.
         """
         tables = self._tables
         plain = not masks and bool(tables.plain[slots].all())
@@ -192,9 +192,9 @@ class Sampler:
     def ask_some(
         self, rows: Int64s, slots: Int64s, positions: Int64s, masks: Mapping[int, UInt32s], chains: Chains | None = None
     ) -> Ask:
-        """`ask` for some of the computed `rows` [s]; the others give no token. `chains` are those of all rows."""
+        """Returns `ask` for a subset `rows` [s] of the computed rows. `chains` are those of all rows."""
         ask = self.ask(slots[rows], positions[rows], masks, chains=None if chains is None else chains.of(rows))
-        # The fast path samples all rows by their slots, even the others.
+        # The fast path samples all rows by their slots, including rows outside the subset.
         ask.simple, ask.rows = False, rows
         return ask
 
@@ -219,7 +219,7 @@ class Sampler:
         return Sampled(tokens, finite, self._logprobs(logits, tokens, ask.logprobs, columns))
 
     def _choose(self, logits: torch.Tensor, ask: Ask, columns: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Tokens int64 [s] from adjusted logits: drawn where there is a temperature, else the most likely."""
+        """Returns tokens int64 [s] from adjusted logits: drawn if the row has a temperature, else the most likely."""
         if ask.all_drawn:
             return self._ops.sample(logits, _draw(columns, ask.width))
         tokens, _ = self._ops.greedy(logits)
@@ -252,7 +252,7 @@ class Sampler:
         if tables.stop_ids:
             below = np.flatnonzero(ask.positions < tables.min_total[slots]).tolist()
             wanted = tables.stop_ids.keys() - tables.only_stops
-            # A mask already decides whether the request may end.
+            # A mask already decides whether the request may finish.
             early = [row for row in below if int(slots[row]) in wanted and row not in masks]
             if early:
                 ids = [tables.stop_ids[int(slots[row])] for row in early]
@@ -267,7 +267,7 @@ class Sampler:
             columns["masks"] = np.stack(list(masks.values())).view(np.int32)
 
     def _owned(self, rows: Int64s, ids: Int64s, *values: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], ...]:
-        """The entries of the tokens whose logits this rank has, and the places of those logits."""
+        """Keeps the entries of tokens whose logits this rank has, with ids relative to this rank's first token."""
         if self._own is None:
             return rows, ids, *values
         here = (ids >= self._own.first) & (ids < self._own.end)
@@ -308,7 +308,7 @@ class Sampler:
         ask.logprobs = AskedLogprobs(counts, most, np.arange(1 + most) < counts[rows][:, None])
 
     def _adjust(self, logits: torch.Tensor, columns: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Biases, penalties, suppressed stop ids, allowed ids and masks; the logits themselves where no row has any."""
+        """Applies biases, penalties, suppressed stop ids, allowed ids and masks. Returns `logits` if no row has any."""
         if not columns.keys() & {"bias_rows", "penalised", "early_rows", "held", "masked"}:
             return logits
         logits = logits.clone()
@@ -333,7 +333,7 @@ class Sampler:
         return logits
 
     def _counted(self, columns: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The counts of tokens whose logits are here, int32 [lines, 2, vocabulary], and the lines of penalised rows."""
+        """Returns the counts of this rank's tokens, int32 [lines, 2, vocabulary], and the lines of penalised rows."""
         counts, lines = self._tables.counts.table, columns["lines"]
         if self._own is None and "granted_rows" not in columns:
             return counts, lines
@@ -347,7 +347,7 @@ class Sampler:
         return counts, torch.arange(len(counts), device=lines.device)
 
     def _of_own(self, values: torch.Tensor) -> torch.Tensor:
-        """The values of the tokens whose logits this rank has, out of values [r, vocabulary]."""
+        """Selects the tokens whose logits this rank has from values [r, vocabulary]."""
         return values if self._own is None else values[:, self._own.place]
 
     def _logprobs(
@@ -367,7 +367,7 @@ class Sampler:
 def _given(
     tokens: torch.Tensor, finite: torch.Tensor, levels: list[int], columns: dict[str, torch.Tensor]
 ) -> torch.Tensor:
-    """True for the tokens [s] without a wrong draft before them."""
+    """Returns, for each token [s], true if no draft before it is wrong."""
     given = torch.ones_like(finite)
     parts = (columns[name].split(levels) for name in ("behind", "before", "drafts"))
     for behind, before, drafts in zip(*parts, strict=True):
@@ -384,7 +384,7 @@ def _draw(columns: dict[str, torch.Tensor], width: int) -> Draw:
 
 
 def _ragged_ids(rows: list[int], ids: list[Int32s]) -> tuple[Int64s, Int64s]:
-    """The index into the logits of ragged `ids` of `rows`."""
+    """Returns the rows and columns in the logits of the ragged `ids` of `rows`."""
     repeated = np.repeat(np.asarray(rows, np.int64), [len(part) for part in ids])
     return repeated, np.concatenate(ids).astype(np.int64)
 

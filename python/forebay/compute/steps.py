@@ -1,4 +1,4 @@
-"""A hand's steps, from plan to tokens: the interface for the runner, and the reference."""
+"""A hand's steps, from plan to tokens: the interface for the runner, and the reference implementation."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Answers(Protocol):
         """The result's three columns: counts, ids, values; None: no row requested them."""
 
     def check(self) -> None:
-        """Raises `PlanError` if the device has found an error of the plan."""
+        """Raises `PlanError` if the device found an error in the plan."""
 
 
 class NoAnswers:
-    """`Answers` of a step in which no row gives a token."""
+    """`Answers` of a step in which no row samples a token."""
 
     tokens: Int32s = np.zeros(0, np.int32)
     finite: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
@@ -50,18 +50,18 @@ class NoAnswers:
 
 
 class Steps(Protocol):
-    """The way to compute steps whose rows sample. A step is prepared on the host, and then computed as work."""
+    """Computes steps whose rows sample. A step is prepared on the host, and then computed as queued work."""
 
     @property
     def graphs(self) -> Graphs | None:
-        """The graphs of `capture`; None: there are none."""
+        """The graphs that `capture` has recorded; None: there are none."""
 
     @property
     def by_slot(self) -> bool:
         """True if the device samples simple rows with parameters that it keeps per slot."""
 
     def answers(self, launch: Launch, ask: Ask) -> Answers:
-        """Memory for the results of a step, and the host's decisions about it. Called by the host."""
+        """Allocates memory for a step's results, and makes the host's decisions about the step. Called on the host."""
 
     def write(self, writes: Writes | None, inputs: StepInputs) -> None:
         """Writes the device's tables, except for the parts that `sample` writes. Runs as queued work."""
@@ -83,7 +83,7 @@ class Steps(Protocol):
 
 
 class OperatorSteps:
-    """`Steps` of a `Compute` and the sampler. The reference for every other way."""
+    """Implements `Steps` with a `Compute` and the sampler. The reference for all other implementations."""
 
     graphs = None
     by_slot = False

@@ -17,6 +17,6 @@ def splitmix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def uniform(seed: npt.NDArray[np.uint64], position: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """Numbers in [0, 1), one for each (seed, position)."""
+    """Returns numbers in [0, 1), one for each (seed, position)."""
     bits = splitmix64(seed + position.astype(np.uint64) * _GOLDEN) >> np.uint64(11)
     return np.asarray(bits * 2.0**-53, np.float64)
