@@ -8,7 +8,7 @@ __all__ = ["Device", "DeviceError", "Event", "Work", "host_array", "open_device"
 
 
 def open_device(name: str, threads: int | None) -> Device:
-    """The device called `name`. `threads` are a CPU's compute threads (None: as many as OpenMP has).
+    """Opens the device called `name`. `threads`: the number of a CPU's compute threads; None: OpenMP's default.
 
     Raises `DeviceError` if there is no such device, or it can't be used.
     """

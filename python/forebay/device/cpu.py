@@ -1,4 +1,4 @@
-"""The host's processors as a device."""
+"""The CPU as a device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from forebay.device.interface import Bytes, Event, Work
 from forebay.device.memory import fresh
 
 AVAILABLE = "FOREBAY_AVAILABLE_BYTES"
-"""The variable with the number of bytes that a hand may allocate. The process that starts the hand sets it."""
+"""The environment variable with the bytes that a hand may allocate, set by the process that starts the hand."""
 
 
 class CpuEvent:
-    """An event of work that already ran when it was queued."""
+    """An event on a device that runs work in `queue`: it is reached as soon as it is created."""
 
     __slots__ = ("_ns",)
 
@@ -38,14 +38,14 @@ class CpuEvent:
 
 
 class CpuDevice:
-    """CPU implementation of `Device`. Work runs when it is queued, and copies in are views."""
+    """Implements `Device` on the CPU. `queue` runs work at once, and `copy_in` returns views of the host's arrays."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
     beside_host = False
 
     def __init__(self, threads: int | None) -> None:
-        # Otherwise OpenMP uses the number that the parent process set: OMP_NUM_THREADS.
+        # Without this, OpenMP uses OMP_NUM_THREADS, which the parent process set.
         if threads is not None:
             torch.set_num_threads(threads)
         self._launching = nullcontext()
@@ -94,7 +94,7 @@ class CpuDevice:
             target[begin:end] = torch.from_numpy(array.reshape(-1))
 
     def capture(self, work: Work) -> Work:
-        # A capture would save nothing where work runs as soon as it is queued.
+        # A capture would save nothing, since `queue` runs work at once.
         return work
 
     def finish_start(self) -> None:
@@ -108,15 +108,15 @@ class CpuDevice:
 
     def move(self, moves: Sequence[tuple[torch.Tensor, Bytes]], *, save: bool) -> None:
         for there, at_host in moves:
-            # NumPy lets other threads run while it copies.
+            # NumPy releases the GIL while it copies.
             np.copyto(at_host, there.numpy()) if save else np.copyto(there.numpy(), at_host)
 
 
 def host_available() -> int:
-    """Memory of the host that this process can still allocate.
+    """Returns the host memory that this process can still allocate.
 
-    The process that starts a hand tells it the limit of its control groups and the free memory at that time. Otherwise
-    the kernel's estimate is used.
+    The process that starts a hand passes it the memory that was free at that time, within the cgroup limits. Without
+    this number, the kernel's estimate is used.
     """
     told = os.environ.get(AVAILABLE)
     if told is None:
@@ -125,8 +125,8 @@ def host_available() -> int:
 
 
 def memory_available(proc: Path = Path("/proc")) -> int:
-    """Bytes that can be allocated without swapping, as the kernel estimates: cached files give way."""
-    # Free memory alone is close to nothing on a host that has read many files.
+    """Returns the bytes that can be allocated without swapping, by the kernel's estimate: caches count as free."""
+    # Free memory alone is near zero on a host that has read many files.
     for line in (proc / "meminfo").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
@@ -135,6 +135,6 @@ def memory_available(proc: Path = Path("/proc")) -> int:
 
 
 def _taken() -> int:
-    """Bytes of memory that this process uses, without cached files."""
+    """Returns the bytes of memory that this process uses, without cached files."""
     _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -1,8 +1,8 @@
-"""An NVIDIA GPU as a device: one stream of compute, pinned host memory, and further streams for the host tier.
+"""An NVIDIA GPU as a device: one stream for compute, pinned host memory, and additional streams for the host tier.
 
 One thread launches all work, which runs in one stream, in order. The next step may reuse a step's memory without
-waiting, since it runs after it. Pinned memory comes from PyTorch's allocator. It gives a block out again only after the
-queued copies of that block are done.
+waiting, since it runs after that step. Pinned memory comes from PyTorch's allocator, which reuses a block only after
+all queued copies of the block are done.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from forebay.device.cuda_pages import PageCopies, pinned
 from forebay.device.interface import Bytes, DeviceError, Event, Work
 
 GPU = torch.device("cuda", 0)
-"""The first visible GPU. The brain makes a different one visible to each hand."""
+"""The first visible GPU. The brain makes a different GPU visible to each hand."""
 RESERVE = 256 << 20
-"""Bytes that stay free beside weights, pages and a measured step, for libraries' later needs and for fragmentation."""
+"""Bytes that stay free besides weights, pages and a measured step, for libraries' later use and fragmentation."""
 _ALIGNMENT = 16
 _UPLOAD_BYTES = 16 << 20
 """Bytes of each of the two buffers through which weights are uploaded."""
 _WARM_BLOCKS, _WARM_BYTES = 8, 1 << 16
-"""The number and the largest size of the pinned blocks that are allocated before the first step. Later allocations
-stall the GPU.
+"""The number per size, and the largest size, of the pinned blocks that are allocated before the first step. Later
+allocations stall the GPU.
 """
 
 
 class CudaEvent:
-    """A place in a CUDA stream."""
+    """An event in a CUDA stream."""
 
     __slots__ = ("_event",)
 
@@ -46,7 +46,7 @@ class CudaEvent:
         try:
             self._event.synchronize()
         except RuntimeError as error:
-            # CUDA reports errors of queued work at the next call, whatever that is.
+            # CUDA reports errors of queued work at the next call, whichever call it is.
             what = str(error).splitlines()[0]
             raise DeviceError(
                 f"the GPU has failed: {what}. A plan may have named what does not exist, or a kernel or the GPU is at "
@@ -59,7 +59,7 @@ class CudaEvent:
 
 
 class CudaDevice:
-    """CUDA implementation of `Device`. The thread that makes it launches all steps, and the stream is that thread's."""
+    """Implements `Device` with CUDA. The thread that creates it launches all steps, and the stream is current in it."""
 
     torch_device = GPU
     beside_host = True
@@ -75,7 +75,7 @@ class CudaDevice:
         self._upload = _Upload(self.torch_device)
         self._pages = PageCopies(self.torch_device)
         self._graph_pool: Any = None
-        # Float32 arithmetic must give the CPU's tokens, and sums of bfloat16 products must stay in float32.
+        # Float32 arithmetic must give the same tokens as the CPU, and sums of bfloat16 products must stay in float32.
         torch.backends.cuda.matmul.allow_tf32 = False
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
@@ -97,9 +97,9 @@ class CudaDevice:
         before = self.available_bytes()
         run()
         torch.cuda.synchronize(self.torch_device)
-        # PyTorch's allocator returns no memory by itself, so this is the peak, including the libraries' memory.
+        # PyTorch's allocator keeps its memory until it is told to release it, so this is the peak, libraries included.
         taken = before - self.available_bytes()
-        # The memory of the measured graphs is gone, and PyTorch refuses to reuse such a pool.
+        # The memory of the measured graphs has been released, and PyTorch refuses to reuse such a pool.
         self._graph_pool = None
         torch.cuda.empty_cache()
         return max(0, taken) + RESERVE
@@ -165,15 +165,15 @@ class CudaDevice:
             with torch.cuda.graph(graph, self._graph_pool, self._stream, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as error:
-            # The error at the end of a capture hides the original one. The log gets both.
+            # The error at the end of a capture hides the original error. The log gets both.
             traceback.print_exc()
             raise DeviceError(f"the GPU can't capture this: {_first_cause(error)}") from error
-        # The first replay of a graph uploads it: no request waits for that.
+        # The first replay of a graph uploads it, so do it now rather than in a request.
         graph.replay()
         return graph.replay
 
     def finish_start(self) -> None:
-        # A capture returns PyTorch's unused pinned blocks, so they are allocated after the last one.
+        # A capture frees PyTorch's unused pinned blocks, so new ones are allocated after the last capture.
         sizes = [1 << power for power in range(_WARM_BYTES.bit_length())]
         _ = [pinned(size) for size in sizes for _ in range(_WARM_BLOCKS)]
 
@@ -192,14 +192,14 @@ class CudaDevice:
 
 
 class _Upload:
-    """Weights through two pinned buffers: one is filled while the GPU reads the other."""
+    """Uploads weights through two pinned buffers: one is filled while the GPU reads the other."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._buffers: list[tuple[torch.Tensor, torch.cuda.Event]] = []
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies a host tensor to a device tensor, with a conversion if needed. It is only queued on return."""
+        """Copies a host tensor to a device tensor, with a conversion if needed. On return the copy is only queued."""
         if not self._buffers:
             self._buffers = [(pinned(_UPLOAD_BYTES), torch.cuda.Event()) for _ in range(2)]
         same = source.dtype == target.dtype and target.is_contiguous()
@@ -208,7 +208,7 @@ class _Upload:
         for first in range(0, len(bytes_), _UPLOAD_BYTES):
             buffer, copied = self._buffers[0]
             self._buffers.reverse()
-            # An event that was never recorded is reached.
+            # An event that was never recorded counts as reached.
             copied.synchronize()
             part = bytes_[first : first + _UPLOAD_BYTES]
             at_host = buffer[: len(part)].copy_(part)
@@ -219,7 +219,7 @@ class _Upload:
 
 
 def _first_cause(error: BaseException) -> str:
-    """The first line of the original error of a chain."""
+    """Returns the first line of the original error in a chain of errors."""
     while error.__context__ is not None:
         error = error.__context__
     return str(error).splitlines()[0] if str(error) else type(error).__name__

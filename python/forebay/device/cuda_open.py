@@ -1,4 +1,4 @@
-"""The check for a GPU to compute on. If there is none, its message gives the reason and advice in one line."""
+"""Checks that there is a usable GPU. Otherwise the error's message gives the reason and advice in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _INSTEAD = "or serve with --device cpu"
 
 
 def require_gpu() -> None:
-    """Starts CUDA in this process. Raises `DeviceError` when PyTorch can't compute on the first visible GPU."""
+    """Initialises CUDA in this process. Raises `DeviceError` if PyTorch can't compute on the first visible GPU."""
     version = torch.__version__
     if torch.version.cuda is None:
         raise DeviceError(f"PyTorch {version} was built without CUDA: install a build that has it, {_INSTEAD}")
@@ -33,10 +33,10 @@ def require_gpu() -> None:
 
 
 def compiled_for(major: int, minor: int, built: list[str]) -> bool:
-    """True if a GPU of compute capability `major.minor` runs kernels of a build for `built`: `sm_90`, `compute_90`.
+    """True if a GPU of compute capability `major.minor` can run kernels for `built`, such as `sm_90`, `compute_90`.
 
-    Machine code (`sm`) runs on later GPUs of its major number. Intermediate code (`compute`) runs on all later GPUs. A
-    build whose name ends with a letter runs only on that kind.
+    Machine code (`sm`) runs on later GPUs of the same major number. Intermediate code (`compute`) runs on all later
+    GPUs. A target whose name ends with a letter runs only on exactly that GPU architecture.
     """
     for name in built:
         found = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", name)
@@ -53,7 +53,7 @@ def compiled_for(major: int, minor: int, built: list[str]) -> bool:
 
 
 def _why_not(error: str, version: str) -> str:
-    """The meaning of PyTorch's message."""
+    """Translates PyTorch's message into a reason with advice."""
     wanted = f"PyTorch {version} needs a driver for CUDA {torch.version.cuda}"
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if "too old" in error or "insufficient" in error:

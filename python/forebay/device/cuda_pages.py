@@ -16,15 +16,15 @@ kernels.
 
 
 def pinned(size: int) -> torch.Tensor:
-    """Host memory that the GPU reads and writes directly, uint8 `[size]`."""
+    """Allocates pinned host memory, which the GPU reads and writes directly, uint8 `[size]`."""
     return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
 
 class PageCopies:
-    """Copies of pages, with a stream for each direction. They do not wait for steps, nor steps for them.
+    """Copies pages, with a stream for each direction. Copies and steps do not wait for each other.
 
-    On the device, a page often consists of many pieces. One kernel gathers them on the device, so that one copy crosses
-    the bus instead of one per layer.
+    On the device, a page often consists of many parts in different layers. A kernel gathers them on the device, so that
+    a single copy crosses the bus instead of one per layer.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class PageCopies:
         self._streams = {save: torch.cuda.Stream(device) for save in (False, True)}
 
     def register(self, memory: Bytes) -> None:
-        """Pins all of the host memory, until the process ends. Raises `DeviceError`."""
+        """Pins all of the host memory, until the process exits. Raises `DeviceError`."""
         cudart = torch.cuda.cudart()
         status = cudart.cudaHostRegister(memory.ctypes.data, memory.nbytes, _PORTABLE_AND_MAPPED)
         if status != cudart.cudaError.success:
@@ -42,10 +42,10 @@ class PageCopies:
             )
 
     def move(self, moves: Sequence[tuple[torch.Tensor, Bytes]], *, save: bool) -> None:
-        """Copies bytes as `Device.move` does, from any thread."""
+        """Copies bytes as `Device.move` does. May be called by any thread."""
         stream, whole = self._streams[save], joined([at_host for _, at_host in moves])
         if whole is not None and not whole.flags.writeable:
-            # Pages of other replicas are not pinned.
+            # Other replicas' memory is not pinned.
             whole = None
         there = [piece for piece, _ in moves]
         with torch.inference_mode(), torch.cuda.stream(stream):
@@ -69,7 +69,7 @@ class PageCopies:
 
 
 def joined(pieces: Sequence[Bytes]) -> Bytes | None:
-    """Pieces of memory as one, if each begins where the previous one ends; None: they don't."""
+    """Returns adjacent ranges of memory as one range; None if a range does not begin where the previous one ends."""
     end = pieces[0].ctypes.data
     for piece in pieces:
         if piece.ctypes.data != end or not piece.flags.c_contiguous:
@@ -80,7 +80,7 @@ def joined(pieces: Sequence[Bytes]) -> Bytes | None:
 
 
 def _scatter(moves: Sequence[tuple[torch.Tensor, Bytes]], all_: Bytes, *, save: bool) -> None:
-    """Copies consecutive memory to pieces of host memory, or back."""
+    """Copies consecutive memory to several ranges of host memory, or back."""
     at = 0
     for _, piece in moves:
         part = all_[at : at + piece.size].reshape(piece.shape)

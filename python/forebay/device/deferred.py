@@ -1,9 +1,9 @@
-"""A device for tests: the host's processors behind a queue, with the longest delays of an accelerator.
+"""A device for tests: the CPU with a queue, which delays work as long as an accelerator may at most.
 
 Work runs on a separate thread, in order, and only when a caller waits for a later event. Copies to the device are made
-when the work runs. Host memory that may be reused is filled with garbage at once, and so is memory for results. So a
-buffer that is reused too early gives wrong tokens, on any machine and every time. The same holds for a result that is
-read before its event. Work that waits in the middle raises `HiddenWaitError`.
+when the work runs. Host memory that may be reused is filled with garbage immediately, and so is memory for results. So
+a buffer that is reused too early gives wrong tokens, on any machine and every time. The same holds for a result that is
+read before its event. Work that waits for the device raises `HiddenWaitError`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from forebay.device.recorded import Recording
 from forebay.device.watch import NoOperators, NoWaits
 
 GARBAGE = 0x5C
-"""The value of every byte of memory that must not be read. In any type it is no valid token, position or slot."""
+"""The value of every byte that must not be read. It is no valid token, position or slot, whatever the type."""
 
 
 class DeferredEvent:
-    """A place in the queue of a `DeferredDevice`."""
+    """An event in the queue of a `DeferredDevice`."""
 
     __slots__ = ("_device", "ns", "number")
 
     def __init__(self, device: DeferredDevice, number: int) -> None:
         self._device = device
         self.number = number
-        """The place in the queue; the first place is 1."""
+        """The index in the queue, from 1."""
         self.ns = 0
-        """The time of the event, in nanoseconds."""
+        """The time at which the event was reached, in nanoseconds."""
 
     def wait(self) -> None:
         self._device.wait_for(self)
@@ -49,7 +49,7 @@ class DeferredEvent:
 
 
 class DeferredDevice(CpuDevice):
-    """Implements `Device` like an accelerator that finishes as late as possible."""
+    """Implements `Device` like an accelerator that finishes all work as late as possible."""
 
     name = "deferred"
     beside_host = True
@@ -61,13 +61,13 @@ class DeferredDevice(CpuDevice):
         self._changed = threading.Condition()
         self._queue: deque[Work | DeferredEvent] = deque()
         self._wanted = 0
-        """The last awaited place in the queue."""
+        """The last index in the queue that a caller waits for."""
         self._reached = 0
         self._stopped = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="deferred", daemon=True)
         self._thread.start()
-        # A thread that still runs at the interpreter's end keeps libraries from cleaning up.
+        # A thread that still runs when the interpreter exits keeps libraries from cleaning up.
         atexit.register(self._stop)
 
     def host_memory(self, size: int) -> npt.NDArray[np.uint8]:
@@ -100,7 +100,7 @@ class DeferredDevice(CpuDevice):
         torch.from_numpy(to).copy_(tensor)
 
     def wait_for(self, event: DeferredEvent) -> None:
-        """Runs the queue up to an event. Raises the errors of that work, and earlier ones."""
+        """Runs the queue up to an event. Raises the errors of that work, and of earlier work."""
         with self._changed:
             self.waits += 1
             self._wanted = max(self._wanted, event.number)
@@ -122,7 +122,7 @@ class DeferredDevice(CpuDevice):
                     self._changed.wait_for(lambda: self._stopped or self._reached < self._wanted)
                     if self._stopped:
                         return
-                    # Work stays at the head until it is done, so that the numbers of new events stay right.
+                    # Work stays at the head of the queue until it is done, so that new events get the right numbers.
                     head = self._queue[0]
                 try:
                     if isinstance(head, DeferredEvent):

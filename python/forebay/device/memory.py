@@ -1,7 +1,7 @@
-"""Memory that steps read at random, in huge pages if the system has them.
+"""Memory for random access, in huge pages if the system has them.
 
-Many systems give huge pages only on request. With small pages, a step also waits for page-table walks, and prefetches
-stop every 4 KiB.
+Many systems use huge pages only on request. With small pages, a step also waits for page-table walks, and the hardware
+prefetcher stops every 4 KiB.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 def fresh(size: int) -> torch.Tensor:
-    """Zeros, uint8 `[size]`, for which memory is only allocated where they are written."""
+    """Allocates zeros, uint8 `[size]`. Physical memory is only allocated when it is written."""
     # torch.zeros writes zeros: that takes seconds for gigabytes, and allocates all of the memory at the start.
     mapped = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):

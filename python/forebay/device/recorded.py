@@ -1,8 +1,8 @@
-"""A graph without a GPU: operators and their memory, which are recorded and repeated.
+"""A graph without a GPU: operators and their memory, which are recorded and replayed.
 
-Like a CUDA graph it repeats neither Python nor a decision of the host, and it identifies memory by its address. Its own
-memory is undefined before and after a replay. It does not keep earlier memory alive. A replay that reads such memory
-after its end raises `LostMemoryError`.
+Like a CUDA graph it repeats neither Python code nor a decision of the host, and it identifies memory by address. Memory
+that it allocated is undefined before and after a replay. It does not keep any other memory alive: a replay that reads
+memory which was freed raises `LostMemoryError`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class _Outside:
 
     def tensor(self, operator: object) -> torch.Tensor:
         if not self.nbytes:
-            # The content of the tensor is never read, even if the graph itself allocated it.
+            # The tensor has no elements, so there is nothing to read, even if the graph itself allocated it.
             return torch.empty(self.shape, dtype=self.dtype)
         if self.storage.expired():
             raise LostMemoryError(f"{operator} of a graph uses memory that is gone: {self.dtype} {list(self.shape)}")
@@ -63,13 +63,13 @@ class _Outside:
 
 @dataclass(frozen=True)
 class _Call:
-    """An operator. Arguments that are `_Outside` are looked up in each replay."""
+    """A recorded operator call. Arguments that are `_Outside` are looked up in each replay."""
 
     operator: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     made: Sequence[torch.Tensor]
-    """The results with memory of their own."""
+    """The results that do not share memory with an argument."""
 
     def repeat(self) -> None:
         def found(leaf: Any) -> Any:
@@ -81,21 +81,21 @@ class _Call:
 
 
 class Recording(TorchDispatchMode):
-    """A recording of a function's operators, for later runs."""
+    """Records a function's operators, to replay them later."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         """Calls `work` once."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._calls: list[_Call] = []
         self._made: dict[int, torch.Tensor] = {}
-        """The recording's own memory, as bytes by address."""
+        """The memory that the recording allocated, as bytes by address."""
         with self:
             work()
         self._spoil()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # See the other modes of this package.
+        # See `watch._Mode`.
         return False
 
     def __torch_dispatch__(
@@ -117,7 +117,7 @@ class Recording(TorchDispatchMode):
         return result
 
     def replay(self) -> None:
-        """Runs the recording again. Raises `LostMemoryError`."""
+        """Runs the recorded operators again. Raises `LostMemoryError`."""
         self._spoil()
         for call in self._calls:
             call.repeat()
@@ -134,7 +134,7 @@ class Recording(TorchDispatchMode):
 
 
 def _alone(result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The results of an operator that share no memory with its arguments."""
+    """Returns the results of an operator that share no memory with its arguments."""
     given = {_address(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor | _Outside)}
     return [
         leaf

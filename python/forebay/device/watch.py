@@ -1,4 +1,4 @@
-"""Modes that intercept every operator of a thread. They find host code that reads a tensor's value and must not."""
+"""Modes that intercept every operator of a thread, to find host code that wrongly reads a tensor's value."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ _SHAPED_BY_VALUES = {
     _aten.allclose,
     _aten.is_nonzero,
 }
-"""Operators whose result or result shape the host must know."""
+"""Operators whose result, or the shape of the result, depends on values that the host has to read."""
 _FROM_HOST = {
     _aten.where.Scalar,
     _aten.where.ScalarSelf,
     _aten.where.ScalarOther,
 }
-"""Operators of the same kind that first copy a number to a tensor."""
+"""Variants of `where` that first copy a number to a tensor."""
 _INDEXING = {_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_}
 
 
@@ -57,7 +57,7 @@ class HiddenWaitError(RuntimeError):
 
 
 class StrayOperatorError(RuntimeError):
-    """An operator outside of work: it would run before queued work."""
+    """An operator was called outside of queued work, so it would run before work that is already queued."""
 
 
 class _Mode(TorchDispatchMode):
@@ -68,7 +68,7 @@ class _Mode(TorchDispatchMode):
 
 
 class NoOperators(_Mode):
-    """A mode that refuses every operator, for code that prepares a step only with host arrays."""
+    """A mode that rejects every operator, for code that prepares a step and may only use host arrays."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -87,7 +87,7 @@ class _NoReads(TorchFunctionMode):
 
 
 class NoWaits(_Mode):
-    """A mode without operators that would make the host wait."""
+    """A mode that rejects operators which make the host wait for the device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -118,10 +118,10 @@ class NoWaits(_Mode):
 
 
 class NoStrayCopies(_Mode):
-    """A mode without copies between host and accelerator that would make the host wait.
+    """A mode that rejects copies between host and accelerator which make the host wait.
 
-    PyTorch's own watch (`torch.cuda.set_sync_debug_mode`) finds blocking copies. It misses non-blocking copies that
-    block because the host memory is not pinned.
+    PyTorch's own check (`torch.cuda.set_sync_debug_mode`) finds blocking copies. It misses non-blocking copies that
+    block nevertheless because the host memory is not pinned.
     """
 
     def __init__(self) -> None:
@@ -134,8 +134,8 @@ class NoStrayCopies(_Mode):
         # `copy_` returns its first argument.
         told = (args, kwargs) if func is _aten.copy_.default else (args, kwargs, result)
         tensors = [leaf for leaf in tree_leaves(told) if isinstance(leaf, torch.Tensor)]
-        # Operators take a host number as a tensor without dimensions and pass it to the kernel without a copy. Tensors
-        # without elements need no copy either, and their memory is not pinned.
+        # Operators accept a host number as a tensor without dimensions, and pass it to the kernel without a copy.
+        # Tensors without elements need no copy either, although their memory is not pinned.
         ours = [tensor for tensor in tensors if tensor.device.type == "cpu" and tensor.dim() and tensor.numel()]
         if ours and len(ours) < len([tensor for tensor in tensors if tensor.dim()]):
             goes_on = args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking")
