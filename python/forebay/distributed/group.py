@@ -1,7 +1,8 @@
 """The group of a replica's ranks: sums and gathers over `torch.distributed`.
 
 All ranks call the same methods in the same order, with tensors of the same shape and type. They compute the same plan,
-so they need not agree first. `all_gather` gives every rank the same bytes, from which each makes the same decisions.
+so they need no agreement. `all_gather` returns the same bytes on every rank, so each makes the same decisions from
+them.
 """
 
 from __future__ import annotations
@@ -25,42 +26,42 @@ ENVIRONMENT: Mapping[str, str] = MappingProxyType(
         "TORCH_NCCL_PROPAGATE_ERROR": "0",
     }
 )
-"""NCCL's watchdogs are off: the brain ends a group that hangs, and starts a new one."""
+"""Turns NCCL's watchdogs off: the brain kills a group that hangs, and starts a new one."""
 FOREVER = timedelta(days=365)
 
 
 class Group(Protocol):
-    """The layers' view of the other ranks."""
+    """The interface through which layers use the other ranks."""
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
+        """The index of this rank."""
 
     @property
     def world(self) -> int:
         """The number of ranks."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' tensors, in the memory of this rank's tensor, which is contiguous."""
+        """Sums the tensors of all ranks in place: `x` is contiguous, and is returned."""
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """All ranks' tensors [...], in the order of ranks: [world, ...]."""
+        """Returns the tensors [...] of all ranks, in rank order: [world, ...]."""
 
     def reduce_scatter(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part [n, ...] of the sum of all ranks' tensors [world * n, ...]."""
+        """Sums the tensors [world * n, ...] of all ranks. Returns this rank's part [n, ...] of the sum."""
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """The parts for this rank of all ranks' tensors [world * n, ...], in the order of ranks: [world * n, ...]."""
+        """Returns this rank's parts of the tensors [world * n, ...] of all ranks, in rank order: [world * n, ...]."""
 
     def least(self, number: int) -> int:
-        """The smallest of all ranks' numbers. It waits for the device, so steps must not call it."""
+        """Returns the minimum over all ranks. It waits for the device, so steps must not call it."""
 
 
 class TorchGroup:
-    """`Group` over a backend for tensors of the device."""
+    """Implements `Group` with the collectives of `torch.distributed` on tensors of `device`."""
 
     def __init__(self, rank: int, world: int, device: torch.device) -> None:
-        """The default process group of `torch.distributed` is there."""
+        """The default process group of `torch.distributed` has to exist."""
         self.rank = rank
         self.world = world
         self._device = device
@@ -90,7 +91,7 @@ class TorchGroup:
 
 
 class StagedGroup:
-    """`Group` through host memory, for ranks that share a GPU, which NCCL does not support.
+    """Implements `Group` through host memory, for ranks that share a GPU, which NCCL does not support.
 
     It waits for the device.
     """
@@ -117,9 +118,9 @@ class StagedGroup:
 
 
 def open_group(store: BrainStore, rank: int, world: int, device: torch.device) -> Group:
-    """Meets the other ranks. On return each communicator is made and was used once, and the store is closed.
+    """Connects to the other ranks. On return, all communicators exist and were used once, and the store is closed.
 
-    CUDA tensors go through NCCL, and tensors of processors through gloo.
+    CUDA tensors use NCCL, and CPU tensors use gloo.
     """
     host = torch.device("cpu")
     try:
@@ -150,7 +151,7 @@ def _share_a_gpu(store: BrainStore, rank: int, world: int, device: torch.device)
 
 
 def _used(group: Group, device: torch.device) -> Group:
-    """The group, after each of its collectives has run once."""
+    """Returns the group after each of its collectives has run once."""
     x = torch.ones(group.world, device=device)
     for collective in (group.all_reduce, group.all_gather, group.reduce_scatter, group.all_to_all):
         collective(x.clone())

@@ -1,4 +1,4 @@
-"""A PyTorch store through which ranks meet: it sends questions to the brain over the hand's own socket.
+"""A PyTorch store by which ranks find each other: it sends requests to the brain over the hand's socket.
 
 So no rank listens on a port, and no port has to be chosen.
 """
@@ -26,41 +26,41 @@ Answer = TypeVar("Answer")
 
 
 class BrainStore(Store):
-    """`torch.distributed.Store` over the frames `store` and `store_reply`, with one question at a time.
+    """Implements `torch.distributed.Store` with the frames `store` and `store_reply`, one request at a time.
 
-    Timeouts are ignored, because the brain decides the time that ranks have.
+    Timeouts are ignored, because the brain decides how long ranks may wait.
     """
 
     def __init__(self, connection: Connection) -> None:
-        """The store is the connection's only reader before `close`."""
+        """Until `close`, only the store may read from the connection."""
         super().__init__()
         self._connection = connection
         self._asked = 0
         self._open = True
         self.failure: Exception | None = None
-        """The error of a failed question. A C++ caller may wrap it so that its type is lost."""
+        """The error of a failed request. A C++ caller may wrap the error so that its type is lost."""
 
     def close(self) -> None:
-        """Refuses all further questions. After `ready`, only plans use the socket."""
+        """Refuses all further requests. After `ready`, only plans use the socket."""
         self._open = False
 
     def set(self, key: str, value: str | bytes) -> None:
         self._ask("set", _nothing, key=key, value=_text(value))
 
     def get(self, key: str) -> bytes:
-        """Waits until the key is there."""
+        """Waits until the key exists."""
         return self._ask("get", _bytes, key=key)
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to a number, which is 0 at first. Returns the sum."""
+        """Adds to a number, which is 0 at first. Returns the new number."""
         return self._ask("add", _number, key=key, amount=amount)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """True if all keys are there."""
+        """True if all keys exist."""
         return self._ask("check", _number, keys=list(keys)) == 1
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are there."""
+        """Waits until all keys exist."""
         self._ask("wait", _nothing, keys=list(keys))
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
@@ -68,7 +68,7 @@ class BrainStore(Store):
         return self._ask("compare_set", _bytes, key=key, expected=_text(expected), value=_text(value))
 
     def delete_key(self, key: str) -> bool:
-        """True if the key was there."""
+        """Deletes a key. Returns true if it existed."""
         return self._ask("delete", _number, key=key) == 1
 
     def num_keys(self) -> int:
@@ -99,7 +99,7 @@ class BrainStore(Store):
 
 
 def _nothing(reply: Reply) -> None:
-    """Reads nothing: a reply alone is enough."""
+    """Reads nothing, for requests whose reply has no value."""
 
 
 def _bytes(reply: Reply) -> bytes:

@@ -1,13 +1,13 @@
-"""A rank in a trainer's group, in a separate process: it writes the trainer's tensors to files.
+"""A rank in a trainer's process group, in a separate process: it writes the trainer's tensors to files.
 
-The server starts it for `/init_weights_update_group`, and gives it orders on its input, one line of JSON each. Each
-order has one answer on its output: `{}`, or `{"error": "..."}`. Hands load the files later. So no hand is in the group,
-and a hand that dies does not affect it.
+The server starts it for `/init_weights_update_group`, and sends orders to its stdin, one line of JSON each. The process
+replies to each order with one line on stdout: `{}`, or `{"error": "..."}`. Hands load the files later. So no hand is in
+the group, and a hand that dies does not affect it.
 
 - `{"join": {"address": ..., "port": ..., "rank": ..., "world_size": ..., "name": ..., "seconds": ...}}`
 - `{"receive": {"names": [...], "dtypes": [...], "shapes": [[...], ...], "file": ...}}`
 
-A trainer makes the same group with `join`, as rank 0, and sends each tensor with `torch.distributed.broadcast`.
+A trainer creates the same group with `join`, as rank 0, and sends each tensor with `torch.distributed.broadcast`.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from safetensors.torch import save_file
 from torch.distributed import distributed_c10d as c10d
 
 TRAINER = 0
-"""The rank that sends."""
+"""The trainer's rank, which sends."""
 
 
 def join(
     address: str, port: int, *, rank: int, world_size: int, name: str = "weight_update_group", seconds: float = 300
 ) -> dist.ProcessGroup:
-    """Waits for all ranks of a gloo group, which meet at a port of rank 0.
+    """Joins a gloo group and waits for all of its ranks, which connect to a port of rank 0.
 
-    The group is created as in SGLang's `init_custom_process_group`, so it differs from the group of the trainer's own
+    The group is created as in SGLang's `init_custom_process_group`, in addition to the group of the trainer's own
     ranks.
     """
     timeout = timedelta(seconds=seconds)
-    # PyTorch has no public API for a second group with separate ranks.
+    # PyTorch has no public API for an additional group with its own rank numbers.
     private: Any = c10d
     meeting = private.rendezvous(f"tcp://{address}:{port}", rank, world_size, timeout=timeout)
     store, _, _ = next(iter(meeting))
@@ -74,7 +74,7 @@ def receive(
 
 
 def _orders() -> SimpleQueue[dict[str, Any]]:
-    """The orders as they come. The process ends with its input: the server has ended, or has dropped the group."""
+    """Returns the queue of orders. The process exits when stdin closes: the server has exited or dropped the group."""
     orders: SimpleQueue[dict[str, Any]] = SimpleQueue()
 
     def read() -> None:
@@ -91,7 +91,7 @@ def main() -> None:
     """Executes orders until the input ends or an order fails: a group that lost a tensor can't be used any more."""
     torch.set_num_threads(1)
     orders, group = _orders(), None
-    # Keep output that libraries print apart from the answers.
+    # Anything that libraries print to stdout goes to stderr instead: stdout is for replies only.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     while True:
