@@ -1,4 +1,4 @@
-"""Kernels for NVIDIA GPUs in Triton. Each has an equivalent in PyTorch's operators.
+"""Kernels for NVIDIA GPUs in Triton. Each has a reference implementation with PyTorch's operators.
 
-An import of this package needs Triton, which a PyTorch for CPUs lacks. So only code for GPUs imports it.
+Importing this package requires Triton, which CPU builds of PyTorch lack. So only code for GPUs imports it.
 """

@@ -1,4 +1,4 @@
-"""The choice of a hand's operators."""
+"""Selects a hand's operators."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ GPUs.
 
 
 def maps() -> bool:
-    """True if the environment asks for `MAPPED`."""
+    """True if the environment turns `MAPPED` on."""
     return os.environ.get(MAPPED, "0") == "1"
 
 
 def kernels() -> Kernels:
-    """The operators that the environment selects. Raises `ValueError` for an unknown name."""
+    """Returns the operators that the environment selects. Raises `ValueError` for an unknown name."""
     name = os.environ.get(VARIABLE, "triton")
     if name == "triton":
         from forebay.gpu import kernels as triton_kernels

@@ -1,4 +1,4 @@
-"""The operators of `forebay.gpu`: their inputs and outputs, for all implementations."""
+"""The operators of `forebay.gpu`: their inputs and outputs, the same for all implementations."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from forebay.gpu.tables import Received, StepBuffers, Tables
 class PagedRows:
     """The rows of one step for attention; `r` rows, which may be padding, of `n` tokens.
 
-    Tensors are on the device, so that a graph may run again with other values in them. The other fields decide about
-    launches, and are the same for all steps of a graph.
+    Tensors are on the device, so that a graph can run again with new values. The other fields affect launches, and are
+    the same for all steps of a graph.
     """
 
     slots: torch.Tensor  # int32 [r]
-    ends: torch.Tensor  # int32 [r]: positions that are in the row's pages once its tokens are
-    first: torch.Tensor  # int32 [r + 1]: where the row's tokens begin; behind the last row are tokens of nobody
-    page_table: torch.Tensor  # int32 [slots, pages a slot]
+    ends: torch.Tensor  # int32 [r]: positions in the row's pages, its own tokens included
+    first: torch.Tensor  # int32 [r + 1]: the row's first token; tokens after the last row belong to no row
+    page_table: torch.Tensor  # int32 [slots, pages per slot]
     page_size: int
     page_stride: int
-    """Entries of a layer from the first entry of a page to that of the next."""
+    """The number of a layer's entries from the first entry of a page to that of the next page."""
     null_page: int
-    """The page that is read in place of page -1. Page -1 is reported elsewhere."""
+    """The page that is read if a table entry is -1. The preparation of the step reports such entries as errors."""
     decodes: bool = True
-    """True if any row may have one token."""
+    """True if rows may have one token."""
     chunks: bool = True
-    """True if a row may have several tokens, or if some tokens may belong to no row."""
+    """True if rows may have several tokens, or if tokens may belong to no row."""
     works: dict[Any, object] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Values that operators have derived from the rows on the device, shared by all layers of the step."""
+    """Values that operators derive from the rows on the device, shared by all layers of the step."""
 
 
 class Attention(Protocol):
@@ -53,41 +53,41 @@ class Attention(Protocol):
         cap: float = 0.0,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention [n, heads, value_dim] of q [n, heads, head_dim], the last dimensions dense.
+        """Returns attention [n, heads, value_dim] of q [n, heads, head_dim]; last dimensions are dense.
 
-        A query sees its last `window` positions, its own included; 0: all. Scores approach the bound `cap`; 0: no
-        bound. `sinks` [heads] are further scores, which take weight but have no value; None: there are none.
+        A query attends to its last `window` positions, its own included; 0: all positions. `cap` is the soft cap of
+        scores; 0: no cap. `sinks` [heads] are additional logits, which take weight but have no value; None: no sinks.
 
         `keys` [entries, kv_heads, head_dim] and `values` [entries, kv_heads, value_dim] include the rows' own tokens.
         They have q's type, or are uint8: 8-bit floats (e4m3). The values of latent rows are the first elements of the
-        keys, in the same memory. Tokens of no row get 0.
+        keys, in the same memory. The result is 0 for tokens of no row.
         """
 
 
 class Layers(Protocol):
-    """A layer's work on each token alone. Last dimensions are dense."""
+    """Operators of layers that work on each token separately. Last dimensions are dense."""
 
     def one_row(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x W^T + b` [1, outputs] of x [1, inputs] and `weight` [outputs, inputs], summed in float32."""
+        """Returns `x W^T + b` [1, outputs] of x [1, inputs] and `weight` [outputs, inputs], summed in float32."""
 
     def one_row_gated(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "silu"
     ) -> torch.Tensor:
-        """`gate` of `one_row` [1, outputs / 2], in one kernel, with the same roundings as both."""
+        """Returns `gate` of `one_row` [1, outputs / 2], in a single kernel, rounded like the two operators."""
 
     def add_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The root mean square norm of `x + residual`, scaled by `weight` [hidden], and the sum, both [n, hidden].
+        """Returns the RMS norm of `x + residual`, scaled by `weight` [hidden], and the sum, both [n, hidden].
 
-        The sum is written over the residual. Without a residual it is x.
+        The sum overwrites the residual. Without a residual the sum is x.
         """
 
     def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-        """`activation(gate) * up` [n, inner] of `gate_up` [n, gates and then ups].
+        """Returns `activation(gate) * up` [n, inner] for `gate_up` [n, gates and then ups].
 
-        The function is `silu`, `gelu`, or `gelu_pytorch_tanh`. With `swigluoai`, gates are clamped at 7 and have the
-        slope 1.702; ups are clamped on both sides, and 1 is added.
+        The activation is `silu`, `gelu`, or `gelu_pytorch_tanh`. With `swigluoai`, gates are clamped to at most 7 and
+        have the slope 1.702; ups are clamped to -7 .. 7, and 1 is added.
         """
 
     def rotate_and_keep(
@@ -102,13 +102,13 @@ class Layers(Protocol):
         values: torch.Tensor,
         writes: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views q, k and v, [n, heads, dim] each, of qkv [n, all heads * dim], which is overwritten.
+        """Returns views q, k and v, [n, heads, dim] each, of qkv [n, all heads * dim], which is overwritten.
 
-        Query and key heads are normalised by the weights `norms` [dim] each, unless these are None. Then the first
-        elements are rotated, as many as there are angles: `cos` and `signed_sin` [n, 1, turned], as in
-        `layers.rotary.Rotation`. Keys and values go to the entries `writes` int64 [n] of `keys` and `values` [entries,
-        heads, dim]. These are of qkv's type, or uint8: 8-bit floats (e4m3), rounded to nearest from float32, ties to
-        even. There the largest number is 448, and NaN stays NaN.
+        Query and key heads are normalised with the weights `norms`, [dim] each, unless `norms` is None. Then RoPE
+        rotates as many leading elements as there are angles: `cos` and `signed_sin` [n, 1, turned], as in
+        `layers.rotary.Rotation`. Keys and values are written to the entries `writes` int64 [n] of `keys` and `values`
+        [entries, heads, dim]. These have qkv's type, or are uint8: 8-bit floats (e4m3), rounded to nearest even from
+        float32, with the largest value 448; NaN stays NaN.
         """
 
     def keep_latent(
@@ -122,11 +122,11 @@ class Layers(Protocol):
         pool: torch.Tensor,
         writes: torch.Tensor,
     ) -> torch.Tensor:
-        """Makes and stores the rows [n, rank + turned] of latent attention from projected states.
+        """Computes and stores the rows [n, rank + turned] of latent attention from projected states.
 
-        The latent part is normalised and scaled by `weight` [rank]. The rest is rotated, as pairs of neighbours
-        (`pairs`) or of halves, and stored as halves. The rows go to the entries `writes` int64 [n] of `pool` [entries,
-        rank + turned].
+        The latent part is normalised and scaled by `weight` [rank]. The rest is rotated, as pairs of adjacent elements
+        (`pairs`) or of halves, and stored as halves. Rows are written to the entries `writes` int64 [n] of `pool`
+        [entries, rank + turned].
         """
 
     def keep_index_keys(
@@ -141,27 +141,28 @@ class Layers(Protocol):
         pool: torch.Tensor,
         writes: torch.Tensor,
     ) -> None:
-        """Normalises keys [n, dim] of an index (mean, `weight` and `bias` [dim]), and rotates their first elements.
+        """Normalises index keys [n, dim] (layer norm, `weight` and `bias` [dim]), and rotates their leading elements.
 
-        They go to the entries `writes` int64 [n] of `pool` [entries, dim]; `pairs` as in `keep_latent`.
+        The keys are written to the entries `writes` int64 [n] of `pool` [entries, dim]; `pairs` as in `keep_latent`.
         """
 
 
 class Plans(Protocol):
-    """Plans on the device. `errors` int32 [1] gets further bits of `tables.ERROR_*`."""
+    """Operators that read plans on the device. They set bits of `tables.ERROR_*` in `errors` int32 [1]."""
 
     def move_words(self, source: torch.Tensor, target: torch.Tensor) -> None:
-        """Copies dense int32 words to the same number of words of another tensor. Either may be pinned host memory."""
+        """Copies dense int32 words to the same number of words of `target`. Either may be pinned host memory."""
 
     def apply_slots(self, received: Received, tables: Tables, errors: torch.Tensor) -> None:
-        """Writes new slots: the records, the parameters and the tokens. A wrong slot changes no other slot."""
+        """Writes new slots: their records, parameters and tokens. An invalid slot changes no other slot."""
 
     def write_table(
         self, received: Received, name: str, table: torch.Tensor, least: int, most: int, errors: torch.Tensor
     ) -> None:
         """Writes the triples (slot, index, value) of the column `name` to a table int32 [slots + 1, indices].
 
-        Values are at least `least` and below `most`. Others become -1. A triple without a cell is left out.
+        Valid values are at least `least` and below `most`; others are written as -1. A triple outside the table is
+        ignored.
         """
 
     def prepare(
@@ -174,20 +175,23 @@ class Plans(Protocol):
     ) -> None:
         """Fills the buffers from the plan's rows and the tables.
 
-        `hot_rows` int32 [slots + 1, pages] has -1 for none. A slot with hot rows may read pages that it lacks.
+        `hot_rows` int32 [slots + 1, pages] has -1 for no page. A slot with hot rows may lack pages that it reads.
         """
 
 
 class Sampling(Protocol):
-    """The computation from logits to tokens, without copies to the host."""
+    """The operators from logits to tokens. They copy nothing to the host."""
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first largest of each row of logits [r, vocabulary], int64 [r]; and bool [r], true if all are finite."""
+        """Returns the first of each row's largest logits, int64 [r], and whether all are finite, bool [r].
+
+        `logits` are [r, vocabulary].
+        """
 
     def draw(self, logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
-        """Overwrites `tokens` int64 [r], the result of `greedy`, in rows with a temperature.
+        """Draws tokens for rows with a temperature, by float32 logits [r, vocabulary].
 
-        They are drawn by float32 logits [r, vocabulary].
+        The drawn tokens overwrite `tokens` int64 [r], the result of `greedy`.
 
         The filters and their order are in `docs/protocol.md`. A row that is not finite may get any token.
         """
@@ -202,14 +206,15 @@ class Sampling(Protocol):
     ) -> None:
         """Overwrites `rows` int64 [p] of float32 logits [r, vocabulary] with the result of `layers.ops.penalised`.
 
-        `counts` int32 [lines, 2, vocabulary] count how often tokens were seen and were generated, and `lines` int64 [p]
-        are those of the rows. `penalties` float32 [p, 3] are of repetition, presence and frequency.
+        `counts` int32 [lines, 2, vocabulary] count how often tokens occurred, and how often they were generated.
+        `lines` int64 [p] are the lines of the rows. `penalties` float32 [p, 3] are repetition, presence and frequency.
         """
 
     def likely(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids int64 [r, 1 + most] and log-probabilities float32 of `tokens` int64 [r, 1] and of the likeliest ones.
+        """Returns ids int64 [r, 1 + most] and float32 log-probabilities of `tokens` int64 [r, 1] and of the likeliest.
 
-        These are in order, and `most` is at most `MOST_LIKELY` and the vocabulary. logits are [r, vocabulary].
+        The likeliest tokens are in order. `most` is at most `MOST_LIKELY` and the vocabulary; logits are [r,
+        vocabulary].
         """
 
     def adjust(
@@ -220,13 +225,13 @@ class Sampling(Protocol):
         tables: Tables,
         buffers: StepBuffers,
     ) -> torch.Tensor:
-        """A copy of float32 logits [r, vocabulary], with the penalties of the rows' slots.
+        """Returns a copy of float32 logits [r, vocabulary], with the penalties of the rows' slots applied.
 
-        `counts` are those of `penalise`, and `lines` int32 [r] are the rows' lines of them. -1: the row has no penalty.
+        `counts` as in `penalise`; `lines` int32 [r] are the rows' lines of `counts`; -1: the row has no penalty.
         """
 
     def count_tokens(self, tokens: torch.Tensor, lines: torch.Tensor, counts: torch.Tensor) -> None:
-        """Counts tokens int32 [r], as seen and as generated, in the lines of `adjust`. No line has two rows."""
+        """Counts tokens int32 [r], as occurred and as generated, in the rows' `lines`. No line belongs to two rows."""
 
     def tell_likely(
         self,
@@ -238,12 +243,12 @@ class Sampling(Protocol):
     ) -> None:
         """Writes the results of `likely` for tokens int32 [r] to `told` int32 [r, 2, 1 + MOST_LIKELY].
 
-        The first half has ids, the second the bits of float32. A row has as many as its slot requests, at most
-        `MOST_LIKELY` and the vocabulary. Other entries are undefined.
+        The first half contains ids, the second the bits of float32 values. A row has as many entries as its slot
+        requests, at most `MOST_LIKELY` and the vocabulary. Other entries are undefined.
         """
 
     def ask(self, tables: Tables, buffers: StepBuffers) -> Wishes:
-        """The sampling parameters of the step's rows. Rows that do not sample have no parameters for draws."""
+        """Returns the sampling parameters of the step's rows. Rows that do not sample have no parameters for draws."""
 
     def keep(
         self,
@@ -254,10 +259,10 @@ class Sampling(Protocol):
         errors: torch.Tensor,
         block: torch.Tensor,
     ) -> torch.Tensor:
-        """Stores int64 tokens [r] in the token pool. They are 0 where `finite` bool [r] is false.
+        """Stores tokens int64 [r] in the token pool, and 0 where `finite` bool [r] is false.
 
-        Tokens of rows that do not sample go to the null slot. `block` int32 [1 + 2r] gets the error word, which becomes
-        0, then the tokens, then 1 for each that is finite. Returns the tokens, a view of it.
+        Tokens of rows that do not sample are written to the null slot. `block` int32 [1 + 2r] receives the error word,
+        which is reset to 0, then the tokens, then 1 for each finite row. Returns the tokens, a view of `block`.
         """
 
 
@@ -274,17 +279,17 @@ class Experts(Protocol):
         biases: tuple[torch.Tensor, torch.Tensor] | None = None,
         activation: str = "silu",
     ) -> torch.Tensor:
-        """The weighted sum [n, hidden] of the experts of each token of x [n, hidden], in order of their ids.
+        """Returns the weighted sum [n, hidden] of the experts of each token of x [n, hidden], in order of their ids.
 
-        Weights are float32 [n, each], and ids int64 [n, each], ascending. Experts are `gate_up` [experts, gates and
-        then ups, hidden] and `down` [experts, hidden, inner]. `biases` are of both products, [experts, gates and then
-        ups] and [experts, hidden]. `activation` as in `gate`. The id `experts` stands for no expert; its weight must be
-        0.
+        Weights are float32 [n, experts per token], and ids int64 of that shape, ascending. Experts are `gate_up`
+        [experts, gates and then ups, hidden] and `down` [experts, hidden, inner]. `biases` are those of both
+        projections, [experts, gates and then ups] and [experts, hidden]. `activation` as in `gate`. The id `experts`
+        means no expert; its weight must be 0.
         """
 
 
 class Codes(Protocol):
-    """A matrix [rows, inputs] of 8-bit floats (e4m3), or of 4-bit integers less zero points. Both are times scales."""
+    """A quantised matrix [rows, inputs]: 8-bit floats (e4m3), or 4-bit integers minus zero points, times scales."""
 
     @property
     def codes(self) -> torch.Tensor:
@@ -308,7 +313,7 @@ class Codes(Protocol):
 
     @property
     def group(self) -> int:
-        """The number of neighbouring values of a row that share a scale. `fold` divides it."""
+        """The number of consecutive values of a row that share a scale. It is a multiple of `fold`."""
 
     @property
     def block_rows(self) -> int:
@@ -316,88 +321,88 @@ class Codes(Protocol):
 
     @property
     def fold(self) -> int:
-        """A power of 2 from 32 to 128; 0: codes are floats."""
+        """The number of codes that are folded together: a power of 2 from 32 to 128; 0: codes are floats."""
 
 
 class Quantised(Protocol):
-    """Products with matrices in their stored bits."""
+    """Matrix products with quantised matrices."""
 
     def product(self, x: torch.Tensor, matrix: Codes, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x W^T + b` [n, rows] of x [n, inputs], whose rows are dense, in its type."""
+        """Returns `x W^T + b` [n, rows] in x's type. Each row of x [n, inputs] is contiguous."""
 
     def expand(self, matrix: Codes, dtype: torch.dtype) -> torch.Tensor:
-        """The values [rows, inputs] of a matrix, each rounded once."""
+        """Returns the dequantised matrix [rows, inputs], each value rounded once."""
 
     def experts_of_codes(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Codes, down: Codes
     ) -> torch.Tensor:
-        """The weighted sum as in `Experts.experts`. The rows of all experts are one after the other."""
+        """Returns the weighted sum as in `Experts.experts`. Each matrix has the rows of all experts, concatenated."""
 
     def quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """8-bit floats (e4m3) [n, inputs] of x [n, inputs], and a scale for each row, float32 [n, 1].
+        """Quantises x [n, inputs] to 8-bit floats (e4m3) [n, inputs], with a scale per row, float32 [n, 1].
 
-        The largest value of a row becomes 448, the largest of these floats.
+        The largest magnitude of a row becomes 448, the largest of these floats.
         """
 
 
 class Built(Protocol):
-    """The way in which operators come to be."""
+    """How the operators are built."""
 
     COMPILES: bool
     """True if the first launch of a kernel compiles it, which requires a C compiler on a GPU."""
 
 
 class Sparse(Protocol):
-    """Attention to chosen positions, some of which are in the host's memory only."""
+    """Attention to chosen positions, some of which are only in host memory."""
 
     READS_HOST: bool
-    """True if `gather` on a GPU reads pinned memory of the host."""
+    """True if `gather` on a GPU reads pinned host memory."""
 
     def choose(
         self, q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: PagedRows, top_k: int
     ) -> torch.Tensor:
-        """Positions int32 [n, top_k] that the rows' queries keep, ascending, -1 behind them.
+        """Returns the positions int32 [n, top_k] that the rows' queries keep, ascending, padded with -1.
 
         A query q [n, index heads, dim] keeps the positions with the largest `sum over heads of weight * relu(q . key)`,
-        up to its own. Of equal scores the lower positions win. `weights` are float32 [n, index heads], and `keys`
+        up to its own position. Of equal scores, lower positions win. `weights` are float32 [n, index heads], and `keys`
         [entries, dim]. The rows' page table is that of index keys.
         """
 
     def clear_slots(self, received: Received, table: torch.Tensor, slots: int) -> None:
-        """Removes all pages of the plan's new slots, below `slots`, from a table int32 [slots or more, any]."""
+        """Removes all pages of the plan's new slots, if below `slots`, from a table int32 [slots or more, any]."""
 
     def open_hot_rows(self, received: Received, pages: SparsePages, group: HotRows, slots: int) -> None:
-        """Empties the hot rows that the plan gives to slots, and starts the slots' step counts.
+        """Empties the hot rows that the plan assigns to slots, and resets the slots' step counts.
 
-        The table of hot rows is already written. Slots are below `slots`.
+        The table of hot rows has already been written. Slots are below `slots`.
         """
 
     def resolve(
         self, chosen: torch.Tensor, query_slots: torch.Tensor, pages: SparsePages, group: HotRows, errors: torch.Tensor
     ) -> Found:
-        """The places of chosen positions int32 [n, top_k] of slots int32 [n]; a missing one gets a hot row.
+        """Finds the entries of chosen positions int32 [n, top_k] of slots int32 [n]; a missing one gets a hot row.
 
-        A sparse slot has one query in a step and at least `top_k` hot rows, and its clock was advanced.
+        A sparse slot has one query per step and at least `top_k` hot rows, and its clock has been advanced.
         `attention.hot_rows.find` defines the result.
         """
 
     def gather(self, found: Found, host: torch.Tensor, host_stride: int, page_size: int, pool: torch.Tensor) -> None:
-        """Copies missing rows from the host's pages to a layer's `pool` [entries, width].
+        """Copies missing rows from host pages to a layer's `pool` [entries, width].
 
-        `host` [elements] begins with the layer's rows of host page 0, and its pages are `host_stride` elements apart.
+        `host` [elements] begins with the layer's rows of host page 0; pages are `host_stride` elements apart.
         """
 
     def attend_chosen(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Attention [n, heads, value_dim] of q [n, heads, head_dim] to entries `rows` int32 [n, k]; -1 is none.
+        """Returns attention [n, heads, value_dim] of q [n, heads, head_dim] to entries `rows` int32 [n, k]; -1: none.
 
-        Keys and values are as in `Attention.attend`. A query without any row gets 0.
+        Keys and values are as in `Attention.attend`. The result is 0 for a query without rows.
         """
 
 
 class Recurrences(Protocol):
-    """Layers with a state of fixed size for each slot. Last dimensions are dense."""
+    """Layers with a fixed-size state per slot. Last dimensions are dense."""
 
     def convolve(
         self,
@@ -410,11 +415,11 @@ class Recurrences(Protocol):
         silu: bool = False,
         gates: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """The causal convolution [n, channels] of each channel of x [n, channels], behind the last inputs of its row.
+        """Returns the causal convolution [n, channels] of each channel of x [n, channels], after the row's last inputs.
 
-        `weight` is [channels, taps], the oldest first. `table` [lines, taps - 1, channels] has the last inputs, which
-        are advanced. With `silu` outputs are `y * sigmoid(y)`. With gates, [n, channels] each and as far apart as x,
-        inputs are x times the first, and outputs are times the second. Tokens of no row get 0.
+        `weight` is [channels, taps], oldest first. `table` [lines, taps - 1, channels] has the last inputs, which are
+        advanced. With `silu` outputs are `y * sigmoid(y)`. With gates, [n, channels] each and with x's strides, inputs
+        are multiplied by the first gate, and outputs by the second. The result is 0 for tokens of no row.
         """
 
     def recur(
@@ -427,12 +432,12 @@ class Recurrences(Protocol):
         table: torch.Tensor,
         rows: StateRows,
     ) -> torch.Tensor:
-        """Outputs float32 [n, heads * value_dim] of the recurrence of `layers.recurrent`, and the advanced states.
+        """Runs the recurrence of `layers.recurrent`: returns float32 [n, heads * value_dim], and advances the states.
 
         `mixed` [n, queries, keys and values] are outputs of the convolution. Steps are `softplus(a + step_bias)`, with
-        a [n, heads], or [n, heads * key_dim] with decays of channels; decays are `exp(-exp(decay) * step)`. Strengths
-        of the delta rule are `sigmoid(b)`, with b [n, heads]; None: there is no such rule, and they are the steps.
-        `table` is float32 [lines, heads, key_dim, value_dim]. Outputs for tokens of no row are undefined.
+        a [n, heads], or [n, heads * key_dim] for per-channel decays; decays are `exp(-exp(decay) * step)`. Strengths of
+        the delta rule are `sigmoid(b)`, with b [n, heads]; None: no delta rule, and strengths are the steps. `table` is
+        float32 [lines, heads, key_dim, value_dim]. Outputs for tokens of no row are undefined.
         """
 
     def gated_norm(
@@ -446,20 +451,21 @@ class Recurrences(Protocol):
         sigmoid: bool,
         first: torch.Tensor,
     ) -> torch.Tensor:
-        """float32 y [n, values], normalised in groups of `size` and gated, in the type of `gate` [n, values].
+        """Returns float32 y [n, values] normalised in groups of `size` and gated, in the type of `gate` [n, values].
 
         The gate is a sigmoid (`sigmoid`), or `x * sigmoid(x)`. `norm` is `none`, `before_gate` or `after_gate`, and
-        `weight` is [size], for all groups, or [values]. Tokens from `first[-1]` on, which are of no row, get 0.
+        `weight` is [size], for all groups, or [values]. The result is 0 for tokens from `first[-1]` on, which belong to
+        no row.
         """
 
 
 class LowRank(Protocol):
-    """Adapters beside products."""
+    """The LoRA operator, which is applied after matrix products."""
 
     def add_low_rank(self, x: torch.Tensor, y: torch.Tensor, stack: LowRankStack, tokens: PlacedTokens) -> None:
         """Adds `B (A x)` of each token's adapter to y [n, outputs], for x [n, inputs].
 
-        `A x` is rounded to the type of x, and the product to that of y before it is added.
+        `A x` is rounded to the type of x, and the product to the type of y before it is added.
         """
 
 

@@ -1,4 +1,4 @@
-"""Low-rank matrices of several adapters for one product, and the tokens of a step by adapter."""
+"""The LoRA matrices of several adapters for one matrix product, and the tokens of a step by adapter."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 
 @dataclass(frozen=True)
 class LowRankStack:
-    """The matrices of all places for one product, whose outputs may be those of several modules, one after the other.
+    """The matrices of all places for one matrix product, whose outputs may belong to several modules, concatenated.
 
-    Modules that an adapter does not change have zeros, as do the elements beyond an adapter's rank.
+    Modules that an adapter does not modify have zeros, as do elements beyond an adapter's rank.
     """
 
     a: torch.Tensor  # [places, modules * rank, inputs]
-    b: torch.Tensor  # [places, outputs, rank], with the adapter's factor
+    b: torch.Tensor  # [places, outputs, rank], multiplied by the adapter's scale
     starts: torch.Tensor  # int32 [modules + 1]: the first output of each module, and the end
     widest: int
-    """The most outputs of a module."""
+    """The largest number of outputs of a module."""
 
     @property
     def nbytes(self) -> int:
@@ -31,6 +31,6 @@ class LowRankStack:
 class PlacedTokens:
     """The tokens of a step, and the place of each token's adapter."""
 
-    places: torch.Tensor  # int32 [n]; the number of places: no adapter changes the token
+    places: torch.Tensor  # int32 [n]; the number of places: the token has no adapter
     works: dict[Any, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
-    """Values that operators have derived from it on the device, shared by all products of the step."""
+    """Values that operators derive from `places` on the device, shared by all products of the step."""

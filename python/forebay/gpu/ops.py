@@ -1,7 +1,7 @@
-"""`layers.ops.Ops` with the operators of this package.
+"""Implements `layers.ops.Ops` with the operators of this package.
 
-Layers are built on attention, and attention on this package. So this file describes the arguments of layers by
-protocols with the attributes that it reads. A type checker verifies that they match.
+Layers import attention, and attention imports this package. So this file does not import layers: protocols describe the
+attributes of their arguments that it reads. A type checker verifies that they match.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Rotation(Protocol):
 
     @property
     def signed_sin(self) -> torch.Tensor:
-        """Sines with signs [tokens, 1, turned]."""
+        """Sines, the first half negated, [tokens, 1, turned]."""
 
 
 class Pages(Protocol):
@@ -97,7 +97,7 @@ class GpuOps:
         kv: Pages,
         writes: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Overwrites the projection `qkv`. The results are views of it."""
+        """Overwrites the projection `qkv`; the results are views of it."""
         weights, eps = None, 0.0
         if norms is not None:
             weights, eps = (norms[0].weight, norms[1].weight), norms[0]._eps

@@ -1,4 +1,4 @@
-"""`layers.quantised.Products` with the operators of this package, and PyTorch's products.
+"""Implements `layers.quantised.Products` with the operators of this package, and PyTorch's products.
 
 As in `ops`, protocols describe the arguments of layers.
 """
@@ -16,21 +16,20 @@ from forebay.gpu.interface import Codes, Kernels
 _ALIGNED = 16
 """PyTorch's product of 8-bit floats requires matrix sizes that are multiples of this."""
 MANY_ROWS = 64
-"""Above this number of rows, it is faster to dequantise a matrix of codes first.
+"""Above this number of rows, it is faster to dequantise a quantised matrix first.
 
-Every 64 rows convert its codes again. With 256 rows and 24576 x 4096 codes of 4 bits, that takes 449 us on an H100,
-against 202 us with dequantisation.
+Otherwise its codes are converted again for every 64 rows. With 256 rows and 24576 x 4096 4-bit codes, that takes 449 us
+on an H100, against 202 us with dequantisation.
 """
 
 
 FUSED = "FOREBAY_GPU_FUSED"
-"""The environment variable for the fusion of a product of one row with the gate after it: 1 turns it on. Untested on
-GPUs.
+"""An environment variable: 1 fuses a one-row product with the gate after it. The fused kernel is untested on GPUs.
 """
 
 
 def fuses() -> bool:
-    """True if the environment asks for `FUSED`."""
+    """True if the environment turns `FUSED` on."""
     return os.environ.get(FUSED, "0") == "1"
 
 
@@ -46,7 +45,7 @@ class GpuProducts:
     """Implements `layers.quantised.Products`."""
 
     def __init__(self, kernels: Kernels, floats: bool, fused: bool = False) -> None:
-        """`floats`: the device multiplies 8-bit floats by each other. `fused`: see `FUSED`."""
+        """`floats`: the device supports products of 8-bit floats. `fused`: see `FUSED`."""
         self._kernels = kernels
         self._floats = floats
         self._fused = fused
@@ -81,17 +80,17 @@ class GpuProducts:
 
 
 def _is_own(x: torch.Tensor) -> bool:
-    """True for one row that our kernels multiply. In float32, a row's sums have one order, whatever the other rows."""
+    """True for one bfloat16 row, which our kernels multiply. In float32, PyTorch's sums don't depend on the batch."""
     return len(x) == 1 and x.dtype == torch.bfloat16
 
 
 def _is_plain(matrix: Matrix) -> bool:
-    """True if a matrix has 8-bit floats with a scale a row, and sizes that PyTorch's product takes."""
+    """True for 8-bit floats with a scale per row, and sizes that PyTorch's product accepts."""
     rows, inputs = matrix.codes.shape
     a_scale_a_row = matrix.group >= inputs and matrix.block_rows == 1
     return matrix.zeros is None and a_scale_a_row and rows % _ALIGNED == inputs % _ALIGNED == 0
 
 
 def multiplies_floats(device: torch.device) -> bool:
-    """True if a GPU multiplies 8-bit floats (Ada, Hopper and later). A stand-in for a GPU does too."""
+    """True for GPUs that multiply 8-bit floats (Ada, Hopper and later), and for all devices other than GPUs."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -17,18 +17,19 @@ NO_STATE = -1
 class StateRows:
     """The rows of one step; `r` rows, which may be padding, of `n` tokens.
 
-    Tensors are on the device, so that a graph may run again with other values in them. The last line of a table of
-    states is for padding and is never read.
+    Tensors are on the device, so that a graph can run again with new values. The last line of a table of states is for
+    padding, and is never read.
     """
 
-    first: torch.Tensor  # int32 [r + 1]: where the row's tokens begin; after the last row are tokens of no row
+    first: torch.Tensor  # int32 [r + 1]: the row's first token; tokens after the last row belong to no row
     of_token: torch.Tensor  # int32 [n]: the row of each token; r: no row
     places: torch.Tensor  # int32 [r, 3 or more]: lines of the tables, in the order of SOURCE, KEPT, TARGET
-    """SOURCE has the state before the row, KEPT gets the state before its last position, and TARGET gets the state
-    after it. If the last two are one line, it gets the state after the row. KEPT is SOURCE, unless that is `NO_STATE`.
+    """SOURCE has the state before the row, KEPT receives the state before its last position, and TARGET the state
+    after the row. If KEPT and TARGET are the same line, that line receives the state after the row. KEPT equals SOURCE,
+    unless SOURCE is `NO_STATE`.
     """
     chunks: bool = True
-    """True if a row may have several tokens, or if some tokens may belong to no row."""
+    """True if rows may have several tokens, or if tokens may belong to no row."""
 
 
 class StateHeads(Protocol):
@@ -40,33 +41,33 @@ class StateHeads(Protocol):
 
     @property
     def key_heads(self) -> int:
-        """The number of heads of keys and queries. Each serves the same number of value heads."""
+        """The number of key and query heads. Each is shared by the same number of value heads."""
 
     @property
     def tiled(self) -> bool:
-        """True if heads that share a key head are as far apart as there are key heads; False: they are neighbours."""
+        """True if value head h uses key head `h % key_heads`; False: consecutive value heads share a key head."""
 
     @property
     def key_dim(self) -> int:
-        """Elements of a key."""
+        """The number of elements of a key."""
 
     @property
     def value_dim(self) -> int:
-        """Elements of a value."""
+        """The number of elements of a value."""
 
     @property
     def channel_decay(self) -> bool:
-        """True if each channel of a key has its own decay; False: each head has one."""
+        """True if each channel of a key has a separate decay; False: each head has one decay."""
 
     @property
     def delta(self) -> bool:
-        """True if a state's old value for a key is subtracted first. Keys and queries then have length 1."""
+        """True if the state's old value for a key is subtracted first (delta rule). Keys and queries have norm 1."""
 
 
 @dataclass(frozen=True)
 class StateWeights:
     """The vectors of a recurrent layer, float32."""
 
-    decay: torch.Tensor  # [heads]: logarithms of the factors of steps in decays
-    step_bias: torch.Tensor  # [heads], or [heads * key_dim] with decays of channels
-    skip: torch.Tensor | None  # [heads]: factors of values that are added to outputs; None: nothing is
+    decay: torch.Tensor  # [heads]: logarithms of the factors that turn steps into decays
+    step_bias: torch.Tensor  # [heads], or [heads * key_dim] with per-channel decays
+    skip: torch.Tensor | None  # [heads]: factors of values that are added to outputs; None: none are added

@@ -7,24 +7,24 @@ from dataclasses import dataclass
 import torch
 
 FIXED_POINT = 40
-"""Fractional bits of a token's weight relative to the largest weight. Sums are then exact in any order."""
+"""The fractional bits of a token's weight relative to the largest weight. Sums are then exact in any order."""
 MOST_LIKELY = 32
-"""The most tokens that `Sampling.likely` finds besides a row's own."""
+"""The largest number of tokens that `Sampling.likely` returns besides a row's own token."""
 
 
 @dataclass(frozen=True)
 class Wishes:
     """The sampling parameters of `r` rows. `docs/protocol.md` explains them."""
 
-    temperature: torch.Tensor  # float32 [r]; 0: the row is not drawn
+    temperature: torch.Tensor  # float32 [r]; 0: no draw
     top_k: torch.Tensor  # int32 [r]; 0, or at least the vocabulary: off
     top_p: torch.Tensor  # float32 [r]; 1: off
     min_p: torch.Tensor  # float32 [r]; 0: off
-    bits: torch.Tensor  # int64 [r]: u is their upper 53 bits, as an unsigned number, divided by 2^53
+    bits: torch.Tensor  # int64 [r]: u is the upper 53 bits, as an unsigned number, divided by 2^53
 
     @classmethod
     def make(cls, rows: int, device: torch.device) -> Wishes:
-        """Memory for `rows` rows, uninitialized."""
+        """Allocates memory for `rows` rows, uninitialised."""
 
         def empty(dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(rows, dtype=dtype, device=device)

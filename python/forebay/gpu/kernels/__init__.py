@@ -1,8 +1,8 @@
-"""Triton kernels, one idea per file. Nothing else in the package imports Triton.
+"""Triton kernels, one algorithm per file. Nothing else in the package imports Triton.
 
-A kernel runs in three ways: compiled on a GPU, compiled for an absent GPU, and in Triton's interpreter on the CPU. The
-interpreter computes with the bit patterns of bfloat16. So every load is widened before any computation, or converted to
-the type that its launch chose for products (`dot_type`).
+A kernel can be compiled and run on a GPU, compiled for an absent GPU, or run in Triton's interpreter on the CPU. The
+interpreter would compute with the bit patterns of bfloat16. So every load is widened before any computation, or
+converted to the type that the launch has chosen for products (`dot_type`).
 """
 
 from forebay.gpu.kernels.apply import apply_slots, write_table

@@ -1,4 +1,4 @@
-"""A plan's writes to the tables: new slots, and pages. The device reads the plan's own words."""
+"""A plan's writes to the tables: new slots, and pages. The device reads the words of the plan itself."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forebay.gpu.tables import ERROR_RANGE, Received, Tables, column_id
 from forebay.protocol.constants import PAGE_WRITE_WORDS, SLOT_FLOATS_WORDS, SLOT_WORDS, SlotRecord
 
 _PROGRAMS = 64
-"""The number of programs: enough for one write each in a usual step.
+"""The number of programs: enough that each does one write in a typical step.
 
 The grid is the same for all steps, and programs loop.
 """
@@ -30,7 +30,7 @@ _RANGE = tl.constexpr(ERROR_RANGE)
 
 @triton.jit
 def column(places, id_, RECORD: tl.constexpr):
-    """The first word of a column, and its number of records."""
+    """Returns the first word of a column, and its number of records."""
     return tl.load(places + 2 * id_), tl.load(places + 2 * id_ + 1) // RECORD
 
 
@@ -47,7 +47,7 @@ def table_kernel(body, places, table, errors, slots, width, least, most, COLUMN:
         value = tl.load(record + 2, mask=inside, other=0)
         cell = inside & (slot >= 0) & (slot < slots) & (index >= 0) & (index < width)
         known = (value >= least) & (value < most)
-        # The old page may already belong to another request.
+        # An invalid value is written as -1, because the old page may already belong to another request.
         tl.store(table + slot.to(tl.int64) * width + index, tl.where(known, value, -1), mask=cell)
         if tl.sum((inside & ((cell & known) == 0)).to(tl.int32), 0) > 0:
             tl.atomic_or(errors, _RANGE)
@@ -68,7 +68,7 @@ def slots_kernel(
     WORDS_BLOCK: tl.constexpr,
     FLOATS_BLOCK: tl.constexpr,
 ):
-    """New slots: their records, parameters and tokens. Tokens come from the plan, or from the arena's copy."""
+    """Writes new slots: their records, parameters and tokens. Tokens come from the plan, or from the arena's copy."""
     at, count = column(places, _SLOTS, _WORDS)
     floats_at, _ = column(places, _FLOATS, _FLOAT_WORDS)
     tokens_at, _ = column(places, _TOKENS, 1)
@@ -79,7 +79,7 @@ def slots_kernel(
         if (slot < 0) | (slot >= slots) | (length < 0) | (length > stride):
             tl.atomic_or(errors, _RANGE)
         else:
-            # The plan's tokens lie one after the other, and so do the arena's.
+            # The tokens of all slots are concatenated in the plan, and likewise in the arena's copy.
             in_arena = tl.load(record + _ARENA) >= 0
             before = tl.zeros([BLOCK], tl.int32)
             for begin in range(0, number, BLOCK):

@@ -22,7 +22,7 @@ def attend(
 ) -> torch.Tensor:
     """See `interface.Attention`.
 
-    Each kind of rows has a launch, whose programs leave early at rows of the other kind.
+    Rows of one token and rows of several tokens have separate launches. Their programs return early at other rows.
     """
     shape = Shape.of(q, keys, values)
     out = q.new_empty(len(q), shape.heads, shape.dim)

@@ -1,4 +1,4 @@
-"""Attention to the rows that each query has chosen, by their numbers, as in FlashMLA's sparse kernels."""
+"""Attention to the rows that each query has chosen, given by row indices, as in FlashMLA's sparse kernels."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chosen_kernel(
     SPLITS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """A part of one query's rows for a block of heads of a key head; grid: queries, key heads * blocks, SPLITS."""
+    """Computes part of a query's rows, for a block of a key head's heads; grid: queries, key heads * blocks, SPLITS."""
     query = tl.program_id(0)
     token = query.to(tl.int64)
     per_split = part_length(TOP_K, SPLITS, TILE)
@@ -121,7 +121,7 @@ def join_chosen_kernel(
     DIM_BLOCK: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """One query and head; the grid is queries, HEADS."""
+    """Joins the parts of one query and head; grid: queries, HEADS."""
     query, head = tl.program_id(0), tl.program_id(1)
     d = tl.arange(0, DIM_BLOCK)
     result = joined(sums, weights, sums, query * SPLITS, head, SPLITS, HEADS, DIM, DIM_BLOCK, SPLITS, False)
@@ -138,7 +138,7 @@ def attend_chosen(
     queries, top_k = rows.shape
     out = q.new_empty(queries, shape.heads, shape.dim)
     parts = splits(queries * blocks, tiles.programs)
-    # A single part needs no memory for a join.
+    # A single part needs no join, so it needs no memory for one.
     cells = queries * parts if parts > 1 else 0
     sums = torch.empty(cells, shape.heads, shape.dim, dtype=torch.float32, device=q.device)
     weights = torch.empty(cells, shape.heads, 2, dtype=torch.float32, device=q.device)

@@ -1,7 +1,8 @@
-"""Paged attention of rows with several tokens: prompts, or their parts after cached positions.
+"""Paged attention of rows with several tokens: prompts, or chunks of prompts after cached positions.
 
-A program takes a block of neighbouring tokens of a row, and all query heads of one key head. The device searches for
-the row of a block. So the grid is an upper bound, which depends only on the numbers of tokens and rows.
+A program computes a block of consecutive tokens of a row, and all query heads of one key head. The device finds the row
+of each block. So the grid is an upper bound, which depends only on the number of tokens and the
+number of rows.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from forebay.gpu.kernels.walk import beside_sinks, seen_from, walk
 
 @triton.jit
 def row_of_block(block, first, rows, SIZE: tl.constexpr):
-    """The row of a block of SIZE tokens, and its number in that row; `rows` for a block behind the last row.
+    """Returns the row of a block of SIZE tokens, and the block's index in the row.
 
-    Row i has blocks from `first[i] // SIZE + i` on. These are enough for its tokens, and computing them needs no sums
-    over rows.
+    For a block after the last row, the returned row is `rows`. Row i has the blocks from `first[i] // SIZE + i` on.
+    These are enough for its tokens, and need no sums over rows.
     """
     low, high = 0, rows
     while low < high:
@@ -74,9 +75,9 @@ def chunks_kernel(
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """SIZE tokens of a row, for BLOCK query heads of one key head. M is at least SIZE * BLOCK.
+    """Attention of SIZE tokens of a row, for BLOCK query heads of one key head. M is at least SIZE * BLOCK.
 
-    The grid is `tokens // SIZE + rows + 1`, key heads * blocks of heads. Blocks behind the last row have tokens of no
+    The grid is `tokens // SIZE + rows + 1`, key heads * blocks of heads. Blocks after the last row have tokens of no
     row, and write zeros.
     """
     row, number = row_of_block(tl.program_id(0), first, rows, SIZE)
@@ -114,7 +115,7 @@ def chunks_kernel(
         extra,
         start + local,
         seen_from(start + number * SIZE, WINDOW, TILE),
-        # The first query sees up to its own position, and the others more.
+        # The first query attends to positions up to its own; the others attend to more.
         (start + number * SIZE + 1) // TILE * TILE,
         tl.minimum(start + (number + 1) * SIZE, end),
         keys + key_head.to(tl.int64) * key_head_stride,
@@ -169,6 +170,6 @@ def attend_chunks(
         BLOCK=block,
         M=tiles.m,
         PAGE=rows.page_size,
-        # With float32, registers do not suffice for two loops, and a window does not end at a tile.
+        # In float32 there are not enough registers for two loops, and a window does not start at a tile.
         PLAIN=shape.dtype != torch.float32 and not scoring.window,
     )

@@ -1,7 +1,7 @@
 """Causal convolutions of each channel, continued from the last inputs of a row's slot.
 
-If each row has one token, one kernel does everything. Otherwise a first one computes the outputs of all tokens at once,
-and a second one stores the last inputs of each row: it overwrites what the first one reads.
+If each row has one token, one kernel is enough. Otherwise one kernel computes the outputs of all tokens, and then a
+second kernel stores the last inputs of each row, because that overwrites inputs of the first kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROW_CHANNELS = 256
 
 @triton.jit
 def _input(x, before, at, mask, GATED: tl.constexpr):
-    """Inputs of the convolution in float32, rounded as they are stored. With gates they are products."""
+    """Loads inputs of the convolution as float32, rounded to the stored type; with gates, times the first gate."""
     value = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
     if GATED:
         value *= tl.load(before + at, mask=mask, other=0.0).to(tl.float32)
@@ -33,7 +33,7 @@ def _input(x, before, at, mask, GATED: tl.constexpr):
 
 @triton.jit
 def _output(total, x, behind, at, mask, SILU: tl.constexpr, GATED: tl.constexpr):
-    """The rounded sum, after its activation or its gate."""
+    """Returns the rounded sum, after its activation or its gate."""
     out = total.to(x.dtype.element_ty).to(tl.float32)
     if SILU:
         out = silu(out)
@@ -66,7 +66,7 @@ def tokens_kernel(
     SILU: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Outputs of T tokens and C channels; the grid is blocks of tokens, blocks of channels."""
+    """Computes outputs of T tokens and C channels; grid: blocks of tokens, blocks of channels."""
     t = tl.program_id(0) * T + tl.arange(0, T)
     c = tl.program_id(1) * C + tl.arange(0, C)
     channel = (c < CHANNELS)[None, :]
@@ -106,7 +106,7 @@ def _of_window(
     TAPS: tl.constexpr,
     GATED: tl.constexpr,
 ):
-    """Element `at` of a row's last inputs and its tokens' inputs, one after the other."""
+    """Loads element `at` of the concatenation of a row's last inputs and its tokens' inputs."""
     old = source * (TAPS - 1) + at
     earlier = channel & ((c * 0 + at) < TAPS - 1) & ((c * 0 + source) >= 0)
     value = tl.load(table + old * CHANNELS + c, mask=earlier, other=0.0).to(tl.float32)
@@ -135,9 +135,9 @@ def rows_kernel(
     GATED: tl.constexpr,
     SINGLE: tl.constexpr,
 ):
-    """The last inputs of a row, and with SINGLE the output of its one token; the grid is rows, blocks of channels.
+    """Stores the last inputs of a row, and with SINGLE computes its token's output; grid: rows, blocks of channels.
 
-    Elements move to lower places, the lowest first, and one thread handles a channel. So lines may be overwritten in
+    Elements move to lower indices, the lowest first, and one thread handles a channel. So lines may be overwritten in
     place.
     """
     row = tl.program_id(0)

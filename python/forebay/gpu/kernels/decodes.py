@@ -1,4 +1,4 @@
-"""Paged attention of rows of one token. Their positions are read in parts (`parts`), so that all programs have work."""
+"""Paged attention of rows with one token. Positions are divided into parts (`parts`), so that all programs are busy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def decodes_kernel(
     CAP: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One part of one row for a block of the query heads of one key head; grid: items of `Work`, key heads * blocks."""
+    """Computes a part of a row for a block of a key head's query heads; grid: items of `Work`, key heads * blocks."""
     dependents(OVERLAP)
     record = work + tl.program_id(0) * _WORDS
     token = tl.load(record).to(tl.int64)

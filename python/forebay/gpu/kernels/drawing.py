@@ -1,14 +1,14 @@
-"""Tokens drawn from logits, without a sort. Passes over all logits have programs for each row's chunks.
+"""Draws tokens from logits, without a sort. Each row is divided into chunks, which different programs process.
 
 A token's *key* is the bits of its distance from the largest logit, divided by the temperature. No distance is negative,
-so keys order tokens like distances do. A token's *mass* is its weight in fixed point, so that sums do not depend on
-their order. A filter is a largest key, and a number of kept tokens with this key, lower ids first. Bisection finds it,
-mostly among a few thousand candidates: the tokens of the first bins of a histogram. If these are not enough, it
-searches all tokens, which takes long.
+so keys have the same order as distances. A token's *mass* is its weight in fixed point, so that sums do not depend on
+their order. A filter keeps tokens up to a largest key, and a number of tokens with exactly this key, lower ids first.
+Bisection finds this key, mostly among a few thousand candidates: the tokens of the first bins of a histogram. If these
+are not enough, it searches all tokens, which is slow.
 
-Three kernels: the first one sums masses and makes histograms of chunks, the second one collects candidates, the third
-one has a program for each row and draws. It reads the candidates once and keeps them. All sums are of integers, so
-tokens do not depend on the number of chunks.
+There are three kernels. The first sums masses and builds histograms of chunks, and the second collects candidates. The
+third has a program per row, which reads the candidates once and draws. All sums are of integers, so tokens do not
+depend on the number of chunks.
 """
 
 from __future__ import annotations
@@ -21,38 +21,38 @@ from forebay.gpu.kernels.launch import cdiv, launch, power_of_2
 from forebay.gpu.sampling import FIXED_POINT, Wishes
 
 CANDIDATES = 4096
-"""The number of candidates of a row."""
+"""The largest number of candidates of a row."""
 _BLOCK = 2048
 _LEAST_CHUNK = 8192
-"""Logits of a chunk, at least."""
+"""The smallest number of logits in a chunk."""
 _PROGRAMS = 1056
-"""The number of programs that fill an H100: eight for each processor."""
+"""The number of programs that fill an H100: eight per streaming multiprocessor."""
 
 _ONE = tl.constexpr(float(1 << FIXED_POINT))
 _NO_KEY = tl.constexpr(0x7F800001)  # above the key of weight 0, which an infinite distance has
 _BINS = tl.constexpr(128)
-_BIN_BITS = tl.constexpr(20)  # bins of a key: eight for each power of 2 of distances
-_FIRST_BIN = tl.constexpr((127 - 8) << 3)  # distances up to 2^-8
+_BIN_BITS = tl.constexpr(20)  # the width of a bin in bits of the key: eight bins for each power of 2 of distances
+_FIRST_BIN = tl.constexpr((127 - 8) << 3)  # the first bin has distances up to 2^-8
 
 
 @triton.jit
 def _weight(key):
-    """exp(-distance), 0 for no key."""
+    """Returns exp(-distance) for keys; 0 for `_NO_KEY`."""
     return tl.exp(-tl.minimum(key, _NO_KEY - 1).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def _mass(key):
-    """Weights in fixed point, int64."""
+    """Returns weights in fixed point, int64."""
     return (_weight(key) * _ONE).to(tl.int64)
 
 
 @triton.jit
 def _key(logits, at, count, top, temperature):
-    """Keys of some tokens, int32; `_NO_KEY` behind the last."""
+    """Returns the keys of some tokens, int32; `_NO_KEY` after the last token."""
     x = tl.load(logits + at, mask=at < count, other=0.0).to(tl.float32)
     distance = tl.math.div_rn(top - x, temperature)
-    # In a row that is not finite no result is used, but keys must stay in order.
+    # The result of a row that is not finite is not used, but its keys must be ordered.
     distance = tl.where(distance >= 0, distance, float("inf"))
     return tl.where(at < count, distance.to(tl.int32, bitcast=True), _NO_KEY)
 
@@ -61,9 +61,9 @@ def _key(logits, at, count, top, temperature):
 def _upto(
     logits, found, mass, count, top, temperature, key, FEW: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The number of tokens that have at most this key, or their mass; int64.
+    """Returns the number, or with MASS the mass, of tokens whose key is at most `key`; int64.
 
-    FEW: of the candidates' keys `found` and their masses. Otherwise of all tokens.
+    FEW: only the candidates count, with the keys `found` and the masses `mass`. Otherwise all tokens count.
     """
     if FEW:
         if MASS:
@@ -94,7 +94,10 @@ def _reach(
     MASS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The least key, at most `most`, up to which there are `goal` tokens or this mass, and what is below this key."""
+    """Returns the smallest key, at most `most`, up to which the number or mass of tokens reaches `goal`.
+
+    Also returns the number or mass of the tokens with smaller keys.
+    """
     low, high = tl.cast(0, tl.int32), tl.cast(most, tl.int32)
     while low < high:
         # The sum of two keys may overflow int32.
@@ -108,7 +111,7 @@ def _reach(
 
 @triton.jit
 def _goal(top_p, mass):
-    """The smallest integer that is at least `top_p` times `mass`; int64."""
+    """Returns the smallest integer that is at least `top_p` times `mass`; int64."""
     return tl.ceil(top_p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64)
 
 
@@ -127,7 +130,7 @@ def _filter(
     FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest key that `top_k` and then `top_p` keep, int32; and the number of kept tokens with it, int64."""
+    """Returns the largest key that `top_k` and then `top_p` keep, int32, and how many tokens with it remain, int64."""
     key, equals = tl.cast(_NO_KEY - 1, tl.int32), tl.cast(count, tl.int64)
     if limited:
         key, below = _reach(logits, found, mass, count, top, temperature, top_k.to(tl.int64), key, FEW, False, BLOCK)
@@ -146,13 +149,13 @@ def _filter(
 
 @triton.jit
 def _drawn(bits, total):
-    """floor(u * total): the upper half of a product of u's 53 bits, which stand highest, and the total; int64."""
+    """Returns floor(u * total), int64: the upper half of the product of u, in the highest 53 bits, and `total`."""
     return tl.umulhi(bits.to(tl.uint64, bitcast=True) & 0xFFFFFFFFFFFFF800, total.to(tl.uint64)).to(tl.int64)
 
 
 @triton.jit
 def _total(logits, count, top, temperature, key, equals, min_p, BLOCK: tl.constexpr):
-    """The mass of all kept tokens, int64."""
+    """Returns the mass of all kept tokens, int64."""
     total, seen = tl.zeros([BLOCK], tl.int64), tl.cast(0, tl.int64)
     for begin in range(0, count, BLOCK):
         found = _key(logits, begin + tl.arange(0, BLOCK), count, top, temperature)
@@ -163,7 +166,7 @@ def _total(logits, count, top, temperature, key, equals, min_p, BLOCK: tl.conste
 
 @triton.jit
 def _find(logits, first, end, top, temperature, key, equals, min_p, goal, BLOCK: tl.constexpr):
-    """The first token of `first .. end` at which the mass of kept tokens exceeds `goal`; int64."""
+    """Returns the first token of `first .. end` at which the cumulative mass of kept tokens exceeds `goal`; int64."""
     i = tl.arange(0, BLOCK)
     token, before, seen = tl.cast(0, tl.int64), tl.cast(0, tl.int64), tl.cast(0, tl.int64)
     for begin in range(first, end, BLOCK):
@@ -176,7 +179,7 @@ def _find(logits, first, end, top, temperature, key, equals, min_p, goal, BLOCK:
 
 @triton.jit
 def _at(mass, ids, goal):
-    """The id at which the sum of masses first exceeds `goal`; 0 if that is in another part."""
+    """Returns the id at which the cumulative mass first exceeds `goal`; 0 if it does so in another part."""
     behind = tl.cumsum(mass, 0)
     here = (behind > goal) & (behind - mass <= goal)
     return tl.sum(tl.where(here, ids, 0).to(tl.int64), 0)
@@ -184,7 +187,7 @@ def _at(mass, ids, goal):
 
 @triton.jit
 def _kept(found, mass, key, equals, min_p, seen):
-    """The mass of kept tokens, 0 for the others, and the number of tokens with the largest key so far."""
+    """Returns the mass of kept tokens, 0 for other tokens, and the number of tokens so far whose key equals `key`."""
     equal = found == key
     rank = seen + tl.cumsum(equal.to(tl.int64), 0)
     keep = (found < key) | (equal & (rank <= equals))
@@ -194,19 +197,19 @@ def _kept(found, mass, key, equals, min_p, seen):
 
 @triton.jit
 def _bin(key):
-    """The bin of a key, int32, in the order of keys."""
+    """Returns the bin of a key, int32, in the order of keys."""
     return tl.minimum(tl.maximum((key >> _BIN_BITS) - _FIRST_BIN, 0), _BINS - 1)
 
 
 @triton.jit
 def _top(logits, tokens, row):
-    """The largest logit of a row, which greedy sampling has found."""
+    """Returns the largest logit of a row, which greedy sampling has found."""
     return tl.load(logits + tl.load(tokens + row)).to(tl.float32)
 
 
 @triton.jit
 def _edge(histograms, chunks, chunk, top_k, limited, CANDIDATES: tl.constexpr):
-    """The last bin of candidates, the number of tokens up to it, and that of those in chunks before `chunk`."""
+    """Returns the last bin of candidates, the number of tokens up to it, and how many are in chunks before `chunk`."""
     bins = tl.arange(0, _BINS)
     histogram, earlier = tl.zeros([_BINS], tl.int32), tl.zeros([_BINS], tl.int32)
     for c in range(chunks):
@@ -236,9 +239,9 @@ def masses_kernel(
     chunk_size,
     BLOCK: tl.constexpr,
 ):
-    """The mass of a chunk, and the histogram if a filter needs it; grid: rows, chunks.
+    """Stores the mass of a chunk, and its histogram if a filter needs it; grid: rows, chunks.
 
-    Without a filter it is the mass that `min_p` keeps. With `top_k` it is not used.
+    Without a filter, it is the mass of the tokens that `min_p` keeps. With `top_k` the mass is not used.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)
@@ -283,7 +286,7 @@ def candidates_kernel(
     CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the candidates of a chunk after those of earlier chunks, if they fit; grid: rows, chunks."""
+    """Writes the candidates of a chunk after those of earlier chunks, if all of them fit; grid: rows, chunks."""
     row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature = tl.load(temperatures + row)
     top_k, top_p = tl.load(top_ks + row), tl.load(top_ps + row)
@@ -302,7 +305,7 @@ def candidates_kernel(
         found = _key(logits, begin + i, vocabulary, top, temperature)
         candidate = (found < _NO_KEY) & (_bin(found) <= edge)
         number = tl.sum(candidate.to(tl.int32), 0)
-        # Most blocks have no candidate.
+        # Most blocks have no candidates.
         if number > 0:
             place = count + tl.cumsum(candidate.to(tl.int32), 0) - 1
             tl.store(candidates + place, found, mask=candidate)
@@ -331,7 +334,7 @@ def draw_kernel(
     CANDIDATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row; the grid is the rows. A row without a temperature keeps its token."""
+    """Draws the token of one row; grid: rows. A row without a temperature keeps its token."""
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperatures + row)
     if temperature <= 0:
@@ -367,7 +370,7 @@ def draw_kernel(
             goal = _drawn(drawn, _total(logits, vocabulary, top, temperature, key, equals, min_p, BLOCK))
             token = _find(logits, 0, vocabulary, top, temperature, key, equals, min_p, goal, BLOCK)
     else:
-        # Find the chunk in which the goal is reached, then the token.
+        # Find the chunk in which the mass reaches the goal, then the token.
         goal = _drawn(drawn, all_mass)
         behind = tl.cumsum(chunk_mass, 0)
         here = (behind > goal) & (behind - chunk_mass <= goal)
@@ -384,7 +387,7 @@ def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
     """See `interface.Sampling`."""
     rows, vocabulary = logits.shape
     most = cdiv(vocabulary, _LEAST_CHUNK)
-    # Every program of a row reads the histograms of all its chunks, so there are only as many as fill the device.
+    # Every program of a row reads the histograms of all chunks of the row, so use no more chunks than fill the device.
     chunk_size = cdiv(cdiv(vocabulary, min(most, cdiv(_PROGRAMS, rows))), _BLOCK) * _BLOCK
     chunks = cdiv(vocabulary, chunk_size)
 
@@ -419,6 +422,6 @@ def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
         CANDIDATES=CANDIDATES,
         BLOCK=_BLOCK,
         num_warps=16,
-        # Left alone, the compiler takes 64 and spills.
+        # Without this limit, the compiler uses 64 registers and spills.
         maxnreg=128,
     )

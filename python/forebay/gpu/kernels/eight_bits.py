@@ -1,7 +1,6 @@
-"""8-bit floats (e4m3), whose codes are bytes in memory.
+"""8-bit floats (e4m3), stored as bytes.
 
-Conversions are done with bit operations, since Triton's interpreter rounds them wrongly and Ampere lacks the
-instructions.
+Conversions use bit operations, because Triton's interpreter rounds them wrongly, and Ampere lacks the instructions.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from forebay.gpu.kernels.launch import INTERPRETED
 LARGEST = tl.constexpr(448.0)
 _UP = tl.constexpr(2.0**120)
 _DOWN = tl.constexpr(2.0**-120)
-"""The factor that corrects the exponents' biases: 7 in an 8-bit float, and 127 in float32."""
+"""The factors that correct the exponent bias: 7 in an 8-bit float, and 127 in float32."""
 _NO_NUMBER = tl.constexpr(0x7F)
-"""The code of NaN, without its sign: all bits."""
+"""The code of NaN without its sign: all bits are 1."""
 
 
 @triton.jit
 def of_eight_bits(code):
-    """float32 of 8-bit floats (e4m3). Bits are moved to their places in float32. NaN becomes 480."""
+    """Converts 8-bit floats (e4m3) to float32, by moving the bits to their positions in float32. NaN becomes 480."""
     code = code.to(tl.int32)
     bits = ((code & 0x80) << 24) | ((code & 0x7F) << 20)
     return bits.to(tl.float32, bitcast=True) * _UP
@@ -30,7 +29,7 @@ def of_eight_bits(code):
 
 @triton.jit
 def to_eight_bits(x):
-    """8-bit floats (e4m3), as int32, of float32 up to 448. They are rounded to nearest, ties to even."""
+    """Converts float32 up to 448 to 8-bit floats (e4m3), as int32, rounded to nearest even."""
     bits = (x * _DOWN).to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
     return ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) | ((bits >> 24) & 0x80)
@@ -38,16 +37,16 @@ def to_eight_bits(x):
 
 @triton.constexpr_function
 def has_casts():
-    """True if the target GPU has an instruction that converts these floats: Ada, Hopper and later."""
+    """True if the target GPU has an instruction that converts such floats: Ada, Hopper and later."""
     return not INTERPRETED and cuda_capability_geq(8, 9)
 
 
 @triton.jit
 def kept(x, pool):
-    """float32 x in the form of a pool's elements: bytes are 8-bit floats, up to 448. NaN stays NaN."""
+    """Converts float32 x to a pool's element type: bytes are 8-bit floats, clamped to 448. NaN stays NaN."""
     if pool.dtype.element_ty == tl.uint8:
         code = to_eight_bits(tl.minimum(tl.maximum(x, -LARGEST), LARGEST))
-        # A minimum of NaN and a number may be either of them.
+        # The minimum of NaN and a number may be either of the two.
         form = tl.where(x == x, code, _NO_NUMBER).to(tl.uint8)
     else:
         form = x
@@ -56,11 +55,11 @@ def kept(x, pool):
 
 @triton.jit
 def load_kept(at, mask, DOT: tl.constexpr):
-    """Elements of a pool in the type DOT, 0 outside of the mask. Bytes are 8-bit floats, all of which DOT has."""
+    """Loads elements of a pool as type DOT, 0 outside of the mask. DOT represents 8-bit floats exactly."""
     if at.dtype.element_ty == tl.uint8:
         code = tl.load(at, mask=mask, other=0)
         if has_casts():
-            # Through float32: the direct instruction from float16 to bfloat16 is slow.
+            # Converted through float32, because the direct instruction from float16 to bfloat16 is slow.
             value = code.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32).to(DOT)
         else:
             value = tl.where((code & _NO_NUMBER) == _NO_NUMBER, float("nan"), of_eight_bits(code)).to(DOT)

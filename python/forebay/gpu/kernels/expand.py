@@ -1,4 +1,4 @@
-"""Dequantises a matrix, for products with many rows, which are bound by the tensor cores."""
+"""Dequantises a matrix, for products with many rows, whose speed the tensor cores limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forebay.gpu.kernels.launch import cdiv, launch
 
 _ROWS = 8
 _BYTES = 512
-"""Rows and bytes of codes of a program."""
+"""The number of rows, and the number of bytes of codes per row, that a program converts."""
 
 
 @triton.jit
@@ -29,7 +29,7 @@ def expand_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The values of BLOCK_N rows by BLOCK_K bytes; grid: blocks of rows, blocks of bytes."""
+    """Dequantises BLOCK_N rows by BLOCK_K bytes; grid: blocks of rows, blocks of bytes."""
     row = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     byte_at = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     WIDTH: tl.constexpr = K // 2 if FOLD else K

@@ -1,4 +1,4 @@
-"""The gated norm after a recurrence: each group of a token's outputs has its own mean."""
+"""The gated norm after a recurrence: each group of a token's outputs is normalised separately."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from forebay.gpu.kernels.gating import silu
 from forebay.gpu.kernels.launch import launch, power_of_2
 
 NORMS = ("none", "before_gate", "after_gate")
-"""The positions of the norm, by their numbers in the kernel."""
+"""The positions of the norm. Kernels use the index."""
 _ALONE = 1024
-"""Elements of a group without a norm."""
+"""The number of elements of a group if there is no norm."""
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -32,7 +32,7 @@ def gated_norm_kernel(
     SHARED: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):
-    """A group of a token's outputs; the grid is tokens, groups. SHARED: one weight is that of all groups.
+    """Normalises and gates a group of a token's outputs; grid: tokens, groups. SHARED: all groups use the same weight.
 
     Tokens of no row get 0.
     """

@@ -1,4 +1,4 @@
-"""The gate of a feed-forward part (Shazeer 2020)."""
+"""The gate of a feed-forward layer (Shazeer 2020)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forebay.gpu.kernels.launch import cdiv, dependents, launch
 
 _BLOCK = 1024
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "swigluoai")
-"""The activations of gates, by their numbers in kernels."""
+"""The activations of gates. Kernels use the index."""
 
 
 @triton.jit
@@ -21,22 +21,22 @@ def silu(x):
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent, in float32. It is exact for large x too, where the power is infinite."""
+    """The hyperbolic tangent, in float32. It is also correct for large x, for which exp is infinite."""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
 
 @triton.jit
 def gated(x, up, ACTIVATION: tl.constexpr):
-    """The result of a gate and an up, in float32: 0 SiLU, 1 GELU by the error function, 2 GELU by a hyperbolic tangent.
+    """Returns activation(x) * up, in float32. ACTIVATION 0: SiLU, 1: GELU with erf, 2: GELU with tanh.
 
-    3: both are clamped (gpt-oss). NaN stays NaN.
+    3: gate and up are clamped (gpt-oss). NaN stays NaN.
     """
     if ACTIVATION == 0:
         out = silu(x) * up
     elif ACTIVATION == 1:
         out = 0.5 * x * (1.0 + tl.math.erf(x * 0.7071067811865476)) * up
     elif ACTIVATION == 2:
-        # Twice the root of 2 / pi. In this form no precision is lost where the tangent would be close to -1.
+        # The constant is twice the square root of 2 / pi. This form loses no precision where tanh would be close to -1.
         out = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x))) * up
     else:
         gate = tl.where(x > 7.0, 7.0, x)
@@ -55,7 +55,7 @@ def gate_kernel(
     ACTIVATION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A block of one token's elements; the grid is tokens, blocks."""
+    """Computes a block of one token's elements; grid: tokens, blocks."""
     dependents(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

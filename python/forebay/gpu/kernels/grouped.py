@@ -1,9 +1,9 @@
-"""Mixtures of experts: one grouped product for all experts, with groups that only the device knows.
+"""Mixtures of experts: one grouped product for all experts. Only the device has the sizes of the groups.
 
-A token has one *copy* for each of its experts. A counting sort puts copies side by side by expert. A tile of the
-product is some copies of one expert. The counts determine the expert of a tile, so the grid is an upper bound. Terms of
-a token are added one by one, in the order of its experts' ids and in float32, as in `layers.ops`. Copies with an id
-after the last expert lie after all tiles.
+A token has one *copy* for each of its experts. A counting sort makes the copies of an expert adjacent. A tile of the
+product consists of some copies of one expert. The counts determine the expert of a tile, so the grid is an upper bound.
+The terms of a token are added one by one, in the order of its experts' ids and in float32, as in `layers.ops`. Copies
+with an id after the last expert are sorted after all tiles.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BLOCK = 1024
 
 @triton.jit(do_not_specialize=["copies"])
 def sort_kernel(ids, order, first, copies, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The places of an expert's copies. It counts those of lower experts, then numbers its own. Grid: experts + 1."""
+    """Sorts an expert's copies: counts the copies of lower experts, then numbers its own. Grid: experts + 1."""
     expert = tl.program_id(0)
     lower = 0
     for begin in range(0, copies, BLOCK):
@@ -39,9 +39,9 @@ def sort_kernel(ids, order, first, copies, EXPERTS: tl.constexpr, BLOCK: tl.cons
 
 @triton.jit
 def tile_of(number, first, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr):
-    """The expert of a tile of M copies, its first copy, and the end of its copies.
+    """Returns the expert of a tile of M copies, the tile's first copy, and the end of the expert's copies.
 
-    After the last tile there are no copies.
+    A tile after the last one has no copies.
     """
     e = tl.arange(0, BLOCK)
     inside = e < EXPERTS
@@ -77,7 +77,7 @@ def gate_up_kernel(
     ACTIVATION: tl.constexpr,
     BIASES: tl.constexpr,
 ):
-    """Gated rows of M copies of one expert, N elements; the grid is tiles, blocks. EACH: experts of a token."""
+    """Computes gated rows of M copies of one expert, N elements; grid: tiles, blocks. EACH: experts per token."""
     expert, at, end = tile_of(tl.program_id(0), first, EXPERTS, EXPERTS_BLOCK, M)
     if at >= end:
         return
@@ -124,7 +124,7 @@ def down_kernel(
     DOT: tl.constexpr,
     BIASES: tl.constexpr,
 ):
-    """The last product of M copies of one expert, written to the copies' places; the grid is tiles, blocks."""
+    """Computes the down projection of M copies of one expert, in the order before sorting; grid: tiles, blocks."""
     expert, at, end = tile_of(tl.program_id(0), first, EXPERTS, EXPERTS_BLOCK, M)
     if at >= end:
         return
@@ -148,7 +148,7 @@ def down_kernel(
 
 @triton.jit
 def sum_kernel(outputs, weights, out, HIDDEN: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr):
-    """The weighted sum of a token's experts, for a block of elements; the grid is tokens, blocks."""
+    """Computes the weighted sum of a token's experts, for a block of elements; grid: tokens, blocks."""
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < HIDDEN
@@ -163,7 +163,7 @@ def sum_kernel(outputs, weights, out, HIDDEN: tl.constexpr, EACH: tl.constexpr, 
 
 
 def sort_copies(ids: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies by expert, from ids [tokens, each]: int32 [copies], and the beginnings of experts [count + 1]."""
+    """Sorts copies by expert, from ids [tokens, each]. Returns int32 [copies], and each expert's first [count + 1]."""
     copies = ids.numel()
     order = torch.empty(copies, dtype=torch.int32, device=ids.device)
     first = torch.empty(count + 1, dtype=torch.int32, device=ids.device)
@@ -188,7 +188,7 @@ def experts(
     m = 64 if copies >= 32 * count else 16
     narrow = x.dtype == torch.float32
     n, k = (32, 32) if narrow else (128 if m == 64 else 64, 64)
-    # Each expert may have one partial tile.
+    # Each expert may have one tile that is not full.
     tiles = min(copies, cdiv(copies, m) + count)
     shared: dict[str, Any] = {
         "EXPERTS": count,

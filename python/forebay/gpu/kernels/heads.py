@@ -1,4 +1,4 @@
-"""The inputs of a state's head for some tokens, for the kernels of recurrences. All numbers are float32."""
+"""The inputs of one head of a recurrent state for some tokens, used by several kernels. All values are float32."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import triton.language as tl
 from forebay.gpu.recurrent import StateHeads, StateWeights
 
 _EPSILON: tl.constexpr = tl.constexpr(1e-6)
-"""The term below the root of a key's length."""
+"""The term added under the square root of a key's norm."""
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)). The quotient corrects the rounding of the sum with 1 (Kahan). Beyond 20 the result is x."""
+    """log(1 + exp(x)). The quotient corrects the rounding error of the sum with 1 (Kahan). Above 20 the result is x."""
     power = tl.exp(tl.minimum(x, 20.0))
     sum_ = 1.0 + power
     lost = tl.where(sum_ == 1.0, 1.0, sum_ - 1.0)
@@ -23,7 +23,7 @@ def softplus(x):
 
 @triton.jit
 def key_head_of(head, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, TILED: tl.constexpr):
-    """The key head that a head shares."""
+    """Returns the key head that a value head uses."""
     if TILED:
         found = head % KEY_HEADS
     else:
@@ -33,7 +33,7 @@ def key_head_of(head, HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, TILED: tl.co
 
 @triton.jit
 def unit_rows(x, DELTA: tl.constexpr):
-    """Rows, scaled to length 1 if there is a delta rule."""
+    """Scales rows to norm 1 if there is a delta rule; otherwise returns them unchanged."""
     if DELTA:
         x = x * tl.rsqrt(tl.sum(x * x, 1) + _EPSILON)[:, None]
     return x
@@ -41,7 +41,7 @@ def unit_rows(x, DELTA: tl.constexpr):
 
 @triton.jit
 def strengths_of(a, b, step_bias, token, inside, a_stride, b_stride, head, DELTA: tl.constexpr):
-    """The factors of the part that is added to the state: strengths of the delta rule, or lengths of steps."""
+    """Returns the factors of the term that is added to the state: strengths of the delta rule, or steps."""
     if DELTA:
         found = tl.sigmoid(tl.load(b + token * b_stride + head, mask=inside, other=0.0).to(tl.float32))
     else:
@@ -52,14 +52,14 @@ def strengths_of(a, b, step_bias, token, inside, a_stride, b_stride, head, DELTA
 
 @triton.jit
 def head_decays(a, decay, step_bias, token, inside, a_stride, head):
-    """Logarithms of a head's decays at tokens."""
+    """Returns the logarithms of a head's decays at tokens."""
     steps = tl.load(a + token * a_stride + head, mask=inside, other=0.0).to(tl.float32) + tl.load(step_bias + head)
     return tl.where(inside, -tl.exp(tl.load(decay + head)) * softplus(steps), 0.0)
 
 
 @triton.jit
 def channel_decays(a, decay, step_bias, token, mask, a_stride, head, k, KEY_DIM: tl.constexpr):
-    """Logarithms of decays of channels, a row for each token."""
+    """Returns the logarithms of per-channel decays, a row per token."""
     at = head * KEY_DIM + k
     bias = tl.load(step_bias + at, mask=k < KEY_DIM, other=0.0)
     steps = tl.load(a + token[:, None] * a_stride + at[None, :], mask=mask, other=0.0).to(tl.float32) + bias[None, :]
@@ -92,7 +92,7 @@ def advance_one(
     DELTA: tl.constexpr,
     SKIP: tl.constexpr,
 ):
-    """The state [K, values] after a token. It stores the token's output."""
+    """Advances the state [K, values] by a token and returns it. Stores the token's output."""
     k = tl.arange(0, K)
     in_key, in_value = k < KEY_DIM, v < VALUE_DIM
     row = mixed + token * mixed_stride
@@ -121,7 +121,7 @@ def advance_one(
 
 
 def constants(shape: StateHeads, weights: StateWeights) -> dict[str, int | bool]:
-    """The constants of kernels for such heads."""
+    """Returns the constants of kernels for such heads."""
     return {
         "HEADS": shape.heads,
         "KEY_HEADS": shape.key_heads,

@@ -11,7 +11,7 @@ from forebay.gpu.kernels.launch import launch, power_of_2
 
 READS_HOST = True
 _PROGRAMS = 16
-"""Programs per query. Together they have enough reads in flight to hide the latency of host memory."""
+"""The number of programs per query: enough for the reads in flight to hide the latency of host memory."""
 _ROWS = 4
 
 
@@ -30,7 +30,7 @@ def gather_kernel(
     WIDTH_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """A part of one query's missing rows; the grid is queries, programs for each query."""
+    """Copies a part of one query's missing rows; grid: queries, programs per query."""
     query = tl.program_id(0).to(tl.int64)
     count = tl.load(missing + query)
     w = tl.arange(0, WIDTH_BLOCK)

@@ -1,8 +1,8 @@
-"""The lookup of chosen positions on hot pages and in hot rows. Positions in neither get a hot row.
+"""The lookup of chosen positions in hot pages and in hot rows. Positions found in neither get a hot row.
 
-Each query has one program, which alone writes the state of its slot, as a sparse slot has one query in a step. Shapes
-are fixed and there are no atomics, so the result depends on the state alone. The least recently used rows are evicted:
-exact up to an age of 30 steps, and among equals in order of row numbers. The result is that of
+Each query has one program. Only this program writes the state of its slot, since a sparse slot has one query per step.
+Shapes are fixed and there are no atomics, so the result depends only on the state. The least recently used rows are
+evicted: exactly up to an age of 30 steps, and rows of equal age in order of row numbers. The result is defined by
 `attention.hot_rows.find`.
 """
 
@@ -31,7 +31,7 @@ _HOT_ROWS = tl.constexpr(column_id("hot_rows"))
 
 @triton.jit
 def clear_kernel(body, places, table, slots, width, WIDTH_BLOCK: tl.constexpr):
-    """Removes all pages of new slots from a table. A grid of any size loops over them."""
+    """Removes all pages of new slots from a table. A grid of any size can process all of them."""
     at, count = column(places, _SLOTS, _WORDS)
     for number in range(tl.program_id(0), count, tl.num_programs(0)):
         slot = tl.load(body + at + number * _WORDS + _SLOT).to(tl.int64)
@@ -43,7 +43,7 @@ def clear_kernel(body, places, table, slots, width, WIDTH_BLOCK: tl.constexpr):
 
 @triton.jit
 def open_kernel(body, places, owner, stamp, clock, slots, pages, line, PAGE: tl.constexpr, PAGE_BLOCK: tl.constexpr):
-    """Empties the rows of pages that a plan gives to slots. A grid of any size loops over the pages."""
+    """Empties the rows of the pages that a plan assigns to slots. A grid of any size can process all pages."""
     at, count = column(places, _HOT_ROWS, _TRIPLE)
     i = tl.arange(0, PAGE_BLOCK)
     for number in range(tl.program_id(0), count, tl.num_programs(0)):
@@ -86,7 +86,7 @@ def resolve_kernel(
     PAGE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One query; grid: queries."""
+    """Finds the entries of one query's positions; grid: queries."""
     query = tl.program_id(0).to(tl.int64)
     slot = tl.load(query_slots + query).to(tl.int64)
     step = tl.load(clock + slot)
@@ -99,10 +99,10 @@ def resolve_kernel(
     resident = wanted & (page >= 0)
     row = tl.where(resident, page * page_stride + position % PAGE, -1)
     cold = wanted & (page < 0)
-    # As wide as positions: the interpreter refuses to combine the mask with a scalar comparison.
+    # Has the shape of the positions: the interpreter can't combine the mask with a scalar comparison.
     sparse = tl.zeros_like(position) + tl.load(hot_rows + slot * hot_pages) >= 0
 
-    # The entry for a position's row is valid only if the row names the position too.
+    # A position's entry in `row_of` is valid only if the row's owner is the position.
     own = cold & sparse
     hot = tl.load(row_of + slot * row_of_stride + position, mask=own, other=-1).to(tl.int32)
     known = own & (hot >= 0) & (hot < hot_count)
@@ -115,7 +115,7 @@ def resolve_kernel(
     rank = tl.cumsum(miss.to(tl.int32), 0) - 1
     count = tl.sum(miss.to(tl.int32), 0)
     tl.store(scratch + query * TOP_K + rank, position, mask=miss)
-    # A position without a page on the device or on the host is an error.
+    # A position that has no page, of a slot that is not sparse, is an error.
     lost = cold & (sparse == 0)
     row = tl.where(lost, null_page * page_stride, row)
     if tl.sum(lost.to(tl.int32), 0) > 0:
@@ -133,7 +133,7 @@ def resolve_kernel(
             used = tl.load(stamp + slot * hot_stride + j, mask=j < hot_count, other=0)
             age = tl.minimum(step - used, _AGES - 1)
             ages += tl.histogram(age, _AGES, mask=j < hot_count)
-        # The youngest age at which rows are evicted, and how many rows are older.
+        # The smallest age of evicted rows, and the number of rows that are older.
         of_age = tl.arange(0, _AGES)
         at_least = tl.sum(ages, 0) - tl.cumsum(ages, 0) + ages
         youngest = tl.max(tl.where(at_least >= count, of_age, 0), 0)

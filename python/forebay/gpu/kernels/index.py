@@ -1,8 +1,8 @@
-"""The choice of queries' positions: scores by an index (DeepSeek Sparse Attention, 2025), and the best of them.
+"""The positions that queries choose: scores by an index (DeepSeek Sparse Attention, 2025), and the best scores.
 
-A query's score of a position is `sum over heads of weight * relu(query . key)`, in float32. The best are found digit by
-digit, from the highest digit down, without a sort. So they come in ascending order, and of equal scores the lower
-positions win.
+A query's score of a position is `sum over heads of weight * relu(query . key)`, in float32. A radix selection finds the
+best scores digit by digit, from the highest digit down, without a sort. So positions come in ascending order, and of
+equal scores the lower positions win.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from forebay.gpu.kernels.chunks import row_of_block
 from forebay.gpu.kernels.launch import cdiv, dot_type, launch, power_of_2
 
 SCORE_BYTES = 64 << 20
-"""The largest number of bytes of scores at once. One block of queries may need more."""
+"""The largest number of bytes of scores at a time, unless a single block of queries needs more."""
 _BLOCK = 4096
 _LEAST_DOT = 16
 
@@ -56,11 +56,11 @@ def scores_kernel(
     SIZE: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """SIZE neighbouring queries of a row on a tile of positions; the grid is blocks of queries, tiles.
+    """Scores SIZE consecutive queries of a row on a tile of positions; grid: blocks of queries, tiles.
 
-    Line `l` of `scores` is a query of the blocks from `begin` on. `target[l]` is its number, or -1 for none, and
-    `seen[l]` is its number of visible positions. The line has a score for each visible position, unless the query keeps
-    all of them.
+    Line `l` of `scores` is a query of the blocks from `begin` on. `target[l]` is the query's index, or -1 for no query.
+    `seen[l]` is the number of positions that it can attend to. The line has a score for each of these positions, unless
+    the query keeps all of them.
     """
     row, number = row_of_block(begin + tl.program_id(0), first, rows, SIZE)
     line = tl.program_id(0) * SIZE
@@ -69,7 +69,7 @@ def scores_kernel(
     if row < rows:
         behind = tl.load(first + row + 1)
         alive = tl.maximum(tl.minimum(behind - token, SIZE), 0)
-        # The end for the block's first token, which sees one position more than there are before it.
+        # The number of positions that the block's first token attends to: one more than there are before it.
         end = tl.load(ends + row) - behind + token + 1
     if tl.program_id(1) == 0:
         for s in tl.static_range(SIZE):
@@ -99,7 +99,7 @@ def scores_kernel(
 
 @triton.jit
 def _descending(score):
-    """Unsigned keys that are smaller where scores are larger; both zeros are one. No number shows: it is largest."""
+    """Returns unsigned keys, smaller for larger scores. Both zeros are equal, and NaN counts as the largest."""
     score = tl.where(score == 0.0, 0.0, tl.where(score == score, score, float("inf")))
     bits = score.to(tl.int32, bitcast=True)
     ascending = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -110,7 +110,7 @@ def _descending(score):
 def best_kernel(
     scores, seen, target, chosen, width, TOP_K: tl.constexpr, TOP_K_BLOCK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The best positions of one line of scores, ascending; the grid is lines."""
+    """Writes the best positions of one line of scores, ascending; grid: lines."""
     line = tl.program_id(0).to(tl.int64)
     to = tl.load(target + line).to(tl.int64)
     if to < 0:
@@ -140,7 +140,7 @@ def best_kernel(
         digit = tl.sum((upto < left).to(tl.int32), 0)
         left -= tl.sum(tl.where(bins < digit, histogram, 0), 0)
         prefix = (prefix << _DIGIT) | digit.to(tl.uint32)
-    # Of the positions that equal the last of the best, `left` are kept.
+    # Of the positions with the smallest score that is kept, `left` are kept.
     kept, equals = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     for begin in range(0, count, BLOCK):
         inside = begin + i < count
@@ -157,7 +157,7 @@ def best_kernel(
 def best(scores: torch.Tensor, seen: torch.Tensor, target: torch.Tensor, chosen: torch.Tensor) -> None:
     """Writes the best of `seen` int32 [m] scores [m, width] to lines `target` int32 [m] of `chosen` int32 [n, top_k].
 
-    A target of -1 is none.
+    A line with target -1 is skipped.
     """
     top_k = chosen.shape[1]
     launch(
@@ -176,7 +176,7 @@ def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: Pag
     queries, heads, dim = q.shape
     size = 8 if rows.chunks else 1
     tile = 16 if keys.dtype == torch.float32 else 128
-    # One query more than there are rows: it stands for tokens of no row, which have a block of their own only in
+    # One block per row is added for rows that start within a block. No block is needed for tokens of no row, unlike in
     # attention.
     blocks, width = queries // size + len(rows.slots), rows.page_table.shape[1] * rows.page_size
     at_once = min(blocks, max(1, SCORE_BYTES // (4 * width * size)))

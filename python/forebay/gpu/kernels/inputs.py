@@ -1,4 +1,4 @@
-"""The inputs and outputs of a step's rows: tokens, positions, entries. The device reads the plan's own words."""
+"""The inputs of a step's rows: tokens, positions, and entries to write, from the words of the plan itself."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rows_kernel(
     context_length,
     BLOCK: tl.constexpr,
 ):
-    """Rows of the plan, then padding; one program. A row that does not fit becomes one token of the null slot."""
+    """Prepares the plan's rows, then padding; one program. An invalid row becomes one token of the null slot."""
     at, count = column(places, _ROWS, _WORDS)
     if count > rows:
         tl.atomic_or(errors, _RANGE)
@@ -105,7 +105,10 @@ def tokens_kernel(
     BLOCK: tl.constexpr,
     SPARSE: tl.constexpr,
 ):
-    """A block of tokens, or the pages of one row; the grid is blocks + rows. `steps`: those of a search among rows."""
+    """Prepares a block of tokens, or checks a row's pages; grid: blocks + rows.
+
+    `steps`: the number of steps of a binary search among rows.
+    """
     blocks = tl.cdiv(tokens, BLOCK)
     if tl.program_id(0) < blocks:
         t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -138,7 +141,7 @@ def tokens_kernel(
         own = tl.load(slots + row).to(tl.int64)
         used = tl.cdiv(tl.load(ends + row), PAGE)
         if SPARSE:
-            # Positions of a sparse slot that are on no page are read elsewhere.
+            # Positions of a sparse slot may have no hot page: they are read from hot rows.
             if tl.load(hot_rows + own * hot_pages) >= 0:
                 used = 0
         for begin in range(0, used, BLOCK):

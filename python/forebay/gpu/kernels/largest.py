@@ -1,4 +1,4 @@
-"""The largest logit of each row, and the check that all are finite: in chunks of a row, which are then joined."""
+"""The largest logit of each row, and whether all logits are finite: computed by chunks of a row, then joined."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import triton.language as tl
 from forebay.gpu.kernels.launch import cdiv, launch, power_of_2
 
 CHUNK = 4096
-"""Logits of one program."""
+"""The number of logits that a program reads."""
 
 
 @triton.jit
 def scan_kernel(logits, tops, places, finites, stride, chunks, vocabulary, CHUNK: tl.constexpr):
-    """A chunk of a row: its largest logit, the first place of it, and the check of all. The grid is rows, chunks."""
+    """Finds a chunk's largest logit and its first index, and checks whether all are finite. Grid: rows, chunks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = i < vocabulary
@@ -31,7 +31,7 @@ def scan_kernel(logits, tops, places, finites, stride, chunks, vocabulary, CHUNK
 
 @triton.jit
 def pick_kernel(tops, places, finites, tokens, finite, chunks, BLOCK: tl.constexpr):
-    """The first of one row's chunks with the largest logit; the grid is rows."""
+    """Joins the chunks of one row: the first one with the largest logit wins; grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     inside = i < chunks
@@ -44,7 +44,7 @@ def pick_kernel(tops, places, finites, tokens, finite, chunks, BLOCK: tl.constex
 
 
 def scan(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The largest logits float32, their places int32, and true where all are finite, each [rows, chunks]."""
+    """Returns the largest logits float32, their indices int32, and whether all are finite, [rows, chunks] each."""
     rows, vocabulary = logits.shape
     chunks = cdiv(vocabulary, CHUNK)
     tops = torch.empty(rows, chunks, dtype=torch.float32, device=logits.device)

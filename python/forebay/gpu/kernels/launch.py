@@ -1,8 +1,8 @@
-"""The only way to launch a kernel, with the common options of launches and a count of compilations.
+"""Launches kernels, with the common options of launches and a count of compilations. All launches go through it.
 
-A launch with a new combination of types, constants and alignments compiles. That takes up to a second, in which the
-device is idle. A hand with graphs compiles everything before it serves, and tests check that nothing compiles after
-that. A hand without graphs compiles at the first step of each number of rows.
+A launch with a new combination of types, constants and alignments compiles the kernel. That takes up to a second, in
+which the device is idle. A hand with graphs compiles everything before it serves, and tests check that nothing compiles
+after that. A hand without graphs compiles at the first step with each number of rows.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 COMPILES = not INTERPRETED
 
 ROOM = 227 << 10
-"""Bytes of shared memory for a program on a GPU that `is_roomy`."""
+"""Bytes of shared memory per program on a GPU for which `is_roomy` is true."""
 LITTLE_ROOM = 99 << 10
-"""Bytes of shared memory for a program on all other supported GPUs."""
+"""Bytes of shared memory per program on all other supported GPUs."""
 _DOT_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class CompiledWhileServingError(RuntimeError):
-    """A launch needs a kernel that is not compiled, after the count was sealed."""
+    """A launch requires a compilation after `seal`."""
 
 
 class Compilations:
-    """Counts kernels that Triton compiles, or loads from its cache, in this process."""
+    """Counts the kernels that Triton compiles, or loads from its cache, in this process."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -56,10 +56,10 @@ triton.knobs.runtime.jit_cache_hook = COMPILATIONS.note
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, overlap: bool | None = None, **options: Any) -> None:
-    """Runs `grid` programs of a kernel on the current stream; `options` are its constants and Triton's own.
+    """Runs `grid` programs of a kernel on the current stream; `options`: the kernel's constants, Triton's options.
 
-    A grid without programs launches nothing. `overlap`: the kernel calls `dependents`, and may begin before the one
-    before it ends; None: it does not know OVERLAP.
+    An empty grid launches nothing. `overlap`: True lets the kernel, which calls `dependents`, start before the previous
+    kernel ends; None: the kernel has no parameter OVERLAP.
     """
     if 0 in grid:
         return
@@ -67,25 +67,25 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, overlap: bool | None 
         options["OVERLAP"] = overlap and overlaps(args[0].device)
         if options["OVERLAP"]:
             options["launch_pdl"] = True
-    # Triton 3.10 will turn the fusion of products and sums off where nobody asks for it.
+    # Triton 3.10 will turn off the fusion of products and sums unless it is requested.
     kernel[grid](*args, enable_fp_fusion=True, **options)
 
 
 OVERLAP = "FOREBAY_GPU_OVERLAP"
-"""The environment's choice: 0 has every kernel wait for the end of the one before it."""
+"""The environment variable for overlap: with 0, every kernel waits for the end of the previous kernel."""
 
 
 def overlaps(device: torch.device) -> bool:
-    """True if a kernel may begin before the one before it ends: Hopper and later.
+    """True if a kernel may start before the previous kernel ends: Hopper and later.
 
-    Launches ask for it in steps of one token. There kernels are too short to hide their own launches. With more rows
-    the next kernel's programs would take the room of those that still run: 16 rows became slower.
+    Launches request it in steps of one token, whose kernels are too short to hide the next launch. With more rows, the
+    next kernel's programs would take resources from programs that still run: 16 rows became slower.
     """
     if INTERPRETED or os.environ.get(OVERLAP, "1") == "0":
         return False
     if device.type == "cuda":
         return _is_hopper(device)
-    # Compiled for a GPU that is not there.
+    # Kernels are being compiled for a GPU that is not present.
     return int(driver.active.get_current_target().arch) >= 90
 
 
@@ -96,9 +96,9 @@ def _is_hopper(device: torch.device) -> bool:
 
 @triton.jit
 def dependents(OVERLAP: tl.constexpr):
-    """Lets the next kernel begin, and waits for the end of the one before (programmatic dependent launch).
+    """Lets the next kernel start, and waits for the end of the previous one (programmatic dependent launch).
 
-    What is read before the call is nothing that an earlier kernel writes.
+    Before this call, a kernel must not read anything that an earlier kernel writes.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -107,9 +107,9 @@ def dependents(OVERLAP: tl.constexpr):
 
 @cache
 def is_roomy(device: torch.device) -> bool:
-    """True if a program may have 227 KiB of shared memory, as on Hopper and the large Blackwells.
+    """True if a program may use 227 KiB of shared memory, as on Hopper and the large Blackwell GPUs.
 
-    Others have 99 or 163.
+    Other GPUs have 99 or 163 KiB.
     """
     if device.type != "cuda":
         return True
@@ -118,15 +118,15 @@ def is_roomy(device: torch.device) -> bool:
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:
-    """The type for products of such elements."""
+    """Returns the type in which products of such elements are computed."""
     return tl.float32 if INTERPRETED else _DOT_TYPES[dtype]
 
 
 def power_of_2(n: int) -> int:
-    """The least power of 2 that is at least n."""
+    """Returns the smallest power of 2 that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
 def cdiv(n: int, size: int) -> int:
-    """The number of parts of `size` that cover n."""
+    """Returns n / size, rounded up."""
     return -(-n // size)

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, and of the likeliest ones of a row: in chunks of a row, which are then joined."""
+"""Log-probabilities of given tokens and of the likeliest tokens of a row: computed by chunks of a row, then joined."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _NOWHERE = tl.constexpr(2147483647)
 
 @triton.jit
 def _largest(x, ids):
-    """The largest number, and the lowest id that has it."""
+    """Returns the largest value, and the lowest id that has it."""
     value = tl.max(x, 0)
     return value, tl.min(tl.where(x == value, ids, _NOWHERE), 0)
 
 
 @triton.jit
 def _asked(slots, words, row, most, BY_SLOT: tl.constexpr):
-    """The number of tokens that a row requests, at most `most`; -1: no log-probability at all."""
+    """Returns the number of tokens that a row requests, at most `most`; -1: it requests no log-probabilities."""
     asked = most
     if BY_SLOT:
         record = words + tl.load(slots + row).to(tl.int64) * _WORDS
@@ -51,7 +51,7 @@ def chunks_kernel(
     MOST: tl.constexpr,
     BY_SLOT: tl.constexpr,
 ):
-    """A chunk of a row: its largest logits, and the sum of powers relative to the first; the grid is rows, chunks."""
+    """Finds a chunk's largest logits, and the sum of exponentials relative to the largest; grid: rows, chunks."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     asked = _asked(slots, words, row, most, BY_SLOT)
     if asked < 0:
@@ -92,7 +92,7 @@ def rows_kernel(
     CHUNKS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The likeliest tokens of one row among those of its chunks, after the given token; the grid is rows."""
+    """Writes the given token of a row, then the likeliest tokens of all chunks; grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     asked = _asked(slots, words, row, most, BY_SLOT)
     if asked < 0:
@@ -142,9 +142,10 @@ def _find(
     logprobs: torch.Tensor,
     by_slot: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Writes lines of `found` and of `logprobs`, which have the same stride.
+    """Writes lines of `found` and `logprobs`, which have the same stride.
 
-    `by_slot`: the slots of rows, and the slots' records, which have the numbers. None: each row requests `most`.
+    `by_slot`: the rows' slots, and the slots' records, which contain the number of tokens that a slot requests. None:
+    all rows request `most`.
     """
     rows, vocabulary = logits.shape
     chunks = cdiv(vocabulary, CHUNK)

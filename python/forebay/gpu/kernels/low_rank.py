@@ -1,7 +1,7 @@
-"""Low-rank matrices of several adapters for one product, as in Punica (Chen et al. 2023): `y += B (A x)`.
+"""LoRA with several adapters for one matrix product, as in Punica (Chen et al. 2023): `y += B (A x)`.
 
-The tokens of a step are sorted by the places of their adapters, once for all products. A tile is some tokens of one
-place, so an adapter's matrices are read once for all of them. The grids are upper bounds, as with experts.
+The tokens of a step are sorted by the places of their adapters, once for all products. A tile consists of some tokens
+of one place, so an adapter's matrices are read once for all of them. Grids are upper bounds, as for experts.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from forebay.gpu.kernels.shape import LEAST_DOT
 from forebay.gpu.low_rank import LowRankStack, PlacedTokens
 
 _LARGE = 64
-"""Tokens of a tile where there are many."""
+"""The number of tokens of a tile if there are many tokens."""
 _SPAN = 1024
-"""Inputs of one part of a sum. With few tokens, a sum in one piece would keep a few programs busy for a long time."""
+"""The number of inputs in each part of a sum. With few tokens, an undivided sum would keep only a few programs busy."""
 _MOST_PARTS = 8
 _RANKS = 64
 
@@ -42,7 +42,7 @@ def shrink_kernel(
     K: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """A part of `A x` of M tokens of one place, N ranks; the grid is tiles, blocks of ranks, parts of `span` inputs."""
+    """Computes a part of `A x`: M tokens of a place, N ranks; grid: tiles, blocks of ranks, parts of `span` inputs."""
     place, at, end = tile_of(tl.program_id(0), first, PLACES, PLACES_BLOCK, M)
     if at >= end:
         return
@@ -85,9 +85,9 @@ def expand_kernel(
     R: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Adds `B s` to y for M tokens of one place, N outputs of a module; the grid is tiles, modules, blocks of outputs.
+    """Adds `B s` to y: M tokens of a place, N outputs of a module; grid: tiles, modules, blocks of outputs.
 
-    Sums of `parts` are rounded before the product, and the product before it is added, as two products would be.
+    The sum of `parts` is rounded before the product, and the product before the addition, as with separate operators.
     """
     place, at, end = tile_of(tl.program_id(0), first, PLACES, PLACES_BLOCK, M)
     begin = tl.load(starts + tl.program_id(1))

@@ -1,4 +1,4 @@
-"""A sum and the norm of it, in one pass over a token's state instead of two."""
+"""Adds a residual and normalises the sum, in one pass over a token's state instead of two."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def norm_kernel(
     ADD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One token; grid: tokens."""
+    """Computes one token; grid: tokens."""
     dependents(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -32,7 +32,7 @@ def norm_kernel(
     if ADD:
         residual_at = residual + token * residual_stride + i
         state += tl.load(residual_at, mask=inside, other=0.0).to(tl.float32)
-        # Round first: the norm must be of the value that the next layer reads.
+        # Round before the norm, because the next layer reads the rounded sum.
         state = state.to(residual.dtype.element_ty).to(tl.float32)
         tl.store(residual_at, state, mask=inside)
     normal = state * tl.rsqrt(tl.sum(state * state, 0) / HIDDEN + eps)

@@ -1,11 +1,11 @@
-"""The product of one row with a matrix. It is bound by the matrix's bytes.
+"""The product of a single row with a matrix. Its speed is limited by reading the matrix.
 
-Products are summed element by element in float32, without tensor cores. A program computes some outputs alone, so the
-order of a sum does not depend on the GPU. It starts to read its part of the matrix before the kernel that computes the
-row has ended (`launch.dependents`).
+Products are summed element by element in float32, without tensor cores. One program computes the whole sum of an
+output, so its order does not depend on the GPU. The program starts to read its part of the matrix before the kernel
+that computes the row has ended (`launch.dependents`).
 
 A gate after the product can be fused: a program then computes outputs of both halves. This saves a launch and a round
-trip through memory. It has never run on a GPU.
+trip through memory. The fused kernel has never run on a GPU.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from forebay.gpu.kernels.gating import ACTIVATIONS, gated
 from forebay.gpu.kernels.launch import cdiv, dependents, launch, power_of_2
 
 _OUTPUTS = 4
-"""Outputs of a program. With more, a matrix with few rows does not fill an H100."""
+"""The number of outputs of a program. With more, a matrix with few rows does not fill an H100."""
 _INPUTS = 1024
-"""Inputs of a step."""
+"""The number of inputs that a program reads per loop step."""
 _STAGES = 3
 
 
@@ -39,7 +39,7 @@ def one_row_kernel(
     OVERLAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_N outputs; grid: blocks of outputs."""
+    """Computes BLOCK_N outputs; grid: blocks of outputs."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside = (n < N)[:, None]
@@ -73,7 +73,7 @@ def gated_row_kernel(
     OVERLAP: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_N of N gates, and their ups, which are N rows behind them; grid: blocks of gates."""
+    """Computes BLOCK_N of N gates and their ups, whose weights are N rows further; grid: blocks of gates."""
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     inside = (n < N)[:, None]
@@ -93,7 +93,7 @@ def gated_row_kernel(
     if BIAS:
         gate += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
         up += tl.load(bias + N + n, mask=n < N, other=0.0).to(tl.float32)
-    # Round as the two separate operators do.
+    # Round like the two separate operators.
     dtype = out.dtype.element_ty
     gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
     tl.store(out + n, gated(gate, up, ACTIVATION), mask=n < N)
@@ -125,7 +125,7 @@ def one_row_gated(
     """See `interface.Layers`."""
     inner, inputs = len(weight) // 2, weight.shape[1]
     out = x.new_empty(1, inner)
-    # Half as many gates and ups, so that a program reads as much as without a gate.
+    # Half as many outputs, because each has a gate and an up: a program then reads as much as without a gate.
     outputs = _OUTPUTS // 2
     launch(
         gated_row_kernel,

@@ -1,8 +1,8 @@
-"""The division of rows of one token among programs, by length, and the join of the programs' results.
+"""The division of one-token rows into parts for programs, by length, and the join of the parts' results.
 
-As in stream-K and FlashInfer's plans (Ye et al. 2025): a device full of programs shares the positions of all rows
-evenly, so one long row among short ones is read by many programs. The device makes the division once per step. A graph
-serves any lengths, since its grid is an upper bound.
+As in stream-K and FlashInfer's plans (Ye et al. 2025), as many programs as fill the device share the positions of all
+rows evenly, so many programs read one long row among short rows. The device computes the division once per step. A
+graph serves any lengths, since its grid is an upper bound.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ from forebay.gpu.kernels.shape import Shape, Tiles
 from forebay.gpu.kernels.walk import beside_sinks, seen_from
 
 MOST = 32
-"""The most parts of a row. A join reads them all at once. A power of 2."""
+"""The largest number of parts of a row, a power of 2. A join reads all parts at once."""
 RECORD_WORDS = 8
-"""The words of a part: token or -1, slot, end of its row, its begin and end, the row's number of parts, the first
-part's cell, its number.
+"""The number of words per part.
+
+- its token or -1, the slot, and the end of the row;
+- the part's first position and end;
+- the row's number of parts, the cell of the row's first part, and the part's index in the row.
 """
 _JOINS_ITSELF = 8
-"""The most heads of a group for which a row's last program joins the parts. With more, a kernel is faster."""
+"""The most heads of a group for which a row's last program joins the parts. For more, a separate kernel is faster."""
 
 
 @triton.jit
 def part_length(positions, count, TILE: tl.constexpr):
-    """The length of each of `count` parts except the last: whole tiles."""
+    """Returns the length of each of `count` parts, a multiple of TILE. The last part may be shorter."""
     return tl.cdiv(tl.cdiv(positions, count), TILE) * TILE
 
 
 @triton.jit
 def length_of_row(positions, share, MOST: tl.constexpr, TILE: tl.constexpr):
-    """The length of each part of a row except the last. A row shorter than two shares has one part."""
+    """Returns the length of each part of a row, except the last. A row shorter than two shares has one part."""
     return tl.where(positions < 2 * share, positions, tl.maximum(share, part_length(positions, MOST, TILE)))
 
 
@@ -59,10 +62,10 @@ def divide_kernel(
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes `work` [items, WORDS] and zeros to `counts` [counters]; one program.
+    """Writes `work` [items, WORDS], and zeros to `counts` [counters]; one program.
 
-    `at` [2, rows + 1] is temporary memory: the number of parts before each row, and of parts of rows with several. Each
-    of `programs` has a share of all positions. `steps`: those of a search among rows.
+    `at` [2, rows + 1] receives the number of parts before each row, and the number of those in rows with several parts.
+    Each of `programs` has an equal share of all positions. `steps`: the steps of a binary search among rows.
     """
     total = tl.zeros([1], tl.int64)
     for begin in range(0, rows, BLOCK):
@@ -86,7 +89,7 @@ def divide_kernel(
         parts += tl.sum(count, 0)
         cells += tl.sum(several, 0)
     tl.store(at + rows, parts)
-    # Other threads read the values that a thread has written.
+    # Threads read values that other threads have written.
     tl.debug_barrier()
     for begin in range(0, items, BLOCK):
         item = begin + tl.arange(0, BLOCK)
@@ -131,9 +134,9 @@ def joined(
     MOST: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """The result [DIM_BLOCK] of a head from `count` parts, at most MOST, whose cells begin with `cell`.
+    """Returns the output [DIM_BLOCK] of a head, joined from `count` parts, at most MOST, whose cells start at `cell`.
 
-    As flash decoding has it (Dao et al. 2023). Other programs may have written the parts during this launch.
+    The join is that of flash decoding (Dao et al. 2023). Other programs may have written the parts during this launch.
     """
     s = tl.arange(0, MOST)
     d = tl.arange(0, DIM_BLOCK)
@@ -144,7 +147,7 @@ def joined(
     there = inside[:, None] & (d < DIM)[None, :]
     part = tl.load(sums + place[:, None] * DIM + d[None, :], mask=there, other=0.0, cache_modifier=".cg")
     highest = tl.max(top, 0)
-    # A part without positions has weight 0, and sums of 0.
+    # A part without positions has weight 0 and sums of 0.
     share = tl.where(total > 0.0, tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest)), 0.0)
     weight = tl.sum(total * share, 0)
     of_parts, weight = beside_sinks(highest, weight, sinks, head, True, SINKS)
@@ -177,11 +180,11 @@ def keep_part(
     JOINS: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """Stores a walk's results of some heads [BLOCK]: the final ones of a single part, and otherwise data for the join.
+    """Stores a walk's results of some heads [BLOCK]: the final output of a row with one part, otherwise join data.
 
-    JOINS: heads are the GROUP from `first_head` on. The last of the `count` programs of a row joins their results. It
-    finds the others counted in `counts[counter]`, and sets that back to 0. Sums have the order of parts, whoever is
-    last.
+    JOINS: the heads are the GROUP from `first_head` on, and the last of a row's `count` programs joins their results.
+    `counts[counter]` counts the finished programs; the last one resets it to 0. Sums are in the order of parts,
+    whichever program is the last.
     """
     d = tl.arange(0, DIM_BLOCK)
     wide = alive[:, None] & (d < DIM)[None, :]
@@ -195,12 +198,12 @@ def keep_part(
         tl.store(weights + place * 2, top, mask=alive)
         tl.store(weights + place * 2 + 1, total, mask=alive)
         if JOINS:
-            # All threads' stores come before the count.
+            # The stores of all threads have to precede the count.
             tl.debug_barrier()
             before = tl.atomic_add(counts + counter, 1, sem="acq_rel", scope="gpu")
             if before == count - 1:
-                # If this came after the joins, the address would need stack memory with the eight heads per group of a
-                # Qwen3-30B-A3B.
+                # The counter is reset before the joins. If it were reset after them, its address would be spilled to
+                # the stack for groups of eight heads (Qwen3-30B-A3B).
                 tl.store(counts + counter, 0)
                 for i in tl.static_range(GROUP):
                     one = joined(
@@ -224,7 +227,7 @@ def join_kernel(
     OVERLAP: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """One head of a row, if it has several parts; the grid is rows, HEADS."""
+    """Joins one head of a row, if the row has several parts; grid: rows, HEADS."""
     dependents(OVERLAP)
     row, head = tl.program_id(0), tl.program_id(1)
     count = tl.load(at + row + 1) - tl.load(at + row)
@@ -238,7 +241,7 @@ def join_kernel(
 
 
 def programs_of(fill: int, blocks: int, rows: int) -> int:
-    """The number of parts that fill a GPU, if each of `rows` has `blocks` programs and `fill` programs fill the GPU."""
+    """Returns how many parts of all rows together fill a GPU, if a part needs `blocks` programs and a GPU `fill`."""
     return max(1, min(fill // blocks, rows * MOST))
 
 
@@ -248,20 +251,20 @@ class Work:
 
     items: int
     records: torch.Tensor  # int32 [items, RECORD_WORDS]
-    at: torch.Tensor  # int32 [2, rows + 1]: the parts before each row, and those of rows with several
-    counts: torch.Tensor  # int32 [items * blocks]: programs of a row that are done, 0 between launches
+    at: torch.Tensor  # int32 [2, rows + 1]: the parts before each row, and those of them in rows with several parts
+    counts: torch.Tensor  # int32 [cells * blocks]: the finished programs of a row; 0 between launches
     sums: torch.Tensor  # float32 [cells, heads, dim]
-    weights: torch.Tensor  # float32 [cells, heads, 2]: largest scores, and sums of weights
+    weights: torch.Tensor  # float32 [cells, heads, 2]: the largest score and the sum of weights
     joins: bool
-    """True if the last program of a row joins its parts, so that no kernel is needed.
+    """True if the last program of a row joins its parts, so that no join kernel is launched.
 
-    On an H100 the program takes 3 to 5 us more than a kernel does. But where rows of one length have a single part, a
-    kernel would mostly find nothing to join.
+    On an H100 this takes 3 to 5 us longer than a join kernel. But if rows of equal length have a single part each, a
+    join kernel would mostly have nothing to do.
     """
 
     @classmethod
     def of(cls, rows: PagedRows, shape: Shape, tiles: Tiles, window: int) -> Work:
-        """The parts for layers of these shapes and this window. The first layer of a step computes them."""
+        """Returns the parts for layers of these shapes and this window. The first layer of a step computes them."""
         key = (shape.heads, shape.group, shape.dim, tiles, window)
         found = rows.works.get(key)
         if found is None:
@@ -273,7 +276,7 @@ class Work:
     def _divide(cls, rows: PagedRows, shape: Shape, tiles: Tiles, window: int) -> Work:
         count, blocks, device = len(rows.slots), shape.blocks(tiles), rows.ends.device
         programs = programs_of(tiles.programs, blocks, count)
-        # A row with several parts covers at least two shares, and has at most one part more than shares.
+        # A row with several parts covers at least two shares, and has at most one more part than shares.
         items, cells = count + programs, programs + programs // 2
 
         def empty(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Penalties for tokens that a row has seen, or has generated: one pass over the logits of the rows with penalties.
+"""Penalties for tokens that occurred in a row, or were generated: one pass over the logits of rows with penalties.
 
-In a graph a row's penalties are read by its slot. The host provides the line of its counts, which are updated after the
-sampler.
+In a graph, a row's penalties are read by its slot. The host provides the line of the row's counts, which are updated
+after sampling.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _penalised(x, seen, generated, repetition, presence, frequency):
 def penalise_kernel(
     logits, rows, counts, lines, penalties, stride, vocabulary, line_stride, penalty_stride, BLOCK: tl.constexpr
 ):
-    """A block of one row's logits; the grid is rows, blocks."""
+    """Penalises a block of one row's logits; grid: rows, blocks."""
     number = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < vocabulary
@@ -49,7 +49,7 @@ def penalise_kernel(
 
 @triton.jit
 def adjust_kernel(logits, lines, counts, slots, floats, out, stride, vocabulary, line_stride, BLOCK: tl.constexpr):
-    """A block of one row's logits, by its slot's penalties; the grid is rows, blocks."""
+    """Copies a block of one row's logits, with its slot's penalties; grid: rows, blocks."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < vocabulary
@@ -67,7 +67,7 @@ def adjust_kernel(logits, lines, counts, slots, floats, out, stride, vocabulary,
 
 @triton.jit(do_not_specialize=["rows"])
 def count_kernel(tokens, lines, counts, rows, vocabulary, line_stride, BLOCK: tl.constexpr):
-    """Counts the tokens of a block of rows; the grid is blocks."""
+    """Counts the tokens of a block of rows; grid: blocks."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     line = tl.load(lines + row, mask=inside, other=-1).to(tl.int64)

@@ -1,8 +1,8 @@
-"""Products with matrices of 8-bit floats and of 4-bit integers, read in their stored form.
+"""Products with quantised matrices of 8-bit floats and of 4-bit integers, read in their stored format.
 
-Codes are converted to the activations' type as they are loaded, which is exact. The product of inputs that share a
-scale is summed first and then multiplied by the scale, in float32. Dense matrices and experts share one kernel. A tile
-is some tokens, or some copies of tokens for one expert (`grouped`).
+Codes are converted to the activations' type when they are loaded, which is exact. Products of inputs that share a scale
+are summed first and then multiplied by the scale, in float32. Dense matrices and experts use the same kernel. A tile
+consists of some tokens, or of some copies of tokens for one expert (`grouped`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forebay.gpu.kernels.launch import cdiv, dot_type, is_roomy, launch, power_o
 
 _BLOCK = 1024
 _MOST_COLUMNS = 64
-"""The largest number of inputs of one step of a product."""
+"""The largest number of inputs that a product reads per loop step."""
 _LEAST_SCALE = tl.constexpr(1e-12)
 
 
@@ -52,10 +52,10 @@ def product_kernel(
     K: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """M tokens by N rows of a matrix; grid: tiles, blocks of rows. K: bytes of codes in a step.
+    """Multiplies M tokens by N rows of a matrix; grid: tiles, blocks of rows. K: bytes of codes per loop step.
 
-    EXPERTS 0: a dense matrix. EACH: x has tokens, each for this many experts; 0: x has copies in sorted order. SCATTER:
-    results are stored at the copies' original places.
+    EXPERTS 0: a dense matrix. EACH: x has a row per token, and each token has this many experts; 0: x has a row per
+    copy, in sorted order. SCATTER: results are stored in the order of copies before sorting.
     """
     if EXPERTS:
         expert, at, end = tile_of(tl.program_id(0), first, EXPERTS, EXPERTS_BLOCK, M)
@@ -153,7 +153,7 @@ def _product(
     groups: tuple[torch.Tensor, torch.Tensor] | None = None,
     each: int = 0,
 ) -> None:
-    """`groups`: copies by expert, as `sort_copies` returns them; None: there are no experts."""
+    """`groups`: the copies by expert, as `sort_copies` returns them; None: there are no experts."""
     count = 0 if groups is None else len(groups[1]) - 1
     order, first = (x, x) if groups is None else groups
     tiles = cdiv(copies, m) if groups is None else min(copies, cdiv(copies, m) + count)
@@ -194,7 +194,7 @@ def _product(
 
 @triton.jit
 def quantise_kernel(x, codes, scale, x_stride, INPUTS: tl.constexpr, BLOCK: tl.constexpr):
-    """8-bit floats of one token, and their scale; grid: tokens."""
+    """Quantises one token to 8-bit floats with a scale; grid: tokens."""
     token = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, BLOCK)
     most = tl.zeros([BLOCK], tl.float32)

@@ -1,10 +1,10 @@
-"""Recurrences with a state for each slot: gated delta nets, with decays of channels too, and Mamba 2.
+"""Recurrences with a state per slot: gated delta nets, also with per-channel decays, and Mamba 2.
 
-A row of one token advances its state step by step, and so does any row in float32, for which tensor cores can't be
-used. Longer rows are computed in chunks (Yang et al. 2024, "Gated Delta Networks"; the form of flash-linear-attention).
-A first kernel has a program for each chunk and head. It computes the interaction of a chunk's positions: products of
-queries and keys, and for the delta rule the inverse of a triangular matrix. A second kernel goes through the chunks of
-a row one after the other, with products of tiles only.
+A row of one token advances its state position by position, and so does any row in float32, for which tensor cores can't
+be used. Longer rows are computed in chunks (Yang et al. 2024, "Gated Delta Networks"; the form of
+flash-linear-attention). The first kernel has a program per chunk and head. It computes the interaction of a chunk's
+positions: products of queries and keys, and for the delta rule the inverse of a triangular matrix. The second kernel
+processes the chunks of a row one after the other, using only products of tiles.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from forebay.gpu.recurrent import StateHeads, StateRows, StateWeights
 
 _CHUNK = 64
 _CHANNEL_CHUNK = 32
-"""Positions of a chunk if each channel has its own decay; each position then takes as many registers as a key."""
+"""The chunk length with per-channel decays: each position then takes as many registers as a key."""
 _VALUES = 32
-"""Value elements of a program, if keys have up to 128 elements."""
+"""The number of value elements that a program computes, if keys have up to 128 elements."""
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def positions_kernel(
     SKIP: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """V elements of a row, position by position; the grid is rows, heads, blocks of elements.
+    """Advances V elements of a row's state, position by position; grid: rows, heads, blocks of elements.
 
     Rows of more than one token are skipped, unless this kernel computes all rows (WHOLE).
     """
@@ -144,9 +144,9 @@ def positions_kernel(
 
 @triton.jit
 def _whole_of(row, first, places, place_stride):
-    """A row's first token, the tokens that are computed in chunks, and whether a last one goes to another state.
+    """Returns a row's first token, the number of tokens computed in chunks, and whether the last token is separate.
 
-    A row of one token is computed elsewhere.
+    The last token is separate if the state before it has to be kept. A row of one token has no tokens in chunks.
     """
     begin = tl.load(first + row)
     count = tl.load(first + row + 1) - begin
@@ -182,11 +182,11 @@ def mixing_kernel(
     SKIP: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """The interaction of a chunk's positions, for one head; the grid is `tokens // C + rows + 1`, heads.
+    """Computes the interaction of a chunk's positions, for one head; grid: `tokens // C + rows + 1`, heads.
 
-    `scores` [tokens, heads, C] are products of a position's query with the decayed keys of its chunk, up to its own.
-    `inverses` [tokens, heads, C] are rows of `(1 + M)^-1`, where M has the products of keys with decayed earlier keys,
-    times strengths.
+    `scores` [tokens, heads, C] are products of a position's query with the decayed keys of its chunk, up to its own
+    key. `inverses` [tokens, heads, C] are rows of `(1 + M)^-1`, where M has the products of keys with decayed earlier
+    keys, times strengths.
     """
     row, number = row_of_block(tl.program_id(0), first, rows, C)
     if row >= rows:
@@ -212,7 +212,7 @@ def mixing_kernel(
     if CHANNELS:
         total = tl.cumsum(channel_decays(a, decay, step_bias, token, mask, a_stride, head, k, KEY_DIM), 0)
         for j in range(left):
-            # The power of the difference: separate powers would overflow or underflow.
+            # exp of the difference: separate exponentials would overflow or underflow.
             chosen = (i == j)[:, None]
             there = tl.sum(tl.where(chosen, total, 0.0), 0)
             other = tl.sum(tl.where(chosen, key, 0.0), 0)
@@ -231,7 +231,7 @@ def mixing_kernel(
     tl.store(scores + cells, tl.where(i[:, None] >= i[None, :], of_queries, 0.0), mask=inside[:, None])
     if DELTA:
         strength = strengths_of(a, b, step_bias, token, inside, a_stride, b_stride, head, DELTA)
-        # The transpose has a column per position, so that factors of positions apply to columns as well as to lines.
+        # Transposed, so that a position's factors are a column, which can be multiplied with the lines of the inverse.
         factors = tl.trans(tl.where(i[:, None] > i[None, :], of_keys * strength[:, None], 0.0))
         inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
         for line in range(1, left):
@@ -272,7 +272,7 @@ def scan_kernel(
     SKIP: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """V elements of a row of several tokens; the grid is rows, heads, blocks of elements."""
+    """Advances V elements of the state of a row of several tokens; grid: rows, heads, blocks of elements."""
     row = tl.program_id(0)
     begin, whole, apart = _whole_of(row, first, places, place_stride)
     if tl.load(first + row + 1) - begin < 2:
@@ -365,7 +365,7 @@ def scan_kernel(
 
 
 def chunk_of(shape: StateHeads, dtype: torch.dtype) -> int:
-    """The positions of a chunk; 0: rows are computed position by position."""
+    """Returns the number of positions of a chunk; 0: rows are computed position by position."""
     if dtype == torch.float32:
         return 0
     return _CHANNEL_CHUNK if shape.channel_decay else _CHUNK

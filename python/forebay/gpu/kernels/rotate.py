@@ -1,6 +1,6 @@
-"""The steps from a projection to heads: normalise, rotate (Su et al. 2021), and store keys and values in their pages.
+"""The steps from a projection to heads: normalise, apply RoPE (Su et al. 2021), and store keys and values in pages.
 
-Everything happens in the projection's memory. A program overwrites only elements that it has read.
+Results overwrite the projection. A program overwrites only elements that it has already read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from forebay.gpu.kernels.eight_bits import kept
 from forebay.gpu.kernels.launch import cdiv, dependents, launch, power_of_2
 
 _ELEMENTS = 2048
-"""Elements of the heads of one program."""
+"""The number of elements of the heads of one program."""
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def rotate_kernel(
     NORM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A block of one token's heads; the grid is tokens, blocks. A head is two halves that are rotated, and a rest."""
+    """Processes a block of one token's heads; grid: tokens, blocks. The first TURNED elements of a head are rotated."""
     dependents(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
@@ -97,7 +97,7 @@ def rotate_kernel(
 
 @triton.jit
 def _weight(q_weight, k_weight, at, inside, is_query, turns):
-    """The norms' weights for each head and element; 1 for values."""
+    """Loads the norms' weights for each head and element. Value heads have the weight 1."""
     of_query = tl.load(q_weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
     of_key = tl.load(k_weight + at, mask=inside, other=0.0).to(tl.float32)[None, :]
     return tl.where(is_query[:, None], of_query, tl.where(turns[:, None], of_key, 1.0))

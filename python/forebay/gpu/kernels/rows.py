@@ -1,6 +1,6 @@
-"""The data of a position that latent attention keeps: its latent row, and its key for an index.
+"""The data that latent attention stores for each position: a latent row and an index key.
 
-Both are normalised and partly rotated, and stored in their pages.
+Both are normalised, partly rotated, and stored in pages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from forebay.gpu.kernels.launch import launch, power_of_2
 
 @triton.jit
 def _turn(at, cos, sin, inside, i, HALF: tl.constexpr, PAIRS: tl.constexpr):
-    """The rotated halves of 2 HALF elements from `at` on: pairs of neighbours, or of the same place in each half."""
+    """Returns the two rotated halves of the 2 HALF elements from `at` on.
+
+    PAIRS: adjacent elements are rotated together; otherwise, the corresponding elements of both halves.
+    """
     step: tl.constexpr = 2 if PAIRS else 1
     other: tl.constexpr = 1 if PAIRS else HALF
     a = tl.load(at + i * step, mask=inside, other=0.0).to(tl.float32)
@@ -41,7 +44,7 @@ def latent_kernel(
     HALF_BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """One token: `[RANK | 2 HALF]`. The first part is normalised and the second rotated; the grid is tokens."""
+    """Processes one token, `[RANK | 2 HALF]`: normalises the first part, and rotates the second; grid: tokens."""
     token = tl.program_id(0).to(tl.int64)
     at = made + token * made_stride
     k = tl.arange(0, RANK_BLOCK)
@@ -80,9 +83,9 @@ def index_key_kernel(
     HALF_BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    """One token's key of DIM elements, normalised with mean and bias. The first 2 HALF are rotated.
+    """Processes one token's key of DIM elements: layer norm with bias, then RoPE on the first 2 HALF elements.
 
-    The grid is tokens.
+    Grid: tokens.
     """
     token = tl.program_id(0).to(tl.int64)
     at = made + token * made_stride

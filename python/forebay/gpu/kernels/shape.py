@@ -1,4 +1,4 @@
-"""The size of a program's share of attention, derived from the shape of heads and the type of their elements."""
+"""The sizes of attention tiles per program, derived from the shape of heads and the type of their elements."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from forebay.gpu.kernels.launch import cdiv, dot_type, is_roomy, power_of_2
 
 LOG2_E = math.log2(math.e)
 LEAST_DOT = 16
-"""The least value of each of the three dimensions of a product."""
+"""The smallest size of each of the three dimensions of a tensor core product."""
 _MOST_SPLITS = 32
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tile of a program: queries of a key head, and positions."""
+    """The size of a program's tile: `m` queries of one key head by `tile` positions."""
 
     m: int
     tile: int
@@ -28,29 +28,29 @@ class Tiles:
     """The number of programs that fill an H100."""
 
     def options(self) -> dict[str, Any]:
-        """The options of a launch."""
+        """Returns the options of a launch."""
         return {"TILE": self.tile, "num_warps": self.warps, "num_stages": self.stages}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of heads: the number of heads that share keys, and their width."""
+    """The shape of heads: how many there are, how many share a key head (`group`), and their elements."""
 
     heads: int
     group: int
     dim: int
     extra: int
-    """Elements of a key after those that are also its value."""
+    """The number of elements of a key after those that are also its value."""
     dtype: torch.dtype
-    """The type of queries and of products."""
+    """The type of queries, and of products."""
     eight_bits: bool
-    """True if keys and values are 8-bit floats, whose conversion takes registers."""
+    """True if keys and values are 8-bit floats, whose conversion needs registers."""
     roomy: bool
-    """True if `launch.is_roomy`."""
+    """The result of `launch.is_roomy` for the device."""
 
     @classmethod
     def of(cls, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> Shape:
-        """The shape of queries [n, heads, head_dim], and of keys and values [entries, kv_heads, head_dim]."""
+        """Returns the shape of queries [n, heads, head_dim], and of keys and values [entries, kv_heads, head_dim]."""
         dim = values.shape[2]
         group = q.shape[1] // keys.shape[1]
         return cls(
@@ -63,7 +63,7 @@ class Shape:
         return self.heads // self.group
 
     def constants(self) -> dict[str, Any]:
-        """The constants of kernels that walk over positions."""
+        """Returns the constants of kernels that use `walk`."""
         return {
             "HEADS": self.heads,
             "GROUP": self.group,
@@ -76,14 +76,14 @@ class Shape:
         }
 
     def decode_tiles(self) -> Tiles:
-        """The tiles for rows of one token."""
+        """Returns the tiles for rows of one token."""
         if self.dtype == torch.float32:
             if self.eight_bits:
                 return Tiles(LEAST_DOT, 16, 8, 1)
             return Tiles(LEAST_DOT, 16 if self.dim > 256 else 32, 8, 2)
         m = max(LEAST_DOT, min(power_of_2(self.group), 32))
-        # The lookup of pages takes three pipeline stages: only from five on, the next keys and values are loaded during
-        # a tile.
+        # The page lookup takes three pipeline stages: only with five or more stages, the next keys and values are
+        # loaded while a tile is computed.
         stages = 5 if self.roomy else 2
         if self.dim > 256:
             return Tiles(m, 64 if self.roomy else 32, 8, stages)
@@ -92,7 +92,7 @@ class Shape:
         return Tiles(m, 64, 8 if self.eight_bits else 4, stages)
 
     def chunk_tiles(self) -> Tiles:
-        """The tiles for rows of several tokens, as large as registers allow."""
+        """Returns the tiles for rows of several tokens, as large as registers allow."""
         if self.dtype == torch.float32:
             if self.eight_bits:
                 return Tiles(16, 16, 4, 1) if self.dim > 128 else Tiles(32, 16, 8, 1)
@@ -108,38 +108,38 @@ class Shape:
         return Tiles(128, 128 if self.roomy else 32, 8, 2)
 
     def blocks(self, tiles: Tiles) -> int:
-        """The number of programs for all heads of a row of one token."""
+        """Returns the number of programs for all heads of a row of one token."""
         return self.kv_heads * cdiv(self.group, tiles.m)
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """The conversion of a query-key product to a power of 2."""
+    """The conversion of a query-key product to a score, which is an exponent of 2."""
 
     scale: float
-    """The factor of products; with a cap, of products in units of it."""
+    """The factor of query-key products. With a cap, it converts them to units of the cap."""
     window: int
     cap: float
-    """The bound of powers; 0: there is none."""
+    """The soft cap of scores; 0: no cap."""
     sinks: torch.Tensor | None
-    """A further score for each head, a sink without a value; None: there is none."""
+    """An additional logit per head, a sink without a value; None: no sinks."""
 
     @classmethod
     def new(cls, scale: float, window: int, cap: float, sinks: torch.Tensor | None) -> Scoring:
-        """As `interface.Attention.attend` has them."""
+        """Converts the arguments of `interface.Attention.attend`."""
         if cap > 0:
             return cls(scale / cap, window, cap * LOG2_E, sinks)
         return cls(scale * LOG2_E, window, 0.0, sinks)
 
     def constants(self) -> dict[str, Any]:
-        """The constants of kernels that walk over positions."""
+        """Returns the constants of kernels that use `walk`."""
         return {"WINDOW": self.window, "CAP": self.cap, "SINKS": self.sinks is not None}
 
 
 def splits(programs: int, fill: int) -> int:
-    """The number of parts of rows, for a launch with `programs` programs per part, if `fill` programs fill a GPU.
+    """Returns the number of parts of rows, if a part needs `programs` programs and `fill` programs fill a GPU.
 
-    It is a power of 2, to limit the number of variants.
+    It is a power of 2, to limit the number of kernel variants.
     """
     most = max(1, min(_MOST_SPLITS, fill // programs))
     return 1 << (most.bit_length() - 1)

@@ -1,8 +1,8 @@
-"""The inner loop of all attention: queries of one key head walk over positions, a tile at a time.
+"""The inner loop of all attention: queries of one key head process positions, a tile at a time.
 
-The softmax is FlashAttention's (Dao et al. 2022): the largest score so far, the sum of weights relative to it, and the
-weighted sum of values. Scores are in powers of 2. Tiles that all queries see completely need no masks: if they are
-many, a separate loop computes them.
+The softmax is FlashAttention's (Dao et al. 2022): it keeps the largest score so far, the sum of weights relative to it,
+and the weighted sum of values. Scores are exponents of 2. Tiles to which all queries attend completely need no masks: a
+separate loop computes them if there may be many.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOG2_E = tl.constexpr(LOG2_E)
 
 @triton.jit
 def seen_from(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """The tile with the first position that a query sees."""
+    """Returns the start of the tile with the first position that a query attends to."""
     first = position * 0
     if WINDOW > 0:
         first = tl.maximum(position + 1 - WINDOW, 0) // TILE * TILE
@@ -28,7 +28,7 @@ def seen_from(position, WINDOW: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def beside_sinks(top, total, sinks, head, alive, SINKS: tl.constexpr):
-    """The factor of a walk's sums of values, and the new sum of weights, of some heads, since sinks take weight too.
+    """Includes sinks. Returns, per head, a factor for the sums of values of `walk`, and the new sum of weights.
 
     Both are relative to the larger of the largest score and the sink.
     """
@@ -70,14 +70,14 @@ def walk(
     WINDOW: tl.constexpr = 0,
     CAP: tl.constexpr = 0.0,
 ):
-    """Sums of values [M, DIM_BLOCK], largest scores [M] and sums of weights [M], over positions `begin .. end`.
+    """Returns sums of values [M, DIM_BLOCK], largest scores [M] and sums of weights [M], over positions `begin .. end`.
 
-    Query m sees positions up to `last[m]`, and of them the last WINDOW; 0: all. With a CAP, `scale` is of scores in
-    units of it, and the cap is in powers of 2; 0: there is none. A head's key is `[DIM | EXTRA]` elements. `q` [M,
-    DIM_BLOCK] and `q_extra` [M, EXTRA_BLOCK] are the query's two parts. Values are DIM elements; SHARED: the first part
-    of the keys. `keys` and `values` begin at the key head. `lookup` is the row's line of the page table. With PAGE 0,
-    the line has the entries themselves, one per position, and -1 for none. PLAIN: all queries see the positions `begin
-    .. plain`, whole tiles; there is no window then.
+    Query m attends to positions up to `last[m]`, and of these to the last WINDOW; 0: all. With a CAP, `scale` gives
+    scores in units of the cap, and CAP is an exponent of 2; 0: no cap. A head's key is `[DIM | EXTRA]` elements. `q`
+    [M, DIM_BLOCK] and `q_extra` [M, EXTRA_BLOCK] are the query's two parts. Values are DIM elements; SHARED: the first
+    part of the keys. `keys` and `values` begin at the key head. `lookup` is the row's line of the page table. With PAGE
+    0, the line has the entries themselves, one per position, and -1 for none. PLAIN: all queries attend to the
+    positions `begin .. plain`, which are whole tiles; there is no window then.
     """
     sums = tl.zeros([M, DIM_BLOCK], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
@@ -174,7 +174,7 @@ def _tiles(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """Continues the sums of `walk` over the tiles of `begin .. end`, which all queries see completely if not MASKED."""
+    """Continues the sums of `walk` over the tiles of `begin .. end`. MASKED False: queries attend to all positions."""
     t = tl.arange(0, TILE)
     d = tl.arange(0, DIM_BLOCK)
     e = tl.arange(0, EXTRA_BLOCK)
@@ -213,7 +213,7 @@ def _tiles(
                 seen = seen & (position[None, :] > last[:, None] - WINDOW)
             score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1))
-        # A query that has seen no position yet has no largest score to subtract.
+        # A query that has not attended to any position yet has no largest score to subtract.
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weight = tl.exp2(score - base[:, None])
         faded = tl.exp2(top - base)

@@ -1,4 +1,4 @@
-"""The sampling parameters of rows, which the device reads by slot, and the storage of their tokens."""
+"""The sampling parameters of rows, which the device reads by slot, and the storage of sampled tokens."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BLOCK = 128
 
 @triton.jit
 def splitmix64(x):
-    """The finaliser of SplitMix64 (Steele et al. 2014) of uint64, modulo 2^64; the equivalent of `compute.uniform`."""
+    """The finaliser of SplitMix64 (Steele et al. 2014) of uint64, modulo 2^64; the same as `compute.uniform`."""
     z = x + 0x9E3779B97F4A7C15
     z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
     z = (z ^ (z >> 27)) * 0x94D049BB133111EB
@@ -33,7 +33,7 @@ def splitmix64(x):
 
 @triton.jit(do_not_specialize=["rows"])
 def ask_kernel(words, floats, slots, positions, temperature, top_k, top_p, min_p, bits, rows, BLOCK: tl.constexpr):
-    """The sampling parameters of a block of rows; the grid is blocks."""
+    """Loads the sampling parameters of a block of rows; grid: blocks."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     slot = tl.load(slots + row, mask=inside, other=0).to(tl.int64)
@@ -51,7 +51,7 @@ def ask_kernel(words, floats, slots, positions, temperature, top_k, top_p, min_p
 
 @triton.jit(do_not_specialize=["rows"])
 def keep_kernel(tokens, finite, sampling, ends, token_pool, errors, block, rows, stride, BLOCK: tl.constexpr):
-    """Stores the tokens of a block of rows in their slots, for the next step; the grid is blocks."""
+    """Stores the tokens of a block of rows in their slots, for the next step; grid: blocks."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     fine = tl.load(finite + row, mask=inside, other=0).to(tl.int32) > 0

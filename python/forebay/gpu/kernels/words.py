@@ -1,7 +1,7 @@
-"""Copies of words between pinned host memory and device memory, which a kernel reads and writes directly.
+"""Copies of words between pinned host memory and device memory, by a kernel that accesses both directly.
 
-A copy engine first waits for the earlier kernels, and then needs time to start. A kernel that reads or writes over the
-bus costs just one more kernel. No GPU has run it.
+A copy engine first waits for earlier kernels, and then takes time to start. A kernel that reads or writes over the bus
+costs just one more kernel. This has not run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _BLOCK = 512
 
 @triton.jit(do_not_specialize=["count"])
 def words_kernel(source, target, count, BLOCK: tl.constexpr):
-    """A block of words; the grid is blocks."""
+    """Copies a block of words; grid: blocks."""
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + i, tl.load(source + i, mask=i < count), mask=i < count)
 

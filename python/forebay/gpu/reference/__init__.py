@@ -1,6 +1,6 @@
-"""The operators of `forebay.gpu` in PyTorch, with the same arguments. Kernels are compared with them.
+"""The operators of `forebay.gpu` in PyTorch, with the same arguments. Tests compare the kernels with them.
 
-They run on every device, never wait for it, and have no result whose shape depends on values. They are not fast.
+They run on every device and never wait for it. No shape of a tensor depends on values. They are not fast.
 """
 
 from forebay.gpu.reference.attention import attend

@@ -1,4 +1,4 @@
-"""Paged attention in PyTorch's operators: every query sees the whole width of its row's page table, masked."""
+"""Paged attention in PyTorch's operators: every query reads its row's whole page table, with a mask."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def attend(
     seen = (position <= last[:, None]) & somebody[:, None]
     if window > 0:
         seen = seen & ((position > last[:, None] - window) | ~somebody[:, None])
-    # Positions that a query does not see may be NaN, which a weight of 0 does not remove.
+    # Positions that a query does not attend to may be NaN, which a weight of 0 does not remove.
     entries = torch.where(seen, entries, entries.gather(1, last[:, None].long()))
     k, v = (
         numbers(pool.index_select(0, entries.view(-1))).unflatten(0, tuple(entries.shape)) for pool in (keys, values)

@@ -1,4 +1,4 @@
-"""Mixtures of experts in PyTorch's operators: every expert computes every token, and most results are dropped."""
+"""Mixtures of experts in PyTorch's operators: every expert computes every token, and most results are discarded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def experts(
     if biases is not None:
         outputs = outputs + biases[1].float()
     outputs = outputs.to(x.dtype)
-    # An id behind the last expert names none.
+    # An id after the last expert means no expert: its output is 0.
     outputs = F.pad(outputs, (0, 0, 0, 1))
     chosen = outputs.gather(1, ids[:, :, None].expand(-1, -1, x.shape[1])).float() * weights[:, :, None]
     total = chosen[:, 0]

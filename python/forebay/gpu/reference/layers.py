@@ -1,4 +1,4 @@
-"""The parts of layers besides matrix products and attention, in PyTorch's operators."""
+"""The operators of layers besides matrix products and attention, in PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gate(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
 
 
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """The results of gates and then ups, in the last dimension."""
+    """Applies the activation to gates and multiplies by ups; the last dimension has gates and then ups."""
     gates, ups = gate_up.chunk(2, dim=-1)
     if activation == "swigluoai":
         gates, ups = gates.clamp(max=7.0), ups.clamp(-7.0, 7.0) + 1
@@ -64,7 +64,7 @@ def rotate_and_keep(
         turned = _turned(normal[..., :half], normal[..., half : 2 * half], cos, signed_sin)
         made.append(torch.cat((*turned, normal[..., 2 * half :].float()), dim=-1))
         heads.copy_(made[-1])
-    # Keys are rounded from float32, once.
+    # Keys are rounded from float32 only once.
     keys.index_copy_(0, writes.long(), kept(made[1], keys))
     values.index_copy_(0, writes.long(), kept(v, values))
     return q, k, v
@@ -119,7 +119,7 @@ def _halves(x: torch.Tensor, pairs: bool) -> tuple[torch.Tensor, torch.Tensor]:
 def _turned(
     a: torch.Tensor, b: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rotated halves of heads [tokens, heads, half], float32; angles are [tokens, 1, 2 * half]."""
+    """Returns the rotated halves of heads [tokens, heads, half], float32. Angles are [tokens, 1, 2 * half]."""
     half = a.shape[-1]
     c, s = cos[..., :half].float(), signed_sin[..., half:].float()
     return a.float() * c - b.float() * s, b.float() * c + a.float() * s

@@ -1,4 +1,4 @@
-"""Low-rank matrices of adapters in PyTorch's operators. A step multiplies all tokens by the matrices of every place."""
+"""LoRA in PyTorch's operators. A step multiplies all tokens by the matrices of every place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forebay.gpu.low_rank import LowRankStack, PlacedTokens
 def add_low_rank(x: torch.Tensor, y: torch.Tensor, stack: LowRankStack, tokens: PlacedTokens) -> None:
     """See `interface.LowRank`."""
     rank, starts = stack.b.shape[2], stack.starts
-    # The module of each output: it determines the sums that the output uses.
+    # The module of each output, which determines the elements of `A x` that the output uses.
     outputs = torch.arange(stack.b.shape[1], dtype=starts.dtype, device=x.device)
     module = torch.searchsorted(starts, outputs, right=True) - 1
     of_module = module[:, None] * rank + torch.arange(rank, device=x.device)

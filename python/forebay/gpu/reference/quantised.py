@@ -1,4 +1,4 @@
-"""Products with matrices of 8-bit floats and of 4-bit integers in PyTorch's operators, which dequantise first."""
+"""Matrix products with quantised matrices in PyTorch's operators, which dequantise first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST_SCALE = 1e-12
 
 
 def values(matrix: Codes) -> torch.Tensor:
-    """The values, float32 [rows, inputs]."""
+    """Returns the dequantised values, float32 [rows, inputs]."""
     scale = matrix.scale.repeat_interleave(matrix.block_rows, 0)[: len(matrix.codes)]
     spread = scale.repeat_interleave(matrix.group, 1)[:, : matrix.inputs]
     if matrix.zeros is None:

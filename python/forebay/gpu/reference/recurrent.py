@@ -1,4 +1,4 @@
-"""Convolutions, recurrences and gated norms in PyTorch's operators. Recurrences go from token to token."""
+"""Convolutions, recurrences and gated norms in PyTorch's operators. Recurrences are computed token by token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def convolve(
     taps, count, tokens = weight.shape[1], len(rows.places), len(x)
     first, row = rows.first.long(), rows.of_token.long()
     of_tokens = torch.arange(tokens, device=x.device)
-    # After the last row comes one for tokens of no row, without inputs.
+    # A row without inputs is added after the last row, for tokens of no row.
     before = _with_nobody(_states(table, rows))
     begin = first.index_select(0, row)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -48,7 +48,7 @@ def convolve(
     windows = torch.cat((before[:count], x.new_zeros(count, 1, x.shape[1])), dim=1)
 
     def behind(positions: torch.Tensor) -> torch.Tensor:
-        """The last inputs [r, taps - 1, channels] of rows after this many of their tokens [r]."""
+        """Returns each row's last inputs [r, taps - 1, channels] after the first `positions` [r] of its tokens."""
         at = positions[:, None] + torch.arange(taps - 1, device=x.device)
         own = x.index_select(0, (first[:-1, None] + at - (taps - 1)).clamp(0, tokens - 1).flatten())
         old = windows.gather(1, at.clamp(max=taps - 1)[..., None].expand(-1, -1, x.shape[1]))
@@ -61,14 +61,14 @@ def convolve(
 
 
 def _states(table: torch.Tensor, rows: StateRows) -> torch.Tensor:
-    """The states before rows, [r, ...]."""
+    """Returns the states before rows, [r, ...]."""
     source = rows.places[:, SOURCE].long()
     found = table.index_select(0, source.clamp(min=0))
     return found.masked_fill_((source < 0).view(-1, *[1] * (found.dim() - 1)), 0)
 
 
 def _with_nobody(states: torch.Tensor) -> torch.Tensor:
-    """The states [r, ...], and a last one of zeros."""
+    """Appends a state of zeros to the states [r, ...]."""
     return torch.cat((states, states.new_zeros(1, *states.shape[1:])))
 
 
@@ -98,7 +98,7 @@ def recur(
     inputs = q, k, v, decays, strengths
 
     first, row, places = rows.first.long(), rows.of_token.long(), rows.places.long()
-    # After the last row comes one for tokens of no row.
+    # A row is added after the last row, for tokens of no row.
     states = _with_nobody(_states(table, rows))
     kept = states.clone()
     if rows.chunks:
@@ -125,7 +125,7 @@ def recur(
 
 
 def _advance(inputs: list[torch.Tensor], state: torch.Tensor, delta: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """One position of rows: outputs [r, heads, value_dim], and the states [r, heads, key_dim, value_dim] after it."""
+    """Advances rows by one position. Returns outputs [r, heads, value_dim], and the new states, shaped like `state`."""
     q, k, v, decays, strengths = inputs
     state = state * decays[..., None]
     if delta:

@@ -1,4 +1,4 @@
-"""The computation from logits to tokens in PyTorch's operators, with a sort of each row."""
+"""The computation from logits to tokens in PyTorch's operators, which sort each row."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def draw(logits: torch.Tensor, wishes: Wishes, tokens: torch.Tensor) -> None:
 
 
 def _share(bits: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """floor(u * total), exactly: u are the upper 53 of `bits`, the total has at most 58."""
+    """Returns floor(u * total), exactly: u is the upper 53 of `bits`, and total has at most 58 bits."""
     u = (bits >> 11) & ((1 << 53) - 1)
     u_high, u_low = u >> 27, u & ((1 << 27) - 1)
     t_high, t_low = total >> 29, total & ((1 << 29) - 1)
@@ -73,7 +73,7 @@ def ask(tables: Tables, buffers: StepBuffers) -> Wishes:
 
 
 def splitmix64(x: torch.Tensor) -> torch.Tensor:
-    """The finaliser of SplitMix64 (Steele et al. 2014) of int64, taken as numbers modulo 2^64."""
+    """The finaliser of SplitMix64 (Steele et al. 2014) of int64, which represent numbers modulo 2^64."""
     z = x + _GOLDEN
     z = (z ^ _shifted(z, 30)) * _FIRST_FACTOR
     z = (z ^ _shifted(z, 27)) * _SECOND_FACTOR
@@ -81,7 +81,7 @@ def splitmix64(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(z: torch.Tensor, by: int) -> torch.Tensor:
-    """Shifts to the right as an unsigned number."""
+    """Shifts right, as an unsigned number."""
     return (z >> by) & ((1 << (64 - by)) - 1)
 
 
@@ -114,7 +114,7 @@ def likely(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch
 def tell_likely(
     logits: torch.Tensor, tokens: torch.Tensor, tables: Tables, buffers: StepBuffers, told: torch.Tensor
 ) -> None:
-    """See `interface.Sampling`. Each row gets as many as fit."""
+    """See `interface.Sampling`. Each row gets the largest possible number of entries."""
     most = min(MOST_LIKELY, logits.shape[1])
     ids, logprobs = likely(logits, tokens.long()[:, None], most)
     told[:, 0, : 1 + most].copy_(ids)
@@ -140,7 +140,7 @@ def adjust(
 
 
 def _penalised(logits: torch.Tensor, counts: torch.Tensor, penalties: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Logits [p, vocabulary] with repetition, presence and frequency penalties [p], by counts [p, 2, vocabulary]."""
+    """Applies the three penalties [p] to logits [p, vocabulary], by counts [p, 2, vocabulary]."""
     repetition, presence, frequency = (penalty[:, None] for penalty in penalties)
     seen, generated = counts.unbind(1)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)

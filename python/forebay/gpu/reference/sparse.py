@@ -1,4 +1,4 @@
-"""Sparse attention in PyTorch's operators: choose positions, find and gather their rows, and attend to them."""
+"""Sparse attention in PyTorch's operators: chooses positions, finds and gathers their rows, and attends to them."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def choose(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, rows: Pag
 
 
 def best(scores: torch.Tensor, seen: torch.Tensor, target: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Writes the best of `seen` [m] scores [m, width] to lines `target` [m] of `chosen` int32 [n, top_k]."""
+    """Writes the best of the first `seen` [m] scores of [m, width] to lines `target` [m] of `chosen` int32 [n, k]."""
     top_k, width = chosen.shape[1], scores.shape[1]
     position = torch.arange(width, device=scores.device)
     there = position < seen[:, None]
-    # Both zeros are equal, NaN is kept first, and missing positions come last.
+    # Zeros of both signs are equal, NaN counts as the largest score, and positions that do not exist come last.
     known = scores.masked_fill(scores == 0, 0.0).masked_fill(scores.isnan(), torch.inf)
     order = known.masked_fill(~there, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
     places = order.masked_fill(~there.gather(1, order), width)[:, :top_k]
@@ -103,7 +103,7 @@ def resolve(
     missing = miss.sum(dim=-1, keepdim=True)
     rank = miss.cumsum(dim=-1) - 1
 
-    # The least recently used row goes first, and among equals the lower number.
+    # The least recently used row is taken first; of equally old rows, that with the lowest index.
     age = (now - stamp).clamp(max=_MOST_AGE)
     turn = age.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     given = turn.gather(1, rank.clamp(min=0))
@@ -124,18 +124,18 @@ def resolve(
 
 
 def _entry(hot_pages: torch.Tensor, hot: torch.Tensor, pages: SparsePages) -> torch.Tensor:
-    """Entries of hot rows [n, any], by the pages [n, pages] of each query's slot."""
+    """Returns the entries of hot rows [n, any]; `hot_pages` [n, pages] are the pages of each query's slot."""
     return hot_pages.gather(1, hot // pages.page_size) * pages.page_stride + hot % pages.page_size
 
 
 def _put(table: torch.Tensor, at: torch.Tensor, values: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """The table [n, width] with values [n, any] at their places, where they are `there`."""
+    """Returns the table [n, width] with values [n, any] written at columns `at`, where `there` is true."""
     extended = torch.cat((table, table[:, :1]), dim=1)
     return extended.scatter_(1, at.masked_fill(~there, table.shape[1]), values)[:, :-1].contiguous()
 
 
 def _compact(values: torch.Tensor, rank: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """Values [n, k] at their ranks."""
+    """Moves values [n, k] to the columns `rank`."""
     return _put(torch.zeros_like(values), rank.clamp(min=0), values, there)
 
 
@@ -146,8 +146,8 @@ def gather(found: Found, host: torch.Tensor, host_stride: int, page_size: int, p
     source = found.source.masked_fill(~there, 0)
     at = (source // page_size * host_stride + source % page_size * width).view(-1, 1)
     rows = host.index_select(0, (at + torch.arange(width, device=pool.device)).view(-1)).view(-1, top_k, width)
-    # Positions that are not missing rewrite a row of their own query: other requests' rows may be restored at this
-    # moment.
+    # Positions that are not missing rewrite a row of their own query, since other requests' rows may be restored at
+    # this moment.
     own = found.rows.amax(dim=-1, keepdim=True).clamp(min=0).long()
     any_ = found.missing[:, None] > 0
     spare = torch.where(any_, found.target[:, :1], own)
@@ -162,7 +162,7 @@ def attend_chosen(
     """See `interface.Sparse`."""
     n, heads, _ = q.shape
     there = rows >= 0
-    # A row number of none may lead to NaN, which a weight of 0 does not remove: another row of the query is read
+    # A negative row number could lead to NaN, which a weight of 0 does not remove, so another row of the query is read
     # instead.
     entries = torch.where(there, rows, rows.amax(dim=-1, keepdim=True)).clamp_(min=0).long()
     k, v = (

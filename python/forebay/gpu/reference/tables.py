@@ -1,7 +1,7 @@
 """Applies and prepares plans with PyTorch's operators.
 
-Only the device knows the number of records of a column. So there are as many candidates as the body has room for.
-Candidates without a record write to a cell that is never read.
+Only the device has the number of records of a column. So operators process as many *candidates* as the body could
+contain. A candidate that is not a record writes to a cell that is never read.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _prepare_rows(received: Received, tables: Tables, buffers: StepBuffers, erro
 
 
 def records(received: Received, name: str, words: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Candidates for the records of a column, int64 [c, words]; and true for those that exist."""
+    """Returns candidates for the records of a column, int64 [c, words], and true for those that exist."""
     body = received.body
     first, size = received.places[column_id(name)].long().unbind(0)
     count = len(body) // words
@@ -144,7 +144,7 @@ def _wide(there: torch.Tensor, words: int) -> torch.Tensor:
 
 
 def scatter(table: torch.Tensor, cells: torch.Tensor, values: torch.Tensor, there: torch.Tensor) -> None:
-    """Writes values to cells of a whole table, for records that exist."""
+    """Writes values to cells of a table, for records that exist."""
     flat = table.view(-1)
     extended = torch.cat((flat, flat[:1]))
     extended.index_copy_(0, cells.masked_fill(~there, len(flat)), values.to(table.dtype))
