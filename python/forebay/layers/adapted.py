@@ -1,7 +1,7 @@
-"""Low-rank matrices in addition to a model's own (Hu et al. 2021): `y = W x + B (A x)`.
+"""LoRA: low-rank matrices in addition to a model's weights (Hu et al. 2021): `y = W x + B (A x)`.
 
-Ranks divide them as they divide W. If a rank has some outputs, it has all of A and those rows of B. If it has some
-inputs, it has those columns of A and all of B, and adds its product to its term of the sum over ranks.
+Ranks divide A and B as they divide W. If a rank has a part of the outputs, it has all of A and the same rows of B. If
+it has a part of the inputs, it has the same columns of A and all of B; its result is a term of the sum over ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from forebay.weights.shards import Cut
 class LowRank(NamedTuple):
     """The low-rank matrices of one module, in the model's dtype."""
 
-    a: torch.Tensor  # [rank, inputs], those of this rank
-    b: torch.Tensor  # [outputs, rank], those of this rank, times the adapter's factor
+    a: torch.Tensor  # [rank, inputs], the inputs of this rank
+    b: torch.Tensor  # [outputs, rank], the outputs of this rank, multiplied by the adapter's scale
 
     @property
     def nbytes(self) -> int:
@@ -30,21 +30,21 @@ class LowRank(NamedTuple):
 
 
 Adapter: TypeAlias = Mapping[str, LowRank]
-"""The matrices of an adapter by the names of modules, such as `model.layers.0.self_attn.q_proj`."""
+"""The matrices of an adapter, by the names of modules, such as `model.layers.0.self_attn.q_proj`."""
 
 
 class StepAdapters(Protocol):
     """The adapters of the tokens of one step."""
 
     def add(self, modules: Mapping[str, int], x: torch.Tensor, y: torch.Tensor) -> None:
-        """Adds to the product y [n, outputs] of x [n, inputs].
+        """Adds the adapters' terms to the product y [n, outputs] of x [n, inputs], in place.
 
-        `modules` are the parts of y, by name, with widths.
+        `modules` are the consecutive parts of y: names and widths.
         """
 
 
 class AdaptedTokens(NamedTuple):
-    """The tokens of a step that one adapter changes."""
+    """The tokens of a step that use one adapter."""
 
     tokens: torch.Tensor  # int64 [m], ascending
     adapter: Adapter
@@ -52,10 +52,10 @@ class AdaptedTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class GatheredTokens:
-    """Implements `StepAdapters` with a gather of each adapter's tokens."""
+    """Implements `StepAdapters`: gathers the tokens of each adapter."""
 
     adapted: Sequence[AdaptedTokens]
-    """The tokens of adapters, each once."""
+    """The tokens of each adapter, one entry per adapter."""
 
     def add(self, modules: Mapping[str, int], x: torch.Tensor, y: torch.Tensor) -> None:
         for tokens, adapter in self.adapted:
@@ -65,23 +65,23 @@ class GatheredTokens:
                 if pair is not None:
                     if chosen is None:
                         chosen = x.index_select(0, tokens)
-                    # As in PEFT, the sums are float32, and rounded to the model's type.
+                    # As in PEFT, sums are computed in float32, and rounded to the model's type.
                     y[:, first : first + width].index_add_(0, tokens, F.linear(F.linear(chosen, pair.a), pair.b))
                 first += width
 
 
 class AdaptedModules:
-    """The modules of a model that adapters may change, and the adapters of the step that is computed."""
+    """The modules of a model that adapters may modify, and the adapters of the current step."""
 
     def __init__(self) -> None:
         self.cuts: dict[str, Cut] = {}
-        """The part of each module's matrix [outputs, inputs] that this rank has, by name."""
+        """The part of each module's matrix [outputs, inputs] that this rank has, by module name."""
         self.products: list[tuple[Mapping[str, int], int]] = []
-        """The modules of each product, with their outputs and inputs on this rank."""
+        """For each matrix product: its modules with their output counts, and its input count, on this rank."""
         self._step: StepAdapters | None = None
 
     def register(self, cuts: Mapping[str, Cut]) -> None:
-        """Registers a product whose outputs are those of modules, one after the other."""
+        """Registers a matrix product whose outputs are those of several modules, concatenated."""
         columns = next(iter(cuts.values())).columns
         assert columns is not None, "a module is a matrix"
         self.products.append(({name: cut.rows.size for name, cut in cuts.items()}, columns.size))
@@ -89,7 +89,7 @@ class AdaptedModules:
 
     @contextmanager
     def of_step(self, adapted: StepAdapters) -> Iterator[None]:
-        """Within this context, adds the adapters' terms to products."""
+        """Within this context, the adapters' terms are added to products."""
         self._step = adapted
         try:
             yield
@@ -97,7 +97,7 @@ class AdaptedModules:
             self._step = None
 
     def add(self, modules: Mapping[str, int], x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Adds the terms of the step's adapters to the product y [n, outputs] of x [n, inputs], in place.
+        """Adds the terms of the step's adapters to the product y [n, outputs] of x [n, inputs], in place. Returns y.
 
         `modules` are those of a registered product.
         """

@@ -15,7 +15,7 @@ from forebay.weights.parts import GroupedQuery, LayerKind
 
 
 class Attention:
-    """Attention of a layer. It projects, rotates, stores keys and values in their pages, attends, and projects back."""
+    """Attention of a layer: projects, applies RoPE, stores keys and values in pages, attends, and projects back."""
 
     def __init__(
         self,
@@ -32,12 +32,13 @@ class Attention:
         shares: bool = False,
         inputs: int | None = None,
     ) -> None:
-        """`layer` is its number among those with pages. `norm_eps` and `wide_norms`: of the norms of heads, if any.
+        """`layer` is the index among the layers with pages. `norm_eps` and `wide_norms` are for norms of heads, if any.
 
-        `keys_of` is the number of the layer whose keys and values are read; None: this one has its own. `shares`: they
-        are read by others too. `inputs`: elements of the states that it reads; None: as many as it gives, `hidden`.
+        `keys_of`: the index of the layer whose keys and values are read; None: this layer's own. `shares`: other layers
+        read this layer's keys and values too. `inputs`: the size of the input states; None: `hidden`, as for the
+        output.
 
-        With other ranks it has some of the heads, and gives a term of a sum over ranks.
+        With several ranks it has a part of the heads, and computes a term of a sum over ranks.
         """
         self._layer = layer
         self.kind = kind
@@ -60,13 +61,13 @@ class Attention:
         self.qkv = Linear(params, prefix, inputs or hidden, widths, shape.qkv_bias)
         self.output = Linear(params, prefix, queries, {"o_proj": hidden}, shape.output_bias)
         self.sinks: torch.Tensor | None = None
-        """A sink for each query head: a score that takes weight but has no value; None: there is none."""
+        """A sink per query head, a logit that takes weight but has no value; None: no sinks."""
         if shape.sinks:
             self.sinks = params.tensor((heads.queries,), {f"{prefix}.sinks": params.shard.of(shape.heads)})
         self._how = How(shape.scale, kind.window, kind.chunk, shape.cap, self.sinks, shape.both_ways)
         self._scaled = shape.query_scale is not None
         self.norms: tuple[RMSNorm, RMSNorm] | None = None
-        """The norms of heads of queries and keys; None: there are none, or there are no keys."""
+        """The norms of query and key heads; None: there are none, or the layer has no keys."""
         self._query_norm: RMSNorm | None = None
         self._plain_norms = shape.plain_norms
         if shape.qk_norm:
@@ -77,7 +78,7 @@ class Attention:
                     RMSNorm(params, f"{prefix}.k_norm", heads.dim, norm_eps, wide_norms),
                 )
         self.row_norms: tuple[RMSNorm, RMSNorm] | None = None
-        """The norms of queries and keys of all heads together; None: there are none."""
+        """The norms over all query heads, and over all key heads; None: there are none."""
         if shape.row_norms:
             if params.shard.world > 1:
                 raise UnsupportedModelError("norms over all heads of queries and keys are not supported by ranks")
@@ -87,7 +88,7 @@ class Attention:
             )
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """x is [tokens, inputs]. The result is [tokens, hidden]."""
+        """Computes attention of x [tokens, inputs]. The result is [tokens, hidden]."""
         qkv, gate = self.qkv(x), None
         if self._keys_of is not None:
             q = qkv.view(len(x), -1, self._heads.dim)
@@ -118,14 +119,14 @@ class Attention:
         return self.output(attended if gate is None else attended * gate.sigmoid())
 
     def _normalised(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Queries and keys whose heads are normalised without weights, and values. Rotating changes no mean square."""
+        """Normalises query and key heads without weights, before RoPE, which does not change the mean square."""
         heads = self._heads
         width = (heads.queries + heads.keys) * heads.dim
         both = unweighted(qkv[:, :width].unflatten(1, (-1, heads.dim)), self._eps).flatten(1)
         return torch.cat((both, qkv[:, width:]), dim=1)
 
     def _with_values(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Queries, keys and values. The values may be the keys, and may be normalised."""
+        """Returns queries, keys and values. The values may be a copy of the keys, and may be normalised."""
         heads = self._heads
         queries, width = heads.queries * heads.dim, heads.keys * heads.dim
         v = qkv[:, queries : queries + width] if self._keys_are_values else qkv[:, queries + width :]

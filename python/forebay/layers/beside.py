@@ -1,4 +1,4 @@
-"""Experts in addition to a dense part, each with its own norms (Gemma 4, 2026)."""
+"""Experts parallel to a dense part, with separate norms for each (Gemma 4, 2026)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from forebay.weights.parts import Experts
 
 
 class NormedRouter(Router):
-    """Chooses experts by states that are normalised and then multiplied by learned factors."""
+    """Routes tokens by states that are normalised and then multiplied by learned factors."""
 
     def __init__(self, params: Parameters, prefix: str, hidden: int, experts: Experts, eps: float) -> None:
         super().__init__(params, prefix, hidden, experts)
@@ -25,13 +25,13 @@ class NormedRouter(Router):
         self._eps, self._scale = eps, hidden**-0.5
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Router`, for states x [tokens, hidden]."""
+        """Routes states x [tokens, hidden]; see `Router`."""
         ids, weights = super().__call__(unweighted(x, self._eps) * self._factors * self._scale)
         return ids, weights * self._of_experts[ids].float()
 
 
 class ExpertsBeside:
-    """The sum of a dense part and a mixture of experts, whose router reads the states before their norm."""
+    """The sum of a dense part and a mixture of experts. The router reads the states before their norm."""
 
     def __init__(self, config: ModelConfig, params: Parameters, prefix: str, experts: Experts) -> None:
         if params.ranks is not None or params.exchange is not None:
@@ -48,6 +48,6 @@ class ExpertsBeside:
         )
 
     def beside(self, x: torch.Tensor, states: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """The part for normalised states x and the states [tokens, hidden]. The result has the same shape."""
+        """Computes the part from normalised states x and the states before the norm. All are [tokens, hidden]."""
         routed = self._routed.routed(self._before(states), states, ops)
         return self._behind_dense(self._dense(x, ops)) + self._behind(routed)

@@ -1,4 +1,4 @@
-"""The layers of which families are built, under Hugging Face's parameter names."""
+"""Builds the layers of all families, with Hugging Face's parameter names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from forebay.weights.parts import Experts, Latent
 
 
 def grouped_attention(config: ModelConfig, params: Parameters, index: int) -> Attention:
-    """The attention of layer `index`, whose heads share keys and values."""
+    """Builds the grouped-query attention of layer `index`."""
     prefix = f"model.layers.{index}.self_attn"
     kind, eps, shape = config.kinds[index], config.rms_norm_eps, config.heads(index)
     return Attention(
@@ -33,7 +33,7 @@ def grouped_attention(config: ModelConfig, params: Parameters, index: int) -> At
 
 
 class Beside:
-    """Attention and a recurrent part that read the same states, whose outputs are added; x is [tokens, hidden]."""
+    """The sum of attention and a recurrent part, both computed from x [tokens, hidden]."""
 
     def __init__(self, attention: Attends, recurrent: RecurrentLayer) -> None:
         self._attention = attention
@@ -44,7 +44,7 @@ class Beside:
 
 
 def mixer(config: ModelConfig, params: Parameters, index: int) -> Attends | None:
-    """The part of layer `index` in which positions mix; None: it has none."""
+    """Builds the attention or recurrent part of layer `index`; None: the layer has neither."""
     attention: Attends | None = None
     if not config.attends or config.attends[index]:
         of_kind = latent_attention if isinstance(config.attention, Latent) else grouped_attention
@@ -59,7 +59,7 @@ def mixer(config: ModelConfig, params: Parameters, index: int) -> Attends | None
 
 
 def latent_attention(config: ModelConfig, params: Parameters, index: int) -> LatentAttention:
-    """The attention of layer `index`, with rows that all heads share. An indexer, if any, chooses the rows."""
+    """Builds the latent attention of layer `index`, with its indexer if the layer is indexed."""
     shape, prefix = config.attention, f"model.layers.{index}.self_attn"
     assert isinstance(shape, Latent)
     indexer = None
@@ -75,7 +75,7 @@ def latent_attention(config: ModelConfig, params: Parameters, index: int) -> Lat
 def feed_forward(
     config: ModelConfig, params: Parameters, index: int
 ) -> DenseFeed | MixtureOfExperts | ExpertsBeside | None:
-    """The feed-forward part after the attention of layer `index`, as the config says; None: it has none."""
+    """Builds the feed-forward part after the attention of layer `index`; None: the layer has none."""
     feed = config.feed(index)
     prefix, hidden, activation = f"model.layers.{index}.mlp", config.hidden_size, config.hidden_act
     if feed is None:
@@ -97,13 +97,13 @@ _NORMS: dict[str, tuple[tuple[str | None, str | None], tuple[str, str] | None]] 
     ),
     "parallel": (("input_layernorm", None), None),
 }
-"""The names of the norms before and after the two parts of a layer, by their places."""
+"""The names of the norms before and after the two parts of a layer, by `LayerKind.norms`."""
 
 
 def block_of(
     config: ModelConfig, params: Parameters, index: int, attention: Attends | None, mlp: Feeds | ReadsBoth | None
 ) -> Block:
-    """Layer `index`, made of its parts, of which one may be None, with norms at their places."""
+    """Builds layer `index` from its parts, one of which may be None, and its norms."""
     if params.ranks is not None and attention is not None and mlp is not None:
         assert not isinstance(mlp, ReadsBoth)
         attention, mlp = Summed(attention, params.ranks.group), Summed(mlp, params.ranks.group)
@@ -127,7 +127,7 @@ def block_of(
 
 
 def decoder_blocks(config: ModelConfig, params: Parameters) -> list[Block]:
-    """All layers of a decoder by their parts."""
+    """Builds all layers of a decoder."""
     return [
         block_of(config, params, index, mixer(config, params, index), feed_forward(config, params, index))
         for index in range(config.num_hidden_layers)

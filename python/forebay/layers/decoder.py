@@ -1,4 +1,4 @@
-"""The frame of decoder-only families: embedding, pre-norm blocks, final norm, head."""
+"""Decoder-only models: embedding, blocks, final norm, output head."""
 
 from __future__ import annotations
 
@@ -22,64 +22,64 @@ from forebay.weights.codes import Raw
 from forebay.weights.config import ModelConfig
 
 HEAD = "lm_head.weight"
-"""The name of the head, even if the head is the embedding."""
+"""The name of the output head's weight, even if it is tied to the embedding."""
 
 
 @dataclass(frozen=True)
 class ImageRows:
-    """The rows at a step's `m` image positions in place of embeddings, and the rows that later layers add there."""
+    """The rows that replace embeddings at a step's `m` image positions, and the rows that later layers add there."""
 
-    at: torch.Tensor  # int64 [m]: which of the step's tokens
+    at: torch.Tensor  # int64 [m]: indices among the step's tokens
     rows: torch.Tensor  # [m, 1 + deepstack, hidden]: inputs, then the terms that are added after layers 0, 1, ...
 
 
 @dataclass(frozen=True)
 class FeatureRows:
-    """The features on pages, from which a head drafts, for a step of `n` tokens."""
+    """The cached features from which a head drafts, for a step of `n` tokens."""
 
     pool: torch.Tensor  # [entries, hidden]
     writes: torch.Tensor  # int64 [n]: the entry of each token's feature
-    before: torch.Tensor  # int64 [n]: the entry of the position before it; any entry at position 0
+    before: torch.Tensor  # int64 [n]: the entry of the previous position; any entry at position 0
 
 
 @dataclass(frozen=True)
 class Forward:
-    """One step for the model; `n` tokens, `s` sampled rows."""
+    """The model's input for one step; `n` tokens, `s` sampled positions."""
 
     tokens: torch.Tensor  # int32 [n]
     given: Sequence[
         tuple[int, torch.Tensor]
     ]  # (first of the n tokens, their inputs [m, hidden] in place of embeddings)
-    positions: torch.Tensor  # int64 [n], or [3, n] of a model whose positions have three numbers
-    sampled: torch.Tensor  # int64 [s]: which of the n tokens get logits
-    writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
+    positions: torch.Tensor  # int64 [n], or [3, n] if the model's positions have three numbers
+    sampled: torch.Tensor  # int64 [s]: indices of the tokens that get logits
+    writes: torch.Tensor  # int64 [n]: the entry of `LayerKV` to which each token is written
     prepared: Any  # prepared by the backend for this step
-    kv: Sequence[LayerKV]  # one a layer
+    kv: Sequence[LayerKV]  # one per layer
     index: Index | None = None
-    """The choice of positions by an index; None: the model has no index."""
+    """The index keys, and the choice of positions; None: the model has no index."""
     images: ImageRows | None = None
-    """The rows of images; None: there are no image positions."""
+    """The rows at image positions; None: the step has no image positions."""
     states: Any = None
-    """The part of the step for recurrent states (`StateStore.step`); None: the model has none."""
+    """The step's recurrent states (`StateStore.step`); None: the model has none."""
     adapted: StepAdapters | None = None
     """The adapters of the tokens; None: all tokens use the base model."""
     logits: torch.Tensor | None = None
     """Memory for the logits, float32 [s, vocabulary]; None: new memory is allocated."""
     features: FeatureRows | None = None
-    """The place of features; None: no head drafts from them."""
+    """Where features are read and written; None: no head drafts from them."""
     window: WindowRows | None = None
-    """The data for layers with pages of the window part; None: all layers share one pool."""
+    """The data for layers with separate window pages; None: all layers share one pool."""
 
 
 class Attends(Protocol):
-    """The part of a layer in which tokens attend to others."""
+    """The part of a layer that mixes tokens: attention or a recurrence."""
 
     def __call__(self, x: torch.Tensor, step: Step, /) -> torch.Tensor:
         """Computes the part for x [tokens, hidden]. The result has the same shape."""
 
 
 class Feeds(Protocol):
-    """The part of a layer that works on each token alone."""
+    """The part of a layer that works on each token separately."""
 
     def __call__(self, x: torch.Tensor, ops: Ops, /) -> torch.Tensor:
         """Computes the part for x [tokens, hidden]. The result has the same shape."""
@@ -87,48 +87,48 @@ class Feeds(Protocol):
 
 @runtime_checkable
 class ReadsBoth(Protocol):
-    """A part that works on each token alone, and also reads the states before its norm."""
+    """A part that works on each token separately, and also reads the states before its norm."""
 
     def beside(self, x: torch.Tensor, states: torch.Tensor, ops: Ops, /) -> torch.Tensor:
-        """Computes the part for normalised states x and the states [tokens, hidden]. The result has the same shape."""
+        """Computes the part from normalised states x and the states before the norm. All are [tokens, hidden]."""
 
 
 class AddsInput(Protocol):
-    """A part of a layer that reads the layer's own input."""
+    """The part of a layer that adds the layer's own input."""
 
     def __call__(self, x: torch.Tensor, step: Step, /) -> torch.Tensor:
-        """The term for states x [tokens, hidden]. The result has the same shape."""
+        """Computes the term that is added for states x [tokens, hidden]. The result has the same shape."""
 
 
 @runtime_checkable
 class TakesPart(Protocol):
-    """A part of a layer that ranks compute together, each with its own tokens."""
+    """A part of a layer that ranks compute together, although each rank has separate tokens."""
 
     def take_part(self, none: torch.Tensor, ops: Ops, /) -> None:
         """Takes part in collectives as a rank without tokens; `none` is [0, hidden]."""
 
 
 class AttachedHead(Protocol):
-    """A head that drafts from the states of a model. `forebay.layers.draft_heads` has it."""
+    """A head that drafts from the states of a model. `forebay.layers.draft_heads` implements it."""
 
     params: Parameters
 
     @property
     def taps(self) -> Sequence[int]:
-        """The layers whose inputs it reads. The number of layers stands for the final states."""
+        """The layers whose inputs the head reads. An index equal to the layer count means the final states."""
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
         """The head's rotary embeddings in addition to the model's."""
 
     def keep(self, tapped: Mapping[int, torch.Tensor], forward: Forward, step: Step) -> None:
-        """Stores its inputs for a step's tokens, from the states [n, hidden] at its taps."""
+        """Stores the head's inputs for a step's tokens, computed from the states [n, hidden] at the taps."""
 
 
 class Block:
-    """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`, or the same with norms at other places.
+    """One decoder layer: `x + attention(norm(x))`, then `x + mlp(norm(x))`, or with norms at other positions.
 
-    A layer of one part has only this part and the norm in front of it.
+    A layer with a single part has only that part and the norm before it.
     """
 
     def __init__(
@@ -141,14 +141,14 @@ class Block:
         *,
         parallel: bool = False,
     ) -> None:
-        """`before` and `behind` are the norms of the two parts' inputs, and of their outputs before they are added.
+        """`before`: the norms of the two parts' inputs. `behind`: the norms of their outputs before they are added.
 
-        None: there is none. `scale` is the factor of both parts' outputs. `parallel`: both parts read one norm.
+        None: no norm. `scale`: the factor of both parts' outputs. `parallel`: both parts read the output of one norm.
         """
         self.inputs: AddsInput | None = None
-        """Adds a term from the layer's own input after both parts; None: the layer has no input."""
+        """Adds a term computed from the layer's own input, after both parts; None: there is no such input."""
         self.factor: torch.Tensor | None = None
-        """The factor [1] of the layer's output; None: there is none."""
+        """The factor [1] of the layer's output; None: no factor."""
         self.parallel = parallel
         self._scale = scale
         self.behind = behind
@@ -159,9 +159,9 @@ class Block:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Maps a layer's input to its output. The last residual is left out: it is added with the next norm.
+        """Computes the layer. Returns the last part's output and the residual stream, which the next norm adds.
 
-        The residual is None where the output has all of it.
+        The returned residual is None if the output already includes it.
         """
         x, residual = self._parts(x, residual, step)
         if self.inputs is None and self.factor is None:
@@ -192,7 +192,7 @@ class Block:
     def _input(
         norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The input of a part, and the sum of which it is the norm."""
+        """Returns the input of a part, and the sum before the norm."""
         if norm is not None:
             return normalised(norm, x, residual, ops)
         summed = x if residual is None else residual.add_(x)
@@ -205,7 +205,7 @@ class Block:
 
 
 def norm_of(config: ModelConfig, params: Parameters, name: str) -> Norm:
-    """A norm of states, with the name of its weight."""
+    """Creates a norm of states, whose weight has this name."""
     if config.mean_norms:
         return MeanNorm(params, name, config.hidden_size, config.rms_norm_eps)
     return RMSNorm(params, name, config.hidden_size, config.rms_norm_eps, config.wide_norms)
@@ -214,7 +214,7 @@ def norm_of(config: ModelConfig, params: Parameters, name: str) -> Norm:
 def normalised(
     norm: Norm, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x plus a residual, and the sum, which overwrites the residual."""
+    """Returns the norm of x plus the residual, and the sum, which overwrites the residual."""
     if isinstance(norm, RMSNorm):
         return ops.norm(norm, x, residual)
     summed = x if residual is None else residual.add_(x)
@@ -222,7 +222,7 @@ def normalised(
 
 
 class Decoder:
-    """A decoder-only language model. A family's file defines its blocks."""
+    """A decoder-only language model."""
 
     def __init__(
         self, config: ModelConfig, params: Parameters, blocks: Sequence[Block], backend: AttentionBackend, ops: Ops
@@ -235,10 +235,11 @@ class Decoder:
         self.blocks = blocks
         rows = params.shard.of(vocabulary)
         self.embedding = params.tensor((rows.size, hidden), {"model.embed_tokens.weight": rows})
-        """The embedding. With several ranks, each has the rows of some tokens, and also those tokens' rows of the head.
+        """The embedding. With several ranks, each rank has the rows of some tokens, both in the embedding and in the
+        output head.
         """
         self.embedding_norm = norm_of(config, params, "model.embed_norm") if config.embedding_norm else None
-        """The norm of embeddings; None: they are not normalised."""
+        """The norm of embeddings; None: embeddings are not normalised."""
         self._embed = embed_whole if params.ranks is None else SharedEmbedding(rows, params.ranks.group)
         self.norm = norm_of(config, params, "model.norm")
         self.head = self.embedding
@@ -249,18 +250,18 @@ class Decoder:
             self.head = params.matrix(hidden, {HEAD: rows})
         self._layer_inputs = None if config.layer_inputs is None else LayerRows(config, params)
         self.rotaries = self.rotaries_of(config, params)
-        """The rotary embeddings, which layers name by their numbers."""
+        """The rotary embeddings, which layers refer to by index."""
         self.draft_head: AttachedHead | None = None
-        """None: nothing drafts from its states."""
+        """The draft head that reads the model's states; None: there is none."""
 
     @property
     def rotary(self) -> Rotary:
-        """The rotary embedding of a model with one."""
+        """The rotary embedding of a model that has only one."""
         return self.rotaries[0]
 
     @staticmethod
     def rotaries_of(config: ModelConfig, params: Parameters) -> list[Rotary]:
-        """The rotary embeddings of a shape."""
+        """Creates the rotary embeddings of a model."""
         longest = config.max_position_embeddings
         shapes = [(rope.dim, rope.theta, rope.scaling, longest, params.dtype, params.device) for rope in config.ropes]
         if config.sections is None:
@@ -268,12 +269,12 @@ class Decoder:
         return [SectionedRotary(config.sections, *shape) for shape in shapes]
 
     def attach(self, head: AttachedHead) -> None:
-        """Makes a head store its inputs for drafts in each step."""
+        """Attaches a draft head, which then stores its inputs in each step."""
         self.draft_head = head
         self.rotaries += head.rotaries
 
     def query_factors(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """The factors of queries [n, 1, 1] at positions [n], or [3, n], of which the first numbers are used."""
+        """Returns the factors [n, 1, 1] of queries at positions [n], or [3, n], of which only the first line counts."""
         scale = self.config.query_scale
         if scale is None:
             return None
@@ -282,11 +283,11 @@ class Decoder:
         return (1 + scale.beta * torch.log1p(steps.float())).to(self.params.dtype)[:, None, None]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report = ignore) -> None:
-        """Copies weights into place, by the family's names. Raises `WeightError` if they do not fit."""
+        """Loads weights, by the names of the family. Raises `WeightError` if they do not fit."""
         self.params.load(weights, report)
 
     def keeps(self, name: str) -> bool:
-        """True if a weight of a checkpoint is kept in its stored bits."""
+        """True if a weight of a checkpoint is kept in its stored format."""
         return name in self.params.kept
 
     def check_weights(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -294,9 +295,9 @@ class Decoder:
         self.params.check(shapes)
 
     def __call__(self, forward: Forward) -> torch.Tensor:
-        """Computes the step's positions and returns float32 logits [s, vocabulary] of the sampled ones.
+        """Computes the step's positions. Returns float32 logits [s, vocabulary] of the sampled positions.
 
-        With several ranks, each returns those of its own tokens.
+        With several ranks, each rank returns the logits of its own tokens.
         """
         x = self.states(forward)
         return self.logits(x) if forward.logits is None else self._capped(forward.logits.copy_(F.linear(x, self.head)))
@@ -310,16 +311,16 @@ class Decoder:
                 part.take_part(none, self.ops)
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """float32 [m, vocabulary] of final states [m, hidden]."""
+        """Returns float32 logits [m, vocabulary] of final states [m, hidden]."""
         return self._capped(F.linear(states, self.head).float())
 
     def _capped(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits under their bound, if there is one. They are overwritten."""
+        """Applies the soft cap to logits in place, if there is one."""
         cap = self.config.scales.logit_cap
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def states(self, forward: Forward) -> torch.Tensor:
-        """Computes the step's positions. Returns the final states [s, hidden] of the sampled ones."""
+        """Computes the step's positions. Returns the final states [s, hidden] of the sampled positions."""
         if forward.adapted is None:
             return self._states(forward)
         assert self.params.adapted is not None
@@ -328,7 +329,7 @@ class Decoder:
 
     @staticmethod
     def _told(forward: Forward) -> torch.Tensor:
-        """The tokens, with 0 where a caller gives inputs in their place, as transformers does for images."""
+        """Returns the tokens, with 0 where a caller provides inputs, as Transformers does at image positions."""
         if not forward.given:
             return forward.tokens
         tokens = forward.tokens.clone()
@@ -337,13 +338,13 @@ class Decoder:
         return tokens
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The inputs [n, hidden] of tokens [n]."""
+        """Returns the embeddings [n, hidden] of tokens [n]."""
         x: torch.Tensor = self._embed(tokens, self.embedding)
         factor = self.config.scales.embeddings
         return x if factor == 1.0 else x * factor
 
     def step(self, forward: Forward, inputs: torch.Tensor | None = None) -> Step:
-        """The state of a step that layers share. `inputs`: the inputs of each layer."""
+        """Creates the data of a step that layers share. `inputs`: the additional per-layer inputs."""
         factors = self.query_factors(forward.positions)
         rotations = [rotary(forward.positions) for rotary in self.rotaries]
         return Step(
@@ -374,7 +375,7 @@ class Decoder:
             x, residual = block(x, residual, step)
             if images is not None and number < images.rows.shape[1]:
                 assert residual is not None
-                # The layer's output is the sum of both, so it is rounded before more is added.
+                # The layer's output is `residual + x`: round this sum before the image's rows are added.
                 output = residual.index_select(0, images.at) + x.index_select(0, images.at)
                 residual.index_copy_(0, images.at, output)
                 x.index_copy_(0, images.at, images.rows[:, number])
@@ -389,5 +390,5 @@ class Decoder:
             x, _ = normalised(self.norm, x, residual, self.ops)
         if head is not None:
             head.keep(tapped, forward, step)
-        # Logits are a product with these states. Vectors have no factor.
+        # Logits are a product with these states, so their factor is applied here. Pooled vectors have no factor.
         return x if self.config.headless or scales.logits == 1.0 else x * scales.logits

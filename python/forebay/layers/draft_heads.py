@@ -1,8 +1,8 @@
 """Draft heads: one layer reads a model's features and the tokens after them, and proposes the next token.
 
-The *entry* of a position is computed from the feature of the position before and the position's own token. So it
-depends only on the tokens up to there, like everything on a page, and is stored with the keys and values of the model's
-layers. Position 0 has no feature before it; zeros take its place.
+The *entry* of a position is computed from the feature of the previous position and the position's own token. So it
+depends only on the tokens up to the position, like all content of a page, and is stored together with the keys and
+values of the model's layers. At position 0, zeros replace the previous feature.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from forebay.weights.parts import Dense
 
 
 class HeadLayer(Protocol):
-    """The layer of a head; `n` tokens."""
+    """The layer of a draft head; `n` tokens."""
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
         """The rotary embeddings that the head needs in addition to the model's."""
 
     def features(self, tapped: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Features [n, hidden] of the model's states [n, hidden] at the taps."""
+        """Computes features [n, hidden] from the model's states [n, hidden] at the taps."""
 
     def keep(self, embedded: torch.Tensor, before: torch.Tensor, step: Step) -> None:
-        """Writes the keys and values of entries, from embeddings and the features before them, [n, hidden] each."""
+        """Writes the keys and values of entries, computed from embeddings and previous features, [n, hidden] each."""
 
     def __call__(self, embedded: torch.Tensor, before: torch.Tensor, step: Step) -> torch.Tensor:
-        """Writes entries too, and gives states [n, hidden]. They are the features of tokens that are not computed."""
+        """Does `keep`, and returns states [n, hidden], used as features of tokens that the model has not computed."""
 
     def final(self, states: torch.Tensor) -> torch.Tensor:
-        """The states [m, hidden] that the output head multiplies."""
+        """Returns the states [m, hidden] that the output head reads."""
 
 
 class DraftHead:
@@ -66,7 +66,7 @@ class DraftHead:
             of_tokens, of_logits = f"{at}embed_tokens.weight", f"{at}shared_head.head.weight"
         hidden, vocabulary, all_tokens = config.shape.hidden_size, config.vocab_size, model.config.vocab_size
         self._embedding: torch.Tensor | None = None
-        """None: the head shares the model's embedding. It shares the matrix of logits in the same way."""
+        """None: the head uses the model's embedding. Likewise, `_output` None: it uses the model's output matrix."""
         self._output: torch.Tensor | None = None
         if config.own_embedding:
             self._embedding = params.tensor((all_tokens, hidden), {of_tokens: all_tokens})
@@ -74,20 +74,20 @@ class DraftHead:
             self._output = params.tensor((vocabulary, hidden), {of_logits: vocabulary})
         self._offsets: torch.Tensor | None = None
         if config.mapped:
-            # float32 has all whole numbers of this size.
+            # float32 represents all integers of this size exactly.
             self._offsets = params.tensor((vocabulary,), {"d2t": vocabulary}, torch.float32)
-        # Checkpoints repeat matrices of the model.
+        # Some checkpoints contain copies of the model's matrices.
         for name in (of_tokens, of_logits, "t2d"):
             params.skip(name)
         self._ids: torch.Tensor | None = None
 
     @property
     def rotaries(self) -> Sequence[Rotary]:
-        """The rotary embeddings that the head's layer has in addition to the model's."""
+        """The rotary embeddings of the head's layer in addition to the model's."""
         return self._layer.rotaries
 
     def loaded(self) -> None:
-        """Checks the weights. Raises `WeightError` if the drafts could be tokens that the model does not have."""
+        """Checks the weights. Raises `WeightError` if drafts could be tokens that the model does not have."""
         if self._offsets is None:
             return
         offsets = self._offsets.round().long()
@@ -96,7 +96,7 @@ class DraftHead:
             raise WeightError(f"d2t names tokens outside of the model's vocabulary of {self._model.config.vocab_size}")
 
     def keep(self, tapped: Mapping[int, torch.Tensor], forward: Forward, step: Step) -> None:
-        """Writes a step's features, and the entries of its tokens, from the model's states [n, hidden] at the taps."""
+        """Writes a step's features and its tokens' entries, from the model's states [n, hidden] at the taps."""
         rows = forward.features
         assert rows is not None
         rows.pool.index_copy_(0, rows.writes, self._layer.features([tapped[number] for number in self.taps]))
@@ -104,9 +104,9 @@ class DraftHead:
         self._layer.keep(*self._inputs(forward, before), step)
 
     def draft(self, forward: Forward, before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """States [r, hidden], and the drafted token [r] after each row's one token, int32; `r` rows in their order.
+        """Returns states [r, hidden], and the drafted token [r], int32, after the single token of each of `r` rows.
 
-        `before`: the states from the last call for these rows; None: the features are on pages.
+        `before`: the states that the previous call returned for these rows; None: features are read from pages.
         """
         rows = forward.features
         assert rows is not None
@@ -121,7 +121,7 @@ class DraftHead:
         return states, (likely if self._ids is None else self._ids.index_select(0, likely)).int()
 
     def _inputs(self, forward: Forward, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings, and the features before them; zeros at position 0."""
+        """Returns embeddings, and the previous features; zeros at position 0."""
         own = self._embedding
         embedded = self._model.embed(forward.tokens) if own is None else F.embedding(forward.tokens, own)
         first = (forward.positions == 0)[:, None]
@@ -129,7 +129,7 @@ class DraftHead:
 
 
 class EagleLayer:
-    """The layer of EAGLE-3 (Li et al. 2025): its attention reads an embedding together with a feature."""
+    """The layer of EAGLE-3 (Li et al. 2025): its attention reads embeddings concatenated with features."""
 
     def __init__(self, config: HeadConfig, params: Parameters, model: Decoder) -> None:
         shape = config.shape
@@ -178,7 +178,7 @@ class EagleLayer:
 
 
 class MtpLayer:
-    """A layer that predicts one more token (DeepSeek-V3, 2024), after the model's last layer."""
+    """A multi-token prediction layer (DeepSeek-V3, 2024), which follows the model's last layer."""
 
     def __init__(self, config: HeadConfig, params: Parameters, model: Decoder) -> None:
         shape, number = config.shape, model.config.num_hidden_layers

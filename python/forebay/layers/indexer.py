@@ -1,7 +1,7 @@
-"""The indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, 2025), in the model's dtype, as in transformers.
+"""The indexer of DeepSeek Sparse Attention (DeepSeek-V3.2, 2025), in the model's dtype, as in Transformers.
 
-DeepSeek's own code multiplies queries and keys by a Hadamard matrix first, and rounds them to 8-bit floats. The matrix
-is orthogonal and changes no product. The rounding only saves memory, so both are omitted here.
+DeepSeek's own code first multiplies queries and keys by a Hadamard matrix, and rounds them to 8-bit floats. The matrix
+is orthogonal and changes no dot product. The rounding only saves memory, so both are omitted here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LayerIndexer:
     def __init__(
         self, params: Parameters, prefix: str, number: int, hidden: int, query_rank: int, shape: Indexer
     ) -> None:
-        """Makes the indexer. `number` is the number of indexed layers before it."""
+        """Allocates the indexer's weights. `number` is the number of indexed layers before this one."""
         self._number = number
         self._shape = shape
         self._rotate = rotate_pairs if shape.interleaved else rotate
@@ -36,12 +36,12 @@ class LayerIndexer:
         self._key = Linear(params, prefix, hidden, {"wk": shape.head_dim})
         self._key_norm = LayerNorm(params, f"{prefix}.k_norm", shape.head_dim, _NORM_EPS)
         name = f"{prefix}.weights_proj.weight"
-        # Rounding would change the choice, and the matrix is small.
+        # Rounding would change the choice, and the matrix is small, so the weights are float32.
         self._weights = params.tensor((shape.heads, hidden), {name: shape.heads}, torch.float32)
         self._scale = shape.heads**-0.5 * shape.head_dim**-0.5
 
     def __call__(self, x: torch.Tensor, low: torch.Tensor, step: Step) -> None:
-        """Stores the keys of x [tokens, hidden], and has `step` choose by its low-rank queries [tokens, query_rank]."""
+        """Stores the keys of x [tokens, hidden]; `step` chooses by the low-rank queries `low` [tokens, query_rank]."""
         index, shape = step.index, self._shape
         assert index is not None
         keys = self._key_norm(self._key(x))

@@ -14,13 +14,13 @@ from forebay.layers.step import Step
 from forebay.weights.parts import Latent
 
 _NORM_EPS = 1e-6
-"""The epsilon of the norms of low ranks. transformers uses it whatever `rms_norm_eps` says."""
+"""The epsilon of the norms of low-rank states. Transformers uses it regardless of `rms_norm_eps`."""
 
 
 class LatentAttention:
     """Latent attention of a layer.
 
-    It projects queries and a row for each token, rotates, stores the row, attends, and projects back.
+    It projects queries and a row per token, applies RoPE, stores the row, attends, and projects back.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class LatentAttention:
         indexer: LayerIndexer | None,
         rope: int | None = 0,
     ) -> None:
-        """`layer` is its number among the layers with pages. `indexer` None: it uses an earlier layer's choice, if any.
+        """`layer` is the index among the layers with pages. `indexer` None: an earlier layer's choice is used, if any.
 
-        `rope` is the number of the rotary embedding; None: no rotation.
+        `rope` is the index of the rotary embedding; None: no rotation.
 
-        With other ranks, it has some of the heads and computes a term of a sum over ranks. Rows are the same on all
+        With several ranks, it has a part of the heads and computes a term of a sum over ranks. Rows are the same on all
         ranks.
         """
         self._layer = layer
@@ -64,7 +64,7 @@ class LatentAttention:
         self._output = Linear(params, prefix, shard.of(shape.heads * shape.value_dim), {"o_proj": hidden}, shape.bias)
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """x is [tokens, hidden]."""
+        """Computes attention for x [tokens, hidden]."""
         shape = self._shape
         low = x if self._query_down is None else self._query_norm(self._query_down(x))
         if self._indexer is not None:

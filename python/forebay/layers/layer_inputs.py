@@ -1,4 +1,4 @@
-"""Inputs of each layer in addition to the residual stream (Gemma 3n, 2025; Gemma 4, 2026)."""
+"""Per-layer inputs in addition to the residual stream (Gemma 3n, 2025; Gemma 4, 2026)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from forebay.weights.config import ModelConfig
 from forebay.weights.errors import UnsupportedModelError
 
 _MEAN_OF_TWO = 2.0**-0.5
-"""The factor that keeps a sum of two equally large terms as large as one of them."""
+"""The factor that keeps the magnitude of a sum of two equally large terms."""
 
 
 class LayerRows:
-    """The inputs of all layers: rows that the token's id selects, plus a product with the model's input."""
+    """Computes the inputs of all layers: rows selected by the token's id, plus a projection of the model's input."""
 
     def __init__(self, config: ModelConfig, params: Parameters) -> None:
         assert config.layer_inputs is not None
@@ -33,7 +33,7 @@ class LayerRows:
         self._scale = config.hidden_size**-0.5
 
     def __call__(self, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Inputs [n, layers, size] of the tokens [n]. Their inputs of the model are x [n, hidden]."""
+        """Returns inputs [n, layers, size] for tokens [n]. x [n, hidden] are the model's inputs for these tokens."""
         own = F.embedding(tokens, self._table).unflatten(1, self._shape) * self._shape[1] ** 0.5
         seen = self._norm((self._projection(x) * self._scale).unflatten(1, self._shape))
         inputs: torch.Tensor = (seen + own) * _MEAN_OF_TWO
@@ -41,7 +41,7 @@ class LayerRows:
 
 
 class InputOfLayer:
-    """The term from a layer's own input, after its other parts."""
+    """The term that a layer adds from its own input, after its other parts."""
 
     def __init__(self, config: ModelConfig, params: Parameters, layer: int) -> None:
         assert config.layer_inputs is not None
@@ -53,7 +53,7 @@ class InputOfLayer:
         self._norm = RMSNorm(params, f"{prefix}.post_per_layer_input_norm", hidden, config.rms_norm_eps)
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """x is the layer's output [n, hidden]. The result has the same shape."""
+        """Computes the term for the layer's output x [n, hidden]. The result has the same shape."""
         assert step.inputs is not None
         gated = GATES[self._activation](self._gate(x), step.inputs[:, self._layer].clone())
         return self._norm(self._projection(gated))

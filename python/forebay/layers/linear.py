@@ -1,4 +1,4 @@
-"""Matrix products. Matrices of the checkpoint with the same input are joined into one."""
+"""Linear layers. Matrices of the checkpoint that multiply the same input are joined into one."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from forebay.weights.shards import Cut, Part
 
 
 def _reorders(dtype: torch.dtype) -> bool:
-    """True if oneDNN has its own weight order for this type on this processor."""
+    """True if oneDNN has a special weight layout for this type on this processor."""
     if not torch.backends.mkldnn.is_available():
         return False
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class Linear:
-    """`y = x W^T + b`; x is [tokens, inputs], y is [tokens, outputs], fused projections one after the other."""
+    """`y = x W^T + b`; x is [tokens, inputs], y is [tokens, outputs]. Outputs of fused projections are concatenated."""
 
     def __init__(
         self,
@@ -30,9 +30,9 @@ class Linear:
         outputs: Mapping[str, int | Part],
         bias: bool = False,
     ) -> None:
-        """`outputs` maps the names under `prefix` to their widths; "" is the root of all names.
+        """`outputs` maps names below `prefix` to widths. If `prefix` is "", names have no prefix.
 
-        With a part of the outputs, other ranks have the others. With a part of the inputs, y is a term of a sum over
+        With a part of the outputs, other ranks have the rest. With a part of the inputs, y is a term of a sum over
         ranks, and only the first rank adds the bias.
         """
         prefix = f"{prefix}." if prefix else ""
@@ -57,7 +57,7 @@ class Linear:
         params.when_packed(self._pack)
 
     def _pack(self) -> None:
-        """Keeps the weight only in oneDNN's own order. Otherwise F.linear would reorder it at each call."""
+        """Keeps the weight only in oneDNN's layout. Otherwise F.linear would convert it in each call."""
         if self.kept is None and self.weight.device.type == "cpu" and _reorders(self.weight.dtype):
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
             self.weight = self.weight.new_empty(0)
@@ -67,8 +67,8 @@ class Linear:
         return y if self._adapted is None else self._adapted.add(self._modules, x, y)
 
     def gated(self, x: torch.Tensor, ops: Ops, activation: str) -> torch.Tensor:
-        """`ops.gate` of the product, [tokens, outputs / 2]."""
-        # Adapters change a product before its gate, and kept matrices have other operators.
+        """Returns `ops.gate` of the product, [tokens, outputs / 2]."""
+        # Adapters modify a product before its gate, and kept matrices have other operators.
         own = self.kept is None and self._packed is None and self._adapted is None
         if self._products is not None and own:
             found = self._products.gated(x, self.weight, self.bias, activation)

@@ -1,4 +1,4 @@
-"""The feed-forward part of a decoder block, with a gate (Shazeer 2020) or without one."""
+"""The feed-forward part of a decoder layer, with a gate (Shazeer 2020) or without one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from forebay.layers.params import Parameters
 class DenseFeed:
     """`down(activation(gate(x)) * up(x))` of x [tokens, hidden], or without a gate `down(activation(up(x)))`.
 
-    With other ranks, it is a term of a sum over ranks.
+    With several ranks, the result is a term of a sum over ranks.
     """
 
     def __init__(

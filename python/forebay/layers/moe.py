@@ -1,4 +1,4 @@
-"""Mixtures of experts. Their weights are most of a layer's, but each token uses only a few experts."""
+"""Mixtures of experts. They have most of a layer's weights, but each token uses only a few experts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from forebay.weights.shards import ALONE, Part, Shard
 class MixtureOfExperts:
     """The weighted sum of a token's experts, each a `DenseFeed`, and of the shared expert; x is [tokens, hidden].
 
-    With other ranks it is a term of a sum over ranks. The term is of a part of each expert, or of some of the experts
-    (`OwnExperts`), and of a part of the shared expert.
+    With several ranks, the result is a term of a sum over ranks. A rank has either a part of each expert or some of the
+    experts (`OwnExperts`), and a part of the shared expert.
 
-    In a step group, each rank has some of the experts, and its own tokens. The ranks gather all tokens, and each gets
-    its own rows of the sum. Each rank has the whole shared expert.
+    In a step group, each rank has some of the experts, and separate tokens. The ranks gather all tokens, and each gets
+    the rows of the sum for its own tokens. Each rank has the whole shared expert.
     """
 
     def __init__(
@@ -35,11 +35,11 @@ class MixtureOfExperts:
         activation: str = "silu",
         router: Router | None = None,
     ) -> None:
-        """`router` None: it creates a router, and the shared expert if there is one."""
+        """`router` None: creates a router, and the shared expert if there is one."""
         count, inner = experts.count, experts.intermediate_size
         states = hidden
         self._latent: tuple[Linear, Linear] | None = None
-        """The products before and after the experts; None: experts read the layer's states."""
+        """The projections before and after the experts; None: experts read the layer's states."""
         if experts.latent_size:
             hidden = experts.latent_size
             self._latent = (
@@ -66,8 +66,8 @@ class MixtureOfExperts:
         self._products = params.products
         self._kept: tuple[KeptMatrix, KeptMatrix] | None = None
         self.stacks: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Gates with ups, and downs, each [experts, rows, inputs]; None: they are kept in the checkpoint's bits."""
-        # The products of kept experts have gates and no biases.
+        """Gate and up, and down projections, each [experts, rows, inputs]; None: they are in the stored format."""
+        # Products with kept experts support only gated experts without biases.
         kept = params.keeps_experts(hidden, gate_up) and params.keeps_experts(of_inner, down)
         if kept and experts.gated and not experts.bias:
             both = params.kept_matrix(hidden, gate_up), params.kept_matrix(of_inner, down)
@@ -79,7 +79,7 @@ class MixtureOfExperts:
             rows = len(kinds) * of_inner.size
             self.stacks = first.view(own.size, rows, hidden), second.view(own.size, hidden, of_inner.size)
         self.biases: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Of gates and then of ups [experts, 2 * inner], and of outputs [experts, hidden]; None: there are none."""
+        """Biases of gates and ups [experts, 2 * inner], and of outputs [experts, hidden]; None: no biases."""
         if experts.bias:
             if params.ranks is not None or params.exchange is not None:
                 raise UnsupportedModelError("experts with biases are not supported by ranks")
@@ -95,7 +95,7 @@ class MixtureOfExperts:
             at, size = f"{prefix}.shared_experts", experts.shared_size
             self.shared = DenseFeed(params, at, states, size, bias=False, activation=act, gated=experts.gated)
         self.shared_gate: torch.Tensor | None = None
-        """The gate [hidden] of the shared expert; None: it has none."""
+        """The weight [hidden] of the shared expert's gate; None: no gate."""
         if experts.shared_gate:
             self.shared_gate = params.tensor((states,), {f"{prefix}.shared_expert_gate.weight": states})
 
@@ -109,7 +109,7 @@ class MixtureOfExperts:
         return y.add_(shared)
 
     def take_part(self, none: torch.Tensor, ops: Ops) -> None:
-        """Computes other ranks' tokens while this rank has none; `none` is [0, hidden]."""
+        """Computes other ranks' tokens if this rank has none; `none` is [0, hidden]."""
         if self._exchange is not None:
             self._exchanged(none, ops, self._exchange)
 
@@ -117,7 +117,7 @@ class MixtureOfExperts:
         return exchange.scatter(self.routed(every := exchange.gather(x), every, ops))
 
     def routed(self, x: torch.Tensor, by: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """The sum over those of a token's experts that this rank has. They are chosen by states [tokens, hidden]."""
+        """Returns the sum over the token's experts on this rank, chosen by the states `by` [tokens, hidden]."""
         chosen = self._choose(by)
         if self._latent is None:
             return self._weighted(x, *chosen, ops)
@@ -127,14 +127,14 @@ class MixtureOfExperts:
     def _weighted(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, ops: Ops) -> torch.Tensor:
         if not self._weighs_inputs:
             return self._sum(x, ids, weights, ops)
-        # Each expert of a token is treated as the only expert of a separate token.
+        # Each (token, expert) pair is treated as a separate token with one expert.
         scaled = (x[:, None] * weights[:, :, None].to(x.dtype)).flatten(0, 1)
         outputs = self._sum(scaled, ids.view(-1, 1), torch.ones_like(weights).view(-1, 1), ops)
         total: torch.Tensor = outputs.unflatten(0, ids.shape).sum(dim=1)
         return total
 
     def _sum(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """The weighted sum of the experts `ids` of each row of x."""
+        """Returns the weighted sum of the experts `ids` of each row of x."""
         if self._kept is None:
             assert self.stacks is not None
             return ops.experts(x, ids, weights, *self.stacks, self.biases, self._activation)
@@ -143,7 +143,7 @@ class MixtureOfExperts:
 
 
 class OwnExperts:
-    """A token's experts on this rank, numbered from 0. Other experts are replaced by an id that stands for none."""
+    """Routes to the experts on this rank, numbered from 0. All other experts get an id that means no expert."""
 
     def __init__(self, router: Router, own: Part) -> None:
         self._router = router

@@ -1,4 +1,4 @@
-"""Normalisation by the root mean square (Zhang & Sennrich 2019), and by the deviation from the mean."""
+"""RMS normalisation (Zhang & Sennrich 2019), and layer normalisation."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from forebay.layers.params import Parameters
 
 
 class RMSNorm:
-    """Normalises the last dimension and scales it. It computes in float32 for any dtype of x."""
+    """Divides the last dimension by its RMS and scales it. It computes in float32 for any dtype of x."""
 
     def __init__(self, params: Parameters, name: str, size: int, eps: float, wide: bool = False) -> None:
-        """`wide`: the weight is float32 for any dtype of the model."""
+        """`wide`: the weight is float32, whatever the model's dtype."""
         dtype = torch.float32 if wide else None
         self.weight = params.tensor((size,), {f"{name}.weight": size}, dtype)
         self._shape = (size,)
@@ -25,12 +25,12 @@ class RMSNorm:
 
 
 def unweighted(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """The norm of the last dimension by its root mean square, without weights. It computes in float32."""
+    """Divides the last dimension by its RMS, without weights. It computes in float32."""
     return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
 
 class MeanNorm:
-    """Layer normalisation without a shift. It computes in float32 for any dtype of x."""
+    """Layer normalisation without a bias. It computes in float32 for any dtype of x."""
 
     def __init__(self, params: Parameters, name: str, size: int, eps: float) -> None:
         self.weight = params.tensor((size,), {f"{name}.weight": size})

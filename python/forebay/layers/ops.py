@@ -1,7 +1,7 @@
-"""The parts of layers besides matrix products and attention. Fused operators are only possible here.
+"""The operators of layers besides matrix products and attention. Fused operators are possible only here.
 
-A model's file has the formula, and an `Ops` computes it. `TorchOps` is the reference: it runs on every device, and
-every other way is compared with it. No operator here waits for the device: no result's shape depends on values.
+A model's file contains the formula, and an `Ops` computes it. `TorchOps` is the reference: it runs on every device,
+and all other implementations are compared with it. No operator here waits for the device: no shape depends on values.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from forebay.layers.norm import RMSNorm
 from forebay.layers.rotary import Rotation, rotate
 
 _SLOPE, _BOUND = 1.702, 7.0
-"""The slope of gates of `clamped_swiglu`, and the bound of its two factors."""
+"""The slope in `clamped_swiglu`'s gate, and the bound to which gate and up are clamped."""
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """`gate * sigmoid(1.702 gate) * (up + 1)` of a gate of at most 7 and an up from -7 to 7 (gpt-oss)."""
+    """Returns `gate * sigmoid(1.702 gate) * (up + 1)`, with gate clamped to at most 7, and up to -7 .. 7 (gpt-oss)."""
     gate, up = gate.clamp(max=_BOUND), up.clamp(-_BOUND, _BOUND)
     return (gate * _SLOPE).sigmoid_().mul_(gate).mul_(up.add_(1))
 
@@ -39,25 +39,25 @@ GATES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "gelu_pytorch_tanh": _times(partial(F.gelu, approximate="tanh")),
     "swigluoai": clamped_swiglu,
 }
-"""The activations of gates and ups, by their names in transformers, or in vLLM (`swigluoai`)."""
+"""The activations of gated projections, by their names in Transformers, or in vLLM (`swigluoai`)."""
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
-    """The square of the positive part (So et al. 2021)."""
+    """Returns the square of the positive part (So et al. 2021)."""
     return F.relu(x).square_()
 
 
 PLAIN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"relu2": squared_relu}
-"""Activations without a gate, by their names in transformers."""
+"""Activations without a gate, by their names in Transformers."""
 
 
 Biases = tuple[torch.Tensor, torch.Tensor]
-"""The biases of both products of all experts."""
+"""The biases of all experts' gate and up projections, and of their down projections."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The numbers of query and of key-value heads, and their width."""
+    """The query heads, the key-value heads, and the head dimension."""
 
     queries: int
     keys: int
@@ -66,24 +66,24 @@ class Heads:
 
 @dataclass(frozen=True)
 class Draw:
-    """The parameters of draws for the `r` rows with a temperature. Fields for the host's decisions are not tensors."""
+    """The parameters of draws for the `r` rows with a temperature. Values that the host reads are not tensors."""
 
     temperature: torch.Tensor  # float32 [r]
-    u: torch.Tensor  # float64 [r]: where in the distribution the token is
+    u: torch.Tensor  # float64 [r]: the uniform random numbers
     limited: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
-    """Rows int64 [l] with a `top_k`, their `top_k` int64 [l], and their `top_p` float32 [l]; None: there are none."""
+    """Rows int64 [l] with a `top_k`, their `top_k` int64 [l], and their `top_p` float32 [l]; None: no such rows."""
     width: int
     """The largest `top_k` of the `limited` rows."""
     nucleus: tuple[torch.Tensor, torch.Tensor] | None
-    """Rows int64 [n] with only a `top_p`, and their `top_p` float32 [n]; None: there are none."""
+    """Rows int64 [n] with only a `top_p`, and their `top_p` float32 [n]; None: no such rows."""
     min_p: torch.Tensor | None  # float32 [r]; None: no row has one
 
 
 class Ops(Protocol):
-    """Operators that some devices have kernels for."""
+    """Operators for which some devices have kernels."""
 
     def norm(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `norm(x + residual)` and the sum, [tokens, hidden]. It may overwrite x and the residual."""
+        """Returns `norm(x + residual)` and the sum, [tokens, hidden]. May overwrite x and the residual."""
 
     def rotate_and_keep(
         self,
@@ -94,22 +94,22 @@ class Ops(Protocol):
         kv: LayerKV,
         writes: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Splits qkv [tokens, all heads * dim], normalises query and key heads by `norms` and rotates them.
+        """Splits qkv [tokens, all heads * dim], normalises query and key heads by `norms`, and applies RoPE to them.
 
         Keys and values are written to the entries `writes` (int64 [tokens]) of the pages. Returns q, k and v, each
         [tokens, heads, dim].
         """
 
     def gate(self, gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-        """`activation(gate) * up` of `gate_up` [tokens, gates and then ups]; one of `GATES`.
+        """Returns `activation(gate) * up` for `gate_up` [tokens, gates and then ups]. `activation` is one of `GATES`.
 
-        A function of `PLAIN` applies to all columns.
+        An activation of `PLAIN` applies to all columns.
         """
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """The tokens that masks do not allow, bool [m, vocabulary].
+        """Returns the tokens that masks do not allow, bool [m, vocabulary].
 
-        `masks` int32 [m, words]: bit `i % 32` of word `i // 32` is set where token `i` is allowed.
+        `masks` int32 [m, words]: bit `i % 32` of word `i // 32` is set if token `i` is allowed.
         """
 
     def experts(
@@ -122,22 +122,22 @@ class Ops(Protocol):
         biases: Biases | None = None,
         activation: str = "silu",
     ) -> torch.Tensor:
-        """The weighted sum [tokens, hidden] of the experts of each token of x, in order of their ids, in float32.
+        """Returns the weighted sum [tokens, hidden] of each token's experts, added in order of their ids, in float32.
 
-        `ids` int64 and `weights` float32 are [tokens, experts of a token], ids ascending. Products are `gate_up`
-        [experts, gates and then ups, hidden] and `down` [experts, hidden, inner], with `gate` between. `biases` are of
-        both products, [experts, gates and then ups] and [experts, hidden]. An id after the last expert stands for no
-        expert, and its term is 0.
+        `ids` int64 and `weights` float32 are [tokens, experts per token], with ascending ids. The projections are
+        `gate_up` [experts, gates and then ups, hidden] and `down` [experts, hidden, inner], with `gate` between them.
+        `biases` are those of both projections, [experts, gates and then ups] and [experts, hidden]. An id after the
+        last expert means no expert, and its term is 0.
         """
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first of the largest logits, int64 [s], and the result of `finite` for the same logits."""
+        """Returns the first of the largest logits, int64 [s], and the result of `finite` for the same logits."""
 
     def finite(self, logits: torch.Tensor) -> torch.Tensor:
-        """True for rows of logits [s, vocabulary] that are all finite; bool [s]."""
+        """Returns bool [s], true if all logits of a row of [s, vocabulary] are finite."""
 
     def sample(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
-        """Tokens int64 [r] of float32 logits [r, vocabulary], in the order of `docs/protocol.md`."""
+        """Samples tokens int64 [r] from float32 logits [r, vocabulary], in the order of `docs/protocol.md`."""
 
     def penalise(
         self,
@@ -149,19 +149,19 @@ class Ops(Protocol):
     ) -> None:
         """Overwrites `rows` int64 [p] of float32 logits [r, vocabulary] with the result of `penalised`.
 
-        `counts` int32 [lines, 2, vocabulary] count how often tokens were seen and were generated, and `lines` int64 [p]
-        are those of the rows. `penalties` are float32 [p, 3].
+        `counts` int32 [lines, 2, vocabulary] count how often tokens occurred, and how often they were generated.
+        `lines` int64 [p] are the lines of the rows. `penalties` are float32 [p, 3].
         """
 
     def likely(self, logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids int64 [m, 1 + most] of `tokens` int64 [m, 1] and the most likely ones, and their log-probabilities."""
+        """Returns ids int64 [m, 1 + most] of `tokens` int64 [m, 1] and the most likely ones, and log-probabilities."""
 
     def places(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Ranks int64 [m] of `tokens` int64 [m, 1]. A rank is 1 plus the number of tokens with a larger logit."""
+        """Returns ranks int64 [m] of `tokens` int64 [m, 1]: 1 plus the number of tokens with a larger logit."""
 
 
 class TorchOps:
-    """`Ops` in PyTorch's operators."""
+    """Implements `Ops` with PyTorch's operators."""
 
     def norm(self, norm: RMSNorm, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         summed = x if residual is None else residual.add_(x)
@@ -211,12 +211,12 @@ class TorchOps:
         activation: str = "silu",
     ) -> torch.Tensor:
         per_token = ids.shape[1]
-        # Tokens of one expert are sorted next to each other; their counts exist only as tensors.
+        # Sorts the tokens by expert. The number of tokens of each expert exists only as a tensor.
         sorted_ids, order = ids.view(-1).sort(stable=True)
         rows = x.index_select(0, order // per_token)
         products = self._products(rows, sorted_ids, gate_up, down, biases, activation)
         outputs = torch.empty_like(products).index_copy_(0, order, products).view(len(x), per_token, -1)
-        # Terms are added one by one, so that neither the batch nor a library decides about their order.
+        # Adds terms one by one, so that neither the batch nor a library affects their order.
         total = outputs[:, 0].float() * weights[:, :1]
         for place in range(1, per_token):
             total += outputs[:, place].float() * weights[:, place, None]
@@ -231,9 +231,9 @@ class TorchOps:
         biases: Biases | None,
         activation: str,
     ) -> torch.Tensor:
-        """Each row [r, hidden] through its expert, whose ids [r] ascend; [r, hidden], 0 where there is none.
+        """Computes the expert of each row [r, hidden]; `ids` [r] ascend. The result is 0 for rows without an expert.
 
-        PyTorch 2.10 or newer.
+        Requires PyTorch 2.10 or newer.
         """
         ends = torch.searchsorted(ids, torch.arange(len(down), device=ids.device), right=True).int()
         both = F.grouped_mm(rows, gate_up.transpose(1, 2), offs=ends)
@@ -243,18 +243,18 @@ class TorchOps:
         products = F.grouped_mm(self.gate(both, activation), down.transpose(1, 2), offs=ends)
         if biases is not None:
             products = products + biases[1].index_select(0, known)
-        # Rows without an expert hold uninitialised memory.
+        # The results of rows without an expert are uninitialised memory.
         return products.masked_fill_((ids >= len(down))[:, None], 0)
 
     def greedy(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return logits.argmax(dim=-1), self.finite(logits)
 
     def finite(self, logits: torch.Tensor) -> torch.Tensor:
-        # A sum is finite exactly when all terms are, unless logits are near the largest float. One fast pass suffices.
+        # A sum is finite exactly if all terms are, unless logits are near the largest float. So one fast pass suffices.
         return logits.sum(dim=-1).isfinite()
 
     def sample(self, logits: torch.Tensor, draw: Draw) -> torch.Tensor:
-        # Relative to the largest logit, so that a tiny temperature can't overflow.
+        # Subtracts the largest logit, so that a tiny temperature can't overflow.
         scaled = (logits - logits.amax(dim=-1, keepdim=True)) / draw.temperature[:, None]
         weights = scaled.exp()
         if draw.limited is not None:
@@ -270,7 +270,7 @@ class TorchOps:
         total = cumulative[:, -1:]
         below = torch.minimum(draw.u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
         found = torch.searchsorted(cumulative, below, right=True)
-        # Only a row that is not finite finds none; its token is not used.
+        # Only a row that is not finite has no match; its token is not used.
         return found[:, 0].clamp_(max=logits.shape[1] - 1)
 
     def penalise(
@@ -295,9 +295,9 @@ class TorchOps:
 def penalised(
     logits: torch.Tensor, seen: torch.Tensor, generated: torch.Tensor, penalties: torch.Tensor
 ) -> torch.Tensor:
-    """Logits with penalties, all [p, vocabulary], but for `penalties` [p, 3]: repetition, presence, frequency.
+    """Returns logits [p, vocabulary] with penalties applied; `penalties` [p, 3]: repetition, presence, frequency.
 
-    `seen` and `generated` are the number of times that a token was.
+    `seen` and `generated` [p, vocabulary] count how often each token occurred, and was generated.
     """
     repetition, presence, frequency = penalties.unsqueeze(2).unbind(1)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
@@ -306,10 +306,10 @@ def penalised(
 
 
 class HostOps(TorchOps):
-    """`TorchOps` for a device whose work runs when it is queued. So values may decide about calls."""
+    """`TorchOps` for a device that runs work as soon as it is queued. So the host may decide by values of tensors."""
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        # This takes a twentieth of the time of shifting each word 32 times.
+        # Takes a twentieth of the time of shifting each word 32 times.
         bits = np.unpackbits(masks.numpy().view(np.uint8), axis=1, count=vocabulary, bitorder="little")
         return torch.from_numpy(bits) == 0
 
@@ -338,7 +338,7 @@ class HostOps(TorchOps):
 
 
 def keep_only(weights: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor) -> None:
-    """Sets the weights of `rows` that are not kept to zero."""
+    """Sets the weights of `rows` to zero, except those in `keep`."""
     if len(rows) == len(weights):
         weights.masked_fill_(~keep, 0)
     else:
@@ -346,10 +346,10 @@ def keep_only(weights: torch.Tensor, rows: torch.Tensor, keep: torch.Tensor) -> 
 
 
 def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
-    """The tokens that `top_k` keeps, and of those the ones that `top_p` keeps (1: off); bool [r, vocabulary].
+    """Returns the tokens that `top_k` keeps, and then `top_p` (1: off) keeps of these; bool [r, vocabulary].
 
     `scaled` [r, vocabulary] are logits whose largest is 0. `width` is the largest `top_k`, at most the vocabulary. Of
-    equal logits the lower ids are kept.
+    equal logits, those with lower ids are kept.
     """
     kept, threshold = least_kept(scaled.topk(width, dim=-1).values, top_k, top_p)
     larger = scaled > threshold
@@ -357,7 +357,7 @@ def most_likely(scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, 
 
 
 def least_kept(values: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The number of tokens that `most_likely` keeps, and the least of them, [r, 1] each, by the largest [r, width]."""
+    """Returns how many tokens `most_likely` keeps, and the smallest kept logit, [r, 1] each; `values` descend."""
     ranked = torch.arange(values.shape[1], device=values.device) < top_k[:, None]
     weights = values.exp().double() * ranked
     cumulative = weights.cumsum(dim=-1)
@@ -372,13 +372,14 @@ _KEYS = 1 << _LOW_BITS
 
 
 def nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The smallest sets of most likely tokens with a share of at least `top_p` [r] below 1; bool [r, vocabulary].
+    """Returns the smallest sets of most likely tokens whose probability reaches `top_p` [r] < 1; bool [r, vocabulary].
 
-    `scaled` is as in `most_likely`. The number of kept tokens is not known in advance, so a sort would need all of
-    them. The bits of a distance from the largest logit order tokens like the distance does. Two tables, by the upper
-    and by the lower half of the bits, show the place at which the sum of probabilities reaches its goal.
+    `scaled` is as in `most_likely`. The number of kept tokens is not known in advance, so a sort would have to include
+    all tokens. Instead, the bits of the distance from the largest logit are used as keys, since they are ordered like
+    the distance. Two tables, by the upper and by the lower half of the bits, give the key at which the sum reaches the
+    goal.
     """
-    # `abs` turns -0 into 0: the bits of -0 would not be in order.
+    # `abs` turns -0 into 0: the bits of -0 would break the order.
     keys = scaled.abs().view(torch.int32)
     mass = scaled.exp().double()
     goal = top_p.double()[:, None] * mass.sum(dim=-1, keepdim=True)
@@ -388,7 +389,7 @@ def nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     inside = mass.masked_fill(upper != high, 0)
     low, more = _reached(lower, inside, goal - before)
     threshold = (high << _LOW_BITS | low).int()
-    # The remaining mass, to be filled with tokens that are exactly as likely as the threshold.
+    # The remaining mass, in units of a token that is exactly as likely as the threshold.
     left = (goal - before - more) / (threshold.view(torch.float32).neg().exp().double())
     return (keys < threshold) | _first_of_equals(
         keys == threshold, left.nan_to_num_(1.0).ceil_().clamp_(1, mass.shape[1])
@@ -396,21 +397,21 @@ def nucleus(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def _reached(keys: torch.Tensor, mass: torch.Tensor, goal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first key [r, 1] at which the mass of all keys up to it reaches the goal, and the mass before it."""
+    """Returns the first key [r, 1] at which the cumulative mass reaches the goal, and the mass before that key."""
     return reached_in(
         torch.zeros(len(keys), _KEYS, dtype=mass.dtype, device=mass.device).scatter_add_(1, keys, mass), goal
     )
 
 
 def reached_in(table: torch.Tensor, goal: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The place at which the goal is reached, as in `_reached`, from the mass of each key [r, keys]."""
+    """Returns the result of `_reached` from the mass of each key [r, keys]."""
     cumulative = table.cumsum(dim=-1)
-    # Rounding may leave the goal above all sums: then take the last key that any token has.
+    # Rounding may leave the goal above all sums: then take the last key that has any mass.
     found = torch.searchsorted(cumulative, torch.minimum(goal, cumulative[:, -1:]).contiguous())
     found = found.clamp_(max=table.shape[1] - 1)
     return found, cumulative.gather(1, found) - table.gather(1, found)
 
 
 def _first_of_equals(equal: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """The first `count` [r, 1] of the tokens that are `equal` [r, vocabulary]."""
+    """Returns the first `count` [r, 1] of the tokens for which `equal` [r, vocabulary] is true."""
     return equal & (equal.cumsum(dim=-1) <= count)

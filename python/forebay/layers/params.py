@@ -1,4 +1,4 @@
-"""The memory of a model's weights, by their Hugging Face names."""
+"""The memory of a model's weights, keyed by their Hugging Face names."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from forebay.weights.shards import ALONE, Cut, Cuts, Part
 Fill = Callable[[torch.Tensor, torch.Tensor], object]
 """Copies a host tensor into a device tensor."""
 Report = Callable[[int, int], None]
-"""A callback for loading, with the number of loaded weights and the total."""
+"""A callback for the progress of loading: the number of loaded weights, and the total."""
 
 
 def ignore(done: int, total: int) -> None:
-    """A callback that does nothing."""
+    """A `Report` callback that does nothing."""
 
 
 class WeightError(ModelError):
-    """A checkpoint does not fit the model."""
+    """The checkpoint does not fit the model."""
 
 
 class Parameters:
@@ -44,25 +44,25 @@ class Parameters:
         products: Products | None = None,
         adapted: AdaptedModules | None = None,
     ) -> None:
-        """`formats`: the matrices that are kept in the checkpoint's bits; None: all are dequantised.
+        """`formats`: the matrices that are kept in the checkpoint's quantised format; None: all are dequantised.
 
-        `ranks`: the ranks that divide all weights; None: this rank has all of them. `exchange`: the ranks of a step
-        group, which divide only the experts. `products` None: the device keeps no matrix in the checkpoint's bits.
-        Several ranks never do. `adapted` None: no adapter changes a product.
+        `ranks`: the ranks that divide all weights; None: this rank has all weights. `exchange`: the ranks of a step
+        group, which divide only the experts. `products` None: the device keeps no matrix in a quantised format; several
+        ranks never do. `adapted` None: adapters modify no product.
         """
         self.dtype = dtype
         self.ranks = ranks
         self.exchange = exchange
         self.shard = ALONE if ranks is None else ranks.shard
         self.cuts = Cuts()
-        """The parts of a checkpoint that this rank needs; `load` gets only these."""
+        """The parts of a checkpoint that this rank needs; `load` receives only these."""
         self.device = device
         self._formats = formats
         self._fill = fill
         self.products = products
         self.adapted = adapted
         self.kept: dict[str, KeptPart] = {}
-        """The places of weights that are kept in the checkpoint's bits."""
+        """The parts of matrices that are kept in a quantised format, by weight name."""
         self._targets: dict[str, torch.Tensor] = {}
         self._whole: dict[str, tuple[int, ...]] = {}
         self._skipped: set[str] = set()
@@ -72,15 +72,15 @@ class Parameters:
     def tensor(
         self, shape: tuple[int, ...], parts: Mapping[str, int | Part], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        """A new tensor of `shape`. Its first dimension is split among `parts`: checkpoint name to number of rows.
+        """Allocates a tensor of `shape`. Its first dimension is split among `parts`: checkpoint name to number of rows.
 
-        A `Part` names the rows of a weight that is here in part. It has none if the weight belongs to other ranks.
+        A `Part` specifies the rows of a weight that this rank has; it is empty if the weight belongs to other ranks.
         `dtype` None: the model's.
         """
         return self._allocate(shape, parts, dtype or self.dtype)
 
     def matrix(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> torch.Tensor:
-        """A new matrix [rows, inputs] in the model's dtype; `parts` as in `tensor`.
+        """Allocates a matrix [rows, inputs] in the model's dtype; `parts` as in `tensor`.
 
         `inputs` may be a part of the weights' columns.
         """
@@ -89,7 +89,7 @@ class Parameters:
         return self._allocate((rows, size_of(inputs)), parts, self.dtype, columns)
 
     def keeps_experts(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> bool:
-        """True if `kept_matrix` would make one matrix for all experts. Each expert may have its own order of inputs.
+        """True if `kept_matrix` would return one matrix for all experts. Experts may differ in the order of inputs.
 
         The arguments are those of `matrix`.
         """
@@ -102,7 +102,7 @@ class Parameters:
         return self._formats.layout({name: size_of(rows) for name, rows in parts.items()}, size_of(inputs))
 
     def kept_matrix(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> KeptMatrix | None:
-        """A new matrix in the checkpoint's bits; None: call `matrix`. The arguments are those of `matrix`."""
+        """Allocates a matrix in the checkpoint's quantised format; None: call `matrix`. Arguments as for `matrix`."""
         layout = self._layout(inputs, parts)
         if layout is None:
             return None
@@ -136,32 +136,32 @@ class Parameters:
         return tensor
 
     def when_packed(self, pack: Callable[[], None]) -> None:
-        """Registers `pack`, which reorders weights for the processor after they are loaded."""
+        """Registers `pack`, which changes the layout of weights for the processor after they are loaded."""
         self._packing.append(pack)
 
     def pack(self) -> None:
-        """Packs the weights of every layer with a faster order. Nothing can be loaded afterwards."""
+        """Calls all registered `pack` functions. Nothing can be loaded afterwards."""
         self.forget()
         for pack in self._packing:
             pack()
 
     def skip(self, name: str) -> None:
-        """Registers a weight that some checkpoints have and the model does not need."""
+        """Registers a weight that some checkpoints contain although the model does not need it."""
         if name not in self._targets:
             self._skipped.add(name)
 
     @property
     def count(self) -> int:
-        """The number of a checkpoint's weights that this rank has, in part or whole."""
+        """The number of a checkpoint's weights that this rank has, in part or as a whole."""
         return len(self._targets) + len(self.kept)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all loaded weights."""
+        """Bytes of all allocated weights."""
         return self._bytes
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises `WeightError` if the weights of a checkpoint, by name, do not fit. No weight is read yet."""
+        """Raises `WeightError` if a checkpoint's weights, by name, do not fit. Reads no weight."""
         found = {name: shape for name, shape in shapes.items() if not self._is_left_out(name)}
         lacking, total = (self._targets.keys() | self.kept.keys()) - found.keys(), self.count
         if lacking:
@@ -173,9 +173,9 @@ class Parameters:
             _check_shape(name, shape, self._whole.get(name, tuple(target.shape)))
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor | Raw]], report: Report) -> None:
-        """Copies checkpoint tensors into place. Raises `WeightError` unless each weight comes once, in its shape.
+        """Copies checkpoint tensors. Raises `WeightError` unless each weight occurs once, with the expected shape.
 
-        If this rank has a part of a weight, only this part is given.
+        If this rank has a part of a weight, `weights` contains only this part.
         """
         missing: dict[str, torch.Tensor | KeptPart] = {**self._targets, **self.kept}
         total = len(missing)
@@ -204,7 +204,7 @@ class Parameters:
         return name in self._skipped or name in self.cuts.others or name.endswith(".rotary_emb.inv_freq")
 
     def forget(self) -> None:
-        """Drops the references to the tensors, so that only their other owners keep them alive.
+        """Drops this object's references to the tensors, so that only other references keep them alive.
 
         Nothing can be loaded afterwards.
         """
@@ -212,10 +212,10 @@ class Parameters:
         self.kept.clear()
 
     def randomise(self, seed: int, report: Report) -> None:
-        """Fills every weight from `seed`, on the device: norms around one, the rest around zero and small.
+        """Fills all weights with random values from `seed`, on the device: norms around 1, others small and around 0.
 
-        The weights of a seed depend on the kind of device. On a CPU, the shards of several ranks are parts of the
-        weights that one rank would have. On other devices, only weights that all ranks share are the same.
+        The values depend on the kind of device. On a CPU, several ranks have parts of the weights that a single rank
+        would have. On other devices, only weights that all ranks share are the same.
         """
         total = self.count
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -237,7 +237,7 @@ class Parameters:
                 yield
 
     def _random_on_device(self, same: torch.Generator, seed: int) -> Iterator[None]:
-        # A processor's generator takes a minute for eight billion numbers, which then have to be copied.
+        # A CPU generator takes a minute for eight billion values, which would then have to be copied.
         rank = self.shard.rank if self.exchange is None else self.exchange.rank
         own = torch.Generator(self.device).manual_seed(seed + 1 + rank)
         for name, target in self._targets.items():
@@ -245,7 +245,7 @@ class Parameters:
             yield
 
     def clear(self) -> None:
-        """Makes every weight 0."""
+        """Sets all weights to 0."""
         for kept in self.kept.values():
             kept.clear()
         for target in self._targets.values():
@@ -257,17 +257,17 @@ def _lacks(names: Collection[str], total: int) -> WeightError:
 
 
 def size_of(rows: int | Part) -> int:
-    """The number of rows, or columns, on this rank."""
+    """Returns the number of rows, or columns, on this rank."""
     return rows if isinstance(rows, int) else rows.size
 
 
 def part_of(rows: int | Part) -> Part:
-    """The part of rows, or columns, that this rank has; a number: all of them."""
+    """Returns the part of rows, or columns, that this rank has. A number means all of them."""
     return ALONE.of(rows) if isinstance(rows, int) else rows
 
 
 def _cut(rows: int | Part, columns: Part | None, here: torch.Tensor) -> Cut | None:
-    """The part of a weight that this rank has, as in `here`; None: all."""
+    """Returns the part of a weight that this rank keeps in the tensor `here`; None: the whole weight."""
     if isinstance(rows, int) and columns is None:
         return None
     of_rows = part_of(rows)

@@ -1,6 +1,6 @@
-"""Matrices that a device keeps in the checkpoint's bits, and its products with them.
+"""Matrices that a device keeps in the checkpoint's quantised format, and matrix products with them.
 
-`weights.codes` explains codes, scales and zero points. The device's `Products` compute the products.
+`weights.codes` explains codes, scales and zero points. The device's `Products` computes the products.
 """
 
 from __future__ import annotations
@@ -17,48 +17,48 @@ from forebay.weights.errors import ModelError
 Upload = Callable[[torch.Tensor], torch.Tensor]
 """Copies a tensor of the host to the device."""
 _MIDDLE = 8
-"""The zero point of random 4-bit codes."""
+"""The zero point of random 4-bit codes: the middle of the range."""
 _NO_LARGE = 0xBF
-"""A mask for the bits of random 8-bit floats, which excludes large numbers and NaN."""
+"""A bit mask for random 8-bit floats, which excludes large values and NaN."""
 _RANDOM_SCALES = 0.04, 0.005
-"""The scales of random floats and of 4-bit codes. With these, values are about as large as other random weights."""
+"""The scales of random 8-bit floats and 4-bit codes, so that values are about as large as other random weights."""
 
 
 class Products(Protocol):
-    """A device's products with matrices."""
+    """A device's matrix products."""
 
     def dense(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x W^T + b` [tokens, rows] of x [tokens, inputs] and `weight` [rows, inputs], in their type."""
+        """Returns `x W^T + b` [tokens, rows] for x [tokens, inputs] and `weight` [rows, inputs], in their type."""
 
     def gated(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
     ) -> torch.Tensor | None:
-        """`Ops.gate` of `dense`; None: two operators are needed here. The activation is one of `GATES`."""
+        """Returns `Ops.gate` of `dense`; None: there is no fused operator. The activation is one of `GATES`."""
 
     def product(self, x: torch.Tensor, matrix: KeptMatrix, bias: torch.Tensor | None) -> torch.Tensor:
-        """Like `dense`, for a matrix in its stored bits."""
+        """Like `dense`, for a matrix in its quantised format."""
 
     def experts(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: KeptMatrix, down: KeptMatrix
     ) -> torch.Tensor:
-        """The weighted sum as in `Ops.experts`. The rows of all experts are one after the other."""
+        """Returns the weighted sum as in `Ops.experts`. Each matrix has the rows of all experts, concatenated."""
 
 
 @dataclass(eq=False)
 class KeptMatrix:
-    """One matrix, which may consist of several of the checkpoint's."""
+    """A matrix on the device, which may be joined from several matrices of the checkpoint."""
 
     layout: Layout
     codes: torch.Tensor  # uint8 [rows, layout.width]
     scale: torch.Tensor  # float32 [row blocks, groups]
     zeros: torch.Tensor | None  # uint8 [rows, groups]; None: codes are floats
-    order: torch.Tensor | None  # int64 [inputs]: which input each column is; None: they are in order
+    order: torch.Tensor | None  # int64 [inputs]: the input of each column; None: columns are in the order of inputs
     ordered_by: str | None = None
-    """The name of the weight that gives the order of inputs."""
+    """The name of the weight that has determined the order of inputs."""
 
     @classmethod
     def make(cls, layout: Layout, rows: int, device: torch.device) -> KeptMatrix:
-        """A matrix whose memory is not written yet."""
+        """Allocates a matrix without initialising it."""
         return cls(
             layout,
             torch.empty(rows, layout.width, dtype=torch.uint8, device=device),
@@ -94,7 +94,7 @@ class KeptMatrix:
 
     @property
     def fold(self) -> int:
-        """The fold, as in `Layout`."""
+        """The number of consecutive inputs whose codes are folded together, as in `Layout`; 0: codes are not folded."""
         return self.layout.fold
 
 
@@ -109,11 +109,11 @@ class KeptPart:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the multiplied-out weight."""
+        """The shape of the dequantised weight."""
         return torch.Size((self.rows, self.matrix.inputs))
 
     def store(self, value: Raw | torch.Tensor, upload: Upload) -> None:
-        """Stores the checkpoint's codes, or quantises its weights [rows, inputs]. Raises `ModelError`."""
+        """Stores the checkpoint's codes, or quantises a weight [rows, inputs]. Raises `ModelError`."""
         codes = value.at(upload).codes() if isinstance(value, Raw) else quantised(upload(value))
         if codes.codes.shape != self.shape:
             raise ModelError(
@@ -136,7 +136,7 @@ class KeptPart:
             matrix.ordered_by = self.name
 
     def randomise(self, generator: torch.Generator) -> None:
-        """Fills the matrix with random codes of small values."""
+        """Fills the part with random codes whose values are small."""
         matrix, part = self.matrix, slice(self.first, self.first + self.rows)
         codes = matrix.codes[part].random_(0, 256, generator=generator)
         of_floats, of_integers = _RANDOM_SCALES
@@ -148,7 +148,7 @@ class KeptPart:
         self._in_order()
 
     def clear(self) -> None:
-        """Makes every value 0."""
+        """Sets all values to 0."""
         self.matrix.codes[self.first : self.first + self.rows] = 0
         self._scales.zero_()
         if self.matrix.zeros is not None:

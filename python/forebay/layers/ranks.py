@@ -1,4 +1,4 @@
-"""Communication between the ranks that compute the same tokens, for layers."""
+"""The communication between ranks that compute the same tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Ranks:
 
     group: Group
     expert_parallel: bool
-    """True if each rank has some of the experts. Otherwise each has a part of every expert."""
+    """True if each rank has some of the experts. Otherwise each rank has a part of every expert."""
 
     @property
     def shard(self) -> Shard:
@@ -29,7 +29,7 @@ class Ranks:
 
 
 class Summed(Generic[Context]):
-    """A part of a layer whose ranks each compute a term of its result [tokens, hidden]."""
+    """A part of a layer for which each rank computes a term of the result [tokens, hidden]; the terms are summed."""
 
     def __init__(self, part: Callable[[torch.Tensor, Context], torch.Tensor], group: Group) -> None:
         self._part = part

@@ -1,9 +1,9 @@
-"""Layers with a state of fixed size for each slot: gated delta nets (Yang et al. 2024), Mamba 2, short convolutions.
+"""Layers with a fixed-size state per slot: gated delta nets (Yang et al. 2024), Mamba 2, short convolutions.
 
-Delta nets of Kimi Linear (2025) have a decay for each channel of a key.
+The delta nets of Kimi Linear (2025) have a decay per channel of a key.
 
-All have one recurrence. A head's state `S` [key_dim, value_dim] becomes `decay * S + k u` at each position, and the
-output is `q S`. With the delta rule `u` is `beta (v - k S)`, and otherwise `step v`.
+All of them share one recurrence. At each position, a head's state `S` [key_dim, value_dim] becomes `decay * S + k u`,
+and the output is `q S`. With the delta rule `u` is `beta (v - k S)`, otherwise `step v`.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from forebay.weights.parts import Recurrence
 __all__ = ["RecurrentLayer", "advance"]
 
 _CHUNK = 64
-"""Positions of a row that are computed together."""
+"""The number of positions of a row that are computed together."""
 _CHANNEL_CHUNK = 16
-"""The chunk length with decays of channels: the decay from each position to each later one is then as long as a key."""
+"""The chunk length with per-channel decays: the decay between two positions is then a vector as long as a key."""
 _EPSILON = 1e-6
-"""The term below the root of a key's length, as in the reference."""
+"""The term added under the square root of a key's norm, as in the reference implementation."""
 
 
 class RecurrentLayer:
-    """A recurrence between two projections, with a convolution in front and a gated norm after.
+    """A recurrence between two projections, with a convolution before it and a gated norm after it.
 
-    Without heads it is a convolution between two gates. `number` is the layer's number among the recurrent ones.
+    Without heads it is a convolution between two gates. `number` is the layer's index among the recurrent layers.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RecurrentLayer:
         keys, values, heads = shape.keys, shape.values, shape.heads
         names = {"in_proj_q": keys, "in_proj_k": keys, "in_proj_v": values}
         self.low: tuple[Linear, Linear, Linear] | None = None
-        """The products to low ranks, and the products from them to gates and to decays; None: `input` computes both."""
+        """Projections to the low ranks, from there to gates, and to decays; None: `input` computes gates and decays."""
         if shape.low_rank:
             self.low = (
                 Linear(params, prefix, hidden, {"low_z": shape.low_rank, "low_a": shape.low_rank}),
@@ -74,12 +74,12 @@ class RecurrentLayer:
         self.skip = vector("D", heads) if heads and not shape.delta else None
         self.norm: torch.Tensor | None = None
         if shape.norm != "none":
-            # One weight for all heads, or one for each of their elements.
+            # One weight shared by all heads, or separate weights for all elements.
             size = shape.value_dim if shape.delta else values
             self.norm = params.tensor((size,), {f"{prefix}.norm.weight": size})
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        """x is [tokens, hidden]."""
+        """Computes the layer for x [tokens, hidden]."""
         states = step.states
         assert states is not None
         if isinstance(states, PlannedStates):
@@ -104,7 +104,7 @@ class RecurrentLayer:
         return self.output(self._gated(y.flatten(1), gate).to(x.dtype))
 
     def _by_kernels(self, x: torch.Tensor, states: PlannedStates) -> torch.Tensor:
-        """The layer with operators that need no decision of the host."""
+        """Computes the layer with operators that need no decision of the host."""
         shape, number = self._shape, self._number
         fused = self.input(x)
         parts = fused.split(self._widths, dim=1)
@@ -120,12 +120,12 @@ class RecurrentLayer:
 
     @staticmethod
     def _of_low_ranks(x: torch.Tensor, low: Linear, gates: Linear, decays: Linear) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates [tokens, values] and the numbers from which decays are computed."""
+        """Returns gates [tokens, values], and the inputs of the decays."""
         of_gates, of_decays = (one.contiguous() for one in low(x).chunk(2, dim=1))
         return gates(of_gates), decays(of_decays)
 
     def _inputs(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys [tokens, heads, key_dim], and values [tokens, heads, value_dim], all float32."""
+        """Returns queries and keys [tokens, heads, key_dim], and values [tokens, heads, value_dim], all float32."""
         shape = self._shape
         q, k, v = mixed.split([shape.keys, shape.keys, shape.values], dim=1)
         q, k = (one.unflatten(1, (shape.key_heads, shape.key_dim)) for one in (q, k))
@@ -140,7 +140,7 @@ class RecurrentLayer:
         return q, k, v.unflatten(1, (shape.heads, shape.value_dim))
 
     def _convolved(self, x: torch.Tensor, states: StepStates, layer: LayerStates) -> torch.Tensor:
-        """The causal convolution of each channel of x [tokens, channels], after the last inputs of its slot."""
+        """Returns the causal convolution of each channel of x [tokens, channels], after the last inputs of its slot."""
         y = torch.empty_like(x)
 
         def singles(tokens: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -159,7 +159,7 @@ class RecurrentLayer:
         return y
 
     def _taps(self, window: torch.Tensor, count: int) -> torch.Tensor:
-        """The weighted sums [r, count, channels] of a window [r, taps - 1 + count, channels], oldest first."""
+        """Returns weighted sums [r, count, channels] of a window [r, taps - 1 + count, channels], oldest first."""
         weights = self.conv.float()
         terms = [window[:, tap : tap + count].float() * weights[:, tap] for tap in range(self._shape.taps)]
         total = terms[0] if self.conv_bias is None else terms[0] + self.conv_bias.float()
@@ -168,7 +168,7 @@ class RecurrentLayer:
         return total.to(window.dtype)
 
     def _scan(self, inputs: tuple[torch.Tensor, ...], states: StepStates, layer: LayerStates) -> torch.Tensor:
-        """The outputs [tokens, heads, value_dim] of the inputs of `advance`, over all tokens."""
+        """Runs `advance` over all tokens. Returns the outputs [tokens, heads, value_dim]."""
         table = layer.heads
         assert table is not None
         chunk = _CHANNEL_CHUNK if self._shape.channel_decay else _CHUNK
@@ -194,7 +194,7 @@ class RecurrentLayer:
         return y
 
     def _gated(self, y: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """The outputs [tokens, values] normalised and gated, in float32."""
+        """Normalises and gates the outputs [tokens, values], in float32."""
         shape = self._shape
         gate = gate.float().sigmoid() if shape.sigmoid_gate else F.silu(gate.float())
         if self.norm is None:
@@ -209,16 +209,16 @@ class RecurrentLayer:
 
 
 def advance(inputs: tuple[torch.Tensor, ...], state: torch.Tensor, delta: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes some positions of rows: outputs [r, t, heads, value_dim], and the states after them.
+    """Advances rows by some positions. Returns outputs [r, t, heads, value_dim], and the new states.
 
-    `inputs` are float32: queries and keys [r, t, heads, key_dim], values [r, t, heads, value_dim], the logarithms of
-    decays, and strengths [r, t, heads]. Decays are [r, t, heads], or of channels [r, t, heads, key_dim]. `state` is [r,
-    heads, key_dim, value_dim].
+    `inputs` are float32: queries and keys [r, t, heads, key_dim], values [r, t, heads, value_dim], logarithms of
+    decays, and strengths [r, t, heads]. Decays are [r, t, heads], or [r, t, heads, key_dim] if they are per channel.
+    `state` is [r, heads, key_dim, value_dim].
     """
     q, k, v, decays, strengths = (one.transpose(1, 2) for one in inputs)
     count = q.shape[2]
     of_channels = decays.dim() == 4
-    # The decay of a state up to each position, and from each position to the later ones. The last dimension is that of
+    # The decay of the state up to each position, and from each position to each later one. The last dimension is the
     # channels, or 1.
     total = (decays if of_channels else decays[..., None]).cumsum(dim=2)
     left = total.exp()
@@ -228,7 +228,7 @@ def advance(inputs: tuple[torch.Tensor, ...], state: torch.Tensor, delta: bool) 
     between = between.exp_() if of_channels else between.exp_()[..., 0]
 
     def products(x: torch.Tensor) -> torch.Tensor:
-        """Products [r, heads, t, t] of x at each position with the decayed earlier keys."""
+        """Returns products [r, heads, t, t] of x at each position with the decayed earlier keys."""
         if of_channels:
             return torch.einsum("rhik,rhijk,rhjk->rhij", x, between, k)
         return between * (x @ k.transpose(2, 3))
@@ -237,7 +237,7 @@ def advance(inputs: tuple[torch.Tensor, ...], state: torch.Tensor, delta: bool) 
     if delta:
         u = u - strengths[..., None] * ((left * k) @ state)
         if count > 1:
-            # Each position subtracts the values that earlier positions of the chunk have stored for its key.
+            # Each position subtracts the value that earlier positions of the chunk have stored for its key.
             mixing = (strengths[..., None] * products(k)).tril(-1)
             identity = torch.eye(count, dtype=mixing.dtype, device=mixing.device)
             u = torch.linalg.solve_triangular(mixing + identity, u, upper=False, unitriangular=True)

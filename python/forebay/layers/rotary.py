@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al. 2021) and its scalings.
+"""Rotary position embedding (Su et al. 2021) and its scaling methods.
 
-These are linear, llama3, yarn (Peng et al. 2023), longrope (Ding et al. 2024) and proportional (Gemma 4, 2026).
+These are linear, llama3, YaRN (Peng et al. 2023), LongRoPE (Ding et al. 2024) and proportional (Gemma 4, 2026).
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from forebay.weights.vision import Sections
 
 
 class Rotation(NamedTuple):
-    """Angles of one step's tokens, shared by all layers; both are [tokens, 1, rotary_dim] in the model's dtype."""
+    """The cos and sin of a step's tokens, shared by all layers: [tokens, 1, rotary_dim] in the model's dtype."""
 
     cos: torch.Tensor
-    signed_sin: torch.Tensor  # the first half negated, so that a rotation need not negate its input
+    signed_sin: torch.Tensor  # sin with the first half negated, so that `rotate` need not negate its input
 
     def of(self, tokens: slice) -> Rotation:
-        """The angles of some of the tokens."""
+        """Returns the rotation of some of the tokens."""
         return Rotation(self.cos[tokens], self.signed_sin[tokens])
 
 
 class Rotary:
-    """Computes the angles of positions. Pairs are (i, i + rotary_dim / 2), as in Hugging Face checkpoints."""
+    """Computes rotations from positions. Pairs are (i, i + rotary_dim / 2), as in Hugging Face checkpoints."""
 
     def __init__(
         self,
@@ -44,24 +44,24 @@ class Rotary:
         self._kept: Rotation | None = None
 
     def keep(self, positions: int) -> None:
-        """Keeps the angles of the first `positions`, two rows of a head each.
+        """Precomputes cos and sin for this many positions, from 0 on.
 
-        A step then reads them with two operators. Otherwise it computes them with eleven, which a GPU launches one by
-        one.
+        A step then reads them with two operators. Otherwise it computes them with eleven, each a separate kernel launch
+        on a GPU.
         """
         if self._kept is None:
             every = torch.arange(positions, device=self._frequencies.device)
             self._kept = self._rotation(every[:, None].float() * self._frequencies)
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
-        """Angles of `positions`, int64 [tokens]; the trigonometry is done in float32."""
+        """Returns the rotation for `positions`, int64 [tokens]. The trigonometric functions are computed in float32."""
         if self._kept is not None:
             cos, signed_sin = self._kept
             return Rotation(cos.index_select(0, positions), signed_sin.index_select(0, positions))
         return self._rotation(positions[:, None].float() * self._frequencies)
 
     def _rotation(self, angles: torch.Tensor) -> Rotation:
-        """The rotation of angles float32 [tokens, rotary_dim / 2]."""
+        """Returns the rotation by angles float32 [tokens, rotary_dim / 2]."""
         return rotation_of(*self._turns(angles))
 
     def _turns(self, angles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +71,7 @@ class Rotary:
 
 
 class SectionedRotary(Rotary):
-    """Rotary positions of three numbers. Each frequency uses one of them (M-RoPE, Qwen2-VL, 2024)."""
+    """RoPE for positions of three numbers. Each frequency uses one of the numbers (M-RoPE, Qwen2-VL, 2024)."""
 
     def __init__(
         self,
@@ -87,24 +87,24 @@ class SectionedRotary(Rotary):
         self._axes = torch.tensor(sections.axes(rotary_dim // 2), device=device)
 
     def __call__(self, positions: torch.Tensor) -> Rotation:
-        """Angles of `positions`, int64 [3, tokens] (time, row, column), or [tokens] where the three are equal."""
+        """Returns the rotation for `positions`, int64 [3, tokens] (time, row, column), or [tokens] if all are equal."""
         if positions.dim() == 1:
             return super().__call__(positions)
         return self._rotation(positions.float().index_select(0, self._axes).T * self._frequencies)
 
 
 def rotation_of(cos: torch.Tensor, sin: torch.Tensor) -> Rotation:
-    """The rotation with these cosines and sines, [tokens, rotary_dim / 2] each."""
+    """Returns the rotation with these cosines and sines, [tokens, rotary_dim / 2] each."""
     return Rotation(torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None])
 
 
 def unrotated(rotation: Rotation) -> Rotation:
-    """A rotation of the same tokens by the angle 0."""
+    """Returns a rotation of the same tokens by the angle 0."""
     return Rotation(torch.ones_like(rotation.cos), torch.zeros_like(rotation.signed_sin))
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates heads x, [tokens, heads, head_dim]. With fewer angles only the first elements are rotated."""
+    """Rotates heads x, [tokens, heads, head_dim]. If there are fewer angles, only leading elements are rotated."""
     turned = rotation.cos.shape[-1]
     if turned == 0:
         return x
@@ -116,9 +116,9 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 def rotate_pairs(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotates neighbours (2i, 2i + 1) of x, [tokens, heads, head_dim]. Returns the even elements, then the odd ones.
+    """Rotates pairs (2i, 2i + 1) of x, [tokens, heads, head_dim]. Returns the even elements, then the odd elements.
 
-    With fewer angles only the first elements are rotated.
+    If there are fewer angles, only leading elements are rotated.
     """
     turned = rotation.cos.shape[-1]
     if turned < x.shape[-1]:
@@ -129,7 +129,7 @@ def rotate_pairs(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 def frequencies(
     rotary_dim: int, theta: float, scaling: Mapping[str, Any] | None, max_positions: int
 ) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies, float32 [rotary_dim / 2], and the factor on cos and sin; `scaling` as in `ModelConfig`."""
+    """Returns inverse frequencies, float32 [rotary_dim / 2], and the factor of cos and sin; `scaling` as in `Rope`."""
     scaling = scaling or {}
     kind = scaling.get("rope_type", "default")
     powers = theta ** (torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim)
@@ -154,9 +154,9 @@ def frequencies(
 
 
 def at_context(scaling: Mapping[str, Any] | None, context_length: int) -> Mapping[str, Any] | None:
-    """The scaling for requests of up to this many positions. It chooses one of longrope's two sets of divisors.
+    """Returns the scaling for requests of at most this many positions, with one of LongRoPE's two sets of divisors.
 
-    All requests use the same set: their keys may be shared as prefixes.
+    All requests use the same set, because keys may be shared as cached prefixes.
     """
     if scaling is None or scaling["rope_type"] != "longrope":
         return scaling
@@ -166,7 +166,7 @@ def at_context(scaling: Mapping[str, Any] | None, context_length: int) -> Mappin
 
 
 def _llama3(inverse: torch.Tensor, scaling: Mapping[str, Any], original: int) -> torch.Tensor:
-    """Low frequencies are divided by `factor`, high ones are kept, and those between are interpolated."""
+    """Divides low frequencies by `factor`, keeps high ones, and interpolates those in between."""
     factor, low, high = scaling["factor"], scaling["low_freq_factor"], scaling["high_freq_factor"]
     wavelength = 2 * math.pi / inverse
     smooth = (original / wavelength - low) / (high - low)
@@ -178,7 +178,7 @@ def _llama3(inverse: torch.Tensor, scaling: Mapping[str, Any], original: int) ->
 def _yarn(
     powers: torch.Tensor, theta: float, scaling: Mapping[str, Any], original: int, max_positions: int
 ) -> tuple[torch.Tensor, float]:
-    """Interpolates dimensions that turn less often than `beta_slow` in the original context, not the fastest ones."""
+    """Interpolates slow dimensions, and keeps those with over `beta_fast` turns in the original context."""
     half = len(powers)
     factor = scaling.get("factor") or max_positions / original
 

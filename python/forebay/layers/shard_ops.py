@@ -1,9 +1,9 @@
-"""`Ops` of a rank with the logits of some tokens. A few numbers of each rank determine a sample.
+"""`Ops` of a rank that has the logits of a part of the vocabulary. A few values from each rank determine a sample.
 
-The vocabulary is never gathered. All ranks gather the same bytes and compute the same, so all sample the same tokens.
-One rank with all logits samples the same tokens too (`TorchOps`), except for the last bits of sums in float64. For each
-row, a rank gives 12 bytes for the most likely token, and 20 for a drawn one. `top_k` adds as many logits, and `top_p`
-four times 2 KiB. No shape depends on values, and nothing waits for the device.
+The vocabulary is never gathered. All ranks gather the same bytes and compute the same results, so they sample the same
+tokens. A single rank with all logits samples the same tokens too (`TorchOps`), except for the last bits of float64
+sums. Per row, a rank sends 12 bytes for the most likely token, or 20 for a drawn token. `top_k` adds that many logits,
+and `top_p` four times 2 KiB. No shape depends on values, and nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SHIFTS = (24, 16, 8, 0)
 
 
 class ShardOps:
-    """`Ops` for logits [rows, own tokens]. Other methods are passed to other operators."""
+    """Implements `Ops` for logits [rows, own tokens]. Operators that need no other rank are passed to `inner`."""
 
     def __init__(self, inner: Ops, group: Group, vocabulary: int) -> None:
-        """`inner`: the operators for work that needs no other rank."""
+        """`inner`: the operators for work without communication."""
         self._inner = inner
         self._group = group
         self._own: Part = Shard(group.rank, group.world).of(vocabulary)
@@ -69,7 +69,7 @@ class ShardOps:
         largest = logits.gather(1, at[:, None]).float().view(torch.int32)
         columns = torch.cat((largest, (at + self._own.first).int()[:, None], finite.int()[:, None]), dim=1)
         of_ranks = self._group.all_gather(columns)
-        # The first of equal ones: ranks are in the order of their tokens' ids.
+        # The first of equal logits wins: ranks are in the order of token ids.
         best = of_ranks[..., 0].contiguous().view(torch.float32).argmax(dim=0)
         return of_ranks[..., 1].gather(0, best[None])[0].long(), of_ranks[..., 2].all(dim=0)
 
@@ -111,7 +111,7 @@ class ShardOps:
         numbers = of_ranks[..., : 2 + width].contiguous().view(torch.float32)
         largest = numbers[..., 0].amax(dim=0)[:, None]
         total = self._added((logits - largest).exp().double().sum(dim=-1, keepdim=True))
-        # [m, world * width]: the first of equal ones have lower ids.
+        # [m, world * width]: of equal values, those with lower ids come first.
         values, ids = (of.transpose(0, 1).flatten(1) for of in (numbers[..., 2:], of_ranks[..., 2 + width :]))
         order = values.sort(dim=-1, descending=True, stable=True).indices[:, :most]
         wanted = torch.cat((numbers[..., 1].amax(dim=0)[:, None], values.gather(1, order)), dim=1)
@@ -122,21 +122,21 @@ class ShardOps:
         return self._added((logits > theirs).sum(dim=-1)) + 1
 
     def _own_logits(self, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [m, 1] of tokens [m, 1]; -inf for tokens of another rank."""
+        """Returns logits [m, 1] of tokens [m, 1]; -inf for tokens of other ranks."""
         here = (tokens >= self._own.first) & (tokens < self._own.end)
         at = (tokens - self._own.first).masked_fill_(~here, 0)
         return logits.gather(1, at).masked_fill_(~here, -torch.inf)
 
     def _largest(self, logits: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' logits, [r, 1]."""
+        """Returns the largest logit of all ranks, [r, 1]."""
         return self._group.all_gather(logits.amax(dim=-1, keepdim=True)).amax(dim=0)
 
     def _added(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, bit-equal on all of them."""
+        """Returns the sum over ranks, bit-equal on all ranks."""
         return _ends(self._group.all_gather(x))[-1]
 
     def _drawn(self, weights: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-        """The first tokens [r] at which the sum of the weights of all ranks up to them exceeds `u` of the total."""
+        """Returns the first tokens [r] at which the cumulative weight over all ranks exceeds `u` of the total."""
         cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
         ends = _ends(self._group.all_gather(cumulative[:, -1]))
         total, rank = ends[-1], self._group.rank
@@ -144,13 +144,13 @@ class ShardOps:
         if rank:
             cumulative += ends[rank - 1][:, None]
         found = torch.searchsorted(cumulative, below[:, None], right=True)[:, 0]
-        # If the token is another rank's, or the row is not finite, none is found.
+        # If the token belongs to another rank, or the row is not finite, this rank has no match.
         found = found.clamp_(max=weights.shape[1] - 1) + self._own.first
         owner = (torch.stack(ends) > below).int().argmax(dim=0)
         return self._group.all_gather(found).gather(0, owner[None])[0]
 
     def _most_likely(self, scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
-        """`ops.most_likely` for the own tokens: the largest logits of all are among each rank's largest."""
+        """`ops.most_likely` for this rank's tokens. The overall largest logits are among each rank's largest."""
         own = min(width, self._widest)
         values = scaled.topk(min(own, scaled.shape[1]), dim=-1).values
         if own > values.shape[1]:
@@ -160,7 +160,7 @@ class ShardOps:
         return self._down_to(scaled > threshold, scaled == threshold, kept)
 
     def _nucleus(self, scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-        """`ops.nucleus` of the own tokens: the sums are looked up digit by digit, in tables that are small enough."""
+        """`ops.nucleus` for this rank's tokens. Sums are looked up digit by digit, in tables small enough to gather."""
         keys = scaled.abs().view(torch.int32)
         mass = scaled.exp().double()
         goal = top_p.double()[:, None] * self._added(mass.sum(dim=-1, keepdim=True))
@@ -172,16 +172,16 @@ class ShardOps:
             digit, before = reached_in(self._added(table.scatter_add_(1, digits, inside)), goal - done)
             threshold, done = threshold << _DIGIT_BITS | digit.int(), done + before
             inside = mass.masked_fill(keys >> shift != threshold, 0)
-        # The remaining mass, to be filled with tokens that are exactly as likely as the threshold.
+        # The remaining mass, in units of a token that is exactly as likely as the threshold.
         left = (goal - done) / (threshold.view(torch.float32).neg().exp().double())
         left = left.nan_to_num_(1.0).ceil_().clamp_(1, self._own.whole)
         smaller = keys < threshold
         return self._down_to(smaller, keys == threshold, left + self._added(smaller.sum(dim=-1, keepdim=True)))
 
     def _down_to(self, more: torch.Tensor, equal: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
-        """The own tokens among the `kept` [r, 1] of all ranks.
+        """Returns this rank's tokens among the `kept` [r, 1] most likely tokens of all ranks.
 
-        Those that are `more` likely than some threshold, and the first of those that are `equal` to it.
+        `more` marks the tokens above a threshold, and `equal` those equal to it, of which only the first are returned.
         """
         counts = torch.cat([of.sum(dim=-1, keepdim=True) for of in (more, equal)], dim=1)
         ends = _ends(self._group.all_gather(counts))
@@ -192,7 +192,7 @@ class ShardOps:
 
 
 def _ends(of_ranks: torch.Tensor) -> list[torch.Tensor]:
-    """Cumulative sums over ranks, of [world, ...], added one by one: a library may add in another order."""
+    """Returns cumulative sums over ranks of [world, ...], added one by one: a library may use another order."""
     ends = [of_ranks[0]]
     for more in of_ranks[1:]:
         ends.append(ends[-1] + more)
@@ -200,5 +200,5 @@ def _ends(of_ranks: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _padded(values: torch.Tensor, value: float) -> torch.Tensor:
-    """One more column: other ranks may have one token more."""
+    """Adds a column: other ranks may have one token more."""
     return torch.nn.functional.pad(values, (0, 1), value=value)

@@ -18,54 +18,54 @@ from forebay.layers.rotary import Rotation, rotate, unrotated
 
 @dataclass
 class Index:
-    """The data of a step that its indexed layers share, and the most recent choice."""
+    """The data of a step that its indexed layers share, and the most recent choice of positions."""
 
-    keys: Sequence[torch.Tensor]  # one an indexed layer: [entries, head_dim]
-    writes: torch.Tensor  # int64 [n]: entry that each token's key is written to
+    keys: Sequence[torch.Tensor]  # one per indexed layer: [entries, head_dim]
+    writes: torch.Tensor  # int64 [n]: the entry to which each token's key is written
     first: int | None
-    """The first of the tokens that choose; None: all tokens attend to their whole context."""
+    """The index of the first token that chooses positions; None: all tokens attend to their whole context."""
     prepared: Any  # prepared by the backend for the layers that choose
     find: Callable[[int, torch.Tensor], Chosen]
-    """Finds the places of the positions [queries, top_k] that an indexed layer has chosen."""
+    """Finds the pool rows of the positions [queries, top_k] that an indexed layer has chosen."""
     chosen: Chosen | None = None
-    """The choice for this layer and the layers after it."""
+    """The choice for the current layer, and for the layers after it that share the choice."""
 
 
 @dataclass(frozen=True)
 class WindowRows:
-    """The data of a step for layers with pages of the window part, in place of those of other layers."""
+    """The data of a step for layers with separate window pages. They replace `Step.writes` and `Step.prepared`."""
 
     layers: frozenset[int]
-    """The layers of this kind, by their numbers among the layers with attention."""
-    writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
+    """The layers with window pages, by their indices among the layers with attention."""
+    writes: torch.Tensor  # int64 [n]: the entry of `LayerKV` to which each token is written
     prepared: Any  # prepared by the backend for these rows
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step, as its layers see it; `n` tokens. Each layer has a number."""
+    """The data of one step that its layers use; `n` tokens. Layers are identified by index."""
 
     rotations: Sequence[Rotation]
-    """The angles of each rotary embedding of the model."""
-    writes: torch.Tensor  # int64 [n]: entry of `LayerKV` that each token is written to
-    kv: Sequence[LayerKV]  # one a layer
+    """The rotation of each rotary embedding of the model."""
+    writes: torch.Tensor  # int64 [n]: the entry of `LayerKV` to which each token is written
+    kv: Sequence[LayerKV]  # one per layer
     backend: AttentionBackend
     prepared: Any  # prepared by the backend for this step
     ops: Ops
     index: Index | None
-    query_factors: torch.Tensor | None = None  # [n, 1, 1] of the model's dtype; None: queries stay as they are
+    query_factors: torch.Tensor | None = None  # [n, 1, 1] of the model's dtype; None: queries have no such factor
     states: StepStates | PlannedStates | None = None
     """The recurrent states of the rows; None: no layer is recurrent."""
     inputs: torch.Tensor | None = None
-    """The inputs of each layer [n, layers, size] beside the residual stream; None: there are none."""
+    """The additional inputs of each layer [n, layers, size]; None: there are none."""
     window: WindowRows | None = None
-    """The data for layers with separate pages; None: all layers share one pool."""
+    """The data for layers with separate window pages; None: all layers share one pool."""
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    """The step's keys and values of layers that others also read, by the numbers of layers."""
+    """The step's keys and values that other layers also read, by layer index."""
 
     @property
     def rotation(self) -> Rotation:
-        """The angles of a model with one rotary embedding."""
+        """The rotation of a model with a single rotary embedding."""
         return self.rotations[0]
 
     def attend(
@@ -80,10 +80,10 @@ class Step:
         is_shared: bool = False,
         is_scaled: bool = True,
     ) -> torch.Tensor:
-        """Attention [n, query heads * dim] of a layer's projections, which are kept in the layer's pages.
+        """Returns attention [n, query heads * dim] for a layer's projections; keys and values are written to its pages.
 
-        `rope` is the number of the layer's rotary embedding; None: positions rotate nothing. `is_shared`: other layers
-        call `attend_kept` for this one. `is_scaled`: queries have the step's factors, if there are any.
+        `rope` is the index of the layer's rotary embedding; None: no rotation. `is_shared`: other layers call
+        `attend_kept` for this layer. `is_scaled`: queries are multiplied by the step's factors, if there are any.
         """
         kv = self.kv[layer]
         writes, prepared = self._rows(layer)
@@ -95,13 +95,13 @@ class Step:
         return self.backend.attend(q, k, v, kv, prepared, how)
 
     def _rows(self, layer: int) -> tuple[torch.Tensor, Any]:
-        """The entries that a layer writes to, and the backend's prepared data for it."""
+        """Returns the entries that a layer writes to, and the backend's prepared data for the layer."""
         if self.window is not None and layer in self.window.layers:
             return self.window.writes, self.window.prepared
         return self.writes, self.prepared
 
     def attend_kept(self, layer: int, source: int, q: torch.Tensor, rope: int | None, how: How) -> torch.Tensor:
-        """Attention [n, query heads * dim] of queries [n, query heads, dim] that read another layer's keys and values.
+        """Returns attention [n, query heads * dim] of queries [n, query heads, dim] to another layer's keys and values.
 
         `layer` and `source` have the same pages.
         """
@@ -115,7 +115,7 @@ class Step:
     def attend_latent(
         self, layer: int, q: torch.Tensor, rows: torch.Tensor, up: torch.Tensor, heads: LatentHeads
     ) -> torch.Tensor:
-        """Attention [n, heads * value_dim] of rows [n, row], which are stored in the layer's pages."""
+        """Returns attention [n, heads * value_dim] for queries q; `rows` [n, row] are stored in the layer's pages."""
         kv = self.kv[layer]
         kv.keys.index_copy_(0, self.writes, rows[:, None])
         if self.query_factors is not None:
@@ -130,7 +130,7 @@ class Step:
     def choose(self, number: int, q: torch.Tensor, weights: torch.Tensor) -> None:
         """Chooses positions for queries [queries, index heads, head_dim] by the keys of an indexed layer.
 
-        `weights` are those of heads.
+        `weights` are the weights of the index heads.
         """
         assert self.index is not None
         positions = self.backend.choose(q, weights, self.index.keys[number], self.index.prepared)

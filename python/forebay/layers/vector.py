@@ -1,4 +1,4 @@
-"""The layers that a pooled vector goes through: `Dense` modules of sentence-transformers, heads of classifiers."""
+"""Layers for pooled vectors: `Dense` modules of sentence-transformers, and classifier heads."""
 
 from __future__ import annotations
 

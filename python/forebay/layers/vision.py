@@ -1,7 +1,7 @@
-"""The parts of vision towers: from pixels to patches, and to the rows at an image's positions in a decoder.
+"""The parts of vision towers: from pixels to patches, and to the decoder's inputs at an image's positions.
 
-A tower runs in slices of its layers (`begin`, `layers`, `finish`). Every layer sees the whole image, so it can't be cut
-by positions. Slices give the same bits as a whole run. No operator here waits for the device.
+A tower runs in groups of layers (`begin`, `layers`, `finish`). Layers attend to the whole image, so the work can't be
+split by positions. Splitting it by layers gives the same bits as a whole run. No operator here waits for the device.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _BLOCK = 4096
 gigabyte.
 """
 _CPU_BLOCK = 1024
-"""The same number on a CPU, where a block of floats stays in the processor's cache."""
+"""The number of patches at once on a CPU, where a block of floats then fits in the processor's cache."""
 
 
 class Grid(NamedTuple):
-    """Rows and columns of an image, counted in positions of the decoder."""
+    """The size of an image in decoder positions: its rows and columns."""
 
     height: int
     width: int
@@ -44,13 +44,13 @@ class Grid(NamedTuple):
 
 
 class Pixels:
-    """Bytes of pixels as a tower's input: `(x - mean * 255) / (std * 255)`, bit-equal to transformers.
+    """Converts bytes of pixels to a tower's input: `(x - mean * 255) / (std * 255)`, bit-equal to Transformers.
 
-    Subtraction and division are two operators, because a fused one would round once instead of twice.
+    Subtraction and division are two operators, because a fused operator would round once instead of twice.
     """
 
     def __init__(self, images: Preprocessing, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        """Makes the operator. `dtype` is the type of the tower; each value is rounded to it at the end."""
+        """`dtype` is the tower's data type. Values are computed in float32 and then rounded to it."""
         scale = 1.0 / images.rescale
         mean, std = (torch.tensor(values)[:, None] * scale for values in (images.mean, images.std))
         self._mean, self._std = mean.to(device), std.to(device)
@@ -58,13 +58,13 @@ class Pixels:
         self._block = _CPU_BLOCK if device.type == "cpu" else _BLOCK
 
     def blocks(self, patches: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The embeddings of many patches, a block at a time."""
+        """Yields the converted patches, a block at a time."""
         return (self(block) for block in patches.split(self._block))
 
     def __call__(self, patches: torch.Tensor) -> torch.Tensor:
-        """Frames [n, 3 * times * side * side] of `dtype`, from pixels uint8 [n, 3 * side * side].
+        """Converts pixels uint8 [n, 3 * side * side] to frames [n, 3 * frames * side * side] of `dtype`.
 
-        Colours follow one another. Each is repeated for the frames of a still image.
+        Colours are planar. Each colour plane is repeated for the frames of a still image.
         """
         values = patches.view(len(patches), len(self._mean), -1).float().sub_(self._mean).div_(self._std)
         frames = values.to(self._dtype)[:, :, None].expand(-1, -1, self._temporal, -1)
@@ -72,22 +72,22 @@ class Pixels:
 
 
 class PatchEmbedding:
-    """The first layer: a convolution whose stride is its kernel's size. So it is a product."""
+    """The first layer: a convolution whose stride equals the kernel size, so it is a matrix product."""
 
     def __init__(self, params: Parameters, name: str, vision: Vision, bias: bool, frames: bool = True) -> None:
-        """`frames`: the kernel has a dimension of time."""
+        """`frames`: the kernel has a time dimension."""
         hidden, side = vision.hidden_size, vision.patch
         shape = (hidden, vision.channels, *((vision.temporal,) if frames else ()), side, side)
         self._weight = params.tensor(shape, {f"{name}.weight": hidden})
         self._bias = params.tensor((hidden,), {f"{name}.bias": hidden}) if bias else None
 
     def __call__(self, pixels: torch.Tensor) -> torch.Tensor:
-        """States [n, hidden] of the output of `Pixels`."""
+        """Returns states [n, hidden] for the output of `Pixels`."""
         return F.linear(pixels.to(self._weight.dtype), self._weight.flatten(1), self._bias)
 
 
 class TowerAttention:
-    """Attention of every patch to all patches of its group. Heads are rotated by row and column, in float32."""
+    """Attention of every patch to all patches of its group. RoPE uses row and column, in float32."""
 
     def __init__(self, params: Parameters, prefix: str, vision: Vision) -> None:
         hidden = vision.hidden_size
@@ -96,7 +96,7 @@ class TowerAttention:
         self._output = Linear(params, prefix, hidden, {"proj": hidden}, bias=True)
 
     def __call__(self, x: torch.Tensor, rotation: Rotation | None, groups: Sequence[Group]) -> torch.Tensor:
-        """x is [n, hidden]."""
+        """Computes attention for x [n, hidden]."""
         assert rotation is not None
         qkv = self._qkv(x).view(len(x), 3 * self._heads, -1)
         turned = rotate(qkv[:, : 2 * self._heads].float(), rotation).to(x.dtype)
@@ -105,7 +105,7 @@ class TowerAttention:
 
 
 class TowerAttends(Protocol):
-    """The part of a tower's layer in which patches attend to others."""
+    """The part of a tower's layer in which patches attend to each other."""
 
     def __call__(self, x: torch.Tensor, rotation: Rotation | None, groups: Sequence[Group], /) -> torch.Tensor:
         """Computes the part for x [n, hidden]. The result has the same shape."""
@@ -126,7 +126,7 @@ class TowerBlock:
 
 
 class Merger:
-    """Joins neighbouring patches, which follow one another, into one position of the decoder."""
+    """Joins neighbouring patches, which are consecutive, into one decoder position."""
 
     def __init__(
         self,
@@ -136,13 +136,13 @@ class Merger:
         down: Linear,
         norm_joined: bool = False,
     ) -> None:
-        """`norm_joined`: the joined patches are normalised together, not each patch alone."""
+        """`norm_joined`: the joined patches are normalised together, rather than each patch separately."""
         self._width = vision.hidden_size * vision.merge**2
         self._norm, self._up, self._down = norm, up, down
         self._norm_joined = norm_joined
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x is [n, hidden]; gives [n / merge^2, hidden of the decoder]."""
+        """Maps x [n, hidden] to [n / merge^2, hidden size of the decoder]."""
         x = self._norm(x.view(-1, self._width)) if self._norm_joined else self._norm(x).view(-1, self._width)
         return self._down(F.gelu(self._up(x)))
 
@@ -152,17 +152,17 @@ class TowerState:
     """The state of an image in a tower; `n` patches."""
 
     x: torch.Tensor  # [n, hidden]
-    rotation: Rotation | None  # float32; None: heads are not rotated
+    rotation: Rotation | None  # float32; None: no RoPE
     groups: Sequence[Group]
-    """Groups of patches that attend to each other in a layer with windows."""
+    """The groups of patches that attend to each other in layers with windows."""
     back: torch.Tensor | None = None
-    """The row of each position of the image, int64 [n / merge^2]; None: rows are in the order of positions."""
+    """The row of `x` for each position of the image, int64 [n / merge^2]; None: rows are in the order of positions."""
     kept: list[torch.Tensor] = field(default_factory=list)
-    """Deepstack outputs so far, [n / merge^2, hidden of the decoder] each."""
+    """The deepstack outputs so far, [n / merge^2, hidden size of the decoder] each."""
 
 
 class Tower:
-    """A vision tower. A family's file defines the order of patches and the layers."""
+    """A vision tower. A subclass in the family's file defines the order of patches and the layers."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Tower:
         deepstack: Mapping[int, Merger],
         device: torch.device,
     ) -> None:
-        """`deepstack`: modules that compute an output from a layer's states, by the layer's number."""
+        """`deepstack`: modules that compute an output from a layer's states, by the layer's index."""
         self.vision = vision
         self._embedding, self._blocks, self._merger, self._deepstack = embedding, blocks, merger, deepstack
         self._frequencies: torch.Tensor | None = None
@@ -184,18 +184,18 @@ class Tower:
 
     @property
     def fixed_grid(self) -> Grid | None:
-        """The grid of every image; None: it depends on the image's size."""
+        """The grid of every image; None: the grid depends on the image's size."""
         side = self.vision.fixed_side
         return None if side is None else Grid(side, side)
 
     def begin(self, pixels: Iterable[torch.Tensor], grid: Grid) -> TowerState:
-        """Begins an image, given as blocks of patches: merged squares row by row, and the patches of each square."""
+        """Starts an image, given as blocks of patches: merged squares row by row, and the patches of each square."""
         x = torch.cat([self._embedding(block) for block in pixels])
         rows, columns = places(grid, self.vision.merge, x.device)
         return self._arrange(x, grid, rows, columns)
 
     def layers(self, state: TowerState, first: int, end: int) -> None:
-        """Computes layers `first .. end`. The layers before them are computed."""
+        """Computes the layers `first .. end`. The layers before them must have been computed."""
         whole = [Group(0, 1, len(state.x))]
         for number in range(first, end):
             has_windows = self.vision.window is not None and number not in self.vision.whole
@@ -204,16 +204,16 @@ class Tower:
                 state.kept.append(self._deepstack[number](state.x))
 
     def finish(self, state: TowerState) -> torch.Tensor:
-        """Ends an image: rows [positions, hidden * (1 + deepstack)], row by row of the image."""
+        """Finishes an image. Returns rows [positions, hidden * (1 + deepstack)], in row-major order of positions."""
         rows = torch.cat((self._merger(state.x), *state.kept), dim=1)
         return rows if state.back is None else rows.index_select(0, state.back)
 
     def _arrange(self, x: torch.Tensor, grid: Grid, rows: torch.Tensor, columns: torch.Tensor) -> TowerState:
-        """The state before layer 0, from embedded patches [n, hidden] at rows and columns int64 [n]."""
+        """Returns the state before layer 0, from embedded patches [n, hidden] at rows and columns int64 [n]."""
         raise NotImplementedError
 
     def _rotation(self, rows: torch.Tensor, columns: torch.Tensor) -> Rotation:
-        """Half of a head's frequencies rotate by the row, half by the column."""
+        """Returns the rotation in which half of a head's frequencies use the row, and half the column."""
         frequencies = self._frequencies
         assert frequencies is not None
         angles = torch.cat([at[:, None].float() * frequencies for at in (rows, columns)], dim=1)
@@ -221,7 +221,7 @@ class Tower:
 
 
 def places(grid: Grid, merge: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and column of each patch, int64 [n], in patch order."""
+    """Returns the row and the column of each patch, int64 [n] each, in patch order."""
     height, width = grid.height * merge, grid.width * merge
     squares = (grid.height, merge, grid.width, merge)
 
@@ -232,7 +232,7 @@ def places(grid: Grid, merge: int, device: torch.device) -> tuple[torch.Tensor, 
 
 
 class ImageDecoder(Decoder):
-    """A decoder with a tower before it."""
+    """A decoder with a vision tower."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The rows of embeddings. With several ranks, each has some of them."""
+"""Embedding look-up. With several ranks, each rank has some of the rows."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from forebay.weights.shards import Part
 
 
 def embed_whole(tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-    """Rows [n, hidden] of tokens [n]."""
+    """Returns the rows [n, hidden] of tokens [n]."""
     return F.embedding(tokens, embedding)
 
 
 class SharedEmbedding:
-    """Looks up the tokens of this rank; the sum over ranks gives all rows (Shoeybi et al. 2019)."""
+    """Looks up this rank's tokens, and sums over ranks to get all rows (Shoeybi et al. 2019)."""
 
     def __init__(self, own: Part, group: Group) -> None:
         self._own = own
         self._group = group
 
     def __call__(self, tokens: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:
-        """Rows [n, hidden] of tokens [n]; `embedding` has those of this rank."""
+        """Returns the rows [n, hidden] of tokens [n]; `embedding` has this rank's rows."""
         own = self._own
         elsewhere = (tokens < own.first) | (tokens >= own.end)
-        # A token outside the vocabulary raises here too, as with one rank, instead of giving a row of zeros.
+        # As with a single rank, a token outside the vocabulary raises, instead of returning a row of zeros.
         known = (tokens >= 0) & (tokens < own.whole)
         at = (tokens - own.first).masked_fill_(elsewhere & known, 0)
         rows = F.embedding(at.masked_fill_(~known, -1), embedding).masked_fill_(elsewhere[:, None], 0)
