@@ -1,7 +1,7 @@
-"""The engine as a library: it starts a private server and talks to it over a Unix socket in a private folder.
+"""The engine as a library: it starts a private server and connects to its Unix socket in a private folder.
 
-The server is the same program as `forebay serve`. It starts with `LLM` or `AsyncLLM`, and ends with the interpreter.
-Nothing here imports more than the standard library.
+The server is the same program as `forebay serve`. `LLM` or `AsyncLLM` starts it; it exits with the interpreter at the
+latest. This package imports only the standard library.
 """
 
 from forebay.llm.asynchronous import AsyncLLM

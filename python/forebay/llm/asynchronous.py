@@ -1,4 +1,4 @@
-"""`AsyncLLM`: streams, in the caller's event loop."""
+"""`AsyncLLM`: streaming requests in the caller's event loop."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ STREAM = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 class AsyncLLM:
-    """A model, for one prompt at a time and many at once, with streams.
+    """A model for concurrent requests of one prompt each, with streaming.
 
-    The server starts at once; the first request waits until it is ready. It ends with this object, with the block of
-    an `async with`, and with the interpreter. `flags` are those of `forebay serve`, as for `LLM`.
+    The server is started immediately; the first request waits until it is ready. It is stopped when this object is
+    collected, at the end of an `async with` block, or when the interpreter exits. `flags` are those of `forebay serve`,
+    as for `LLM`.
 
     >>> import asyncio
     >>> from forebay import AsyncLLM, SamplingParams
@@ -53,7 +54,7 @@ class AsyncLLM:
     >>> asyncio.run(main())
     ' 4, 5,'
 
-    If the caller leaves a stream early, or cancels a request, its computation ends.
+    If the caller stops reading a stream early, or cancels a request, the server aborts the request.
 
     Raises:
         ValueError: a flag is about the server's socket.
@@ -82,13 +83,13 @@ class AsyncLLM:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Continues a prompt, and yields the output so far with each new token.
 
-        `output_kind` of the parameters chooses whether an output has all tokens or only the new ones, or comes only at
-        the end.
+        The parameter `output_kind` selects whether an output has all tokens or only the new ones, or whether there is a
+        single output at the end.
 
         Raises:
             StartError: the server did not start.
-            RequestError: the request was refused, or failed in its middle.
-            EngineDeadError: the server ended.
+            RequestError: the request was refused, or failed while it was running.
+            EngineDeadError: the server exited.
         """
         params = await self._sampling(sampling_params)
         call = self._calls.completion(prompt, params, priority, request_id)
@@ -107,7 +108,7 @@ class AsyncLLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Answers a conversation, and yields outputs like `generate`. The arguments are those of `LLM.chat`."""
+        """Continues a conversation, and yields outputs like `generate`. The arguments are those of `LLM.chat`."""
         params = await self._sampling(sampling_params)
         more = chat_fields(tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
         call = self._calls.chat(messages, params, more, request_id)
@@ -116,29 +117,29 @@ class AsyncLLM:
                 yield output
 
     async def embed(self, prompt: Prompt, pooling_params: PoolingParams | None = None) -> EmbeddingRequestOutput:
-        """The vector of an input, as in `LLM.embed`."""
+        """Returns the embedding of an input, as `LLM.embed` does."""
         return await self._one(self._calls.embedding(prompt, pooling_params or PoolingParams()))
 
     async def encode(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None, *, pooling_task: str | None = None
     ) -> PoolingRequestOutput:
-        """The output of a pooling model, as in `LLM.encode`."""
+        """Returns the output of a pooling model, as `LLM.encode` does."""
         return await self._one(self._calls.pooling(prompt, pooling_params or PoolingParams(), pooling_task))
 
     async def classify(
         self, prompt: Prompt, pooling_params: PoolingParams | None = None
     ) -> ClassificationRequestOutput:
-        """The probabilities of a classifier's labels."""
+        """Returns the probabilities of a classifier's labels."""
         return await self._one(self._calls.classification(prompt, pooling_params or PoolingParams()))
 
     async def score(
         self, data_1: str, data_2: str, pooling_params: PoolingParams | None = None
     ) -> ScoringRequestOutput:
-        """The score of a pair of texts."""
+        """Returns the score of a pair of texts."""
         return await self._one(self._calls.score((data_1, data_2), pooling_params or PoolingParams()))
 
     async def get_default_sampling_params(self) -> SamplingParams:
-        """The sampling that the model's authors recommend."""
+        """Returns the sampling parameters that the model's authors recommend."""
         return await self._sampling(None)
 
     async def update_weights(
@@ -148,19 +149,19 @@ class AsyncLLM:
         version: str | None = None,
         abort: bool = False,
     ) -> int:
-        """Uses other weights from now on, as `LLM.update_weights` does."""
+        """Replaces the weights, as `LLM.update_weights` does."""
         return await update_weights(await self._client(), weights, version, abort)
 
     async def pause(self, mode: str = "keep") -> int:
-        """Computes nothing until `resume`, as `LLM.pause` does."""
+        """Stops computation until `resume`, as `LLM.pause` does."""
         return await pause(await self._client(), mode)
 
     async def resume(self) -> None:
-        """Ends a pause."""
+        """Continues after `pause`."""
         await resume(await self._client())
 
     def shutdown(self) -> None:
-        """Ends the server. Requests that run fail."""
+        """Stops the server. Running requests fail."""
         self._server.stop()
 
     async def __aenter__(self) -> AsyncLLM:
@@ -180,7 +181,7 @@ class AsyncLLM:
         await loop.run_in_executor(None, self.shutdown)
 
     async def _client(self) -> Client:
-        """The client of the running loop."""
+        """Returns the client of the running event loop."""
         await self.ready()
         assert self._facts is not None
         loop = asyncio.get_running_loop()
@@ -222,7 +223,7 @@ class AsyncLLM:
                 else:
                     output = _copy(whole)
                 if last is None and whole.finished:
-                    # The usage follows.
+                    # The chunk with the usage follows.
                     last = output
                     continue
                 if last is not None:
@@ -237,7 +238,7 @@ class AsyncLLM:
 
 
 def _copy(output: RequestOutput) -> RequestOutput:
-    """A copy that later tokens do not change."""
+    """Returns a copy that later tokens do not change."""
     choices = [
         replace(
             choice,

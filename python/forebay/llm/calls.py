@@ -1,4 +1,4 @@
-"""Requests for prompts, and results from the server's answers."""
+"""Conversion of prompts to API requests, and of responses to results."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ POOLING = "/pooling"
 SCORE = "/score"
 _ID = "token_id:"
 ALL_TOKENS = (1 << 31) - 1
-"""A number that the server cuts to the room in the context."""
+"""A `max_tokens` that the server reduces to the room that is left in the context."""
 
 Messages = Sequence[Mapping[str, Any]]
-"""A conversation, in the shape of OpenAI's API."""
+"""A conversation, in the form of OpenAI's API."""
 
 T = TypeVar("T")
 
 
 class Calls:
-    """Makes calls, and numbers them."""
+    """Creates calls, with consecutive request ids."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
@@ -52,12 +52,12 @@ class Calls:
     def completion(
         self, prompt: Prompt, params: SamplingParams, priority: int = 0, request_id: str | None = None
     ) -> Call[RequestOutput]:
-        """The continuation of a prompt."""
+        """Creates a call that continues a prompt."""
         output = RequestOutput(request_id or self._next(), prompt=prompt if isinstance(prompt, str) else None)
 
         def fields() -> dict[str, Any]:
             output.prompt, prompt_fields = prompt_field(prompt)
-            # Without a number the route generates 16 tokens, as OpenAI's does.
+            # Without `max_tokens` the route generates 16 tokens, as OpenAI's does.
             prompt_fields["max_tokens"] = ALL_TOKENS
             return prompt_fields | _sampling(params, params.logprobs, None) | _priority(priority)
 
@@ -66,7 +66,7 @@ class Calls:
     def chat(
         self, messages: Messages, params: SamplingParams, more: Mapping[str, Any], request_id: str | None = None
     ) -> Call[RequestOutput]:
-        """The answer to a conversation."""
+        """Creates a call that continues a conversation."""
         output = RequestOutput(request_id or self._next())
         logprobs = None if params.logprobs is None else True
 
@@ -76,19 +76,19 @@ class Calls:
         return _generation(CHAT, fields, output, params)
 
     def embedding(self, prompt: Prompt, params: PoolingParams) -> Call[EmbeddingRequestOutput]:
-        """The vector of an input."""
+        """Creates a call that returns the embedding of an input."""
         return self._pooled(
             EMBEDDINGS, prompt, params, EmbeddingRequestOutput, lambda data: EmbeddingOutput(_floats(data["embedding"]))
         )
 
     def pooling(self, prompt: Prompt, params: PoolingParams, task: str | None) -> Call[PoolingRequestOutput]:
-        """The model's output for an input."""
+        """Creates a call that returns a pooling model's output for an input."""
         return self._pooled(
             POOLING, prompt, params, PoolingRequestOutput, lambda data: PoolingOutput(_floats(data["data"])), task
         )
 
     def classification(self, prompt: Prompt, params: PoolingParams) -> Call[ClassificationRequestOutput]:
-        """The probabilities of a model's labels."""
+        """Creates a call that returns the probabilities of a model's labels."""
 
         def read(data: Any) -> ClassificationOutput:
             return ClassificationOutput(_floats(data["data"]))
@@ -96,7 +96,7 @@ class Calls:
         return self._pooled(POOLING, prompt, params, ClassificationRequestOutput, read, "classify")
 
     def score(self, pair: tuple[str, str], params: PoolingParams) -> Call[ScoringRequestOutput]:
-        """The score of a pair."""
+        """Creates a call that returns the score of a pair of texts."""
         number = self._next()
 
         def fields() -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Calls:
 def _generation(
     path: str, fields: Callable[[], dict[str, Any]], output: RequestOutput, params: SamplingParams
 ) -> Call[RequestOutput]:
-    """The call that fills `output`; a stream fills it chunk by chunk."""
+    """Creates a call that fills `output`; a stream fills it chunk by chunk."""
 
     def read(answer: Any) -> RequestOutput:
         read_answer(output, answer, params)
@@ -173,7 +173,7 @@ def _priority(priority: int) -> dict[str, int]:
 
 
 def read_answer(output: RequestOutput, answer: Any, params: SamplingParams) -> None:
-    """Adds an answer, or the next chunk of a stream, to `output`."""
+    """Adds a response, or the next chunk of a stream, to `output`."""
     output.prompt_token_ids = answer.get("prompt_token_ids", output.prompt_token_ids)
     if usage := answer.get("usage"):
         output.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
@@ -202,7 +202,7 @@ def _read_choice(found: CompletionOutput, choice: Any) -> None:
 
 
 def _read_call(calls: list[dict[str, Any]], call: Any) -> None:
-    """A whole tool call, or the next piece of a call's arguments."""
+    """Adds a whole tool call, or the next chunk of a call's arguments, to `calls`."""
     at = call.get("index", len(calls))
     while len(calls) <= at:
         calls.append({"id": None, "type": "function", "function": {"name": "", "arguments": ""}})
@@ -215,7 +215,7 @@ def _read_logprobs(found: CompletionOutput, logprobs: Any, count: int) -> None:
     entries = list(_chat_logprobs(logprobs) if "content" in logprobs else _completion_logprobs(logprobs))
     found.logprobs = found.logprobs or []
     for sampled, alternatives in entries:
-        # The most likely tokens come first. A sampled token that is not among them comes last.
+        # The most likely tokens come first. A sampled token that is not one of them comes last.
         ranked = [
             (token, Logprob(value, rank if rank <= count else None, text))
             for rank, (token, value, text) in enumerate(alternatives, 1)
@@ -257,7 +257,7 @@ def _read_prompt_logprobs(output: RequestOutput, answer: Any) -> None:
 
 
 def unnamed_tokens(outputs: Iterable[RequestOutput]) -> dict[int, list[Logprob]]:
-    """Log-probabilities without a text, by token id."""
+    """Returns the log-probabilities without a token text, by token id."""
     found: dict[int, list[Logprob]] = {}
     for output in outputs:
         for choice in output.outputs:
@@ -269,7 +269,7 @@ def unnamed_tokens(outputs: Iterable[RequestOutput]) -> dict[int, list[Logprob]]
 
 
 def _floats(data: str | list[float]) -> list[float]:
-    """Numbers as the server writes them: little-endian float32 in base64, or a list."""
+    """Decodes numbers in the server's formats: little-endian float32 in base64, or a list."""
     if not isinstance(data, str):
         return data
     numbers = array("f", base64.b64decode(data))

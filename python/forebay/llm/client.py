@@ -1,4 +1,4 @@
-"""Requests to one server: as many at a time as it computes, over connections that are kept."""
+"""Concurrent requests to one server over kept-alive connections, with a limit on how many run at a time."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ DONE = b"[DONE]"
 
 @dataclass
 class Call(Generic[T]):
-    """A request, and the conversion of its answer."""
+    """A request, and the conversion of its response."""
 
     path: str
     fields: Callable[[], dict[str, Any]]
-    """Makes the fields of the body, and may raise RequestError."""
+    """Returns the fields of the body. May raise RequestError."""
     read: Callable[[Any], T]
-    """Makes the result of the answer's object."""
+    """Converts the response's JSON object to a result."""
     failed: Callable[[RequestError], T]
-    """Makes the result of an error."""
+    """Converts an error to a result."""
     weight: int = 1
     """The number of choices that are computed for the request."""
 
 
 class Gate:
-    """Admits calls in the order in which they come, while the sum of their weights is within a limit.
+    """Admits calls in order of arrival, while the sum of their weights is within a limit.
 
-    A call that is heavier than the limit is admitted alone.
+    A call whose weight exceeds the limit is admitted alone.
     """
 
     def __init__(self, limit: int) -> None:
@@ -48,7 +48,7 @@ class Gate:
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
     async def enter(self, weight: int) -> int:
-        """Waits for room. Returns the weight to leave with."""
+        """Waits for room. Returns the weight to pass to `leave`."""
         weight = min(weight, self.limit)
         if self._waiting or self.held + weight > self.limit:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -64,7 +64,7 @@ class Gate:
         return weight
 
     def leave(self, weight: int) -> None:
-        """Gives room back."""
+        """Releases the room of an admitted call."""
         self.held -= weight
         while self._waiting:
             weight, turn = self._waiting[0]
@@ -82,7 +82,7 @@ class Client:
     """The requests of one event loop."""
 
     def __init__(self, socket: str, death: Callable[[], EngineDeadError], *, limit: int, idle_seconds: float) -> None:
-        """`limit`: choices that are computed at a time. `idle_seconds`: how long a connection may be idle."""
+        """`limit`: the most choices that run at a time. `idle_seconds`: how long a connection may be idle."""
         self._socket, self._death, self._idle_seconds = socket, death, idle_seconds
         self._gate = Gate(limit)
         self._idle: list[Connection] = []
@@ -94,7 +94,7 @@ class Client:
         self._idle.clear()
 
     async def ask(self, method: str, path: str, body: bytes = b"", weight: int = 1, kind: str = JSON) -> Any:
-        """The object of an answer with status 200. `kind` is the type of the body.
+        """Returns the JSON object of a response with status 200. `kind` is the content type of the body.
 
         Raises RequestError and EngineDeadError.
         """
@@ -102,7 +102,7 @@ class Client:
             return _parsed(response, await connection.body(response))
 
     async def events(self, path: str, body: bytes, weight: int = 1) -> AsyncGenerator[Any, None]:
-        """The objects of a stream. Raises RequestError and EngineDeadError, also in its middle."""
+        """Yields the JSON objects of a stream. Raises RequestError and EngineDeadError, also in mid-stream."""
         async with self._answer("POST", path, body, weight) as (connection, response):
             if response.status != 200:
                 _parsed(response, await connection.body(response))
@@ -119,9 +119,9 @@ class Client:
                         yield found
 
     async def every(self, calls: Sequence[Call[T]], progress: Callable[[int], object]) -> list[T]:
-        """The results of calls, in order. `progress` is called with the number of each that has ended.
+        """Returns the results of calls, in order. `progress` is called with the index of each call that has ended.
 
-        A failed request has its place among the results. EngineDeadError ends all of them.
+        A failed request has a result with an error. EngineDeadError cancels all calls.
         """
         results: dict[int, T] = {}
         numbered = enumerate(calls)
@@ -180,14 +180,14 @@ class Client:
 
 
 def _parsed(response: Response, body: bytes) -> Any:
-    """The object of an answer. Warns of parameters without an effect. Raises RequestError."""
+    """Returns the object of a response. Warns of parameters that have no effect. Raises RequestError."""
     try:
         found = json.loads(body)
     except ValueError:
         found = body.decode(errors="replace")
     if response.status != 200:
         raise RequestError.from_body(found, response.status)
-    # `max_tokens=812` is the length that was cut to, as `finish_reason` reports.
+    # An entry such as `max_tokens=812` reports a reduced limit, not an ignored one. `finish_reason` shows that too.
     ignored = response.headers.get("x-forebay-ignored", "").split(", ")
     for name in ignored:
         if name and not name.startswith(("max_tokens=", "max_completion_tokens=")):

@@ -1,4 +1,4 @@
-"""HTTP/1.1 over a Unix socket, as far as our own server speaks it."""
+"""The part of HTTP/1.1 that Forebay's server uses, over a Unix socket."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from time import monotonic
 __all__ = ["JSON", "OCTETS", "Connection", "ConnectionLost", "Response"]
 
 LINE_LIMIT = 1 << 16
-"""Bytes of an answer's head, and of the line before a chunk."""
+"""The most bytes of a response's head, and of the line before a chunk."""
 JSON, OCTETS = "application/json", "application/octet-stream"
 AT_ONCE = 1 << 20
-"""Bytes of a body that are given to the system at a time."""
+"""Bytes of a body that are written to the socket at a time."""
 
 
 class ConnectionLost(Exception):
-    """The server closed the connection before the answer's end."""
+    """The server closed the connection before the end of a response."""
 
 
 @dataclass
 class Response:
-    """The head of an answer."""
+    """The status and headers of a response."""
 
     status: int
     headers: Mapping[str, str]
 
 
 class Connection:
-    """A connection that is kept from one request to the next."""
+    """A connection that is kept alive between requests."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
         self.last_used = monotonic()
         self.reusable = False
-        """True if the last answer was read to its end, and the server keeps the connection."""
+        """True if the last response was read to its end, and the server keeps the connection open."""
 
     @classmethod
     async def open(cls, socket: str) -> Connection:
@@ -43,18 +43,18 @@ class Connection:
         return cls(*await asyncio.open_unix_connection(socket, limit=LINE_LIMIT))
 
     def close(self) -> None:
-        """Closes the connection. The server aborts a request that is not answered yet."""
+        """Closes the connection. The server aborts a request whose response is not complete."""
         self._writer.close()
 
     def is_usable(self, idle_seconds: float) -> bool:
-        """True if another request may be sent: the server has not closed it, and won't yet for being idle."""
+        """True if another request may be sent: the connection is open, and will not yet be closed for being idle."""
         fresh = monotonic() - self.last_used < idle_seconds
         return self.reusable and fresh and not self._reader.at_eof() and not self._writer.is_closing()
 
     async def send(self, method: str, path: str, body: bytes, kind: str = JSON) -> Response:
-        """Sends a request, and reads the head of the answer. Raises ConnectionLost.
+        """Sends a request, and reads the head of the response. Raises ConnectionLost.
 
-        Octets may be many: they are sent when the server has said that it takes them.
+        A body of type OCTETS may be large: it is only sent after the server has accepted it with status 100.
         """
         self.reusable = False
         expect = "expect: 100-continue\r\n" if kind == OCTETS else ""
@@ -70,7 +70,7 @@ class Connection:
             self._writer.write(head.encode())
             answer = await self._head()
             if answer.status != 100:
-                # The server may still wait for the body.
+                # The server may still expect the body.
                 return Response(answer.status, {**answer.headers, "connection": "close"})
             for start in range(0, len(body), AT_ONCE):
                 self._writer.write(memoryview(body)[start : start + AT_ONCE])
@@ -85,11 +85,11 @@ class Connection:
         return Response(int(lines[0].split(" ", 2)[1]), {name.lower(): value.strip() for name, _, value in fields})
 
     async def body(self, response: Response) -> bytes:
-        """The whole body of an answer. Raises ConnectionLost."""
+        """Reads the whole body of a response. Raises ConnectionLost."""
         return b"".join([part async for part in self.parts(response)])
 
     async def parts(self, response: Response) -> AsyncGenerator[bytes, None]:
-        """The body of an answer as it comes. Raises ConnectionLost."""
+        """Yields the chunks of a response's body as they arrive. Raises ConnectionLost."""
         try:
             if response.headers.get("transfer-encoding") == "chunked":
                 while size := int((await self._reader.readuntil(b"\r\n")).split(b";")[0], 16):

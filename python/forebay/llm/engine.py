@@ -1,4 +1,4 @@
-"""A server that is ready, from one process: its own, or that of the process that passed it on."""
+"""A ready server, as used by one process: the process that started it, or one that received the `LLM` object."""
 
 from __future__ import annotations
 
@@ -28,34 +28,34 @@ from forebay.llm.server import Server
 __all__ = ["Background", "BorrowedServer", "Facts", "failures", "name_tokens", "new_client", "wait_until_ready"]
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.1
-"""Seconds between two questions whether the server is ready."""
+"""The first and the longest pause between checks whether the server is ready, in seconds."""
 IDS_AT_A_TIME = 4096
-"""Tokens whose texts are asked for together."""
+"""The number of tokens whose texts are requested together."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that a ready server reports."""
+    """The facts that a ready server reports."""
 
     model: str
     """The served name."""
     limit: int
-    """Choices that are asked for at a time: those that run, and as many that wait."""
+    """The number of choices that are requested at a time: those that can run, and as many that wait."""
     idle_seconds: float
-    """Seconds after which an idle connection is not used again: the server closes it at twice that."""
+    """Seconds after which an idle connection is not used again: the server closes it after twice that time."""
     sampling_defaults: dict[str, float]
-    """The sampling that the model's authors recommend."""
+    """The sampling parameters that the model's authors recommend."""
 
     @classmethod
     def from_info(cls, info: Any) -> Facts:
-        """The facts in the response of /server_info."""
+        """Reads the facts from the response of /server_info."""
         config = info["config"]
         running = config["max_running_requests"] * config["dp_size"]
-        # Each request takes a connection. Half of the descriptors stay for the caller.
+        # Each request needs a connection. Half of the file descriptors are left to the caller.
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        # The largest queue: no request may run yet when all of them arrive.
+        # All requests must fit into the server's queue, since it may receive all before any of them runs.
         most = config["max_queued_requests"]
         if descriptors != resource.RLIM_INFINITY:
             most = min(most, descriptors // 2)
@@ -63,25 +63,25 @@ class Facts:
         return cls(config["model"], max(1, min(2 * running, most)), config["receive_timeout"] / 2, defaults)
 
     def sampling(self) -> SamplingParams:
-        """Parameters with the defaults of the model."""
+        """Returns sampling parameters with the defaults of the model."""
         return SamplingParams(**self.sampling_defaults)  # type: ignore[arg-type]  # The names are those of the API.
 
 
 @dataclass
 class BorrowedServer:
-    """The server of another process, which ends it."""
+    """A server that another process started and stops."""
 
     socket: str
 
     def is_alive(self) -> bool:
-        """True; a request finds out."""
+        """Always true: only a request can detect the server's exit."""
         return True
 
     def stop(self) -> None:
         """Does nothing: another process owns the server."""
 
     def death(self) -> EngineDeadError:
-        """The error of requests after the server has ended."""
+        """Returns the error for requests after the server has exited."""
         return EngineDeadError("the server has ended with the process that started it")
 
 
@@ -89,7 +89,7 @@ AnyServer = Server | BorrowedServer
 
 
 def new_client(server: AnyServer, facts: Facts) -> Client:
-    """A client for the running event loop."""
+    """Creates a client for the running event loop."""
     return Client(server.socket, server.death, limit=facts.limit, idle_seconds=facts.idle_seconds)
 
 
@@ -113,7 +113,7 @@ async def wait_until_ready(server: Server, model: str) -> Facts:
 
 
 async def _get(socket: str, path: str) -> tuple[int, bytes]:
-    """The status and the body of an answer; status 0 if the connection fails."""
+    """Returns the status and the body of a response; status 0 if the connection fails."""
     try:
         connection = await Connection.open(socket)
     except OSError:
@@ -135,7 +135,7 @@ def _stage(body: bytes) -> str:
 
 
 async def name_tokens(client: Client, outputs: Iterable[RequestOutput], texts: dict[int, str]) -> None:
-    """Puts tokens' texts into log-probabilities without one. `texts` keeps them."""
+    """Fills in missing token texts of log-probabilities. `texts` caches the texts by token id."""
     unnamed = unnamed_tokens(outputs)
     missing = [token for token in unnamed if token not in texts]
     for start in range(0, len(missing), IDS_AT_A_TIME):
@@ -148,13 +148,13 @@ async def name_tokens(client: Client, outputs: Iterable[RequestOutput], texts: d
 
 
 _inherited: list[object] = []
-"""What a fork got of its parent. It shares the parent's connections, which nothing here may touch."""
+"""Objects that a forked process inherited. They share the parent's connections, so nothing here may touch them."""
 _selectors: WeakSet[selectors.EpollSelector] = WeakSet()
 _lock = threading.Lock()
 
 
 def _after_fork() -> None:
-    """Gives the inherited loops a poll set of their own. Connections that are collected leave theirs."""
+    """Gives inherited event loops new epoll sets, so that collected connections leave the parent's sets unchanged."""
     global _lock
     _lock = threading.Lock()
     for selector in _selectors:
@@ -167,7 +167,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 class Background:
-    """An event loop on a thread of its own, with a client. A fork gets a new one when it needs it."""
+    """An event loop on a separate thread, with a client. After a fork, the child creates a new loop on first use."""
 
     def __init__(self, server: AnyServer) -> None:
         self._server = server
@@ -177,7 +177,7 @@ class Background:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def use(self, facts: Facts) -> None:
-        """Notes the facts that clients are made with."""
+        """Sets the facts with which clients are created."""
         self._facts = facts
 
     def submit(self, work: Callable[[], Coroutine[Any, Any, T]]) -> Future[T]:
@@ -185,7 +185,7 @@ class Background:
         return asyncio.run_coroutine_threadsafe(work(), self._running())
 
     def run(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """The result of work on the loop. An interrupt of the caller cancels the work."""
+        """Runs work on the loop, and returns its result. An interrupt of the caller cancels the work."""
         future = self.submit(work)
         try:
             return future.result()
@@ -194,7 +194,7 @@ class Background:
             raise
 
     def ask(self, work: Callable[[Client], Awaitable[T]]) -> T:
-        """The result of work that needs a client."""
+        """Runs work that needs a client, and returns its result."""
 
         async def with_client() -> T:
             return await work(self.client())
@@ -202,7 +202,7 @@ class Background:
         return self.run(with_client)
 
     def client(self) -> Client:
-        """The loop's client, for work on the loop."""
+        """Returns the loop's client. Called only by work on the loop."""
         if self._client is None:
             assert self._facts is not None
             self._client = new_client(self._server, self._facts)
@@ -237,5 +237,5 @@ def _stop_loop(loop: asyncio.AbstractEventLoop, owner: int) -> None:
 
 
 def failures(outputs: Sequence[Any]) -> dict[int, Any]:
-    """The errors among the results of a batch, by number."""
+    """Returns the errors among the results of a batch, by index."""
     return {number: output.error for number, output in enumerate(outputs) if output.error is not None}

@@ -1,4 +1,4 @@
-"""The errors of the library. The text of each is one line for the user."""
+"""The errors of the library. The message of each is one line for the user."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ __all__ = ["EngineDeadError", "ForebayError", "RequestError", "StartError"]
 
 
 class ForebayError(Exception):
-    """An error of the library."""
+    """The base class of the library's errors."""
 
     outputs: list[Any] | None = None
-    """The results of the batch that the error ended, in order. Those of failed requests have an `error`."""
+    """The results of the failed batch that are available, in order. Those of failed requests have an `error`."""
 
 
 class StartError(ForebayError, RuntimeError):
-    """The server did not start. The text is the reason, as `forebay serve` gives it."""
+    """The server did not start. The message is the reason, as `forebay serve` reports it."""
 
 
 class EngineDeadError(ForebayError, RuntimeError):
-    """The server has ended, or was closed."""
+    """The server has exited, or was closed."""
 
 
 class RequestError(ForebayError, ValueError):
@@ -31,11 +31,11 @@ class RequestError(ForebayError, ValueError):
     ) -> None:
         super().__init__(message)
         self.message = message
-        """The reason alone. The error of a batch also counts the requests in its text."""
+        """The reason alone. The text of a batch's error also contains the number of failed requests."""
         self.status = status
-        """The HTTP status; None if the request was not sent, or its stream broke off."""
+        """The HTTP status; None if the request was not sent, or failed in the middle of a stream."""
         self.param = param
-        """The name of the wrong parameter, with its path."""
+        """The path of the wrong parameter."""
         self.code = code
         """The kind of the error, such as `invalid_value`."""
 
@@ -44,7 +44,7 @@ class RequestError(ForebayError, ValueError):
 
     @classmethod
     def from_body(cls, body: object, status: int | None = None) -> RequestError:
-        """The error of an answer's body, in OpenAI's shape."""
+        """Creates the error from the body of a response, in OpenAI's form."""
         error = body.get("error", body) if isinstance(body, Mapping) else body
         if not isinstance(error, Mapping):
             return cls(f"the server answered with status {status}: {str(error)[:200]}", status=status)
@@ -53,7 +53,7 @@ class RequestError(ForebayError, ValueError):
 
     @classmethod
     def of_batch(cls, errors: Mapping[int, RequestError], count: int, outputs: list[Any]) -> RequestError:
-        """One error for a batch of `count` requests, with the fields of the first error."""
+        """Creates one error for a batch of `count` requests, with the fields of the first error."""
         first = min(errors)
         error = errors[first]
         text = error.message

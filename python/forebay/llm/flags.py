@@ -1,4 +1,4 @@
-"""Keyword arguments as flags of `forebay serve`."""
+"""Conversion of keyword arguments to flags of `forebay serve`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ON_BY_DEFAULT = frozenset(
         "webui",
     }
 )
-"""Switches that `--no-` turns off. All others are off by default."""
+"""Switches that are on by default, and that `--no-` turns off. All others are off by default."""
 
 _OWN = {
     "uds": "the library has a socket of its own",
@@ -41,15 +41,15 @@ _OWN = {
 
 
 def command_line(flags: Mapping[str, Any]) -> list[str]:
-    """The flags with these values.
+    """Returns the command line with these flags.
 
-    None omits a flag, True is a switch, and a list gives several values. An object is written as JSON.
+    None omits a flag, True sets a switch, and a list repeats the flag. An object is written as JSON.
 
     >>> command_line({"max_model_len": 512, "enforce_eager": True, "enable_prefix_caching": False, "seed": None})
     ['--max-model-len=512', '--enforce-eager', '--no-enable-prefix-caching']
 
     Raises:
-        ValueError: the flag is about the server's socket.
+        ValueError: a flag is about the server's socket.
     """
     found: list[str] = []
     for keyword, value in flags.items():

@@ -1,4 +1,4 @@
-"""`LLM`: batches of prompts, with all results at the end."""
+"""`LLM`: batches of prompts, whose results are returned together."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ __all__ = ["LLM", "chat_fields"]
 
 T = TypeVar("T")
 Show = bool | Callable[..., Any]
-"""True: a progress bar, if tqdm is installed. A class is used in place of tqdm."""
+"""True shows a progress bar, if tqdm is installed. A class is used in place of tqdm."""
 
 
 class LLM:
     """A model, for batches of any size.
 
-    Starts a server for the model and waits until it is ready. The server ends with this object, with the block of a
-    `with`, and with the interpreter. `flags` are those of `forebay serve`: `max_model_len=2048` is
-    `--max-model-len 2048`, and docs/cli.md lists them.
+    Starts a server for the model and waits until it is ready. The server is stopped when this object is collected, at
+    the end of a `with` block, or when the interpreter exits. `flags` are those of `forebay serve`: `max_model_len=2048`
+    is `--max-model-len 2048`. docs/cli.md lists them.
 
     >>> from forebay import LLM, SamplingParams
     >>> llm = LLM("smollm2", max_model_len=512)
@@ -49,10 +49,10 @@ class LLM:
     ' Paris.'
     >>> llm.close()
 
-    A forked or spawned process may use the object of its parent: it shares the parent's server.
+    A forked or spawned process may use its parent's object: it shares the parent's server.
 
     Raises:
-        StartError: the server did not start; the text is its reason.
+        StartError: the server did not start; the message is the reason.
         ValueError: a flag is about the server's socket.
     """
 
@@ -78,7 +78,7 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Continues prompts. The results have the prompts' order.
+        """Continues prompts. The results are in the order of the prompts.
 
         >>> from forebay import SamplingParams, StructuredOutputsParams
         >>> params = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(choice=["yes", "no"]))
@@ -86,14 +86,15 @@ class LLM:
         [True]
 
         Args:
-            prompts: texts, token ids, or objects with either.
+            prompts: texts, lists of token ids, or objects that contain either.
             sampling_params: for all prompts, or a list with one entry per prompt. None: the model's defaults.
-            use_tqdm: whether a bar is shown.
-            priority: for all prompts, or one per prompt; larger runs sooner, with `schedule_policy="priority"`.
+            use_tqdm: whether a progress bar is shown.
+            priority: for all prompts, or a list with one entry per prompt. With `schedule_policy="priority"`,
+                larger values run sooner.
 
         Raises:
-            RequestError: a request failed. The others' results are in the error's `outputs`.
-            EngineDeadError: the server ended.
+            RequestError: a request failed. The results of the other requests are in the error's `outputs`.
+            EngineDeadError: the server exited.
         """
         found = prompt_list(prompts)
         params = one_each("sampling_params", self._sampling(sampling_params), len(found))
@@ -112,7 +113,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answers a conversation, or a list of conversations.
+        """Continues a conversation, or each of a list of conversations.
 
         Images are parts of messages, as in OpenAI's API. Tool calls and reasoning are separate from the text, in
         `tool_calls` and `reasoning`. `extra_args` of the parameters may have `tool_choice` and other fields.
@@ -123,8 +124,8 @@ class LLM:
         'The capital of Norway is Oslo'
 
         Raises:
-            RequestError: a request failed. The others' results are in the error's `outputs`.
-            EngineDeadError: the server ended.
+            RequestError: a request failed. The results of the other requests are in the error's `outputs`.
+            EngineDeadError: the server exited.
         """
         one = len(messages) > 0 and isinstance(messages[0], Mapping)
         found: Any = [messages] if one else messages
@@ -140,15 +141,15 @@ class LLM:
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[EmbeddingRequestOutput]:
-        """Makes vectors of texts, with an embedding model.
+        """Returns embeddings of texts, with an embedding model.
 
         >>> outputs = embedder.embed(["rain", "snow"])
         >>> [output.outputs.hidden_size for output in outputs]
         [384, 384]
 
         Raises:
-            RequestError: a request failed. The others' results are in the error's `outputs`.
-            EngineDeadError: the server ended.
+            RequestError: a request failed. The results of the other requests are in the error's `outputs`.
+            EngineDeadError: the server exited.
         """
         return self._all([self._calls.embedding(*each) for each in _pooled(prompts, pooling_params)], use_tqdm)
 
@@ -160,11 +161,11 @@ class LLM:
         *,
         pooling_task: str | None = None,
     ) -> list[PoolingRequestOutput]:
-        """The output of a model that pools: vectors, or scores. `pooling_task` names what the model has to be for.
+        """Returns the outputs of a pooling model: vectors, or scores. The model has to support `pooling_task`.
 
         Raises:
-            RequestError: a request failed. The others' results are in the error's `outputs`.
-            EngineDeadError: the server ended.
+            RequestError: a request failed. The results of the other requests are in the error's `outputs`.
+            EngineDeadError: the server exited.
         """
         calls = [self._calls.pooling(*each, pooling_task) for each in _pooled(prompts, pooling_params)]
         return self._all(calls, use_tqdm)
@@ -176,11 +177,11 @@ class LLM:
         *,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
     ) -> list[ClassificationRequestOutput]:
-        """The probabilities of a classifier's labels.
+        """Returns the probabilities of a classifier's labels.
 
         Raises:
-            RequestError: a request failed. The others' results are in the error's `outputs`.
-            EngineDeadError: the server ended.
+            RequestError: a request failed. The results of the other requests are in the error's `outputs`.
+            EngineDeadError: the server exited.
         """
         return self._all([self._calls.classification(*each) for each in _pooled(prompts, pooling_params)], use_tqdm)
 
@@ -192,15 +193,15 @@ class LLM:
         *,
         pooling_params: PoolingParams | None = None,
     ) -> list[ScoringRequestOutput]:
-        """Scores pairs of texts: one with each of several, or two lists entry by entry.
+        """Scores pairs of texts: one text with each of several, or two lists, entry by entry.
 
         >>> close, far = embedder.score("How is the weather?", ["It rains.", "A whale is a mammal."])
         >>> close.outputs.score > far.outputs.score
         True
 
         Raises:
-            RequestError: a request failed. The others' results are in the error's `outputs`.
-            EngineDeadError: the server ended.
+            RequestError: a request failed. The results of the other requests are in the error's `outputs`.
+            EngineDeadError: the server exited.
             ValueError: the lists have different lengths.
         """
         seconds = [data_2] if isinstance(data_2, str) else data_2
@@ -209,11 +210,11 @@ class LLM:
         return self._all([self._calls.score(pair, params) for pair in pairs], use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The sampling that the model's authors recommend."""
+        """Returns the sampling parameters that the model's authors recommend."""
         return self._facts.sampling()
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text.
+        """Returns the token ids of a text.
 
         >>> llm.detokenize(llm.tokenize("Hello"))
         'Hello'
@@ -223,13 +224,13 @@ class LLM:
         return tokens
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids."""
+        """Returns the text of token ids."""
         body = to_json({"tokens": list(token_ids)})
         text: str = self._background.ask(lambda client: client.ask("POST", "/detokenize", body))["text"]
         return text
 
     def reset_prefix_cache(self) -> None:
-        """Forgets cached prompts."""
+        """Drops all cached prompts."""
         self._background.ask(lambda client: client.ask("POST", "/flush_cache"))
 
     def update_weights(
@@ -239,29 +240,29 @@ class LLM:
         version: str | None = None,
         abort: bool = False,
     ) -> int:
-        """Uses other weights from now on. Returns the number of requests that continue with them.
+        """Replaces the weights. Returns the number of requests that continue with the new ones.
 
         docs/weights.md describes the details. If tensors are given, the model must be a safetensors checkpoint.
 
         Args:
-            weights: tensors by their names in the checkpoint, some or all, such as a `state_dict()` of transformers'
+            weights: some or all tensors, by their names in the checkpoint, such as a `state_dict()` of a Transformers
                 model. Or a checkpoint of the same shape: a folder, or a GGUF file.
-            version: the name of the weights, which `get_weight_version` gives.
-            abort: True ends running requests. Otherwise they continue with the new weights.
+            version: the name of the weights, which `get_weight_version` returns.
+            abort: True aborts running requests. Otherwise they continue with the new weights.
 
         Raises:
-            RequestError: the weights can't be loaded. The old ones stay in use.
-            EngineDeadError: the server ended.
+            RequestError: the weights can't be loaded. The old weights stay in use.
+            EngineDeadError: the server exited.
         """
         return self._background.ask(lambda client: update_weights(client, weights, version, abort))
 
     def get_weight_version(self) -> str:
-        """The name of the weights; `default` until a name is given."""
+        """Returns the name of the weights; `default` until a name is set."""
         version: str = self._background.ask(lambda client: client.ask("GET", "/get_weight_version"))["weight_version"]
         return version
 
     def get_parameter(self, name: str, rows: int = 100) -> Any:
-        """The first rows of a parameter as lists of numbers, or the first values of a vector.
+        """Returns the first rows of a parameter as lists of numbers, or the first values of a vector.
 
         Raises:
             RequestError: there is no such parameter, or it is not stored as plain floats.
@@ -276,16 +277,16 @@ class LLM:
         >>> llm.resume()
 
         Args:
-            mode: `keep`: running requests stop and continue later. `abort`: they end. `wait`: they finish first.
+            mode: `keep`: requests stop and continue later. `abort`: they are aborted. `wait`: they finish first.
         """
         return self._background.ask(lambda client: pause(client, mode))
 
     def resume(self) -> None:
-        """Ends a pause."""
+        """Continues after `pause`."""
         self._background.ask(resume)
 
     def close(self) -> None:
-        """Ends the server. Requests of other threads fail."""
+        """Stops the server. Requests of other threads fail."""
         self._background.close()
         self._server.stop()
 
@@ -323,7 +324,7 @@ class LLM:
         use_tqdm: Show,
         complete: Callable[[Client, list[T]], Any] | None = None,
     ) -> list[T]:
-        """The results of calls. `complete` is awaited with all results."""
+        """Returns the results of calls. `complete` is awaited with all results."""
         ended: SimpleQueue[int | None] = SimpleQueue()
 
         async def work() -> list[T]:
@@ -355,7 +356,7 @@ def chat_fields(
     continue_final_message: bool,
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The API fields for the arguments of `chat` that differ from the defaults."""
+    """Returns the API fields for those arguments of `chat` that differ from the defaults."""
     found: dict[str, Any] = {} if add_generation_prompt else {"add_generation_prompt": False}
     if continue_final_message:
         found["continue_final_message"] = True
@@ -369,7 +370,7 @@ def chat_fields(
 def _pooled(
     prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams] | None
 ) -> list[tuple[Prompt, PoolingParams]]:
-    """Each prompt with its parameters."""
+    """Pairs each prompt with its parameters."""
     found = prompt_list(prompts)
     each = one_each("pooling_params", params or PoolingParams(), len(found))
     return list(zip(found, each, strict=True))

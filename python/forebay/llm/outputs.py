@@ -25,22 +25,22 @@ __all__ = [
 
 @dataclass
 class Logprob:
-    """A token's log-probability, of the unmodified logits."""
+    """The log-probability of a token, computed from the unmodified logits."""
 
     logprob: float
     rank: int | None = None
-    """1 is the most likely token. None for a sampled token that is not among the alternatives."""
+    """1 for the most likely token. None for a sampled token that is not among the requested alternatives."""
     decoded_token: str | None = None
-    """The token's text; U+FFFD stands for a part of a character."""
+    """The token's text; U+FFFD replaces an incomplete character."""
 
 
 TokenLogprobs = dict[int, Logprob]
-"""The alternatives at one position by token id, including the token at that position."""
+"""The alternatives at one position, by token id, including the actual token of that position."""
 
 
 @dataclass
 class CompletionOutput:
-    """One choice of an answer."""
+    """One generated choice."""
 
     index: int
     text: str = ""
@@ -49,7 +49,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     """The sum of the tokens' log-probabilities, if they were requested."""
     logprobs: list[TokenLogprobs] | None = None
-    """An entry for each token, if they were requested."""
+    """One entry per token, if they were requested."""
     finish_reason: str | None = None
     """`stop`, `length`, `tool_calls`; None while the choice is incomplete."""
     stop_reason: int | str | None = None
@@ -60,27 +60,27 @@ class CompletionOutput:
     """Tool calls, in a chat, in the form of OpenAI's API."""
 
     def finished(self) -> bool:
-        """True if nothing more comes."""
+        """True if the choice is complete."""
         return self.finish_reason is not None
 
 
 @dataclass
 class RequestOutput:
-    """The answer to a prompt or a conversation."""
+    """The result of a prompt or a conversation."""
 
     request_id: str
     prompt: str | None = None
-    """The prompt's text; None if it came as token ids, or is a conversation."""
+    """The prompt's text; None if the prompt was given as token ids, or is a conversation."""
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """An entry for each token of the prompt (None for the first), if they were requested."""
+    """One entry per token of the prompt (None for the first), if they were requested."""
     outputs: list[CompletionOutput] = field(default_factory=list)
     """The `n` choices."""
     finished: bool = False
     num_cached_tokens: int | None = None
     """Tokens of the prompt that were found in the prefix cache."""
     error: RequestError | None = None
-    """The reason why there is no answer."""
+    """The reason why the request failed; None: it did not."""
 
 
 @dataclass
@@ -92,13 +92,13 @@ class PoolingOutput:
 
 @dataclass
 class EmbeddingOutput:
-    """A vector."""
+    """The embedding of an input."""
 
     embedding: list[float]
 
     @property
     def hidden_size(self) -> int:
-        """The number of the vector's elements."""
+        """The number of elements of the vector."""
         return len(self.embedding)
 
 
@@ -116,7 +116,7 @@ class ClassificationOutput:
 
 @dataclass
 class ScoringOutput:
-    """The score of a pair."""
+    """The score of a pair of texts."""
 
     score: float
 
@@ -131,10 +131,10 @@ class _PooledOutput(Generic[T]):
     prompt_token_ids: list[int] | None = None
     """The input's token ids, if it was given as token ids."""
     num_prompt_tokens: int | None = None
-    """The number of the input's tokens, special ones included."""
+    """The number of tokens of the input, special tokens included."""
     finished: bool = True
     error: RequestError | None = None
-    """The reason why the output is empty."""
+    """The reason why the request failed; None: it did not."""
 
 
 class PoolingRequestOutput(_PooledOutput[PoolingOutput]):

@@ -28,19 +28,19 @@ __all__ = [
 
 
 class RequestOutputKind(Enum):
-    """The content of each output of a stream of `AsyncLLM`."""
+    """The tokens that each output of an `AsyncLLM` stream contains."""
 
     CUMULATIVE = 0
     """All tokens so far."""
     DELTA = 1
     """The new tokens."""
     FINAL_ONLY = 2
-    """One output, at the end."""
+    """All tokens, in one output at the end."""
 
 
 @dataclass
 class StructuredOutputsParams:
-    """The form of an answer. Exactly one of the first six must be given.
+    """The required form of the generated text. Exactly one of the first six fields must be given.
 
     >>> StructuredOutputsParams(choice=["yes", "no"]).fields()
     {'choice': ['yes', 'no']}
@@ -51,20 +51,20 @@ class StructuredOutputsParams:
     regex: str | None = None
     """A regular expression."""
     choice: Sequence[str] | None = None
-    """One of these texts."""
+    """Texts, one of which is generated."""
     grammar: str | None = None
     """A grammar in Lark or GBNF."""
     json_object: bool | None = None
-    """True: any JSON object."""
+    """True requires a JSON object."""
     structural_tag: str | Mapping[str, Any] | None = None
     """A structural tag, as an object or as text."""
     whitespace_pattern: str | None = None
-    """A regular expression for the white space that JSON may have between tokens."""
+    """A regular expression for the white space that is allowed between JSON tokens."""
     disable_any_whitespace: bool | None = None
-    """True: JSON without white space."""
+    """True forbids white space in JSON."""
 
     def fields(self) -> dict[str, Any]:
-        """The object of the API."""
+        """Returns the object for the API."""
         return _given(self)
 
 
@@ -72,70 +72,70 @@ class StructuredOutputsParams:
 class SamplingParams:
     r"""Parameters of sampling, with the names and defaults of vLLM.
 
-    Values are checked by the server, whose error names the parameter. Without parameters, methods sample as the model's
-    authors recommend; see `LLM.get_default_sampling_params`.
+    Values are checked by the server, whose error names the parameter. If no parameters are given, methods use those
+    that the model's authors recommend; see `LLM.get_default_sampling_params`.
 
     >>> SamplingParams(temperature=0, max_tokens=4, stop="\n").fields()["stop"]
     '\n'
     """
 
     n: int = 1
-    """Choices of each prompt."""
+    """The number of choices per prompt."""
     best_of: int | None = None
-    """Choices to generate, of which the `n` most likely are returned. Not for chats."""
+    """The number of choices to generate, of which the `n` most likely are returned. Not for chats."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of generated tokens."""
+    """Subtracted from the logits of tokens that were already generated."""
     frequency_penalty: float = 0.0
-    """Subtracted from the logits of generated tokens, for each occurrence."""
+    """Subtracted from the logits of tokens that were already generated, once for each occurrence."""
     repetition_penalty: float = 1.0
-    """Divides positive logits of earlier tokens, and multiplies negative ones."""
+    """Divides positive logits of tokens that occurred before, and multiplies negative ones."""
     temperature: float = 1.0
-    """0 is greedy."""
+    """The sampling temperature; 0 is greedy."""
     top_p: float = 1.0
-    """The share of probability that is kept."""
+    """The cumulative probability of the most likely tokens that are kept."""
     top_k: int = 0
-    """The number of candidates; 0 or -1: all."""
+    """The number of most likely tokens that are kept; 0 or -1: all."""
     min_p: float = 0.0
-    """Tokens with less than this share of the largest probability are dropped."""
+    """Tokens with less than this fraction of the largest probability are dropped."""
     seed: int | None = None
     """Makes sampling repeatable."""
     stop: str | Sequence[str] | None = None
-    """Strings that end the text."""
+    """Strings that stop generation."""
     stop_token_ids: Sequence[int] | None = None
-    """Tokens that end the text."""
+    """Tokens that stop generation."""
     bad_words: Sequence[str] | None = None
-    """Words that the answer does not have."""
+    """Words that are never generated."""
     include_stop_str_in_output: bool = False
-    """Keep the stop string in the text."""
+    """Whether the stop string is kept in the text."""
     ignore_eos: bool = False
-    """Go on after an end-of-sequence token."""
+    """Whether generation continues after an end-of-sequence token."""
     max_tokens: int | None = 16
     """The largest number of tokens to generate; None: as many as fit into the context."""
     min_tokens: int = 0
-    """Tokens to generate before a stop counts."""
+    """The number of tokens to generate before a stop condition counts."""
     logprobs: int | None = None
-    """Alternatives whose log-probabilities are returned with each token's, 0 to 20."""
+    """The number of alternatives whose log-probabilities are returned for each token, 0 to 20."""
     prompt_logprobs: int | None = None
     """The same for each token of the prompt. Not for streams."""
     skip_special_tokens: bool = True
-    """Leave special tokens out of the text."""
+    """Whether special tokens are left out of the text."""
     spaces_between_special_tokens: bool = True
-    """Without an effect: there are no such spaces."""
+    """Has no effect: special tokens are never separated by spaces."""
     logit_bias: Mapping[int, float] | None = None
-    """Numbers that are added to logits, by token id."""
+    """Values that are added to logits, by token id."""
     allowed_token_ids: Sequence[int] | None = None
     """The only tokens that may be sampled."""
     thinking_token_budget: int | None = None
-    """The largest number of tokens of reasoning."""
+    """The largest number of reasoning tokens."""
     structured_outputs: StructuredOutputsParams | None = None
-    """The form of the answer."""
+    """The required form of the generated text."""
     extra_args: Mapping[str, Any] | None = None
-    """Further fields of the API, which are sent unchanged: docs/api.md lists them."""
+    """Additional fields of the API, which are sent unchanged: docs/api.md lists them."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
-    """The content of each output of a stream. Has no effect without a stream."""
+    """The tokens that each output of a stream contains. Only used for streams."""
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the API, except for log-probabilities, whose fields depend on the route."""
+        """Returns the fields of the API, except those for log-probabilities, which depend on the route."""
         found = _given(self)
         for name in ("output_kind", "extra_args", "logprobs", "spaces_between_special_tokens"):
             found.pop(name, None)
@@ -144,29 +144,29 @@ class SamplingParams:
         return {**found, **(self.extra_args or {})}
 
     def clone(self) -> SamplingParams:
-        """A copy."""
+        """Returns a copy."""
         return dataclasses.replace(self)
 
 
 @dataclass
 class PoolingParams:
-    """Parameters of vectors and scores.
+    """Parameters of pooling requests, whose results are vectors or scores.
 
     >>> PoolingParams(dimensions=64).fields()
     {'dimensions': 64}
     """
 
     dimensions: int | None = None
-    """Keep this many of each vector's first numbers."""
+    """The number of leading elements of each vector to keep; None: all."""
     normalize: bool | None = None
-    """Divide each vector by its length; None: the choice of the model's authors."""
+    """Whether each vector is divided by its norm; None: the setting of the model's authors."""
     use_activation: bool | None = None
-    """False: return the model's raw scores, without a sigmoid that its authors may use."""
+    """False returns the model's raw scores, without the activation that its authors may use."""
     truncate_prompt_tokens: int | None = None
-    """Cut longer inputs to this many tokens; -1: to the model's limit."""
+    """The number of tokens to which longer inputs are cut; -1: the model's limit."""
 
     def fields(self) -> dict[str, Any]:
-        """The fields of the API."""
+        """Returns the parameters that are not None, by their names in the API."""
         return _given(self)
 
 
@@ -175,7 +175,7 @@ class TextPrompt(TypedDict, total=False):
 
     prompt: str
     cache_salt: str
-    """Blocks of the prompt are only shared with requests that have the same salt."""
+    """The prompt's cached blocks are shared only with requests that have the same salt."""
 
 
 class TokensPrompt(TypedDict, total=False):
@@ -183,28 +183,28 @@ class TokensPrompt(TypedDict, total=False):
 
     prompt_token_ids: Sequence[int]
     prompt: str
-    """The text of the tokens. It is only copied to the output."""
+    """The text of the tokens. It is only copied to the result."""
     cache_salt: str
 
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
-"""A text, token ids, or an object with either. An object may have `prompt_embeds`, the bytes of a safetensors file."""
+"""A text, token ids, or an object with either. An object may have `prompt_embeds`, bytes of a safetensors file."""
 
 _PROMPT_FIELDS = {"prompt", "prompt_token_ids", "prompt_embeds", "cache_salt"}
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """The prompts, as a list. A single prompt may be given without one."""
+    """Returns the prompts as a list, even if a single prompt is given."""
     one = isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int))
     found: Any = [prompts] if one else prompts
     return list(found)
 
 
 def prompt_field(prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
-    """The text of a prompt if it has one, and the fields of the API.
+    """Returns the text of a prompt, if there is one, and the fields of the API.
 
     Raises:
-        RequestError: it is not a prompt.
+        RequestError: the object is not a prompt.
     """
     if isinstance(prompt, str):
         return prompt, {"prompt": prompt}
@@ -228,7 +228,7 @@ def prompt_field(prompt: Prompt) -> tuple[str | None, dict[str, Any]]:
 
 
 def one_each(name: str, given: Any, count: int) -> Sequence[Any]:
-    """A value for each of `count` prompts: `given` is one value for all, or a list with one for each."""
+    """Returns a list of `count` values, one per prompt. `given` is one value for all prompts, or such a list."""
     if isinstance(given, str | bytes | Mapping) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
@@ -237,7 +237,7 @@ def one_each(name: str, given: Any, count: int) -> Sequence[Any]:
 
 
 def _given(params: Any) -> dict[str, Any]:
-    """The fields that are not None, JSON-like."""
+    """Returns the fields that are not None, as types that JSON supports."""
     values = ((field.name, getattr(params, field.name)) for field in dataclasses.fields(params))
     return {name: _plain(value) for name, value in values if value is not None}
 
@@ -249,10 +249,10 @@ def _plain(value: Any) -> Any:
 
 
 def to_json(fields: Mapping[str, Any]) -> bytes:
-    """The body of a request.
+    """Encodes the body of a request.
 
     Raises:
-        RequestError: a value is nothing that JSON can hold; the error names its field.
+        RequestError: JSON can't represent a value; the error names its field.
     """
     try:
         return json.dumps(fields, allow_nan=False).encode()

@@ -1,4 +1,4 @@
-"""Progress of a long call: a bar if tqdm is installed, and on a terminal the stages of a server's start."""
+"""Progress displays: a bar if tqdm is installed, and the stages of a server's start on a terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["Bar", "Stages", "bar"]
 
 
 class Bar(Protocol):
-    """The part of tqdm that is used."""
+    """The part of tqdm's interface that is used."""
 
     def update(self, n: float | None = 1) -> object:
-        """Counts `n` more ended requests."""
+        """Adds `n` ended requests."""
 
 
 def bar(use_tqdm: bool | Callable[..., Any], total: int, what: str) -> AbstractContextManager[Bar | None]:
-    """A bar of `total` entries, or None. `use_tqdm` may be a class to use in place of tqdm."""
+    """Creates a bar for `total` requests, or None. `use_tqdm` may be a class to use in place of tqdm."""
     if not use_tqdm or total == 0:
         return nullcontext()
     make = use_tqdm
@@ -33,7 +33,7 @@ def bar(use_tqdm: bool | Callable[..., Any], total: int, what: str) -> AbstractC
 
 
 class Stages:
-    """A line on the terminal that shows the progress of a server's start. Elsewhere nothing is written."""
+    """A line on the terminal that shows the stage of a server's start. Without a terminal nothing is written."""
 
     def __init__(self, model: str) -> None:
         self._model, self._shown = model, ""

@@ -1,4 +1,4 @@
-"""The server's process: it runs in a private folder, and ends with the interpreter."""
+"""The server process: it uses a private folder, and exits with the interpreter at the latest."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ __all__ = ["Server"]
 
 PREFIX = "forebay-llm-"
 LONGEST_PATH = 100
-"""A length that every system allows for a Unix socket's path, minus a few bytes for the name."""
+"""A length that every system allows for the path of a Unix socket, with a few bytes to spare."""
 STOP_SECONDS = 10.0
-"""How long the server may take to end after SIGTERM, before it is killed."""
+"""Seconds that the server may take to exit after SIGTERM, before it is killed."""
 STALE_SECONDS = 3600.0
-"""The age from which an empty folder of ours must be the remains of a killed process."""
+"""The age in seconds from which an empty folder with our prefix must be left over from a killed process."""
 TAIL = 8192
-"""Bytes at the end of the log that are searched for a reason."""
+"""Bytes at the end of the log that are searched for an error."""
 KEYS = ("FOREBAY_API_KEY", "FOREBAY_ADMIN_API_KEY", "FOREBAY_ROUTER_KEY")
-"""Variables with the keys of servers that other clients reach. The library's own server gets none."""
+"""Variables with the keys of public servers. They are not passed to the library's private server."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_LINE = re.compile(r"^\S+\s+(ERROR|WARN)\s+(.*)")
 
 
 class Server:
-    """A `forebay serve` process of this process. It ends with this process, however that ends."""
+    """A `forebay serve` process that this process starts. It exits with this process, even if that is killed."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         """Starts the server with these arguments, without waiting until it is ready."""
@@ -49,10 +49,10 @@ class Server:
             os.rmdir(folder)
             folder = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
         self.socket = os.path.join(folder, "socket")
-        # An unnamed file, so that it leaves nothing behind.
+        # An unnamed file, so that nothing is left on the disk.
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         environment = {key: value for key, value in os.environ.items() if key not in KEYS}
-        # A Python hand must use the environment in which its packages are installed.
+        # A hand in Python must use the environment in which its packages are installed.
         environment.setdefault("FOREBAY_PYTHON", sys.executable)
         environment["NO_COLOR"] = "1"
         command = [
@@ -62,7 +62,7 @@ class Server:
         ]
 
         def start() -> subprocess.Popen[bytes]:
-            # In a separate session, because Ctrl-C is for the caller.
+            # In a separate session, so that Ctrl-C reaches only the caller.
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -80,15 +80,15 @@ class Server:
         self._stop = weakref.finalize(self, _stop, self.process, folder, self._log, os.getpid())
 
     def is_alive(self) -> bool:
-        """True if the server runs."""
+        """True if the server is running."""
         return self._stop.alive and self.process.poll() is None
 
     def stop(self) -> None:
-        """Ends the server. A second call does nothing."""
+        """Stops the server. A second call does nothing."""
         self._stop()
 
     def start_error(self) -> StartError:
-        """The reason why a server that has ended did not start."""
+        """Returns the error of a server that exited before it was ready."""
         lines = self._lines()
         at = max((number for number, line in enumerate(lines) if line.startswith("error: ")), default=None)
         if at is None:
@@ -96,7 +96,7 @@ class Server:
         return StartError(lines[at].removeprefix("error: "))
 
     def death(self) -> EngineDeadError:
-        """The error of requests to a server that has ended or ends."""
+        """Returns the error for requests to a server that has exited or is exiting."""
         if not self._stop.alive:
             return EngineDeadError("the server was closed")
         try:
@@ -113,7 +113,7 @@ class Server:
 
 
 def _last(lines: Sequence[str]) -> str:
-    """The last line that is meant for users, without its time."""
+    """Returns the last line of the log, without its timestamp."""
     line = lines[-1] if lines else "it said nothing"
     found = _LOG_LINE.match(line)
     return found[2] if found else line.removeprefix("error: ")
@@ -121,7 +121,7 @@ def _last(lines: Sequence[str]) -> str:
 
 def _stop(process: subprocess.Popen[bytes], folder: str, log: IO[bytes], owner: int) -> None:
     if os.getpid() != owner:
-        # This is a fork of the owner, so the server belongs to the parent.
+        # This process is a fork of the owner: the server belongs to the parent.
         return
     process.terminate()
     try:
@@ -134,21 +134,21 @@ def _stop(process: subprocess.Popen[bytes], folder: str, log: IO[bytes], owner: 
 
 
 def _remove_stale_folders() -> None:
-    """Removes empty folders that killed processes left. A server removes its socket, but not the folder."""
+    """Removes empty folders that killed processes left behind. A server removes its socket, but not the folder."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_mtime < time.time() - STALE_SECONDS:
                 folder.rmdir()
         except OSError:
-            # Another's, or not empty.
+            # The folder belongs to another user, or is not empty.
             continue
 
 
 class _Keeper:
-    """A thread that starts processes and lives as long as the interpreter.
+    """A thread that starts processes and runs as long as the interpreter.
 
-    The system ends a server when the thread that started it ends, and callers' threads may end sooner.
+    The kernel kills a server when the thread that started it ends, and callers' threads may end before the interpreter.
     """
 
     _lock = threading.Lock()
@@ -162,7 +162,7 @@ class _Keeper:
 
     @classmethod
     def current(cls) -> _Keeper:
-        """The keeper of this process. A fork does not inherit it."""
+        """Returns the keeper of this process. After a fork, the child creates a new one."""
         with cls._lock:
             if cls._instance is None or cls._instance._owner != os.getpid():
                 cls._instance = cls()
@@ -181,7 +181,7 @@ class _Keeper:
                 started.set_result(start())
             except BaseException as error:
                 started.set_exception(error)
-            # Keep no reference to a server between two calls.
+            # Keep no reference to a server while waiting for the next call.
             del start, started
 
 

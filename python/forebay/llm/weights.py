@@ -1,4 +1,4 @@
-"""Changes of weights: sending a trainer's tensors to the server, and pauses."""
+"""Changes of weights: transfer of a trainer's tensors to the server, and pauses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["get_parameter", "pause", "resume", "update_weights"]
 async def update_weights(
     client: Client, weights: Mapping[str, Tensor] | str | os.PathLike[str], version: str | None, abort: bool
 ) -> int:
-    """Makes the server compute with other weights. Returns the requests that continue with them."""
+    """Replaces the server's weights. Returns the number of requests that continue with the new weights."""
     if isinstance(weights, Mapping):
         fields = {"abort_all_requests": str(abort).lower()} | ({"weight_version": version} if version else {})
         path = f"/update_weights_from_tensor?{urlencode(fields)}"
         found = await client.ask("POST", path, serialize(weights), kind=OCTETS)
     else:
-        # The server may have another working directory.
+        # The server may have a different working directory.
         named = str(Path(os.fspath(weights)).absolute())
         body = {"model_path": named, "abort_all_requests": abort, "weight_version": version}
         found = await client.ask("POST", "/update_weights_from_disk", to_json(body))
@@ -36,24 +36,24 @@ async def update_weights(
 
 
 async def get_parameter(client: Client, name: str, rows: int) -> Any:
-    """The first rows of a parameter, as lists."""
+    """Returns the first rows of a parameter, as lists."""
     return await client.ask("POST", "/get_weights_by_name", to_json({"name": name, "truncate_size": rows}))
 
 
 async def pause(client: Client, mode: str) -> int:
-    """Pauses generation. Returns the requests that will continue later."""
+    """Pauses generation. Returns the number of requests that will continue later."""
     found = await client.ask("POST", f"/pause?{urlencode({'mode': mode, 'clear_cache': 'false'})}")
     going_on: int = found["num_paused_requests"]
     return going_on
 
 
 async def resume(client: Client) -> None:
-    """Ends a pause."""
+    """Continues after `pause`."""
     await client.ask("POST", "/resume")
 
 
 def serialize(tensors: Mapping[str, Tensor]) -> bytes:
-    """A safetensors file. If tensors share memory, such as a tied pair, only the first is included."""
+    """Encodes a safetensors file. Of tensors that share memory, such as tied weights, only the first is included."""
     from safetensors.torch import save
 
     found: dict[str, Tensor] = {}
@@ -64,7 +64,7 @@ def serialize(tensors: Mapping[str, Tensor]) -> bytes:
             continue
         seen.add(same)
         own = tensor.detach().to("cpu").contiguous()
-        # The library refuses views of a larger memory.
+        # safetensors rejects views of a larger storage.
         found[name] = own if own.untyped_storage().nbytes() == own.nbytes else own.clone()
     written: bytes = save(found)
     return written
