@@ -1,4 +1,4 @@
-"""BERT (Devlin et al. 2019), as an embedder and as a cross-encoder: every position sees the whole prompt."""
+"""BERT (Devlin et al. 2019), as an embedder and as a cross-encoder: attention is bidirectional."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Packed:
-    """Whole prompts one after the other, sorted by length; `n` tokens, `r` prompts."""
+    """Whole prompts, concatenated and sorted by length; `n` tokens, `r` prompts."""
 
     tokens: torch.Tensor  # int32 [n]
     positions: torch.Tensor  # int64 [n]
@@ -35,7 +35,7 @@ class Packed:
 
 
 class Block:
-    """One layer: `norm(x + attention(x))`, then `norm(x + mlp(x))`."""
+    """A transformer layer: `norm(x + attention(x))`, then `norm(x + mlp(x))`."""
 
     def __init__(self, config: EncoderConfig, params: Parameters, index: int) -> None:
         prefix, hidden = f"encoder.layer.{index}", config.hidden_size
@@ -51,14 +51,14 @@ class Block:
         self.output_norm = LayerNorm(params, f"{prefix}.output.LayerNorm", hidden, eps)
 
     def __call__(self, x: torch.Tensor, groups: Sequence[Group]) -> torch.Tensor:
-        """x is [n, hidden]."""
+        """Computes the layer for x [n, hidden]."""
         q, k, v = self.qkv(x).view(x.shape[0], 3, self._heads, -1).unbind(1)
         x = self.attention_norm(self.output(attend(q, k, v, groups)).add_(x))
         return self.output_norm(self.down(self._activation(self.up(x))).add_(x))
 
 
 class Bert:
-    """The encoder, and the layers that compute one vector from a prompt's states."""
+    """The encoder, and the layers that compute a vector from a prompt's states."""
 
     def __init__(self, config: EncoderConfig, pooling: Pooling, params: Parameters) -> None:
         hidden = config.hidden_size
@@ -76,9 +76,9 @@ class Bert:
         self.blocks = [Block(config, params, index) for index in range(config.num_hidden_layers)]
         params.skip("embeddings.position_ids")
         self.head: tuple[Linear, Linear] | None = None
-        """The layers that compute a logit from a vector (the pooler and the classifier); None: there is no logit."""
+        """The layers that compute a logit from a vector (the pooler and the classifier); None: there are none."""
         self.size = hidden
-        """The number of elements of a vector."""
+        """The number of elements of the resulting vector."""
         if pooling.scores:
             self.size = pooling.size
             pooler = Linear(params, "pooler", hidden, {"dense": hidden}, bias=True)
@@ -88,11 +88,11 @@ class Bert:
             params.skip("pooler.dense.bias")
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report = ignore) -> None:
-        """Copies checkpoint tensors, by Hugging Face name, into place; raises `WeightError` if they do not fit."""
+        """Loads checkpoint tensors, by Hugging Face name. Raises `WeightError` if they do not fit."""
         self.params.load(((name.removeprefix(_BODY), tensor) for name, tensor in weights), report)
 
     def __call__(self, packed: Packed) -> torch.Tensor:
-        """One vector per prompt, float32 [r, size]: pooled, but otherwise unchanged, or a logit."""
+        """Returns a vector per prompt, float32 [r, size]: the pooled state without further processing, or logits."""
         x = F.embedding(packed.tokens, self.words)
         x += F.embedding(packed.positions, self.positions)
         x += F.embedding(packed.segments, self.types)
@@ -106,6 +106,6 @@ class Bert:
         return vectors
 
     def _pool(self, x: torch.Tensor, part: Group) -> torch.Tensor:
-        """float32 [prompts of the group, hidden]."""
+        """Pools the prompts of a group to float32 [prompts, hidden]."""
         states: torch.Tensor = x[part.tokens].unflatten(0, (part.count, part.length))
         return states[:, 0].float() if self.pooling.kind == "cls" else states.mean(dim=1, dtype=torch.float32)

@@ -1,9 +1,9 @@
-"""A model in transformers' own modelling code, on our pages, packed rows and slots.
+"""A model in the Transformers library's own code, with Forebay's pages, packed rows and slots.
 
-The code calls attention by name, and transformers lets libraries register implementations. Each call passes its options
+The code calls attention by name, and Transformers lets libraries register implementations. Each call passes its options
 (a window, a cap, sinks, a scale), so none are derived from a configuration. Recurrent layers run once per row, with the
-cache object of the row's slot. vLLM (`--model-impl transformers`) and SGLang have the same feature, with layers that
-they build from the configuration.
+cache object of the row's slot. vLLM (`--model-impl transformers`) and SGLang have the same feature, but create
+attention layers from the configuration.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _BESIDE_ATTENTION = frozenset(
 )
 """Arguments of a call that do not change attention."""
 _OLDEST, _TOO_NEW = (5, 20), (6, 0)
-"""The supported versions of transformers: from the first one on, and below the second."""
+"""The oldest supported version of Transformers, and the first version that is not supported any more."""
 _NAMED = ("scaling", "sliding_window", "softcap", "s_aux")
 
 
 class CalledAttention:
-    """The attention that a transformers model calls, registered under our name."""
+    """The attention that a Transformers model calls, registered under a name of Forebay."""
 
     def __init__(self) -> None:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         self.name = f"forebay_{id(self)}"
         self.uses: set[str] = set()
-        """The options that calls have used so far, beyond causal order."""
+        """The options that calls have used so far, apart from causal order."""
         self._answer: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, How], torch.Tensor] | None = None
         ALL_ATTENTION_FUNCTIONS.register(self.name, self._attend)
 
@@ -52,7 +52,7 @@ class CalledAttention:
     ) -> Iterator[None]:
         """Within this context, `answer` computes all calls.
 
-        It gets q [n, heads, key size], k [n, kv heads, key size], v [n, kv heads, value size], and gives [n, heads *
+        `answer` maps q [n, heads, key size], k [n, kv heads, key size] and v [n, kv heads, value size] to [n, heads *
         value size].
         """
         self._answer = answer
@@ -70,7 +70,7 @@ class CalledAttention:
         attention_mask: torch.Tensor | None = None,
         **given: Any,
     ) -> tuple[torch.Tensor, None]:
-        """One call: query [1, heads, n, key size] gives [1, n, heads, value size]."""
+        """Computes one call: query [1, heads, n, key size] to [1, n, heads, value size]."""
         if self._answer is None:
             raise RuntimeError("a model was called outside of a step")
         how = self._read(module, attention_mask, given)
@@ -83,7 +83,7 @@ class CalledAttention:
         return out.view(1, len(q), q.shape[1], v.shape[2]), None
 
     def _read(self, module: torch.nn.Module, mask: torch.Tensor | None, given: Mapping[str, Any]) -> How:
-        """The options of an attention call. Raises `UnsupportedModelError` for options that no kernel supports."""
+        """Reads the options of an attention call. Raises `UnsupportedModelError` for one that no kernel supports."""
         name = type(module).__name__
         if mask is not None:
             raise UnsupportedModelError(f"{name} makes an attention mask of its own")
@@ -98,7 +98,7 @@ class CalledAttention:
         window = given.get("sliding_window")
         config = getattr(module, "config", None)
         if kind == "full_attention":
-            # A configuration may state a window that no layer uses (VaultGemma), though layers pass it on.
+            # A configuration may state a window that no layer uses (VaultGemma), although layers pass it to attention.
             window = None
         elif kind == "sliding_attention" and window is None:
             window = config.sliding_window if config is not None else None
@@ -114,14 +114,14 @@ class CalledAttention:
 
 
 def _kind(module: torch.nn.Module) -> str | None:
-    """The kind of a layer in the configuration's list; None: the list does not have it."""
+    """Returns the layer type of a module by the configuration's list; None: the list has no entry for it."""
     kinds = getattr(getattr(module, "config", None), "layer_types", None) or ()
     layer = getattr(module, "layer_idx", None)
     return str(kinds[layer]) if isinstance(layer, int) and 0 <= layer < len(kinds) else None
 
 
 class CalledModel:
-    """The model, for `TorchCompute`. Its weights are on the meta device until they are loaded."""
+    """The model, as `TorchCompute` uses it. Its weights are on the meta device until they are loaded."""
 
     def __init__(
         self,
@@ -132,7 +132,7 @@ class CalledModel:
         ops: Ops,
         context_length: int,
     ) -> None:
-        """`params` has the type and the device of the weights, and allocates none of them."""
+        """`params` defines the type and the device of the weights, but does not allocate them."""
         self.config = config
         self.context_length = context_length
         """The largest number of positions of a request."""
@@ -143,7 +143,7 @@ class CalledModel:
         self._attention = CalledAttention()
         self._take(made_of(config_of(Path(directory)), self._attention.name, params.dtype, torch.device("meta")))
         self.nbytes: int = sum(one.nbytes for one in (*self._model.parameters(), *self._model.buffers()))
-        """Bytes of all weights. A tensor with several names counts once."""
+        """The bytes of all weights. A tensor with several names counts once."""
 
     def _take(self, model: Any) -> None:
         settle_rotary(model, self.context_length)
@@ -153,7 +153,7 @@ class CalledModel:
         self._kept_forward = self._body.forward
         self._given: torch.Tensor | None = None
         self._output: type[Any] | None = None
-        """The class of the body's output, which the head reads."""
+        """The output class of the body (the layers below the head), which the head reads."""
         self._body.forward = self._run_body
 
     def load(self, report: Report = ignore) -> None:
@@ -163,13 +163,13 @@ class CalledModel:
         report(1, 1)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Loads the tensors of a checkpoint, by Hugging Face name. Raises `ModelError`."""
+        """Loads weights from tensors, by Hugging Face name. Raises `ModelError`."""
         self._load(None, config=config_of(Path(self._directory)), state_dict=dict(weights))
 
     def _load(self, directory: str | None, **given: Any) -> None:
         how = {"dtype": self.params.dtype, "attn_implementation": self._attention.name, "trust_remote_code": False}
         try:
-            # With the loading info the result is a pair, which its type annotations omit.
+            # With `output_loading_info` the result is a pair; the type annotations omit that.
             read: Callable[..., Any] = type(self._model).from_pretrained
             model, found = read(
                 directory, use_safetensors=True, local_files_only=True, output_loading_info=True, **how, **given
@@ -185,11 +185,11 @@ class CalledModel:
 
     @torch.no_grad()
     def _check_rows(self) -> None:
-        """Computes a few tokens of no request. Raises `UnsupportedModelError` if rows can't be cut or packed.
+        """Computes a few test tokens. Raises `UnsupportedModelError` if rows can't be split or packed.
 
         The check runs rows of one token, one of which has the embedding NaN. No arithmetic removes NaN, so it marks
-        every state that the token influences. It also runs a row in pieces, which continues from the states of
-        recurrent layers.
+        every state that the token influences. The check also runs a row in chunks, each of which continues from the
+        recurrent layers' states.
         """
         name, recurrent = self.config.architecture, self._recurrent
         if recurrent.modules:
@@ -212,7 +212,7 @@ class CalledModel:
             raise UnsupportedModelError(f"the code of {name} computes a token with others, not by attention or states")
 
     def _states_of(self, tokens: int) -> torch.Tensor:
-        """The final states [tokens, hidden] of tokens, each of which attends only to itself."""
+        """Returns the final states [tokens, hidden] of tokens, each of which attends only to itself."""
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, how: How) -> torch.Tensor:
             return v.repeat_interleave(q.shape[1] // v.shape[1], dim=1).flatten(1)
@@ -223,7 +223,7 @@ class CalledModel:
         return states
 
     def randomise(self, seed: int, report: Report = ignore) -> None:
-        """Fills the weights from a seed, with the initialisation of the model's code."""
+        """Initialises the weights from a seed, by the model's own code."""
         torch.manual_seed(seed)
         model = made_of(config_of(Path(self._directory)), self._attention.name, self.params.dtype, self.params.device)
         self._take(model)
@@ -231,11 +231,11 @@ class CalledModel:
         report(1, 1)
 
     def __call__(self, forward: Forward) -> torch.Tensor:
-        """Computes the step's positions and returns float32 logits [s, vocabulary] of the sampled ones."""
+        """Computes the step's positions. Returns float32 logits [s, vocabulary] of the sampled positions."""
         return self.logits(self.states(forward))
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:
-        """float32 [m, vocabulary] of final states [m, hidden], by the model's own head with its caps and factors."""
+        """Returns float32 [m, vocabulary] of final states [m, hidden], by the model's own head, caps and factors."""
         ids = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
         self._given = states[None]
         try:
@@ -245,7 +245,7 @@ class CalledModel:
         return logits.float()
 
     def states(self, forward: Forward) -> torch.Tensor:
-        """Computes the step's positions. Returns the final states [s, hidden] of the sampled ones."""
+        """Computes the step's positions. Returns the final states [s, hidden] of the sampled positions."""
         if forward.given:
             raise UnsupportedModelError("inputs in place of tokens, for a model that transformers computes")
         if self._recurrent.modules:
@@ -271,7 +271,7 @@ class CalledModel:
         return last[0].index_select(0, forward.sampled)
 
     def state_store(self) -> CacheStates:
-        """New memory for the recurrent states of slots and state pages."""
+        """Allocates memory for the recurrent states of slots and state pages."""
         return CacheStates(lambda: cache_of(self._model))
 
     def _run_body(self, *args: Any, **named: Any) -> Any:
@@ -282,7 +282,7 @@ class CalledModel:
 
 
 def check_version() -> None:
-    """Raises `UnsupportedModelError` unless a supported version of transformers is installed."""
+    """Raises `UnsupportedModelError` unless a supported version of Transformers is installed."""
     try:
         import transformers
     except ImportError as error:
@@ -297,7 +297,7 @@ def check_version() -> None:
 
 
 def config_of(directory: Path) -> Any:
-    """The configuration that transformers reads from a model's folder. Raises `UnsupportedModelError`."""
+    """Reads the configuration in a model's folder, with Transformers. Raises `UnsupportedModelError`."""
     check_version()
     from transformers import AutoConfig
 
@@ -308,7 +308,7 @@ def config_of(directory: Path) -> Any:
 
 
 def made_of(config: Any, attention: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The causal model for a configuration, with the initialisation of its code. Raises `UnsupportedModelError`."""
+    """Builds the causal model of a configuration, with its own initialisation. Raises `UnsupportedModelError`."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -317,7 +317,7 @@ def made_of(config: Any, attention: str, dtype: torch.dtype, device: torch.devic
                 config, attn_implementation=attention, dtype=dtype
             )
     except KeyError as error:
-        # Code that is older than the interface looks up its own implementations by name (Falcon).
+        # Code that is older than the registration of attention looks up its own implementations by name (Falcon).
         raise UnsupportedModelError(f"the code of {config.model_type} has an attention of its own ({error})") from error
     except ValueError as error:
         raise UnsupportedModelError(" ".join(str(error).split())) from error
@@ -326,10 +326,10 @@ def made_of(config: Any, attention: str, dtype: torch.dtype, device: torch.devic
 
 
 def body_of(model: Any) -> Any:
-    """The part of a causal model below its head. Raises `UnsupportedModelError` if there is none."""
+    """Returns the part of a causal model below its head. Raises `UnsupportedModelError` if there is none."""
     body = model.base_model
     if body is model:
-        # Some code names a part that does not exist (Llama 4's text model).
+        # Some code names a base model that does not exist (Llama 4's text model).
         body = getattr(model, "model", model)
     if body is model:
         raise UnsupportedModelError(f"{type(model).__name__} has no part below its head")
@@ -337,7 +337,7 @@ def body_of(model: Any) -> Any:
 
 
 def cache_of(model: Any) -> Any:
-    """A new cache object for the recurrent states of one request."""
+    """Creates a cache object for the recurrent states of one request."""
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)

@@ -1,6 +1,6 @@
-"""Comparisons of a model's results with the options of its attention calls.
+"""Comparisons of a model's own results with those computed from the options of its attention calls.
 
-A call that leaves something out would silently give wrong text. So a probe compares masks, scores and positions.
+If a call omitted an option, the text would silently be wrong. So a probe compares masks, scores and positions.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CLOSE = 1e-4
 class CheckedAttention(CalledAttention):
     """The attention of a probe.
 
-    Raises `UnsupportedModelError` for a call that does not pass an option of the model's code.
+    Raises `UnsupportedModelError` for a call that omits an option which the model's own code uses.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class CheckedAttention(CalledAttention):
     ) -> tuple[torch.Tensor, None]:
         sees = getattr(attention_mask, "sees", None)
         how = self._read(module, None if sees else attention_mask, given)
-        # Layers share masks.
+        # Layers share masks, so each mask is compared once.
         if sees is not None and (sees, how.window, how.chunk) not in self._compared:
             _check_mask(type(module).__name__, sees, how)
             self._compared.append((sees, how.window, how.chunk))
@@ -61,10 +61,10 @@ class CheckedAttention(CalledAttention):
 
 
 class _Mask(torch.Tensor):
-    """Stands for a mask that code makes."""
+    """A placeholder for a mask that the model's code creates."""
 
     sees: Callable[..., torch.Tensor] | None = None
-    """Whether a query sees a key, given their positions; None: the code has changed the mask."""
+    """Computes whether a query attends to a key, given their positions; None: the code has changed the mask."""
 
     def __getitem__(self, index: Any) -> torch.Tensor:
         part = super().__getitem__(index)
@@ -80,7 +80,7 @@ def _mask(*, q_length: int, kv_length: int, mask_function: Callable[..., torch.T
 
 
 class _WithValues(TorchFunctionMode):
-    """Tensors without values count as zeros."""
+    """A mode that replaces tensors without values by zeros."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*map(_valued, args), **{key: _valued(value) for key, value in (kwargs or {}).items()})
@@ -110,7 +110,7 @@ def _check_mask(name: str, sees: Callable[..., torch.Tensor], how: How) -> None:
 
 
 class _Module:
-    """A module, as its attention code reads it, with values in its tensors."""
+    """A wrapper of a module for its attention code. Its tensors have values."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module
@@ -120,7 +120,7 @@ class _Module:
 
 
 def _values(value: Any) -> Any:
-    """`value`; or if it is a tensor, a tensor of its shape. Tensors of the same size get the same values."""
+    """Returns `value`, but replaces a tensor by one with values. Tensors of equal size get equal values."""
     if not isinstance(value, torch.Tensor):
         return value
     return torch.linspace(-1.5, 1.5, value.numel()).view(value.shape)
@@ -156,7 +156,7 @@ def _check_scores(
 
 
 class WatchedPositions(TorchFunctionMode):
-    """Detects whether code reads the positions that it gets, or numbers its tokens itself."""
+    """Detects whether code reads the positions that it is given, or computes positions itself."""
 
     def __init__(self, positions: torch.Tensor) -> None:
         super().__init__()
@@ -174,6 +174,6 @@ class WatchedPositions(TorchFunctionMode):
         return out
 
     def check(self, name: str) -> None:
-        """Raises `UnsupportedModelError` if the code has positions of its own: those of a packed step are others."""
+        """Raises `UnsupportedModelError` if the code computes positions itself: in a packed step they are wrong."""
         if self.are_made and not self.are_read:
             raise UnsupportedModelError(f"the code of {name} numbers its tokens itself, and takes no positions")

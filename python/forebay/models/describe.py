@@ -1,9 +1,8 @@
-"""Facts of a model that only transformers can determine, for the brain.
+"""The part of a model's description for the brain that only the Transformers library can determine.
 
 `python -m forebay.models.describe PATH --cache-dir D` prints one line of JSON. `tokenizer` is the file that was
-converted from a tokenizer in another form. `called` has the findings of a probe of the model's code, which `--probe`
-requests. An exit status of 2, and a last line that starts with "error: ", report a model that can't run, with the
-reason.
+converted from a tokenizer in another format. `called` has the findings of a probe of the model's code, if `--probe` is
+given. If the model can't run, the exit status is 2, and the last line on stderr is "error: " with the reason.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ __all__ = ["called", "main"]
 
 
 def called(path: Path) -> dict[str, Any]:
-    """Facts that the engine needs about a model that runs in transformers' code. Raises ModelError."""
+    """Returns the facts that the engine needs to run a model in Transformers' code. Raises ModelError."""
     if not path.is_dir():
         raise UnsupportedModelError(f"{path} is no folder with a config.json, which transformers' code needs")
     config = read_json(path / "config.json")
@@ -35,21 +34,21 @@ def called(path: Path) -> dict[str, Any]:
         raise UnsupportedModelError(
             f"its code is in its own repository (auto_map: {', '.join(sorted(own))}), and such code is never run"
         )
-    # PyTorch and transformers take seconds to import.
+    # Imported late: PyTorch and Transformers take seconds to import.
     from forebay.models.probe import probe
 
     return probe(path).to_dict()
 
 
 def _is_known(config: dict[str, Any]) -> bool:
-    """True if transformers itself has the model's code."""
+    """True if Transformers itself contains the model's code."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return config.get("model_type") in CONFIG_MAPPING
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command. Returns its exit status."""
+    """Runs the command. Returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m forebay.models.describe", description="Describe a model.")
     parser.add_argument("path", metavar="PATH", type=Path, help="the model's directory")
     parser.add_argument("--cache-dir", metavar="D", help="what is made of models is kept below D")
@@ -68,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 @contextmanager
 def _only_errors() -> Iterator[None]:
-    """Sends what libraries and their processes print to standard error: the answer is alone on standard output."""
+    """Redirects the output of libraries and their processes to stderr: stdout is for the result only."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""Gemma 3 (2025): a SigLIP tower (Zhai et al. 2023) for images of one size, with means over squares of patches."""
+"""Gemma 3 (2025): a SigLIP tower (Zhai et al. 2023) for images of one size, which averages squares of patches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from forebay.weights.vision import TOWER, Vision
 
 
 class SiglipTower(Tower):
-    """The tower of Gemma 3. Each patch of an image has its own learned position."""
+    """The tower of Gemma 3. The patches have learned positions."""
 
     def __init__(self, vision: Vision, params: Parameters) -> None:
         assert vision.table_side is not None
@@ -47,13 +47,13 @@ class _Attention:
         self._output = Linear(params, prefix, hidden, {"out_proj": hidden}, bias=True)
 
     def __call__(self, x: torch.Tensor, rotation: Rotation | None, groups: Sequence[Group]) -> torch.Tensor:
-        """x is [n, hidden]."""
+        """Computes attention for x [n, hidden]."""
         q, k, v = self._qkv(x).view(len(x), 3 * self._heads, -1).split(self._heads, dim=1)
         return self._output(attend(q, k, v, groups))
 
 
 class _Mlp:
-    """`fc2(gelu(fc1(x)))`, by the approximation with a hyperbolic tangent."""
+    """`fc2(gelu(fc1(x)))`, with the tanh approximation of GELU."""
 
     def __init__(self, vision: Vision, params: Parameters, prefix: str) -> None:
         self._up = Linear(params, prefix, vision.hidden_size, {"fc1": vision.intermediate_size}, bias=True)
@@ -64,7 +64,7 @@ class _Mlp:
 
 
 class _Projector:
-    """Maps the mean of each square of patches, which follow one another, to a row for the decoder."""
+    """Maps the mean of each square of patches, which are consecutive, to one decoder position."""
 
     def __init__(self, vision: Vision, params: Parameters) -> None:
         self._square = vision.merge**2
@@ -73,7 +73,7 @@ class _Projector:
         self._output = Linear(params, TOWER, vision.hidden_size, {"projector": vision.out_size})
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x is [n, hidden]; gives [n / merge^2, hidden of the decoder]."""
+        """Maps x [n, hidden] to [n / merge^2, hidden size of the decoder]."""
         means = self._last_norm(x).unflatten(0, (-1, self._square)).mean(dim=1)
         return self._output(self._norm(means))
 
@@ -88,7 +88,7 @@ def _block(vision: Vision, params: Parameters, prefix: str) -> TowerBlock:
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops) -> ImageDecoder:
-    """A Gemma 3 with its weights allocated in `params`."""
+    """Builds a Gemma 3 model, with its weights allocated in `params`."""
     assert config.vision is not None
     blocks = decoder_blocks(config, params)
     return ImageDecoder(config, params, blocks, backend, ops, SiglipTower(config.vision, params))

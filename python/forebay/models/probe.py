@@ -1,4 +1,4 @@
-"""A forward pass of a few tokens without weights: it finds out what a model in transformers' code needs."""
+"""A forward pass of a few tokens without weights, which finds out what a model in Transformers' code requires."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["probe"]
 
 _META = torch.device("meta")
 _TOKENS = 7
-"""The number of tokens of the forward pass: it differs from all sizes of a model."""
+"""The number of tokens of the forward pass. It differs from all sizes in a model."""
 _MOST_POSITIONS = (1 << 31) - 1
 _UNBOUNDED_CONTEXT = 32768
 """The context length of models whose configuration does not state one, such as recurrent ones."""
@@ -29,32 +29,32 @@ _UNBOUNDED_CONTEXT = 32768
 class OnlyUpdates:
     """The cache object of a probe.
 
-    A model that uses more of its interface keeps state that does not fit into pages and slots.
+    A model that uses more of the cache interface keeps state that does not fit into pages and slots.
     """
 
     is_compileable = False
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gives keys and values back."""
+        """Returns the keys and values unchanged."""
         return keys, values
 
     def get_seq_length(self, *_: Any) -> int:
-        """The cache is empty."""
+        """Returns 0: the cache is empty."""
         return 0
 
     def get_query_offset(self, *_: Any) -> int:
-        """The first position, for masks."""
+        """Returns the first position, for masks."""
         return 0
 
     def get_mask_sizes(self, query_length: int, *_: Any) -> tuple[int, int]:
-        """The number of keys, and the first of them, for masks."""
+        """Returns the number of keys and the index of the first key, for masks."""
         return query_length, 0
 
 
 def probe(directory: Path) -> Calls:
-    """Probes the model of a folder. Raises `UnsupportedModelError` with the reason why it can't be served."""
+    """Probes the model in a folder. Raises `UnsupportedModelError` with the reason if it can't be served."""
     config = config_of(directory)
-    # With a padding id, some code reads the tokens, which have no values here.
+    # With a padding id, some code reads the values of tokens, which do not exist on the meta device.
     config.pad_token_id = None
     attention = CheckedAttention()
     model = made_of(config, attention.name, torch.bfloat16, _META)
@@ -100,7 +100,7 @@ def probe(directory: Path) -> Calls:
 
 
 def _check_name(config: Any, made: str) -> None:
-    """Raises `UnsupportedModelError` if transformers builds another architecture than the configuration names."""
+    """Raises `UnsupportedModelError` if Transformers builds a different architecture than the configuration names."""
     names = [str(name) for name in config.architectures or []]
     if names and _stem(made) not in map(_stem, names):
         raise UnsupportedModelError(
@@ -109,12 +109,12 @@ def _check_name(config: Any, made: str) -> None:
 
 
 def _stem(name: str) -> str:
-    """The name of an architecture without its task."""
+    """Returns the name of an architecture without its task."""
     return name.partition("For")[0].removesuffix("Model")
 
 
 def _bytes_of(cache: Any) -> int:
-    """Bytes of the tensors of a cache object."""
+    """Returns the bytes of the tensors of a cache object."""
     return sum(tensor.nbytes for layer in cache.layers for value in vars(layer).values() for tensor in _tensors(value))
 
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL (Bai et al. 2025): a Qwen2 with a tower in which most layers attend within windows."""
+"""Qwen2.5-VL (Bai et al. 2025): a Qwen2 decoder, and a vision tower in which most layers attend within windows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from forebay.weights.vision import TOWER, Vision
 
 
 class Qwen25Tower(Tower):
-    """The tower of Qwen2.5-VL. Its patches are ordered window by window."""
+    """The tower of Qwen2.5-VL. Its patches are sorted by window."""
 
     def __init__(self, vision: Vision, params: Parameters) -> None:
         embedding = PatchEmbedding(params, f"{TOWER}.patch_embed.proj", vision, bias=False)
@@ -55,10 +55,10 @@ class Qwen25Tower(Tower):
 
 
 def windows(grid: Grid, side: int, of_position: int, device: torch.device) -> tuple[torch.Tensor, list[Group]]:
-    """An image's positions window by window, int64 [positions], and the windows as groups of patches.
+    """Returns an image's positions sorted by window, int64 [positions], and the windows as groups of patches.
 
-    Windows of one size follow one another, so that they share a call. Windows of `side` rows and columns come first.
-    The smaller ones at the right and at the bottom follow. A position has `of_position` patches.
+    Windows of equal size are adjacent, so that they share a call. Windows of `side` rows and columns come first, then
+    the smaller ones at the right and at the bottom. A position has `of_position` patches.
     """
     positions = torch.arange(grid.positions, device=device).view(grid)
     down, right = grid.height // side, grid.width // side
@@ -104,7 +104,7 @@ def _block(vision: Vision, params: Parameters, prefix: str) -> TowerBlock:
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops) -> ImageDecoder:
-    """A Qwen2.5-VL with its weights allocated in `params`."""
+    """Builds a Qwen2.5-VL model, with its weights allocated in `params`."""
     assert config.vision is not None
     blocks = decoder_blocks(config, params)
     return ImageDecoder(config, params, blocks, backend, ops, Qwen25Tower(config.vision, params))

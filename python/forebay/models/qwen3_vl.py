@@ -1,4 +1,4 @@
-"""The tower of Qwen3-VL (2025) and Qwen3.5: a table of positions, and deepstack outputs (Meng et al. 2024) or none."""
+"""The tower of Qwen3-VL (2025) and Qwen3.5: a table of positions, and optional deepstack outputs (Meng et al. 2024)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from forebay.weights.vision import TOWER, Vision
 
 
 class Qwen3Tower(Tower):
-    """Every layer attends to the whole image."""
+    """The tower. Every layer attends to the whole image."""
 
     def __init__(self, vision: Vision, params: Parameters) -> None:
         assert vision.table_side is not None
@@ -48,7 +48,7 @@ class Qwen3Tower(Tower):
         return TowerState(x + positions, self._rotation(rows, columns), [Group(0, 1, len(x))])
 
     def _positions(self, grid: Grid, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """The table, interpolated to the size of the image so that corners match, float32 [n, hidden]."""
+        """Returns the table, interpolated to the size of the image with aligned corners, float32 [n, hidden]."""
         merge = self.vision.merge
         vertical = self._neighbours(rows, grid.height * merge)
         horizontal = self._neighbours(columns, grid.width * merge)
@@ -60,7 +60,7 @@ class Qwen3Tower(Tower):
         return total
 
     def _neighbours(self, at: torch.Tensor, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The two entries of the table's side around places `at` of an axis of `size`, and their weights in float32."""
+        """Returns the two table indices around each coordinate `at` of an axis of `size`, and their float32 weights."""
         exact = at.float() * (self._side - 1) / max(size - 1, 1)
         below = exact.floor()
         share = exact - below
@@ -69,7 +69,7 @@ class Qwen3Tower(Tower):
 
 
 class _Mlp:
-    """`fc2(gelu(fc1(x)))`, by the approximation with a hyperbolic tangent."""
+    """`fc2(gelu(fc1(x)))`, with the tanh approximation of GELU."""
 
     def __init__(self, vision: Vision, params: Parameters, prefix: str) -> None:
         self._up = Linear(params, prefix, vision.hidden_size, {"linear_fc1": vision.intermediate_size}, bias=True)
@@ -100,7 +100,7 @@ def _merger(vision: Vision, params: Parameters, prefix: str, norm_joined: bool) 
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops) -> ImageDecoder:
-    """A decoder after this tower, with its weights allocated in `params`."""
+    """Builds a decoder with this tower, with its weights allocated in `params`."""
     assert config.vision is not None
     blocks = decoder_blocks(config, params)
     return ImageDecoder(config, params, blocks, backend, ops, Qwen3Tower(config.vision, params))

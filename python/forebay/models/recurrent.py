@@ -1,4 +1,4 @@
-"""Recurrent layers of models in transformers' code, and the states of slots."""
+"""Recurrent layers of models in Transformers' code, and the states of slots."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from forebay.weights.errors import UnsupportedModelError
 __all__ = ["CacheStates", "RecurrentLayers", "StateRow"]
 
 _CACHES = ("cache_params", "past_key_values", "past_key_value", "cache")
-"""The names that recurrent modules give the argument with their states."""
+"""Names of the argument with which recurrent modules receive their states."""
 _OF_BATCHES = ("attention_mask", "seq_idx")
 """Arguments for padding and for packed rows, which are not needed for a single row."""
 _OF_TOKENS = ("position_ids",)
-"""Arguments whose last dimension is that of tokens: a row gets its own part."""
+"""Arguments whose last dimension is the tokens: each row gets its slice."""
 _ROUNDING = 0.1
-"""The change of outputs that is allowed for bfloat16 and another order of sums. A lost state changes most outputs by
-more.
+"""The relative difference of outputs that is allowed for bfloat16 and another order of summation. A lost state changes
+most outputs by more.
 """
 _UPDATES_STATE = re.compile(r"\.update_(conv|recurrent)_state\b")
 
@@ -36,22 +36,22 @@ class StateRow:
     """Tokens of a step that advance one cache object."""
 
     first: int
-    """The first of the step's tokens."""
+    """The index of the first token in the step."""
     count: int
     cache: Any
     source: Any = None
-    """The cache object whose states are copied to `cache` first; None: `cache` already has the right states."""
+    """The cache object whose states are first copied to `cache`; None: `cache` already has the right states."""
 
 
 class CacheStates:
-    """A cache object for each row of the states' tables (`forebay.state.recurrent.StateStore`)."""
+    """A cache object for each row of the tables of states (`forebay.state.recurrent.StateStore`)."""
 
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._rows: dict[int, Any] = {}
 
     def copy(self, rows: npt.NDArray[np.int64]) -> None:
-        """Copies rows [n, 2], from and to."""
+        """Copies rows: `rows` [n, 2] are pairs of source and target."""
         self._rows |= {target: copy.deepcopy(self._rows[source]) for source, target in rows.tolist()}
 
     def clear(self, rows: npt.NDArray[np.int64]) -> None:
@@ -59,7 +59,7 @@ class CacheStates:
         self._rows |= {row: self._make() for row in rows.tolist()}
 
     def step(self, pieces: Iterable[StatePiece]) -> list[StateRow]:
-        """The rows of a step, whose cache objects are about to advance by their tokens."""
+        """Returns the rows of a step, whose tokens will advance the states of the cache objects."""
         return [self._of_piece(piece) for piece in pieces]
 
     def _of_piece(self, piece: StatePiece) -> StateRow:
@@ -73,13 +73,13 @@ class CacheStates:
 
 
 class RecurrentLayers:
-    """The modules of a model with a recurrent or convolution state. They run once per row of a step."""
+    """The modules of a model with a recurrent or convolution state. They are run once per row of a step."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.rows: list[StateRow] = []
         """The rows of the step, in the order of their tokens."""
         self.pieces: list[StateRow] = []
-        """The same tokens in other pieces, whose outputs must be the same; empty: nothing is compared."""
+        """The same tokens in other chunks, whose outputs must be equal; empty: nothing is compared."""
         ours = [module for module in model.modules() if ".models." in type(module).__module__]
         self.modules = [module for module in ours if _updates_state(type(module))]
         for module in self.modules:
@@ -120,20 +120,20 @@ def _joined(parts: list[Any]) -> torch.Tensor:
 
 
 def _compare(name: str, whole: torch.Tensor, pieces: torch.Tensor) -> None:
-    """Raises `UnsupportedModelError` if a row in pieces has other outputs than the whole row, beyond rounding."""
+    """Raises `UnsupportedModelError` if a row in chunks has other outputs than the whole row, beyond rounding."""
     whole, pieces = whole.float(), pieces.float()
     if (whole - pieces).norm() > _ROUNDING * whole.norm():
         raise UnsupportedModelError(f"{name} does not go on from its state with several tokens")
 
 
 def _updates_state(kind: type) -> bool:
-    """True if the class, or a base class, updates a state."""
+    """True if the class or a base class updates a state."""
     own = [one for one in kind.__mro__ if ".models." in one.__module__]
     return any(_UPDATES_STATE.search(inspect.getsource(one)) for one in own)
 
 
 def _check_arguments(name: str, hidden_states: torch.Tensor, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Raises `UnsupportedModelError` for arguments with an element for each token: a row would get them all."""
+    """Raises `UnsupportedModelError` for arguments with one element per token: each row would get all of them."""
     if any(arg is not None for arg in args):
         raise UnsupportedModelError(f"{name} keeps a state, and takes arguments by position")
     tokens = hidden_states.shape[1]

@@ -28,7 +28,7 @@ from forebay.weights.pooling import Pooling
 Model: TypeAlias = Decoder | CalledModel | Bert | WholeDecoder
 """A model of any kind."""
 _TOWERS = {"windows": qwen2_5_vl.build, "table": qwen3_vl.build, "siglip": gemma3.build}
-"""The models with a tower, by its kind."""
+"""The builders of models with a vision tower, by the tower's kind."""
 
 
 def build(config: ModelConfig, params: Parameters, backend: AttentionBackend, ops: Ops, context_length: int) -> Decoder:
@@ -47,9 +47,9 @@ def attach_head(model: Decoder, config: HeadConfig, params: Parameters, context_
 
 
 def _of_requests(config: ModelConfig, context_length: int) -> ModelConfig:
-    """The configuration for requests of this many positions."""
+    """Returns the configuration for requests of at most `context_length` positions."""
     ropes = (replace(rope, scaling=at_context(rope.scaling, context_length)) for rope in config.ropes)
-    # A window or a chunk that no request exceeds has no effect.
+    # A window or a chunk that is as long as every request has no effect.
     kinds = (
         replace(kind, window=_below(kind.window, context_length), chunk=_below(kind.chunk, context_length))
         for kind in config.kinds
@@ -60,7 +60,7 @@ def _of_requests(config: ModelConfig, context_length: int) -> ModelConfig:
 def build_whole(
     config: ModelConfig, pooling: Pooling | None, params: Parameters, ops: Ops, context_length: int
 ) -> WholeDecoder:
-    """The decoder of `config`, whose positions see the whole prompt. Raises `ModelError` unless it pools."""
+    """Builds the bidirectional decoder of `config`. Raises `ModelError` unless it is a pooling model."""
     if pooling is None:
         raise ModelError(f"{config.architecture} can't generate, and the config has no `pooling`")
     return WholeDecoder(build(config, params, WholeAttention(), ops, context_length), pooling)
@@ -73,12 +73,12 @@ def _below(positions: int | None, context_length: int) -> int | None:
 def build_called(
     config: CalledConfig, directory: str, params: Parameters, ops: Ops, context_length: int
 ) -> CalledModel:
-    """The model of a folder, in transformers' code and without its weights. Raises `UnsupportedModelError`."""
+    """Builds a folder's model in Transformers' code, without weights. Raises `UnsupportedModelError`."""
     return CalledModel(config, directory, params, CpuAttention(), ops, context_length)
 
 
 def build_encoder(config: EncoderConfig, pooling: Pooling | None, params: Parameters) -> Bert:
-    """The encoder of `config`. Its weights are allocated and not filled. Raises `ModelError` unless it pools."""
+    """Builds the encoder of `config`, without filling its weights. Raises `ModelError` unless it is a pooling model."""
     if pooling is None:
         raise ModelError(f"{config.architecture} can't generate, and the config has no `pooling`")
     return Bert(config, pooling, params)

@@ -1,4 +1,4 @@
-"""Rotary frequencies of models that transformers computes."""
+"""Rotary frequencies of models in Transformers' code."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["settle_rotary"]
 
 @torch.no_grad()
 def settle_rotary(model: torch.nn.Module, context_length: int) -> None:
-    """Derives frequencies from the context length, which is the same for all rows of all steps.
+    """Computes the frequencies from the context length, so that they are the same for all rows of all steps.
 
-    Code of transformers derives them from the largest position of a call (`longrope`, `dynamic`). Here that may be
-    another request's position, and the keys on pages would have the frequencies of an earlier call.
+    Transformers computes them from the largest position of a call (`longrope`, `dynamic`). Here that position may
+    belong to another request, and the cached keys would have the frequencies of an earlier call.
     """
     modules: Iterable[Any] = model.modules()
     for module in modules:
@@ -27,9 +27,9 @@ def settle_rotary(model: torch.nn.Module, context_length: int) -> None:
 
 
 def _settled(module: Any, kind: str, layer: str | None, context_length: int) -> str:
-    """Sets the frequencies of a layer type; None: of all layers. Returns a rotary type that does not change."""
+    """Sets the frequencies of a layer type; None: of all layers. Returns a RoPE type with constant frequencies."""
     if "dynamic" in kind:
-        # Their divisors change only beyond the configuration's largest position, which no request reaches.
+        # These change frequencies only beyond the configuration's largest position, which no request reaches.
         return "default"
     if kind != "longrope":
         return kind

@@ -1,4 +1,4 @@
-"""Converts other forms of tokenizers to a model's `tokenizer.json`, once."""
+"""Converts other formats of tokenizers to a `tokenizer.json`, and caches the result."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from forebay.weights.files import read_json
 __all__ = ["OTHER_FORMS", "tokenizer_file"]
 
 OTHER_FORMS = ("tokenizer.model", "tekken.json", "tiktoken.model", "vocab.json")
-"""The files that transformers can convert to a fast tokenizer."""
+"""The files that Transformers can convert to a fast tokenizer."""
 _VERSION = 2
-"""The version of the conversion. Increase it with every change of the results."""
+"""The version of the conversion. Increase it with every change that affects the results."""
 _UPPER, _LOWER = (rf"[{cases}\p{{Lm}}\p{{Lo}}\p{{M}}&&[^\p{{Han}}]]" for cases in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _OWN_PATTERNS = {
@@ -25,11 +25,11 @@ _OWN_PATTERNS = {
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 }
-"""The patterns with which tokenizer code in repositories splits text, by class name. The files with ranks lack them."""
+"""Patterns by which repositories' own tokenizer code splits text, by class name. Files of token ranks lack them."""
 
 
 def tokenizer_file(directory: Path, cache: Path) -> Path | None:
-    """The converted file below `cache`; None: the directory has a `tokenizer.json`, or nothing to convert.
+    """Returns the converted file in `cache`; None: there is a `tokenizer.json`, or nothing to convert.
 
     Raises ModelError.
     """
@@ -62,7 +62,7 @@ def _make(directory: Path, made: Path, name: str) -> None:
 
 
 def _read(directory: Path, name: str) -> str:
-    """The `tokenizer.json` of a folder as transformers reads it."""
+    """Returns the content of a `tokenizer.json` for a folder, as Transformers converts it."""
     from transformers import AutoTokenizer, TokenizersBackend
 
     own = _own_code(directory) if "tiktoken" in name else None
@@ -87,7 +87,7 @@ def _read(directory: Path, name: str) -> str:
 
 
 def _own_code(directory: Path) -> str | None:
-    """The name of the repository's own tokenizer class; None: it is one of transformers."""
+    """Returns the name of the repository's own tokenizer class; None: the class is part of Transformers."""
     path = directory / "tokenizer_config.json"
     found = (read_json(path) if path.is_file() else {}).get("auto_map") or {}
     named = found.get("AutoTokenizer") if isinstance(found, dict) else found

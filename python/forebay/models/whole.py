@@ -1,4 +1,4 @@
-"""Decoders whose positions see the whole prompt, as embedders and as cross-encoders (EmbeddingGemma, ModernBERT)."""
+"""Decoders with bidirectional attention, as embedders and as cross-encoders (EmbeddingGemma, ModernBERT)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from forebay.weights.pooling import Pooling
 
 
 class WholeDecoder:
-    """The decoder, and the layers that compute one vector from a prompt's states."""
+    """The decoder, and the layers that compute a vector from a prompt's states."""
 
     def __init__(self, decoder: Decoder, pooling: Pooling) -> None:
         self.config = config = decoder.config
         self.params = params = decoder.params
         self.pooling = pooling
         self.size = pooling.size
-        """The number of elements of a vector."""
+        """The number of elements of the resulting vector."""
         self._decoder = decoder
         self._layers = [
             VectorLayer(params, layer, None if layer.norm is None else norm_of(config, params, layer.norm))
@@ -31,11 +31,11 @@ class WholeDecoder:
         ]
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]], report: Report = ignore) -> None:
-        """Copies weights, by the names of the family, into place. Raises `WeightError` if they do not fit."""
+        """Loads weights, by the names of the family. Raises `WeightError` if they do not fit."""
         self.params.load(weights, report)
 
     def __call__(self, packed: Packed) -> torch.Tensor:
-        """One vector per prompt, float32 [r, size]: pooled, but otherwise unchanged, or logits."""
+        """Returns a vector per prompt, float32 [r, size], after pooling and its layers: not normalised, or logits."""
         tokens = packed.tokens
         writes = torch.arange(len(tokens), device=tokens.device)
         first = self.pooling.kind == "cls"
@@ -60,7 +60,7 @@ class WholeDecoder:
         return vectors
 
     def _rows(self, tokens: int) -> list[LayerKV]:
-        """Memory for one layer's keys and values of this many tokens. Layers share it: none reads another's."""
+        """Allocates memory for one layer's keys and values. All layers share it, since none reads another layer's."""
         rows: dict[tuple[int, int], LayerKV] = {}
 
         def of(heads: GroupedQuery) -> LayerKV:
