@@ -1,4 +1,4 @@
-"""An outpost as a child process, on a node of a cluster. This module imports no cluster, so tests need none."""
+"""An outpost as a child process, on a node of a cluster. This module imports no cluster library, so tests need none."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Order:
-    """The order to run an outpost. It travels to the node, and contains the token."""
+    """The order to run an outpost. It is sent to the node, and includes the token."""
 
     program: str
     """The path of the brain's `forebay`. A node without this file looks for `forebay` on its `PATH`."""
@@ -35,7 +35,7 @@ def command(order: Order) -> list[str]:
         raise FileNotFoundError(f"neither {order.program} nor a `forebay` on PATH: the wheel of Forebay brings one")
     line = [program, "worker", "--join", order.join, "--token-file", "/dev/stdin"]
     line += ["--hands", str(order.hands), "--name", order.name, "--parent", str(os.getpid())]
-    # The packages are where this code was found.
+    # This interpreter's environment has the packages.
     return line if "FOREBAY_PYTHON" in os.environ else [*line, "--python", sys.executable]
 
 
@@ -45,13 +45,13 @@ def environment(given: Mapping[str, str], gpus: Sequence[object]) -> dict[str, s
 
 
 def run(order: Order, gpus: Sequence[object]) -> int:
-    """Runs an outpost to its end, or to this process's end. Returns its exit status.
+    """Runs an outpost until it exits or this process exits. Returns the outpost's exit status.
 
-    The kernel ends the outpost with the calling thread, so that thread must live as long.
+    The kernel kills the outpost when the calling thread ends, so that thread must run as long as the outpost.
     """
     child = subprocess.Popen(command(order), stdin=subprocess.PIPE, env=environment(os.environ, gpus))
     try:
-        # A process that has already ended reports the reason in its log.
+        # If the process has already exited, its log has the reason.
         child.communicate(order.token.encode())
         return child.returncode
     finally:
@@ -69,5 +69,5 @@ class Outpost:
         """Runs the outpost with the devices that the cluster gave this process. Returns its exit status."""
         import ray
 
-        # The node's own numbers of the GPUs, even if Ray did not set the variable of this process.
+        # The node's GPU indices. Ray may not have set CUDA_VISIBLE_DEVICES for this process.
         return run(self._order, sorted(ray.get_gpu_ids(), key=str))

@@ -1,8 +1,9 @@
-"""`python -m forebay.place.ray`: runs a brain's outposts in a Ray cluster as long as the brain lives.
+"""`python -m forebay.place.ray`: runs a brain's outposts in a Ray cluster until the brain exits.
 
-The brain starts it and exchanges lines of JSON with it. First stdin has `Asked`. Then stdout has an address at which
-Ray's nodes reach this machine, or an error. Then stdin has `Door`. The end of stdin means that the brain has ended. Ray
-places outposts and reports lost ones. Plans and tensors do not go through Ray.
+The brain starts this process and exchanges lines of JSON with it. The process reads `Asked` from stdin. It writes to
+stdout the address at which Ray's nodes reach this machine, or an error. Then it reads `Door` from stdin. The end of
+stdin means that the brain has exited. Ray places outposts and reports lost ones. Plans and tensors do not go through
+Ray.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from forebay.place.shares import bundle, shares
 LOOK_SECONDS = 0.5
 """Seconds between two checks of the outposts and the brain."""
 PAUSE_SECONDS = 2.0
-"""Seconds from the end of an outpost to the start of its successor."""
+"""Seconds between the exit of an outpost and the start of its successor."""
 LAST_SECONDS = 10.0
-"""Seconds that Ray has to release everything after the brain's end."""
+"""Seconds that Ray has to release everything after the brain has exited."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Seat:
         self._again = time.monotonic() + PAUSE_SECONDS
 
     def end(self) -> None:
-        """Makes Ray end the outpost."""
+        """Makes Ray kill the outpost."""
         if self._actor is not None:
             ray.kill(self._actor)
         self._actor = self._running = None
@@ -121,7 +122,7 @@ def divided(asked: Asked) -> list[int]:
 
 
 def serve(asked: Asked, door: Door, over: threading.Event) -> None:
-    """Keeps outposts running until the brain has ended."""
+    """Keeps outposts running until the brain has exited."""
     hands = divided(asked)
     group = placement_group([bundle(count, asked.cuda) for count in hands], strategy="PACK")
     seats = [Seat(group, index, count, asked, door) for index, count in enumerate(hands)]
@@ -137,7 +138,7 @@ def serve(asked: Asked, door: Door, over: threading.Event) -> None:
 
 
 def told(stream: IO[str]) -> dict[str, Any]:
-    """Reads a line from the brain. If the brain has ended, this process ends."""
+    """Reads a line of JSON from the brain. If the brain has exited, this process exits."""
     line = stream.readline()
     if not line:
         raise SystemExit(0)
@@ -146,7 +147,7 @@ def told(stream: IO[str]) -> dict[str, Any]:
 
 
 def watch(stream: IO[str], over: threading.Event) -> None:
-    """Waits for the end of the brain, then ends this process even if Ray blocks it. Ray notices that."""
+    """Waits until the brain exits, then exits this process even if Ray blocks it. Ray notices that exit."""
     stream.read()
     over.set()
     time.sleep(LAST_SECONDS)

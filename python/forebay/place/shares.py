@@ -4,9 +4,9 @@ from __future__ import annotations
 
 
 def shares(replicas: int, ranks: int, largest: int, apart: bool) -> list[int]:
-    """The number of hands of each bundle. The ranks of a replica are together, if a node has room for them.
+    """Returns the number of hands of each bundle. A replica's ranks share a bundle, if a node has room for them.
 
-    If no node has, and ranks may be `apart`, each replica is spread over as few nodes as possible.
+    If no node has room and `apart` is true, each replica is spread over as few nodes as possible.
 
     Args:
         replicas: The number of replicas.
@@ -21,5 +21,5 @@ def shares(replicas: int, ranks: int, largest: int, apart: bool) -> list[int]:
 
 
 def bundle(hands: int, cuda: bool) -> dict[str, float]:
-    """A node's resources for this many hands: a GPU each and a processor for all, or a processor each."""
+    """Returns a node's resources for this many hands: one GPU per hand and one CPU in total, or one CPU per hand."""
     return {"GPU": float(hands), "CPU": 1.0} if cuda else {"CPU": float(hands)}
