@@ -1,4 +1,4 @@
-"""Adapters in places: a thread reads them, and rows of slots that name the place use them."""
+"""Adapters in places: a thread reads them from files, and the rows of slots with that place use them."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ NO_PLACES = np.zeros((0, PLACE_END_WORDS), np.int32)
 
 
 class AdapterPlaces:
-    """The places of adapters, the adapters that may come there, and the places of slots.
+    """The places of adapters, the adapters that may be loaded there, and the place of each slot.
 
-    The host's part is called by launches. `report` is called by the thread that collects.
+    `report` is called by the thread that collects results. All other methods are called by launches.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class AdapterPlaces:
         device: torch.device,
         stacks: AdapterStacks | None = None,
     ) -> None:
-        """`stacks` have the matrices of all places; None: each adapter has memory of its own on the device."""
+        """`stacks` have the matrices of all places; None: each adapter has separate memory on the device."""
         self._config, self._cuts, self._dtype, self._device = config, modules.cuts, dtype, device
         self._stacks = stacks
         self._place = np.full(slots, -1, np.int64)
@@ -67,7 +67,7 @@ class AdapterPlaces:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all places, if each had the largest adapter."""
+        """Bytes of all places, if each contained the largest adapter."""
         cuts = [cut for name, cut in self._cuts.items() if name.startswith(PREFIX)]
         of_rank = sum(cut.rows.size + (0 if cut.columns is None else cut.columns.size) for cut in cuts)
         return self._config.places * self._config.rank * of_rank * self._dtype.itemsize
@@ -78,7 +78,7 @@ class AdapterPlaces:
         return {"lora_bytes": self.nbytes, "lora_modules": sorted(names)}
 
     def order(self, order: Mapping[str, Any]) -> None:
-        """Follows an `adapter` frame."""
+        """Executes an `adapter` frame."""
         number = order["id"]
         if order["op"] == "know":
             self._known[number] = order["manifest"]
@@ -86,13 +86,13 @@ class AdapterPlaces:
         self._known.pop(number, None)
         with self._lock:
             self._kept.pop(number, None)
-            # No slot names the place any more.
+            # No slot uses the place any more.
             self._adapters = {at: held for at, held in self._adapters.items() if held[0] != number}
 
     def read(self, plan: Plan, before: Event) -> None:
         """Starts the plan's writes to places, and records the places of new slots. Raises `PlanError`.
 
-        `before` comes after all steps that may use a place's former adapter.
+        `before` is reached after all steps that may use the former adapter of a place.
         """
         if len(plan.slots):
             self._place[plan.slots[:, SlotRecord.SLOT]] = -1
@@ -113,7 +113,7 @@ class AdapterPlaces:
                 self._coming[ticket] = place, number, future
 
     def of_rows(self, slot: Int64s) -> RowAdapters | None:
-        """The adapters of rows of these slots; None: all rows use the base model. Raises `PlanError`."""
+        """Returns the adapters of rows of these slots; None: all rows use the base model. Raises `PlanError`."""
         place = self._place[slot]
         named = set(place[place >= 0].tolist())
         if not named:
@@ -127,9 +127,9 @@ class AdapterPlaces:
             return RowAdapters(place, {at: self._adapters[at][1] for at in named})
 
     def report(self, wait_us: int) -> Int32s:
-        """The places whose adapters have been loaded since the last call, as in a result.
+        """Returns the places whose adapters have been loaded since the last call, in the form of a result's column.
 
-        If there are none, it waits for one, for at most `wait_us` microseconds.
+        If no load has ended, it waits for one, for at most `wait_us` microseconds.
         """
         with self._lock:
             coming = dict(self._coming)
@@ -152,7 +152,7 @@ class AdapterPlaces:
     def _bring(
         self, place: int, number: int, manifest: Mapping[str, Any], kept: Adapter | None, before: Event
     ) -> Adapter:
-        """Copies an adapter to a place, once no step reads the former one. Called by the reading thread.
+        """Copies an adapter to a place, once no step reads the former adapter. Called by the reading thread.
 
         The result is in the device's memory; with stacks, it is in host memory.
         """
@@ -164,11 +164,11 @@ class AdapterPlaces:
         return adapter
 
     def _keep(self, matrix: torch.Tensor, cut: Cut) -> torch.Tensor:
-        """A part of a file's matrix, as a copy, so that the rest is freed."""
+        """Returns a part of a file's matrix as a copy, so that the whole matrix is freed."""
         return matrix.to(self._dtype, copy=not cut.is_whole, memory_format=torch.contiguous_format)
 
     def _load(self, number: int, manifest: Mapping[str, Any]) -> Adapter:
-        """Reads an adapter to the host's memory."""
+        """Reads an adapter into host memory."""
         adapter = {}
         for name, a, b in read_adapter(manifest):
             cut = self._cuts.get(name)

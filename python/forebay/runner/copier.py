@@ -39,10 +39,10 @@ class Copier:
     A save waits for the rows of its plan. A restore waits for nothing, because no plan in flight uses its target. It
     runs before all saves, because a request waits for it.
 
-    Copies of states have separate directions, and use state pages in place of pages.
+    Copies of states have separate directions, and use state pages instead of hot and host pages.
 
-    If index pages have the numbers of host pages, a save takes a page's main part from one number and its index part
-    from the other. Each part is then restored separately.
+    If index keys have separate pages with the numbers of host pages, a save reads the main part of page `hot` and the
+    index part of page `host`. Each part is then restored separately.
     """
 
     def __init__(
@@ -56,11 +56,11 @@ class Copier:
         writes: bool = True,
         states: StatePages | None = None,
     ) -> None:
-        """`gbps`: a limit of the copies' speed in GB a second, for tests. `checksums`: of every page, checked.
+        """`gbps`: a limit of the copies' speed in GB/s, for tests. `checksums`: restores check a checksum of the save.
 
-        `lenders`: the descriptors of other replicas' host memory, which is mapped when a page is borrowed. `writes`
-        False: the first rank saves the same pages to the same memory, so a save here only waits for its rows. `states`:
-        None if the model has none.
+        `lenders`: the descriptors of other replicas' host memory, which is mapped when a page is first borrowed.
+        `writes` False: the first rank saves the same pages to the same memory, so a save here only waits for its rows.
+        `states`: None if the model has no recurrent states.
         """
         self._device = device
         self._kv = kv
@@ -87,7 +87,7 @@ class Copier:
         threading.Thread(target=self._run, name="copier", daemon=True).start()
 
     def next_plan(self) -> int:
-        """Notes that a plan is launched, which ends waits for earlier plans. Returns the plan's number."""
+        """Notes that a plan is launched, which finishes waits for earlier plans. Returns the plan's number."""
         with self._changed:
             self._plans += 1
             os.eventfd_write(self._news, 1)
@@ -96,8 +96,9 @@ class Copier:
     def submit(self, copies: Int32s, spans: Int32s, sources: Int32s, after: Event) -> None:
         """Starts copies `[c, 4]` of a plan whose rows are computed when `after` is reached.
 
-        `spans` `[c, 2]` are the first position and the number of positions in each page, 0 for all. `[0, 2]`: all of
-        each page. `sources` `[c]` are the lenders of pages, from 1, or 0 for own ones. `[0]`: all are own.
+        `spans` `[c, 2]`: the first position and the number of positions of each page, 0 for all. `[0, 2]`: all
+        positions of each page. `sources` `[c]`: the lender of each page, from 1, or 0 for this replica. `[0]`: no page
+        is borrowed.
         """
         with self._changed:
             for number, words in enumerate(copies.tolist()):
@@ -105,7 +106,7 @@ class Copier:
                 source = sources[number].tolist() if len(sources) else 0
                 copy = _Copy(*words, *span, *[source])
                 if copy.direction == COPY_SAVE_STATE and self._states is not None:
-                    # When this copy runs, a later plan may have saved another state there.
+                    # When this copy runs, a later plan may have put another state on the page.
                     copy = replace(copy, seen=self._states.seen(copy.hot))
                 if copy.is_save:
                     self._saves.append((copy, after))
@@ -116,16 +117,16 @@ class Copier:
             self._changed.notify()
 
     def wait_for_saves(self, number: int) -> None:
-        """Waits until the save with this number and all earlier ones have ended. Rows must wait meanwhile."""
+        """Waits until the save with this number and all earlier saves have ended. Counted as a wait of rows."""
         begun = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: self._saved >= number)
             self._waited_us += 1e6 * (time.perf_counter() - begun)
 
     def wait(self, us: int, socket: int, plan: int) -> None:
-        """Waits for the end of a copy, the end of all copies, another plan than `plan`, or `us` microseconds.
+        """Waits until a copy ends, no copy is left, a plan after `plan` is launched, or `us` microseconds have passed.
 
-        Plans come from `socket`, and an unread one there ends the wait too.
+        `socket` receives plans: an unread plan there also finishes the wait.
         """
         with suppress(BlockingIOError):
             os.eventfd_read(self._news)
@@ -135,9 +136,9 @@ class Copier:
         select.select([self._news, socket], [], [], us / 1e6)
 
     def report(self) -> tuple[Int32s, Int32s, Int32s]:
-        """The copies that ended since the last call, `[c, 2]`, their time, `[2]`, and the time that rows waited, `[1]`.
+        """Returns the copies that ended since the last call, `[c, 2]`, their time, `[2]`, and the rows' wait, `[1]`.
 
-        The last two are `[0]` if there is nothing to report.
+        The times are `[0]` if there is nothing to report.
         """
         with self._changed:
             waited = int(self._waited_us)
@@ -168,7 +169,7 @@ class Copier:
                     moves = self._moves(copy, pages)
                     fine = fine and self._copy(copy, moves, pages)
             except Exception as error:
-                # The brain computes blocks that can't be copied.
+                # The brain recomputes blocks that can't be copied.
                 print(f"a page was not copied: {type(error).__name__}: {error}", file=sys.stderr)
                 fine = False
             taken = time.perf_counter() - begun
@@ -184,7 +185,7 @@ class Copier:
                 os.eventfd_write(self._news, 1)
 
     def _pages(self, copy: _Copy) -> HostParts:
-        """The host tier that has a copy's page. A lender's tier is mapped when it is first read."""
+        """Returns the host tier that contains a copy's page. A lender's tier is mapped when it is first read."""
         if not copy.source:
             return self._host.parts
         if copy.source not in self._lent:
@@ -196,7 +197,7 @@ class Copier:
         return self._lent[copy.source].parts
 
     def _copy(self, copy: _Copy, moves: list[tuple[torch.Tensor, Bytes]], parts: HostParts) -> bool:
-        """Copies a page or a state; False if its content is not what was saved."""
+        """Copies a page or a state. Returns false if the content differs from what was saved."""
         if copy.is_of_state:
             return self._copy_state(copy, moves, parts)
         save = copy.is_save
@@ -209,7 +210,7 @@ class Copier:
         return True
 
     def _copy_state(self, copy: _Copy, moves: list[tuple[torch.Tensor, Bytes]], parts: HostParts) -> bool:
-        """Copies a state and the number of its positions; False if its content is not what was saved."""
+        """Copies a state and its number of positions. Returns false if the content differs from what was saved."""
         assert self._states is not None
         if not copy.is_save and self._checksums and not parts.is_state_sealed(copy.host):
             print(f"host state page {copy.host} is not as it was saved", file=sys.stderr)
@@ -224,7 +225,7 @@ class Copier:
         return True
 
     def _moves(self, copy: _Copy, parts: HostParts) -> list[tuple[torch.Tensor, Bytes]]:
-        """The moves of a copy: bytes of the device's memory, each with its place in host memory."""
+        """Returns the moves of a copy: pairs of bytes in device memory and in host memory."""
         if copy.is_of_state:
             return self._moves_of_state(copy, parts.states)
         pages = parts.pages
@@ -250,11 +251,11 @@ class Copier:
         return moves
 
     def _layers(self, part: Part) -> list[int]:
-        """The number of layers in each pool of a part."""
+        """Returns the number of layers in each pool of a part."""
         return [len(pool) // (part.page_count * self._kv.page_size) for pool in part.pools]
 
     def _rows(self, page: _Page, layers: int, copy: _Copy) -> _Page:
-        """The bytes of a page that a copy includes: in each layer, the positions are consecutive."""
+        """Returns the bytes of a page that a copy includes: a range of positions in each layer."""
         if not copy.count:
             return page
         positions = slice(copy.first, copy.first + copy.count)
@@ -273,7 +274,7 @@ class _Copy:
     count: int
     source: int
     seen: int = 0
-    """The number of positions that a saved state has seen."""
+    """The number of positions that a saved state includes."""
 
     @property
     def is_save(self) -> bool:
@@ -285,7 +286,7 @@ class _Copy:
 
 
 def _reached(event: Event) -> bool:
-    """Waits for rows. False if they can't be computed any more; the next step raises that error."""
+    """Waits for rows. Returns false if they can no longer be computed; the next step raises that error."""
     try:
         event.wait()
     except Exception as error:

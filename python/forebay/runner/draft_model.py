@@ -1,8 +1,8 @@
 """A draft model: a smaller model of the same vocabulary proposes tokens, which the step then verifies as drafts.
 
-It is a runner of its own, with slots of the same numbers and pages of its own. Before each step it computes the tokens
-of a row that it has not seen yet. These may be a prompt that came from the prefix cache, or tokens after a wrong draft.
-So nothing of its memory has to agree with the model's.
+It has a separate runner, with the same slot numbers and separate pages. Before each step it computes the known tokens
+of a row that it has not computed yet: a prompt from the prefix cache, or tokens after a wrong draft. So its memory need
+not be kept consistent with the model's.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from forebay.weights.config import ModelConfig
 from forebay.weights.encoder_config import EncoderConfig
 
 MOST_TOKENS = 1 << 16
-"""The most positions of all its pages, or those of one request if that has more."""
+"""The most positions of all pages of the draft model; at least the context length."""
 _NONE = np.zeros(0, np.int32)
 _GREEDY = np.array([0, 1, 0, 1, 0, 0], np.float32)
 
 
 class DraftRunner(Protocol):
-    """The part of a runner that a draft model needs."""
+    """The interface of a runner that a draft model uses."""
 
     config: RunnerConfig
     model: Model
@@ -48,7 +48,7 @@ class DraftRunner(Protocol):
         """Fills the weights."""
 
     def warm_up(self) -> None:
-        """Runs steps, so that no request waits for a set-up."""
+        """Runs steps in advance, so that no request waits for initialisation."""
 
     def step(self, plan: Plan) -> StepResult:
         """Executes a plan and waits for its result."""
@@ -58,24 +58,24 @@ class DraftModel:
     """Proposes the next tokens of rows."""
 
     def __init__(self, runner: DraftRunner, most: int, vocabulary: int) -> None:
-        """`runner` has a `config` of `config_of`. `most`: drafts of a row. `vocabulary`: tokens of the model."""
+        """`runner` has a `config` of `config_of`. `most`: drafts per row. `vocabulary`: the model's vocabulary size."""
         config = runner.config
         self.runner = runner
         self.most = most
         self._vocabulary = min(vocabulary, runner.model_config.vocab_size)
         self._size, self._context = config.page_size, config.context_length
         self._budget = config.chunked_prefill_size
-        # The tokens whose keys and values its pages have, by slot.
+        # By slot, the tokens whose keys and values are in its pages.
         self._seen: dict[int, Int32s] = {}
         self._pages: dict[int, list[int]] = {}
-        """Pages by slot, the slot that was used last at the end."""
+        """The pages of each slot; the most recently used slot is last."""
         self._free = list(range(runner.kv.page_count))
         self._written: set[int] = set()
         self._step = 0
 
     @staticmethod
     def config_of(config: RunnerConfig) -> RunnerConfig:
-        """The configuration of the draft model's runner."""
+        """Returns the configuration of the draft model's runner."""
         assert config.draft is not None
         tokens = max(min(config.max_total_tokens or MOST_TOKENS, MOST_TOKENS), config.context_length)
         return replace(
@@ -98,9 +98,9 @@ class DraftModel:
         self.runner.warm_up()
 
     def propose(self, plan: Plan, tables: SlotTables, most_rows: int) -> Plan:
-        """The plan with drafts, but for rows for which its pages have no room.
+        """Returns the plan with drafts, except for rows that do not fit into the draft model's pages.
 
-        Nothing that comes before it is under way.
+        All earlier work on the device has ended.
         """
 
         def propose(slot: Int64s, start: Int64s, _wanted: Int64s) -> list[Int32s]:
@@ -110,7 +110,7 @@ class DraftModel:
         return with_drafts(plan, most_rows, self.most, propose)
 
     def _propose(self, slots: list[int], known: list[Int32s]) -> list[Int32s]:
-        """Tokens after the `known` ones of `slots`; none where there is no room."""
+        """Returns tokens after the `known` tokens of `slots`; no tokens for a slot without room."""
         found: list[Int32s] = [_NONE] * len(slots)
         rows = []
         for number, (slot, tokens) in enumerate(zip(slots, known, strict=True)):
@@ -132,7 +132,7 @@ class DraftModel:
         return found
 
     def _extend(self, slots: list[int], known: list[Int32s]) -> Int32s:
-        """Computes the known tokens that it has not seen. Returns the token after each row."""
+        """Computes the known tokens that are not computed yet. Returns the token after each row."""
         last = np.zeros(len(slots), np.int32)
         begins = []
         for slot, tokens in zip(slots, known, strict=True):
@@ -149,7 +149,7 @@ class DraftModel:
         return last
 
     def _chunks(self, begins: list[int], ends: list[int]) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
-        """Steps that compute the positions `begins .. ends` of each row: the rows, with start and length of each."""
+        """Yields steps that compute the positions `begins .. ends` of each row: rows, and their starts and lengths."""
         at = list(begins)
         while True:
             room, numbers, spans = self._budget, [], []
@@ -165,7 +165,7 @@ class DraftModel:
             yield numbers, spans
 
     def _run(self, rows: Int64s, parts: list[tuple[int, Int32s, tuple[int, int]]] | None = None) -> Int32s:
-        """A step of rows (slot, start, length), of whose tokens those of `parts` are written first."""
+        """Runs a step of rows (slot, start, length), after writing the tokens of `parts`. Returns sampled tokens."""
         self._step += 1
         flags = np.full((len(rows), 1), FLAG_SAMPLE)
         plan = Plan(self._step, rows=np.concatenate([rows, flags], axis=1).astype(np.int32))
@@ -196,7 +196,7 @@ class DraftModel:
         return runner.step(plan.staged()).tokens
 
     def _grow(self, slot: int, positions: int, busy: list[int]) -> bool:
-        """Gives a slot pages for this many positions, those used longest ago first. False: there are too few."""
+        """Gives a slot pages for this many positions, if needed from the least recently used slots. False: no room."""
         own = self._pages.pop(slot, [])
         self._pages[slot] = own
         lacks = -(-positions // self._size) - len(own)

@@ -16,13 +16,13 @@ from forebay.state.slots import Int64s
 _NONE = np.zeros(0, np.int32)
 
 Proposer: TypeAlias = Callable[[Int64s, Int64s, Int64s], list[Int32s]]
-"""Drafts tokens for rows, from their slots, the positions of their last known tokens, and the most drafts of each."""
+"""Drafts tokens for rows, given their slots, the positions of their last known tokens, and the most drafts of each."""
 
 
 def with_drafts(plan: Plan, most_rows: int, most: int, propose: Proposer) -> Plan:
-    """The plan with drafts, `most` of a row, for rows that may give several tokens.
+    """Returns the plan with up to `most` drafts per row, for rows that may sample several tokens.
 
-    Rows of prompts and masked rows have no drafts. Nor have rows for which a step of `most_rows` rows has no room.
+    Rows of prompts and masked rows get no drafts. Nor do rows whose drafts do not fit into a step of `most_rows` rows.
     """
     slot, start, length, flags = plan.rows.T.astype(np.int64)
     sampling = np.flatnonzero(flags & FLAG_SAMPLE)

@@ -1,8 +1,8 @@
 """The verification of drafts: each draft is a separate row, after the row that predicts it.
 
-All tokens of a step write their keys and values before any of them attends. So a row of one token at a draft's position
-sees what it would see if the earlier drafts were known tokens. The tokens up to the first one that differs from its
-draft are those that steps without drafts would give.
+All tokens of a step write their keys and values before any of them attends. So a one-token row at a draft's position
+computes the same as if the earlier drafts were known tokens. The tokens up to the first one that differs from its draft
+are those that steps without drafts would sample.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _NONE = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class Drafts:
-    """The verified drafts of a plan with `r` rows; `d` of them."""
+    """The verified drafts of a plan with `r` rows: `d` drafts."""
 
     plan: Plan
     """The plan in received form, with an additional row for each draft."""
-    first: Int64s  # [r]: the places of the plan's own rows among those
-    counts: Int64s  # [r]: drafts after each
+    first: Int64s  # [r]: the indices of the plan's own rows among the rows of the expanded plan
+    counts: Int64s  # [r]: number of drafts after each row
     tokens: Int32s  # [d]
-    entries: Int64s  # [d]: their entries of the token pool
+    entries: Int64s  # [d]: their indices in the token pool
     chains: Chains
-    masks: Int64s  # the masks of the received rows, by their numbers among the masks of the plan's rows
-    mask_count: int  # the number of masks of the plan's rows
+    masks: Int64s  # the masks of the expanded plan's rows: indices among all masks for the original plan
+    mask_count: int  # the number of masks for the original plan
 
     @classmethod
     def of(cls, plan: Plan, tables: SlotTables, most_rows: int) -> Drafts:
-        """The drafts of a plan whose slots were read. Raises `PlanError`.
+        """Returns the drafts of a plan whose slots were already read. Raises `PlanError`.
 
-        Rows beyond a step's `most_rows` get no drafts. A row without drafts gives one token.
+        Drafts that do not fit into a step's `most_rows` are left out. A row without drafts samples one token.
         """
         tokens = plan.draft_tokens
         if tokens.min() < 0 or tokens.max() >= tables.vocabulary:
@@ -97,7 +97,7 @@ class VerifiedColumns:
         result.row_errors = result.row_errors[drafts.first]
 
     def _kept(self, tokens: Int32s, finite: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """The tokens that the plan's rows keep, among those of all computed rows [s]."""
+        """Returns, for the tokens of all computed rows [s], whether the plan's rows keep them."""
         drafts = self._drafts
         at = {row: index for index, row in enumerate(self._columns.sampling.tolist())}
         kept = np.zeros(len(tokens), np.bool_)
@@ -117,7 +117,7 @@ class VerifiedColumns:
 
 
 def _chains(rows: Int32s, behind: Int64s, drafts: Int32s) -> Chains:
-    """The chains of computed `rows`, of which those `behind` the plan's own are at the positions of `drafts`."""
+    """Returns the chains of computed `rows`; the rows with indices `behind` are drafts, with the tokens `drafts`."""
     sampling = np.flatnonzero(rows[:, 3] & FLAG_SAMPLE)
     number = np.full(len(rows), -1, np.int64)
     number[sampling] = np.arange(len(sampling))
@@ -128,7 +128,7 @@ def _chains(rows: Int32s, behind: Int64s, drafts: Int32s) -> Chains:
 
 
 def verified(columns: Columns, drafts: Drafts | None) -> Columns:
-    """The columns of a step, with drafts or without."""
+    """Returns the columns of a step, with or without drafts."""
     if drafts is None:
         return columns
     assert isinstance(columns, TokenColumns)

@@ -1,8 +1,8 @@
 """The memory of ranks, for a model whose weights need not be present: `forebay plan --model` uses it.
 
-`python -m forebay.runner.footprint` reads the handshake's config of each rank of a group, a line of JSON each, and
-prints an object for each. It neither connects to a rank nor loads weights. Exit status 2 and a last line that starts
-with "error: " report what can't be computed and why.
+`python -m forebay.runner.footprint` reads the free bytes and then the handshake's config of each rank of a group, one
+line of JSON each, and prints an object for each rank. It neither connects to a rank nor loads weights. If the memory
+can't be computed, the exit status is 2, and the last line on stderr is "error: " with the reason.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ __all__ = ["Footprint", "footprints", "main"]
 
 @dataclass(frozen=True)
 class Footprint:
-    """The memory of one rank, as in its `ready` message. All fields are in bytes, except numbers of pages."""
+    """The memory of one rank, as in its `ready` message. All fields are in bytes, except page counts."""
 
     weight_bytes: int
-    """The weights, as they are computed with."""
+    """The weights, in the form used for computing."""
     page_bytes: int
-    """One page over all layers, of the main part if there is a window part."""
+    """One page over all layers; if there is a window part, one page of the main part."""
     page_count: int
-    """Pages of each rank of the group: as many as the rank with the least memory has room for."""
+    """Pages of each rank of the group: the number that fits on the rank with the least memory."""
     kv_bytes: int
     """All pages of both parts."""
     state_bytes: int = 0
@@ -54,7 +54,7 @@ class Footprint:
 
 
 class Unmet:
-    """A group of ranks without connections: its members know their places, but compute nothing."""
+    """A group of ranks without connections: each member has its index, but computes nothing."""
 
     def __init__(self, rank: int, world: int) -> None:
         self.rank = rank
@@ -85,7 +85,7 @@ class Unmet:
 
 
 def footprints(configs: Iterable[RunnerConfig], available_bytes: int) -> list[Footprint]:
-    """The memory of the ranks of a group, of which each has this many bytes free.
+    """Returns the memory of the ranks of a group, each of which has `available_bytes` free.
 
     Raises `ValueError` for a model or a configuration whose memory is not known before it is loaded.
     """
@@ -93,7 +93,7 @@ def footprints(configs: Iterable[RunnerConfig], available_bytes: int) -> list[Fo
     pages = min(one.page_count for one in found)
     if len(found) == 1:
         return found
-    # Ranks have no window part.
+    # Models that are divided among ranks have no window part.
     return [replace(one, page_count=pages, kv_bytes=pages * one.page_bytes) for one in found]
 
 
@@ -120,9 +120,9 @@ def _footprint(config: RunnerConfig, available_bytes: int) -> Footprint:
 
 
 def _weight_bytes(config: RunnerConfig, model: ModelConfig, group: Group | None) -> int:
-    """Bytes of a rank's weights in the form that computes: those of the model that a hand would build."""
+    """Returns the bytes of a rank's weights in the form used for computing, as a hand would allocate them."""
     ranks, exchange = roles(config, group)
-    # Any device will do: operators and attention have no weights.
+    # Any device will do, because operators and attention have no weights.
     choice = Choice(open_device("cpu", config.threads), config, group)
     params = Parameters(config.dtype, torch.device("meta"), ranks=ranks, exchange=exchange)
     decoder = registry.build(model, params, choice.attention(), choice.ops(), config.context_length)
@@ -135,7 +135,7 @@ def _weight_bytes(config: RunnerConfig, model: ModelConfig, group: Group | None)
 
 
 def main(lines: Iterable[str]) -> int:
-    """Answers a line with the bytes that each rank has free, and then a config of each rank."""
+    """Prints the footprints for the input: a line with the free bytes of each rank, then a config of each rank."""
     available, *configs = map(json.loads, lines)
     try:
         found = footprints([RunnerConfig.from_dict(_whole(config)) for config in configs], available)

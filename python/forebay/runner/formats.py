@@ -1,4 +1,4 @@
-"""The matrices that a device keeps in a checkpoint's bits."""
+"""Selects the matrices that a device keeps in the checkpoint's quantised format."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["matrices_kept"]
 
 
 def matrices_kept(config: RunnerConfig, model: ModelConfig | EncoderConfig, choice: Choice) -> Kept | None:
-    """The matrices that are kept in their bits; None: all are dequantised."""
+    """Returns the matrices that are kept in a quantised format; None: all are dequantised."""
     if isinstance(model, EncoderConfig) or choice.products() is None:
         return None
     stored = model.stored
     if stored is None:
-        # All matrices of the layers. Heads and towers are not quantised.
+        # All matrices of the layers. Output heads and vision towers are not quantised.
         made = config.quantization == "fp8"
         return Kept(Fp8(), lambda name: not name.startswith(TOWER)) if made else None
     if isinstance(stored.scheme, Mxfp4):

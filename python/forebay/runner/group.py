@@ -1,4 +1,4 @@
-"""The roles of a group's other ranks in a rank's model."""
+"""The relation of a rank to the other ranks of its group."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["roles"]
 
 
 def roles(config: RunnerConfig, group: Group | None) -> tuple[Ranks | None, Exchange | None]:
-    """The ranks among which everything is divided, and the exchange of those that have tokens of their own.
+    """Returns the ranks that divide the whole model, and the exchange between ranks with separate tokens.
 
-    One of them at most: both are None where there are no other ranks.
+    At most one of them is not None; without other ranks both are None.
     """
     if group is None:
         return None, None

@@ -1,7 +1,7 @@
-"""Drafts of a head: it continues from the features that the model's steps have written to pages.
+"""Drafts by a draft head: it continues from the features that the model's steps have written to pages.
 
-In each step it writes the entries of all tokens that the model computes (`Decoder.attach`). So a cached prefix has them
-too, and a draft takes only one pass here.
+In each step the head writes its entries for all tokens that the model computes (`Decoder.attach`). So a cached prefix
+has entries too, and each draft takes only one pass of the head.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class HeadDrafts:
     def __init__(
         self, config: RunnerConfig, device: Device, model: Callable[[], Decoder], compute: Callable[[], Compute]
     ) -> None:
-        """`model` has the head of `config` once it is built. `compute` is called in queued work."""
+        """`model` has the head of `config` once it is built. `compute` is called as part of queued work."""
         assert config.draft is not None
         self.most = config.draft.tokens
-        """Drafts of a row."""
+        """The number of drafts per row."""
         self._config, self._device, self._model, self._compute = config, device, model, compute
 
     @property
@@ -57,10 +57,10 @@ class HeadDrafts:
         head.loaded()
 
     def warm_up(self) -> None:
-        """Does nothing: the rows of the model's warm-up have drafts."""
+        """Does nothing: the rows of the model's warm-up already have drafts."""
 
     def propose(self, plan: Plan, tables: SlotTables, most_rows: int) -> Plan:
-        """The plan with drafts. All earlier work has ended."""
+        """Returns the plan with drafts. All earlier work has ended."""
         return with_drafts(plan, most_rows, self.most, partial(self._propose, plan, tables))
 
     def _propose(self, plan: Plan, tables: SlotTables, slot: Int64s, start: Int64s, wanted: Int64s) -> list[Int32s]:
@@ -69,7 +69,7 @@ class HeadDrafts:
         order = np.argsort(-counts, kind="stable")
         told: Int32s = host_array(self._device, (len(slot), self.most), np.int32)
         with self._device.launching():
-            # The drafts may be the first tokens of a page.
+            # Drafts may be the first tokens of a page, so the plan's pages are written before.
             tables.write_pages(plan.page_writes)
             self._device.queue(partial(self._draft, tables, slot[order], start[order], counts[order], told))
             done = self._device.event()
@@ -80,7 +80,7 @@ class HeadDrafts:
         return found
 
     def _draft(self, tables: SlotTables, slot: Int64s, start: Int64s, counts: Int64s, told: Int32s) -> None:
-        """Work: drafts of rows, sorted by descending number of drafts."""
+        """Computes drafts of rows, which are sorted by descending number of drafts. Runs as queued work."""
         compute, head, device = self._compute(), self._head, self._device
         assert isinstance(compute, TorchCompute)
         states = None

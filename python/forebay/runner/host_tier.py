@@ -22,16 +22,16 @@ from forebay.state.recurrent import StatePages
 
 @dataclass(frozen=True)
 class HostMemory:
-    """The brain's memory for the host's tier."""
+    """The brain's memory for the host tier."""
 
     descriptor: int
-    """The descriptor of the anonymous file with its pages."""
+    """The descriptor of the anonymous file that contains the host pages."""
     socket: int
-    """The descriptor of the socket of the brain's plans. A new plan ends a wait for copies."""
+    """The descriptor of the socket that receives the brain's plans. A new plan finishes a wait for copies."""
 
 
 class HostTier:
-    """Starts the copies of plans, after checking them."""
+    """Checks the copies of plans, and starts them."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class HostTier:
         sparse: bool,
         states: StatePages | None,
     ) -> None:
-        """`socket`: see `HostMemory`. `sparse`: slots may be sparse, and then index keys have separate pages.
+        """`socket`: see `HostMemory`. `sparse`: slots may be sparse; index keys then have separate pages.
 
-        `states`: None if the model has none.
+        `states`: None if the model has no recurrent states.
         """
         self._config = config
         self._device = device
@@ -60,7 +60,7 @@ class HostTier:
         self._copier = Copier(device, kv, pool, *of_config, writes, states)
 
     def wait_for_saves(self) -> None:
-        """Makes the next rows wait for saves, or waits itself. For measurements."""
+        """Makes the next rows wait for saves, or blocks until the saves have ended. For measurements."""
         copier, order = self._copier, self._config.kv_save_order
         if order == "inline":
             copier.wait_for_saves(copier.saves)
@@ -94,7 +94,7 @@ class HostTier:
             raise PlanError("copies of states in a plan for a model that has none")
         is_own = np.full(len(plan.copies), True) if not len(sources) else sources == 0
         for host_pages, of_kind in ((self._host.pages, ~is_of_state), (self._host.state_pages, is_of_state)):
-            # The device's state pages are checked where the number of positions that they cover is known.
+            # State pages of the device are checked elsewhere, together with their number of positions.
             hot = plan.copies[~is_of_state & of_kind, CopyRecord.HOT]
             own = plan.copies[is_own & of_kind, CopyRecord.HOST]
             if hot.max(initial=0) >= pages or own.max(initial=-1) >= host_pages:

@@ -1,4 +1,4 @@
-"""Images in plans: layers of the tower run before a step's rows, and the rows read its output."""
+"""Images in plans: layers of the vision tower run before a step's rows, which read the tower's output."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _IMAGE_FACTS = ("image_page_count", "image_page_tokens", "tower_layers")
 
 @dataclass
 class _Encoding:
-    """An image whose layers are not all computed."""
+    """An image with layers that are not computed yet."""
 
     grid: Grid
     layer: int = 0
-    """The next layer, as the host counts."""
+    """The next layer to queue."""
     state: TowerState | None = None
-    """The state of the image in the tower, on the device."""
+    """The image's state in the tower, on the device."""
 
 
 class Images:
-    """A model's tower, the pages for its output, and the images in slots."""
+    """A model's vision tower, the pages for its output, and the images in slots."""
 
     def __init__(self, config: RunnerConfig, model: ImageDecoder, arena: npt.NDArray[np.uint8], device: Device) -> None:
         """Raises `ConfigError`."""
@@ -47,16 +47,16 @@ class Images:
         self._pixels = Pixels(images, device.torch_device, config.dtype)
         pages = image_page_count(config, images)
         self.nbytes = ImagePool.nbytes(vision, pages, config.dtype)
-        """Bytes of the pages."""
+        """Bytes of the image pages."""
         self.pool = ImagePool(vision, pages, config.dtype, device)
         self.slots = SlotImages(config.slots, config.context_length, pages, whole=vision.both_ways)
         self.most_positions = min(images.most_positions, config.context_length, pages * PAGE_POSITIONS)
-        """Positions of the largest image that can be computed."""
+        """Positions of the largest image that fits."""
         self._encoding: dict[int, _Encoding] = {}
 
     @classmethod
     def of(cls, config: RunnerConfig, model: Model, arena: npt.NDArray[np.uint8], device: Device) -> Images | None:
-        """The images of a model; None for a model of text."""
+        """Returns the images of a model; None for a text-only model."""
         return cls(config, model, arena, device) if isinstance(model, ImageDecoder) else None
 
     def facts(self) -> dict[str, int | str]:
@@ -65,10 +65,10 @@ class Images:
         return dict(zip(_IMAGE_FACTS, values, strict=True))
 
     def warm_up(self, positions: int = 1) -> None:
-        """Queues an image of one row of positions, or of the tower's one size. Its output is dropped."""
+        """Queues an image of one row of `positions`, or of the tower's fixed size. Its output is discarded."""
         vision, fixed = self._tower.vision, self._tower.fixed_grid
         grid = fixed or Grid(1, positions)
-        # A layer of the one size takes long, and all layers warm up the same code.
+        # One layer of a fixed-size image already takes long, and all layers warm up the same code.
         end = vision.layers if fixed is None else 1
         bytes_ = np.zeros(grid.positions * vision.merge**2 * vision.patch_bytes, np.uint8)
 
@@ -81,7 +81,7 @@ class Images:
         self._device.queue(work)
 
     def read(self, plan: Plan) -> None:
-        """Reads the plan's images and spans, and queues its layers of the tower. Raises `PlanError`."""
+        """Reads the plan's images and spans, and queues the plan's layers of the tower. Raises `PlanError`."""
         self.slots.read(plan)
         if not len(plan.images):
             return
@@ -103,7 +103,7 @@ class Images:
             raise PlanError(f"image {image} is given up, and no layer of it was computed")
 
     def _queue(self, image: int, layers: tuple[int, int], grid: Grid, offset: int, pages: Int64s) -> None:
-        """Queues layers `first .. end` of an image."""
+        """Queues the layers `first .. end` of an image."""
         (first, end), last = layers, self._tower.vision.layers
         fixed = self._tower.fixed_grid
         if not first < end <= last or min(grid) < 1 or fixed not in (None, grid):
@@ -127,7 +127,7 @@ class Images:
             self._device.queue(partial(self._keep, encoding, entries))
 
     def _place(self, offset: int, grid: Grid) -> slice:
-        """The place of an image's patches in the arena."""
+        """Returns the range of bytes in the arena that contains an image's patches."""
         vision = self._tower.vision
         size = grid.positions * vision.merge**2 * vision.patch_bytes
         if not 0 <= offset <= len(self._arena) - size:
@@ -135,22 +135,22 @@ class Images:
         return slice(offset, offset + size)
 
     def _begin(self, encoding: _Encoding, place: slice) -> None:
-        """Work: reads the patches. They are copied, so that no tensor refers to the arena."""
+        """Reads the patches. They are copied, so that no tensor refers to the arena. Runs as queued work."""
         (patches,) = self._device.copy_in(self._arena[place].copy())
         encoding.state = self._begun(patches, encoding.grid)
 
     def _begun(self, patches: torch.Tensor, grid: Grid) -> TowerState:
-        """The state before layer 0, from the bytes of all patches."""
+        """Returns the state before layer 0, computed from the bytes of all patches."""
         pixels = self._pixels.blocks(patches.view(-1, self._tower.vision.patch_bytes))
         return self._tower.begin(pixels, grid)
 
     def _run(self, encoding: _Encoding, first: int, end: int) -> None:
-        """Work: computes layers."""
+        """Computes layers. Runs as queued work."""
         assert encoding.state is not None
         self._tower.layers(encoding.state, first, end)
 
     def _keep(self, encoding: _Encoding, entries: Int64s) -> None:
-        """Work: writes the tower's output to its pages."""
+        """Writes the tower's output to its pages. Runs as queued work."""
         assert encoding.state is not None
         (where,) = self._device.copy_in(entries)
         self.pool.write(where, self._tower.finish(encoding.state))

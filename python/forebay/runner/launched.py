@@ -1,4 +1,4 @@
-"""A step on its way through the device."""
+"""A launched step: its queued work, and the memory for its results."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from forebay.protocol.result import StepResult
 from forebay.state.slots import Int64s
 
 Copied: TypeAlias = Callable[[], tuple[Int32s, Int32s, Int32s]]
-"""Gives a result's columns `copied`, `copy_timing` and `copy_wait_us`."""
+"""Returns a result's columns `copied`, `copy_timing` and `copy_wait_us`."""
 Wait: TypeAlias = tuple[Event, Event]
-"""The end of the model's work, and the start of the sampler's: the device has nothing to do between them."""
+"""The end of the model's work, and the start of the sampler's. The device is idle between them."""
 
 
 _NO_PLACES = np.zeros((0, PLACE_END_WORDS), np.int32)
@@ -29,20 +29,20 @@ NO_COPIES = np.zeros((0, COPY_END_WORDS), np.int32), np.zeros(0, np.int32), np.z
 
 
 def no_copies() -> tuple[Int32s, Int32s, Int32s]:
-    """The columns of a hand without a host tier."""
+    """The columns of a result of a hand without a host tier."""
     return NO_COPIES
 
 
 def no_places() -> Int32s:
-    """The column of a hand without places for adapters."""
+    """The column of a result of a hand without places for adapters."""
     return _NO_PLACES
 
 
 class Columns(Protocol):
-    """Host memory that a step's work copies its results to."""
+    """Host memory to which a step's work copies its results."""
 
     def report(self, result: StepResult) -> None:
-        """Writes the columns into the result, once they are complete."""
+        """Writes the columns into the result. Called once they are complete."""
 
 
 class NoColumns:
@@ -56,7 +56,7 @@ class TokenColumns:
     """The memory of a step whose rows sample."""
 
     def __init__(self, answers: Answers, launch: Launch, sampling: Int64s) -> None:
-        """`sampling`: the rows [s] that give a token, ascending."""
+        """`sampling`: the rows [s] that sample a token, ascending."""
         self.sampling = sampling
         self._sampled = answers
         self._found = launch.found
@@ -64,7 +64,7 @@ class TokenColumns:
 
     @property
     def finite(self) -> npt.NDArray[np.bool_]:
-        """True for each of `sampling` whose logits are finite, once the step has ended."""
+        """For each of `sampling`, true if its logits are finite. Valid once the step has ended."""
         return self._sampled.finite
 
     def report(self, result: StepResult) -> None:
@@ -101,28 +101,28 @@ class VectorColumns:
 
 @dataclass(frozen=True)
 class Launched:
-    """A plan with queued work.
+    """A plan whose work is queued.
 
-    The plan's body belongs to it until it is collected. Before that, the body must not be written.
+    Until it is collected, the plan's body must not be overwritten.
     """
 
     step: int
     rows: int
     columns: Columns
     before: Event
-    """The end of the step before."""
+    """The end of the previous step."""
     begun: Event
     ended: Event
     release: Callable[[], None]
     copied: Copied
-    """Gives the ended copies. Waits for one if the plan demands it."""
+    """Returns the copies that have ended. Waits for one if the plan requires that."""
     placed: Callable[[], Int32s] = no_places
-    """Gives the places that have got their adapters."""
+    """Returns the places whose adapters have been loaded."""
     wait: Wait | None = None
     """The wait for masks within the step; None: there was none."""
 
     def collect(self) -> StepResult:
-        """Waits for the step's end and gives its result, once. Called by any thread, in the order of launches."""
+        """Waits for the step's end and returns its result, once. May be called by any thread, in launch order."""
         self.ended.wait()
         result = StepResult(self.step, row_errors=np.zeros(self.rows, np.int32))
         self.columns.report(result)

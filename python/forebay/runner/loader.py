@@ -1,4 +1,4 @@
-"""A rank's model: built, and filled with weights."""
+"""Builds a rank's model and loads its weights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from forebay.weights.load import iter_kept, iter_weights, spare_biases, weight_s
 
 
 class ModelLoader:
-    """Builds a rank's model, and fills its weights."""
+    """Builds a rank's model, and loads its weights."""
 
     def __init__(
         self,
@@ -31,12 +31,12 @@ class ModelLoader:
         roles: tuple[Ranks | None, Exchange | None],
         adapted: AdaptedModules | None,
     ) -> None:
-        """`roles` is the result of `runner.group.roles`. `adapted` None: no row has an adapter."""
+        """`roles` is the result of `runner.group.roles`. `adapted` None: rows never use adapters."""
         self._config, self._device, self._choice, self._adapted = config, device, choice, adapted
         self._ranks, self._exchange = roles
 
     def build(self) -> Model:
-        """The model with allocated weights."""
+        """Builds the model with allocated weights."""
         config, model, choice = self._config, self._config.model_config, self._choice
         alone = self._ranks is None and self._exchange is None
         params = Parameters(
@@ -62,14 +62,14 @@ class ModelLoader:
 
     @staticmethod
     def weight_bytes(model: Model) -> int:
-        """Bytes of the weights of a built model."""
+        """Returns the bytes of the weights of a built model."""
         if isinstance(model, CalledModel):
             return model.nbytes
         head = model.draft_head if isinstance(model, Decoder) else None
         return model.params.nbytes + (0 if head is None else head.params.nbytes)
 
     def load(self, model: Model, report: Report) -> None:
-        """Fills a model with weights from the checkpoint, or from the seed. `report` gets (loaded, total) tensors."""
+        """Loads weights from the checkpoint, or generates them from the seed. `report` gets (loaded, total) tensors."""
         config = self._config
         if isinstance(model, CalledModel):
             if config.load_format == "dummy":

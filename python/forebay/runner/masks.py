@@ -19,11 +19,11 @@ from forebay.state.checks import PlanError
 from forebay.state.slots import Int64s
 
 MaskSource: TypeAlias = Callable[[], Masks]
-"""Returns the masks that follow the plan, after waiting for them."""
+"""Waits for the masks that follow the plan, and returns them."""
 
 
 class StepMasks:
-    """The masks of a step, if it has some, and the wait for them."""
+    """The masks of a step, if it has any, and the wait for them."""
 
     def __init__(
         self, step: int, source: MaskSource | None, arena: npt.NDArray[np.uint8], vocabulary: int, device: Device
@@ -34,7 +34,7 @@ class StepMasks:
         self._vocabulary = vocabulary
         self._device = device
         self.wait: Wait | None = None
-        """The wait for them; None: there is none."""
+        """The wait for masks; None: there was no wait."""
 
     def ask(
         self,
@@ -47,8 +47,8 @@ class StepMasks:
     ) -> Ask:
         """`Sampler.ask` for `positions` [s] of `slots` [s], the rows of a plan that sample. Waits for their masks.
 
-        The model's work of the step is queued. Rows whose mask allows no token, and those behind them, sit out. Raises
-        `PlanError`.
+        The model's work of the step is already queued. Rows whose mask is not ready, and rows after them in a chain,
+        sit out. Raises `PlanError`.
         """
         with self._waiting():
             return self._ask(sampler, planned, slots, positions, drafts, by_slot)
@@ -74,7 +74,7 @@ class StepMasks:
         of_rows = zip(planned.masked.tolist(), wanted.tolist(), strict=True)
         found = {row: mask for row, at in of_rows if (mask := masks[at]) is not None}
         late = planned.masked[np.isin(wanted, received.no_token)]
-        # Masks in the frame were copied, and the others lie outside of it.
+        # Masks in the frame were copied; all other masks are in the arena.
         received.release()
         chains = None if drafts is None else drafts.chains
         if not len(late):
@@ -85,7 +85,7 @@ class StepMasks:
         return sampler.ask_some(rows, slots, positions, found, chains)
 
     def _receive(self, count: int) -> Masks:
-        """Checks that there are this many masks. Raises `PlanError` for masks of another step, or of other rows."""
+        """Waits for the masks. Raises `PlanError` unless they are this step's, and there are `count` of them."""
         if self._source is None:
             raise PlanError("a plan with masked rows, and nobody to ask for their masks")
         masks = self._source()

@@ -15,16 +15,16 @@ from forebay.protocol.plan import Plan
 from forebay.state.config import RunnerConfig
 
 GATHERED = 1 << 19
-"""Positions of all rows of a measured decode step. Attention that gathers positions works on half as many at a time."""
+"""Positions of all rows of a measured decode step. Attention gathers at most half as many positions at a time."""
 _LOGPROBS = 20
-"""The largest number in OpenAI's API."""
+"""The largest number of log-probabilities in OpenAI's API."""
 
 
 def largest_plans(config: RunnerConfig, flag: int) -> Iterator[Plan]:
-    """Plans for a pool of one page, which all positions share, and for empty tables.
+    """Yields plans for empty tables and a pool of one page, which all positions share.
 
-    One has prompts of the largest number of tokens of a step, after a full context. The other has decode rows with all
-    options of a sampler. `flag` is the flag of the rows.
+    The first has prompt rows with the largest number of tokens of a step, each ending at the full context length. The
+    second has decode rows with all options of a sampler. `flag` is the flag of the rows.
     """
     context = config.context_length
     length = min(config.prompt_tokens, context)
@@ -40,13 +40,13 @@ def _plan(config: RunnerConfig, flag: int, rows: int, start: int, length: int) -
     slots[:, SlotRecord.SLOT] = numbers
     slots[:, SlotRecord.ARENA_OFFSET] = -1
     slots[:, SlotRecord.LOGPROBS] = _LOGPROBS
-    # Half of the rows have `top_k`, whose size bounds the set, and half only `top_p`.
+    # Half of the rows have `top_k`, which limits the number of candidates, and half have only `top_p`.
     slots[: rows // 2, SlotRecord.TOP_K] = 50
     floats: Float32s = np.ones((rows, len(SlotFloats)), np.float32)
     floats[:, SlotFloats.TOP_P] = 0.9
     floats[:, SlotFloats.MIN_P] = 0.01
     floats[:, SlotFloats.REPETITION_PENALTY] = 1.1
-    # Without a bias, the device would sample them by slot, which takes less memory.
+    # Without a bias, the device would sample the rows by slot, which takes less memory.
     biases = rows if flag == FLAG_SAMPLE else 0
     slots[:biases, SlotRecord.BIAS_COUNT] = 1
     pages = -(-(start + length) // config.page_size)
@@ -69,7 +69,7 @@ def _plan(config: RunnerConfig, flag: int, rows: int, start: int, length: int) -
 
 @contextmanager
 def telling_of_memory(device: Device) -> Iterator[None]:
-    """Turns a failed allocation of device memory into a `DeviceError` of one line."""
+    """Turns a failed allocation of device memory into a `DeviceError` with a message of one line."""
     try:
         yield
     except torch.OutOfMemoryError as error:

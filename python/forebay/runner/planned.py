@@ -19,17 +19,17 @@ class PlannedRows(NamedTuple):
     length: Int64s  # [r]
     ends: Int64s  # [r]
     sampling: Int64s  # [s], ascending
-    masked: Int64s  # those with masks, numbered over the rows that sample
+    masked: Int64s  # indices of rows with masks, among the rows that sample
 
     @classmethod
     def read(cls, plan: Plan, slots: int, context_length: int, flag: int) -> PlannedRows:
-        """The rows of a plan, which must have some. `flag` is the flag that the model's rows may have.
+        """Reads the rows of a plan, which has to have some. `flag` is the flag that the model's rows may have.
 
         Raises `PlanError` for other flags, and for rows outside the tables: they would use another slot's memory.
         """
         slot, start, length, flags = columns = plan.rows.T.astype(np.int64, order="C")
         ends: Int64s = start + length
-        # One NumPy call for all columns, since calls take longer than the rows do.
+        # One NumPy call for all columns: the overhead of a call exceeds the work on the rows.
         least, most = np.minimum.reduce(columns, axis=1).tolist(), np.maximum.reduce(columns, axis=1).tolist()
         within = least[0] >= 0 and most[0] < slots and least[1] >= 0 and least[2] >= 1
         if not within or (most[1] + most[2] > context_length and np.maximum.reduce(ends) > context_length):

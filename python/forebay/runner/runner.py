@@ -79,17 +79,17 @@ from forebay.weights.quantization import AUTO
 
 
 class NotFiniteError(ModelError):
-    """Even a warm-up of the weights gives no numbers."""
+    """The weights give values that are not finite, even in the warm-up."""
 
 
 Meet: TypeAlias = Callable[[torch.device], Group]
-"""Meets the other ranks with this device. It waits for them."""
+"""Connects this device to the other ranks, and waits for them."""
 
 
 class ModelRunner:
     """Owns a rank's memory (weights, pages, slot tables) and executes plans on it.
 
-    It handles slots, and has no notion of requests.
+    It uses slots, and has no notion of requests.
     """
 
     def __init__(
@@ -99,9 +99,9 @@ class ModelRunner:
         host: HostMemory | None = None,
         meet: Meet | None = None,
     ) -> None:
-        """Allocates everything; `load` fills the weights. `arena` is the shared memory, uint8 [bytes].
+        """Allocates all memory; `load` fills the weights. `arena` is the shared memory, uint8 [bytes].
 
-        `meet` is called where there are other ranks.
+        `meet` is called if there are other ranks.
         """
         self.config = config
         self.device = open_device(config.device, config.threads)
@@ -111,7 +111,7 @@ class ModelRunner:
         self._ranks, self._exchange = of_ranks = roles(config, group)
         self._arena = np.zeros(0, np.uint8) if arena is None else arena
         self.draft_model = self._open_draft_model()
-        """None: the hand drafts nothing by itself."""
+        """None: the hand itself drafts no tokens."""
         available = self.device.available_bytes()
         self._group = group
         self._choice = Choice(self.device, config, group)
@@ -131,9 +131,9 @@ class ModelRunner:
         with telling_of_memory(self.device):
             self.model = self._loader.build()
             self.weight_bytes = self._loader.weight_bytes(self.model)
-            """Bytes of the weights as they are computed with, also before they are loaded."""
+            """Bytes of the weights in the form used for computing, known before they are loaded."""
             self.adapters = self._open_places()
-            """None: no row has an adapter."""
+            """None: rows never use adapters."""
             self.images = Images.of(config, self.model, self._arena, self.device)
             """None: the model takes no images."""
             self._make_pages(self._sizes(available))
@@ -153,7 +153,7 @@ class ModelRunner:
             self._tier = HostTier(config, self.device, self.kv, pool, host.socket, sparse=sparse, states=states)
 
     def _meet(self, meet: Meet | None) -> Group | None:
-        """Meets the other ranks. It comes before measurements of memory, because communicators take some."""
+        """Connects to the other ranks. Called before memory is measured, because communicators take some."""
         if self.config.world_size == 1:
             return None
         if meet is None:
@@ -176,7 +176,7 @@ class ModelRunner:
         self.kv = KvPool(kept, *shape, self.device, sizes.index_pages, config.kv_cache_dtype, windows)
 
     def _make_states(self, pages: int, checked: bool = True) -> None:
-        """Allocates the memory of recurrent states, with this many state pages. `checked`: see `SlotStates`."""
+        """Allocates the memory of recurrent states, with `pages` state pages. `checked`: see `SlotStates`."""
         self.states: SlotStates | None = None
         self._store: StateStore | None = None
         kept = self.config.kept_model
@@ -189,7 +189,7 @@ class ModelRunner:
             self._store = StateTables(kept, self.states.rows, self.config.dtype, self.device)
 
     def _make_tables(self, hot: HotRows | None) -> None:
-        """Makes the slots' tables, and the objects that compute with them and the pages."""
+        """Creates the slot tables, and the objects that compute with the tables and the pages."""
         config, vocabulary, device = self.config, self.model_config.vocab_size, self.device
         window_pages = 0 if self.kv.window is None else self.kv.window.page_count
         self.tables = SlotTables(config, vocabulary, device, hot, window_pages)
@@ -203,7 +203,7 @@ class ModelRunner:
         self._ended = device.event()
 
     def _sizes(self, available: int) -> Sizes:
-        """The pages that fit beside weights and steps; `available` was free before the model was made."""
+        """Returns the pages that fit beside weights and steps; `available` was free before the model was built."""
         kept = self.config.kept_model
         if kept is None:
             return Sizes(0, None)
@@ -212,7 +212,7 @@ class ModelRunner:
         taken = self.weight_bytes + self._image_bytes + slot_bytes(self.config)
         taken += 0 if self.adapters is None else self.adapters.nbytes
         if self.config.max_total_tokens is None:
-            # Weights of transformers' code come at the load, and nothing is computed before.
+            # Weights of a model in Transformers are only allocated by the load, and nothing can be computed before.
             measured = 0 if isinstance(self.model, CalledModel) else self.device.measure(self._do_largest_steps)
             taken += measured or self._slice_bytes
         taken += self._choose_state_pages(available, taken)
@@ -221,19 +221,19 @@ class ModelRunner:
         return sizes if self._group is None else replace(sizes, pages=self._group.least(sizes.pages))
 
     def _choose_state_pages(self, available: int, taken: int) -> int:
-        """Chooses the number of state pages, when `taken` bytes are used. Returns the bytes of all."""
+        """Chooses the number of state pages, given `taken` bytes in use. Returns the bytes of all state pages."""
         free = int(self.config.mem_fraction_static * available) - taken
         self._state_pages = state_page_count(self.config, free)
         return self._state_pages * self._state_bytes
 
     @property
     def _slice_bytes(self) -> int:
-        """A slice of logits: where nothing is measured, nothing else that a step takes is as large."""
+        """Bytes of a slice of logits: without a measurement, the largest memory that a step takes."""
         config = self.config
         return slice_bytes(self.model_config.vocab_size, config.chunked_prefill_size) if config.pooling is None else 0
 
     def _do_largest_steps(self) -> None:
-        """Does the steps that take most memory, with weights of 0, and drops their data."""
+        """Runs the steps that take most memory, with weights of 0, and drops their data."""
         self.model.params.clear()
         self._make_pages(Sizes(1, None))
         self._make_states(0, checked=False)
@@ -242,7 +242,7 @@ class ModelRunner:
             self.images.warm_up(self.images.most_positions)
         for plan in largest_plans(self.config, self._flag):
             self.step(self._of_all_ranks(plan))
-        # Graphs have memory of their own.
+        # Graphs take additional memory.
         self._capture()
         for made in ("kv", "states", "_store", "tables", "prompts", "_sampler", "_steps", "_compute", "_pooler"):
             self.__dict__.pop(made, None)
@@ -259,14 +259,14 @@ class ModelRunner:
         return 0 if self.images is None else self.images.nbytes
 
     def _open_host(self, host: HostMemory | None) -> HostPool | None:
-        """The host's tier, if the configuration has one."""
+        """Opens the host tier; None: the configuration has none."""
         config = self.config
-        # Bytes that are already taken, where the device shares the host's memory.
+        # Bytes that are already in use, if the device shares the host's memory.
         state_bytes = slot_bytes(config) + self._state_pages * self._state_bytes
         left = self.device.host_bytes(self.weight_bytes + self._image_bytes + self.kv.nbytes + state_bytes)
         counts = host_counts(config, self.kv, (self._state_pages, self._state_bytes), left)
         self.host_counts = counts = counts if self._group is None else counts.agreed(self._group.least)
-        """Pages of the host's tier; 0 without one."""
+        """Page counts of the host tier; 0 without a host tier."""
         if counts.pages == 0:
             return None
         if host is None:
@@ -279,17 +279,17 @@ class ModelRunner:
 
     @property
     def host_pages(self) -> int:
-        """Pages of keys and values of the host's tier; 0 without one."""
+        """The number of KV cache pages of the host tier; 0 without a host tier."""
         return self.host_counts.pages
 
     def _pages_of_states(self) -> StatePages | None:
-        """The state pages that copies read and write; None: the model has none, or transformers' code keeps them."""
+        """The state pages that copies read and write; None: the model has none, or Transformers keeps the states."""
         if self.states is None or not isinstance(self._store, StateTables):
             return None
         return StatePages(self.states, self._store)
 
     def _hot_rows(self, pool: HostPool | None) -> HotRows | None:
-        """The tables of sparse slots, if there may be any."""
+        """Returns the tables of sparse slots; None: no slot may be sparse."""
         if not self.config.hot_rows:
             return None
         assert pool is not None
@@ -298,21 +298,21 @@ class ModelRunner:
 
     @property
     def decoder(self) -> Decoder:
-        """The model; raises `PlanError` unless it is built of our own layers."""
+        """The model; raises `PlanError` unless Forebay's own layers compute it."""
         if not isinstance(self.model, Decoder):
             raise PlanError(f"{self.model_config.architecture} is no decoder of our own")
         return self.model
 
     def load(self, report: Report) -> None:
-        """Fills the weights from the checkpoint, or from the seed. `report` gets (loaded, total) tensors."""
+        """Loads weights from the checkpoint, or generates them from the seed. `report` gets (loaded, total) tensors."""
         if self.draft_model is not None:
             self.draft_model.load(report)
         self._loader.load(self.model, report)
 
     def warm_up(self) -> None:
-        """Runs a tiny prompt and, if the model generates, a decode row, and a sparse one where slots may be sparse.
+        """Runs a tiny prompt and, if the model generates, a decode row, and a sparse row if slots may be sparse.
 
-        So no request waits for the set-up of libraries.
+        So no request waits for the initialisation of libraries.
 
         The tables are unchanged afterwards. The content of the first pages is undefined. Raises `NotFiniteError`.
         """
@@ -330,7 +330,7 @@ class ModelRunner:
         if hot is not None:
             sparse = sparse_plan(self.config, self.host_pages)
             if sparse is not None:
-                # Not `_warm`: the pages that this step reads may hold NaN.
+                # Does not use `_warm`: the pages that this step reads may contain NaN.
                 self.step(self._of_all_ranks(sparse))
             hot.sparse.fill(False)
         began = time.monotonic()
@@ -348,7 +348,7 @@ class ModelRunner:
         self.device.event().wait()
 
     def _of_all_ranks(self, plan: Plan) -> Plan:
-        """The plan of a step in which all ranks do the same, as a hand receives it."""
+        """Returns the plan of a step in which all ranks do the same, in received form."""
         if self._exchange is not None:
             plan = replace(plan, group=np.full(self._exchange.world, plan.token_count, np.int32))
         return plan.staged()
@@ -360,7 +360,7 @@ class ModelRunner:
         raise NotFiniteError("the weights give results that are not finite")
 
     def facts(self) -> dict[str, Any]:
-        """The facts for `ready`, except the loading time."""
+        """Returns the fields of `ready`, except the loading time."""
         return {
             "page_count": self.kv.page_count,
             "vocab_size": self.model_config.vocab_size,
@@ -376,7 +376,7 @@ class ModelRunner:
             "graphs": 0 if self._steps.graphs is None else self._steps.graphs.count,
             "blocks": "",
             "tokens_only": isinstance(self.model, CalledModel),
-            # With a draft model, the hand verifies its own drafts only.
+            # With a draft model, the hand verifies only the drafts that it makes itself.
             "verifies_drafts": self._verifies_drafts and self.draft_model is None,
             "tokens_a_row": 1 if self.draft_model is None else 1 + self.draft_model.most,
             "state_page_count": self._state_pages,
@@ -405,10 +405,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def launch(self, plan: Plan, masks: MaskSource | None = None) -> Launched:
-        """Checks a plan, writes the host's tables, and queues the rest. Raises `PlanError`.
+        """Checks a plan, writes the host's tables, and queues all other work. Raises `PlanError`.
 
-        The plan is in received form: its columns are views of its body, which belongs to the launched step from now on.
-        If it has masked rows, `masks` gives their masks after the model's work is queued.
+        The plan is in received form: its columns are views of its body, which the launched step owns from now on. If it
+        has masked rows, `masks` returns their masks; it is called after the model's work is queued.
         """
         device = self.device
         drafted = plan
@@ -441,7 +441,7 @@ class ModelRunner:
         return Launched(plan.step, len(plan.rows), columns, *before_end, release, copied, placed, of_step.wait)
 
     def _drafts(self, plan: Plan) -> Drafts | None:
-        """The drafts that the plan's rows verify; None: there are none. Raises `PlanError`."""
+        """Returns the drafts that the plan's rows verify; None: there are none. Raises `PlanError`."""
         if not plan.draft_tokens.size:
             return None
         if not self._verifies_drafts:
@@ -450,17 +450,17 @@ class ModelRunner:
 
     @property
     def _verifies_drafts(self) -> bool:
-        """True for a model of text whose layers are ours, with all positions of a slot on pages."""
+        """True for text-only models of Forebay's own layers that keep all positions of a slot on pages."""
         config = self.model_config
         if not isinstance(self.model, Decoder) or not isinstance(config, ModelConfig):
             return False
         plain = self.config.pooling is None and self.images is None and self._exchange is None
-        # A state would include rejected tokens, a sparse slot has one query, and adapters are untested.
+        # A recurrent state would include rejected tokens, a sparse slot has one query, and adapters are untested.
         one_by_one = bool(config.recurrent) or self.config.hot_rows > 0 or self.config.lora is not None
         return plain and not one_by_one
 
     def _begin_exchange(self, plan: Plan) -> None:
-        """Queues the first part of a group's step, or all of it if this rank has no rows."""
+        """Queues the first part of a step of a step group, or the whole step if this rank has no rows."""
         exchange, tokens = self._exchange, plan.group.tolist()
         if exchange is None:
             if tokens:
@@ -475,8 +475,8 @@ class ModelRunner:
             self.device.queue(self._take_part)
 
     def _take_part(self) -> None:
-        """Work: takes part in a step in which only other ranks have rows."""
-        # The weights are in the order that steps compute with.
+        """Takes part in a step in which only other ranks have rows. Runs as queued work."""
+        # `_compute` first puts the weights into the layout that steps use.
         _ = self._compute
         self.decoder.take_part()
 
@@ -488,7 +488,7 @@ class ModelRunner:
             raise PlanError("images in a plan for a model of text")
 
     def _read_states(self, plan: Plan) -> RowStates | None:
-        """The recurrent states that the plan's rows continue; None: the model has none."""
+        """Returns the recurrent states that the plan's rows continue; None: the model has none."""
         if self.states is None or self._store is None:
             if len(plan.state_loads) or len(plan.state_saves):
                 raise PlanError("copies of states in a plan for a model that has none")
@@ -500,7 +500,7 @@ class ModelRunner:
         return states
 
     def know(self, order: Mapping[str, Any]) -> None:
-        """Follows an `adapter` frame. Raises `PlanError` without places."""
+        """Executes an `adapter` frame. Raises `PlanError` if the hand has no places."""
         if self.adapters is None:
             raise PlanError("an adapter for a hand without places")
         self.adapters.order(order)
@@ -523,7 +523,7 @@ class ModelRunner:
     def _placed(self, plan: Plan) -> Callable[[], Int32s]:
         if self.adapters is None:
             return no_places
-        # Copies have waited already.
+        # A host tier has already waited.
         wait_us = int(plan.wait_us[0]) if plan.wait_us.size and self._tier is None else 0
         return partial(self.adapters.report, wait_us)
 
@@ -577,7 +577,7 @@ class ModelRunner:
         return columns
 
     def _pool(self, launch: Launch, columns: VectorColumns) -> None:
-        """Work: computes rows, and makes vectors of prompts that end with them."""
+        """Computes rows, and the vectors of prompts that they complete. Runs as queued work."""
         vectors = self._pooler.pool(launch)
         columns.fill(vectors, self._ops.finite(vectors))
 
@@ -589,7 +589,7 @@ class ModelRunner:
 
     @cached_property
     def _compute(self) -> Compute:
-        """Made by the first step's work, when the weights are there: it may put them into another order."""
+        """Created by the first step's work, after the weights are loaded: the creation may change their layout."""
         images = None if self.images is None else self.images.pool
         model = self.model if isinstance(self.model, CalledModel) else self.decoder
         return self._choice.compute(model, self.tables, self.kv, self.prompts, images, self._store)

@@ -1,4 +1,4 @@
-"""The plans of a warm-up, so that no request has to wait for the set-up of libraries and kernels."""
+"""The plans of a warm-up, so that no request waits for the initialisation of libraries and kernels."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from forebay.state.config import RunnerConfig
 def warm_plans(
     config: RunnerConfig, flag: int, backed: bool, in_order: bool = False, drafts: int = 0
 ) -> Iterator[Plan]:
-    """A prompt that uses all options, a tiny prompt in slot 0 and, if the model generates, a decode row.
+    """Yields a prompt that uses all options, a tiny prompt in slot 0 and, if the model generates, a decode row.
 
     `flag` is the flag of the rows.
 
-    `backed`: pages have host pages behind them. `in_order`: no position may be computed twice. `drafts`: the number of
+    `backed`: each hot page needs a host page. `in_order`: no position may be computed twice. `drafts`: the number of
     drafts that the hand may add to the decode row.
     """
     length = min(2, config.context_length, config.page_size)
@@ -38,7 +38,7 @@ def warm_plans(
 
 
 def asking_all(plan: Plan) -> Plan:
-    """The plan, with new slots that use a bias, penalties, a draw with all filters, and log-probabilities."""
+    """Returns the plan, with new slots that use a bias, penalties, a draw with all filters, and log-probabilities."""
     slots, floats = plan.slots.copy(), plan.slot_floats.copy()
     slots[:, SlotRecord.LOGPROBS], slots[:, SlotRecord.TOP_K], slots[:, SlotRecord.BIAS_COUNT] = 1, 1, 1
     floats[:] = 1
@@ -48,9 +48,9 @@ def asking_all(plan: Plan) -> Plan:
 
 
 def sparse_plan(config: RunnerConfig, host_pages: int) -> Plan | None:
-    """A row of slot 0 that is sparse and reads host page 0, whatever that holds; None: there is no room for it.
+    """Returns a sparse row of slot 0 that reads host page 0, whatever its content; None: there is no room for it.
 
-    A device that can't read the host's memory fails here, and not when pages run short.
+    So a device that can't read host memory fails here, rather than later when pages run short.
     """
     size = config.page_size
     if config.context_length <= size or host_pages < 2:
@@ -65,7 +65,7 @@ def sparse_plan(config: RunnerConfig, host_pages: int) -> Plan | None:
 
 
 def _slot(tokens: int) -> Plan:
-    """A plan that rewrites slot 0, with this many tokens."""
+    """Returns a plan that rewrites slot 0, with this many tokens."""
     slots = np.zeros((1, SLOT_WORDS), np.int32)
     slots[0, [SlotRecord.TOKEN_COUNT, SlotRecord.PROMPT_LEN]] = tokens
     slots[0, [SlotRecord.LOGPROBS, SlotRecord.ARENA_OFFSET]] = -1
