@@ -1,4 +1,4 @@
-"""The checks of a plan."""
+"""Checks of a plan's values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class PlanError(ValueError):
 
 
 def columns_within(records: npt.NDArray[np.int32], limits: dict[str, int]) -> None:
-    """Applies `within` to the first columns of records int32 [n, columns], n > 0, with their names and limits."""
-    # As unsigned numbers, negative numbers are large. Each call takes longer than the numbers do.
+    """Applies `within` to the first columns of records int32 [n, columns], n > 0; `limits` has names and limits."""
+    # As unsigned numbers, negative numbers are large, so one call suffices: its overhead exceeds the work.
     most = np.maximum.reduce(records.view(np.uint32)).tolist()
     for column, (what, limit) in enumerate(limits.items()):
         if most[column] >= limit:

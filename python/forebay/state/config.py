@@ -24,11 +24,11 @@ LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("triton", "torch", "fa3")
 SAVE_ORDERS = ("behind", "fence", "inline")
 MOST_HOT_ROWS = 32767
-"""The largest number of hot rows, since their numbers have 16 bits."""
+"""The largest number of hot rows, since row indices are stored as int16."""
 
 
 class ConfigError(ValueError):
-    """The hand can't follow a configuration."""
+    """The hand does not support a configuration."""
 
 
 @dataclass(frozen=True)
@@ -39,21 +39,21 @@ class PlaceConfig:
     rank: int
     """The largest rank."""
     kept: int
-    """The number of further adapters that are kept in host memory."""
+    """The number of additional adapters that are kept in host memory."""
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A model that drafts, or a head of this one."""
+    """A draft model, or a draft head of the model."""
 
     model: Mapping[str, Any]
     tokens: int
-    """The most drafts of a row."""
+    """The largest number of drafts per row."""
 
 
 @dataclass(frozen=True)
 class RunnerConfig:
-    """The hand's configuration, with everything resolved. `HandConfig` of crates/protocol describes the fields."""
+    """The hand's configuration, fully resolved. `HandConfig` of crates/protocol describes the fields."""
 
     model: Mapping[str, Any]
     load_format: str
@@ -86,24 +86,24 @@ class RunnerConfig:
     hot_row_tokens: int | None
     sparse_top_k: int | None
     image_pool_tokens: int | None
-    """The number of positions of all image pages; None: `image_page_count` chooses it."""
+    """The number of positions of all image pages together; None: `image_page_count` chooses it."""
     kv_save_order: str
     state_pages: int | None = None
-    """State pages of a model with recurrent layers; None: as many as memory suggests."""
+    """The number of state pages of a model with recurrent layers; None: chosen by the available memory."""
     window_ratio: float | None = None
     """Pages of the window part for each page of the main part; None: all layers share one pool."""
     lora: PlaceConfig | None = None
-    """The memory for adapters; None: no row has one."""
+    """The memory for adapters; None: rows never use adapters."""
     host_lenders: tuple[int | None, ...] = ()
-    """The descriptor of each replica's host memory, if pages are lent to this hand; None for its own."""
+    """For each replica, the descriptor of its host memory, if it lends pages to this hand; None for this replica."""
     host_shared: bool = False
-    """True: pages have the same content on all ranks, which share one host tier. The first rank writes it."""
+    """True if pages have the same content on all ranks, which share one host tier, written by the first rank."""
     draft: DraftConfig | None = None
-    """The draft model or head; None: the hand drafts nothing by itself."""
+    """The draft model or head; None: the hand itself drafts no tokens."""
     host_fits: bool = False
-    """True if `host_ratio` is an upper limit: the hand uses what fits."""
+    """True if `host_ratio` is an upper limit: the hand uses as many pages as fit."""
     host_state_pages: int | None = None
-    """State pages of an earlier hand's host tier, beside `host_pages`."""
+    """The number of state pages of the previous hand's host tier, besides `host_pages`."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunnerConfig:
@@ -154,7 +154,7 @@ class RunnerConfig:
             )
 
     def _check_adapters(self) -> None:
-        """Rejects adapters where they are not supported. The brain rejects them first."""
+        """Rejects adapters with options that do not support them. The brain rejects these first."""
         if self.lora is None:
             return
         model = self.model_config
@@ -171,7 +171,7 @@ class RunnerConfig:
             raise ConfigError(f"{self.lora}: places and ranks are at least 1")
 
     def _check_called(self) -> None:
-        """Rejects options that transformers' models do not support. The brain rejects them first."""
+        """Rejects options that models in Transformers' code do not support. The brain rejects them first."""
         model = self.model_config
         if not isinstance(model, CalledConfig):
             return
@@ -262,7 +262,7 @@ class RunnerConfig:
 
     @property
     def hot_rows(self) -> int:
-        """The least number of hot rows on the device that a sparse slot keeps; 0: slots are never sparse."""
+        """The smallest number of hot rows that a sparse slot needs; 0: slots are never sparse."""
         if self.hot_row_tokens is None:
             return 0
         model = self.model_config
@@ -277,7 +277,7 @@ class RunnerConfig:
 
     @property
     def model_config(self) -> ModelConfig | EncoderConfig:
-        """The model's own configuration."""
+        """The configuration of the model."""
         calls, shape = self.model.get("called"), self.model.get("shape")
         if calls is not None:
             return CalledConfig.of(self.model["config"], Calls.from_dict(calls))
@@ -290,7 +290,7 @@ class RunnerConfig:
 
     @property
     def kept_model(self) -> ModelConfig | None:
-        """The model, as pages see it: with the heads of this rank. None: it keeps no keys and values."""
+        """The model whose KV cache this rank stores, with this rank's heads. None: it keeps no keys and values."""
         model = self.model_config
         if isinstance(model, EncoderConfig) or model.both_ways:
             return None
@@ -305,7 +305,7 @@ class RunnerConfig:
 
     @property
     def pooling(self) -> Pooling | None:
-        """The model's way to pool; None: it generates."""
+        """How the model pools; None: it generates."""
         values = self.model.get("pooling")
         return None if values is None else Pooling.from_dict(values)
 
@@ -317,7 +317,7 @@ class RunnerConfig:
 
     @property
     def prompt_tokens(self) -> int:
-        """The largest number of tokens of prompts in a step: a chunk, and the rest of an image that it must not cut."""
+        """The most prompt tokens of a step: a chunk, and the rest of an image that the chunk must not split."""
         model, images = self.model_config, self.images
         is_whole = isinstance(model, ModelConfig) and model.whole_images
         rest = images.most_positions - 1 if is_whole and images is not None else 0
@@ -325,5 +325,5 @@ class RunnerConfig:
 
     @property
     def pages_per_slot(self) -> int:
-        """The number of pages of one whole context."""
+        """The number of pages of a whole context."""
         return -(-self.context_length // self.page_size)

@@ -1,4 +1,4 @@
-"""The counts of each token in each slot, for penalties."""
+"""Counts of each token in each slot, for penalties."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from forebay.device import Device
 
 Int64s = npt.NDArray[np.int64]
 _FIRST = 4
-"""The number of lines of the first table."""
+"""The number of lines of the first table that is allocated."""
 
 
 def ragged(first: Int64s, counts: Int64s) -> Int64s:
-    """The concatenation of `first[i] .. first[i] + counts[i]`."""
+    """Concatenates the ranges `first[i] .. first[i] + counts[i]`."""
     before = np.cumsum(counts) - counts
     return np.repeat(first - before, counts) + np.arange(counts.sum(), dtype=np.int64)
 
 
 @dataclass(frozen=True)
 class Recount:
-    """Lines of the table whose counts are computed anew from a slot's tokens."""
+    """The lines of the table whose counts are recomputed from a slot's tokens."""
 
     lines: Int64s  # [l]
-    tokens: Int64s  # entries of the token pool that are counted
-    counters: Int64s  # one an entry: where its line's counters begin
-    capacity: int  # lines that the table has from now on
+    tokens: Int64s  # the entries of the token pool to count
+    counters: Int64s  # one per entry: the index of the first counter of its line
+    capacity: int  # the number of lines that the table has from now on
 
 
 class TokenCounts:
-    """Counters int32 `[lines, 2, vocabulary]` on the device, with a line for every slot with a penalty.
+    """Counters int32 `[lines, 2, vocabulary]` on the device, with a line for every slot that has a penalty.
 
-    A line has two rows: the counts of all seen tokens, and those of generated tokens. The host assigns lines and counts
+    A line has two rows: the counts of all tokens, and those of generated tokens. The host assigns lines and counts
     tokens when a slot is written. The sampler adds each sampled token.
     """
 
@@ -48,7 +48,7 @@ class TokenCounts:
 
     @property
     def table(self) -> torch.Tensor:
-        """The counters int32 [lines, 2, vocabulary], of seen and of generated tokens. Read by queued work."""
+        """The counters int32 [lines, 2, vocabulary] of all and of generated tokens. Read by queued work."""
         return self._table
 
     @property
@@ -57,19 +57,19 @@ class TokenCounts:
         return self._table.nbytes
 
     def keep(self) -> None:
-        """Makes the lines of all slots, for graphs, which know the table by its address. Called by the host, first."""
+        """Allocates all slots' lines, since graphs refer to the table by address. Called on the host before `renew`."""
         self._capacity = len(self._line)
         self._free = list(range(self._capacity))
         self._table = self._device.zeros((self._capacity, 2, self._vocabulary), torch.int32)
 
     def lines(self, slots: Int64s) -> Int64s:
-        """The lines of `slots` [r]; -1: none. Called by the host."""
+        """Returns the lines of `slots` [r]; -1: none. Called on the host."""
         return self._line[slots]
 
     def renew(self, slots: Int64s, penalised: npt.NDArray[np.bool_]) -> Int64s:
-        """Frees the lines of `slots` [n], and gives lines [l] to those that are `penalised`.
+        """Frees the lines of `slots` [n], and assigns lines [l] to those that are `penalised`.
 
-        Called by the host.
+        Called on the host.
         """
         if not penalised.any() and len(self._free) == self._capacity:
             return np.zeros(0, np.int64)
@@ -85,9 +85,9 @@ class TokenCounts:
         return self._line[wanted]
 
     def recount(self, lines: Int64s, stride: Int64s, first: Int64s, prompt_len: Int64s, counts: Int64s) -> Recount:
-        """The work of `write` for new slots [l], whose tokens begin at `stride` in the pool. Called by the host.
+        """Returns the input of `write` for new slots [l], with tokens at `stride` in the pool. Called on the host.
 
-        Tokens `first .. counts` are seen, and those from `prompt_len` on are generated.
+        Tokens `first .. counts` are counted, and those from `prompt_len` on also as generated.
         """
         begin = self.begin(lines)
         own = np.maximum(prompt_len, first)
@@ -107,16 +107,16 @@ class TokenCounts:
         self._add(counters + token_pool.view(-1).index_select(0, tokens))
 
     def add(self, begin: torch.Tensor, tokens: torch.Tensor, given: torch.Tensor | None = None) -> None:
-        """Counts a sampled token [l] in each line whose counters begin at `begin` [l]. Runs as queued work.
+        """Counts a sampled token [l] in each line; its counters start at `begin` [l]. Runs as queued work.
 
-        `given`, bool [l]: true for the tokens that count. None: all do.
+        `given`, bool [l]: true for tokens that are counted. None: all are.
         """
         entries = begin + tokens
         amounts = None if given is None else given.int().repeat(2)
         self._add(torch.cat((entries, entries + self._vocabulary)), amounts)
 
     def begin(self, lines: Int64s) -> Int64s:
-        """The index of the first counter of each of `lines`. Called by the host."""
+        """Returns the index of the first counter of each of `lines`. Called on the host."""
         return lines * (2 * self._vocabulary)
 
     def _add(self, entries: torch.Tensor, amounts: torch.Tensor | None = None) -> None:

@@ -1,9 +1,9 @@
-"""The host tier: pages of keys and values in memory that outlives this process, and other replicas' pages.
+"""The host tier: pages of keys and values in memory that outlives this process, and pages of other replicas.
 
-The brain creates the memory, an anonymous file, and the hand chooses its size. A page of all layers is one piece: its
-main part, then its index part if it has one, in the device's order. So copies of whole pages need not know the order
-inside. The checksums of the pages follow. State pages with the states of recurrent layers come next, each with a
-checksum and the number of positions that it has seen. The number of state pages is last.
+The brain creates the memory, an anonymous file, and the hand sets its size. A host page contains all layers
+contiguously: its main part, then its index part if it has one, in the device's order. So copies of whole pages do
+not depend on that layout. The checksums of all pages follow. Then come state pages with the states of recurrent layers,
+and a checksum and a position count for each of them. The number of state pages is last.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from forebay.state.pages import KvPool
 
 CHECKSUM_BYTES = 4
 STATE_NOTE_WORDS = 2
-"""The words for each state besides its bytes: its checksum, and the number of positions that it has seen."""
+"""The words per state besides its bytes: a checksum, and the number of positions that the state includes."""
 COUNT_BYTES = 8
-"""Bytes of the number of state pages at the end of a file that has some."""
+"""The bytes of the number of state pages, at the end of a file with state pages."""
 
 Bytes = npt.NDArray[np.uint8]
 _Words: TypeAlias = npt.NDArray[np.uint32]
@@ -35,50 +35,50 @@ _Words: TypeAlias = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class HostCounts:
-    """The numbers of pages of a host tier; both 0: there is none."""
+    """The page counts of a host tier; both 0: there is no host tier."""
 
     pages: int = 0
     state_pages: int = 0
 
     def agreed(self, least: Callable[[int], int]) -> HostCounts:
-        """The numbers that all ranks of a group have, because the brain uses the same pages on all of them.
+        """Returns the page counts for all ranks of a group, because the brain uses the same pages on all ranks.
 
-        `least` gives the smallest of all ranks' numbers.
+        `least` returns the minimum over all ranks.
         """
         return HostCounts(least(self.pages), least(self.state_pages))
 
 
 @dataclass(frozen=True)
 class PageSizes:
-    """Bytes of a page of all layers and of a state; 0: the model has no states."""
+    """The bytes of a page over all layers, and of a state; 0: the model has no states."""
 
     page: int
     state: int = 0
 
     @property
     def of_page(self) -> int:
-        """Bytes of a page and its checksum."""
+        """The bytes of a page with its checksum."""
         return self.page + CHECKSUM_BYTES
 
     @property
     def of_state(self) -> int:
-        """Bytes of a state and its note."""
+        """The bytes of a state with its checksum and position count."""
         return self.state + 4 * STATE_NOTE_WORDS
 
     def file_bytes(self, counts: HostCounts) -> int:
-        """The length of a file with this many pages."""
+        """Returns the length of a file with this many pages."""
         states = counts.state_pages * self.of_state + COUNT_BYTES if self.state else 0
         return counts.pages * self.of_page + states
 
 
 def asked_pages(config: RunnerConfig, pages: int, page_bytes: int, device_bytes: int | None = None) -> int:
-    """The requested number of host pages for a device with this many pages; 0: none.
+    """Returns the requested number of host pages for a device with this many pages; 0: no host tier.
 
-    `device_bytes` are those of all of the device's pages of any kind; None: there are no other kinds, so a size in
-    bytes is for pages alone. Raises `ConfigError` if the request is less than a page of `page_bytes`.
+    `device_bytes`: the bytes of all kinds of pages on the device; None: there is only one kind, and a size in bytes
+    is the size of this kind. Raises `ConfigError` if the request is less than a page of `page_bytes`.
     """
     if config.host_pages is not None:
-        # A restarted hand keeps the count of its predecessor, whose blocks are still there.
+        # A restarted hand keeps the page count of its predecessor, whose blocks are still in the memory.
         return config.host_pages
     if config.host_bytes is not None and device_bytes is None:
         asked = config.host_bytes // page_bytes
@@ -92,18 +92,18 @@ def asked_pages(config: RunnerConfig, pages: int, page_bytes: int, device_bytes:
 
 
 def host_counts(config: RunnerConfig, kv: KvPool, states: tuple[int, int], available_bytes: int) -> HostCounts:
-    """The numbers of pages of the host's tier.
+    """Returns the page counts of the host tier.
 
-    `states` are the number and the bytes of the device's state pages. Pages and state pages divide the tier as they
-    divide the device's memory. `available_bytes` is the free memory beside weights and pages of the device. Raises
-    `ConfigError` if it is not enough for the request, or the request is less than a page.
+    `states`: the number and the bytes of the device's state pages. KV pages and state pages share the tier in the same
+    proportion as the device's memory. `available_bytes` is the free memory besides weights and pages of the device.
+    Raises `ConfigError` if that is not enough for the request, or if the request is less than a page.
     """
     if config.host_bytes is None and config.host_ratio is None and config.host_pages is None:
         return HostCounts()
     if not kv.layers:
         raise ConfigError("the model keeps no keys and values, so a host tier has nothing to hold: leave it off")
     if config.host_pages is not None:
-        # A restarted hand keeps the counts of its predecessor, whose blocks are still there.
+        # A restarted hand keeps the page counts of its predecessor, whose blocks are still in the memory.
         return HostCounts(config.host_pages, config.host_state_pages or 0)
     state_pages, state_bytes = states
     device = kv.page_count * kv.page_bytes + state_pages * state_bytes
@@ -132,7 +132,7 @@ def host_counts(config: RunnerConfig, kv: KvPool, states: tuple[int, int], avail
 
 
 def _asked(config: RunnerConfig, pages: int, device_bytes: int) -> int:
-    """The requested number of host pages, if the device has this many pages, which have `device_bytes` in all."""
+    """Returns the requested number of host pages for `pages` of the device; all of its pages have `device_bytes`."""
     if config.host_bytes is not None:
         return config.host_bytes * pages // device_bytes
     return int((config.host_ratio or 0.0) * pages)
@@ -143,10 +143,10 @@ def _size_asked(config: RunnerConfig) -> str:
 
 
 class LentPages:
-    """The pages of another replica's host tier, which this hand only reads."""
+    """The pages of another replica's host tier, which this hand may only read."""
 
     def __init__(self, descriptor: int, sizes: PageSizes) -> None:
-        """Maps the file behind `descriptor`, which a hand with pages of the same form has made as long as they are."""
+        """Maps the file of `descriptor`. The lending hand uses the same page sizes, and has set the file's length."""
         size = os.fstat(descriptor).st_size
         states, rest = 0, size
         if sizes.state and size > COUNT_BYTES:
@@ -160,7 +160,7 @@ class LentPages:
 
 
 class HostParts:
-    """The pages of a host tier in mapped memory."""
+    """The parts of a host tier in mapped memory."""
 
     def __init__(self, mapped: Bytes, counts: HostCounts, sizes: PageSizes) -> None:
         self.pages, end = _pages(mapped, counts.pages, sizes.page)
@@ -171,7 +171,7 @@ class HostParts:
         """uint8 [state_pages, state_bytes]"""
         notes = _notes(rest[end:], counts.state_pages, STATE_NOTE_WORDS)
         self.state_checksums, self.seen = notes[:, 0], notes[:, 1]
-        """`seen` [state_pages]: the number of positions that each state has seen"""
+        """`seen` [state_pages]: the number of positions that each state includes"""
 
     def is_sealed(self, page: int) -> bool:
         """True if a page matches its checksum."""
@@ -183,10 +183,10 @@ class HostParts:
 
 
 class HostPool:
-    """The host's pages in the brain's memory."""
+    """The host pages of this hand, in the brain's memory."""
 
     def __init__(self, descriptor: int, counts: HostCounts, sizes: PageSizes, page_size: int) -> None:
-        """Maps the file behind `descriptor`, which remains the caller's, and enlarges the file if it is too small."""
+        """Maps the file of `descriptor`, which the caller keeps, and enlarges the file if it is too small."""
         size = sizes.file_bytes(counts)
         if os.fstat(descriptor).st_size < size:
             os.ftruncate(descriptor, size)
@@ -202,11 +202,11 @@ class HostPool:
 
     @property
     def pages(self) -> Bytes:
-        """The pages of keys and values, uint8 [pages, page_bytes]."""
+        """The KV cache pages, uint8 [pages, page_bytes]."""
         return self.parts.pages
 
     def rows(self, kv: KvPool) -> list[torch.Tensor]:
-        """The main part of all pages as rows, `[pages, page_size, width]` for each layer, if it is one pool of rows."""
+        """Returns the main part of all pages as rows, `[pages, page_size, width]` per layer; it has to be one pool."""
         (pool,) = kv.main.pools
         layers = kv.main.page_stride // kv.page_size
         elements = kv.main.page_bytes // pool.itemsize
@@ -214,7 +214,7 @@ class HostPool:
         return list(main.unflatten(1, (layers, kv.page_size, -1)).unbind(1))
 
     def seal(self, page: int, first: int, count: int) -> None:
-        """Stores a page's checksum after a save of these positions, once all positions are saved."""
+        """Notes that these positions of a page were saved. Stores the page's checksum once all positions are."""
         if count < self._page_size:
             saved = self._saved.setdefault(page, set())
             if first == 0:
@@ -226,16 +226,16 @@ class HostPool:
         self.parts.checksums[page] = zlib.crc32(self.pages[page].data)
 
     def seal_state(self, page: int) -> None:
-        """Notes the checksum of a state page."""
+        """Stores the checksum of a state page."""
         self.parts.state_checksums[page] = zlib.crc32(self.parts.states[page].data)
 
 
 def _pages(mapped: Bytes, count: int, size: int) -> tuple[Bytes, int]:
-    """The first `count` pages of `size` bytes in memory, [count, size], and the offset of their end."""
+    """Returns the first `count` pages of `size` bytes in memory, [count, size], and the offset of their end."""
     end = count * size
     return mapped[:end].reshape(count, size), end
 
 
 def _notes(mapped: Bytes, count: int, words: int) -> _Words:
-    """The notes of the pages at the beginning of memory, [count, words]."""
+    """Returns the note words of the pages, at the beginning of memory, [count, words]."""
     return mapped[: 4 * count * words].view(np.uint32).reshape(count, words)

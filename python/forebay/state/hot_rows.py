@@ -1,4 +1,4 @@
-"""The tables of sparse slots: which positions their hot rows hold (HiSparse, SGLang #21932)."""
+"""The tables of sparse slots: the positions that their hot rows contain (HiSparse, SGLang #21932)."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from forebay.weights.config import ModelConfig
 
 
 class HotRows:
-    """The state of the rows of sparse slots, on the device; the list of sparse slots, on the host.
+    """The state of the hot rows of sparse slots, on the device, and which slots are sparse, on the host.
 
-    An indexed layer and the layers that share its choice are a *group*. They hold rows of the same positions. The last
-    column of each table of a group is for writes that are never read.
+    An indexed layer and the layers that share its choice are a *group*. They have hot rows for the same positions. The
+    last column of each table of a group is a dummy: it is written, but never read.
     """
 
     def __init__(
         self, config: RunnerConfig, model: ModelConfig, pages: int, host: Sequence[torch.Tensor], device: Device
     ) -> None:
-        """`pages`: the device's pages. `host`: each layer's rows in the host tier, `[host pages, page_size, width]`."""
+        """`pages`: hot pages. `host`: each layer's rows in the host tier, `[host pages, page_size, width]`."""
         assert model.indexer is not None
         self._limits = config.slots, config.pages_per_slot, config.row_pages
         self._pages = pages
         self.host = host
         self.count = config.row_pages * config.page_size
-        """The number of rows of a slot."""
+        """The number of hot rows per slot."""
         shapes = self._shapes(config, model)
         place = device.torch_device
         self.host_table = torch.full(shapes["host_table"], NO_PAGE, dtype=torch.int32, device=place)
@@ -46,7 +46,7 @@ class HotRows:
         self.clock = torch.zeros(config.slots, dtype=torch.int32, device=place)
         """The number of steps of each slot since it became sparse."""
         self.sparse = np.zeros(config.slots, np.bool_)
-        """True for sparse slots. Used by the host."""
+        """True for sparse slots. Used on the host."""
 
     @staticmethod
     def _shapes(config: RunnerConfig, model: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -67,11 +67,11 @@ class HotRows:
         return sum(int(np.prod(shapes[name])) * size for name, size in elements.items())
 
     def group(self, number: int) -> GroupRows:
-        """The tables of an indexed layer, and of the layers that share its choice. Runs as queued work."""
+        """Returns the tables of an indexed layer and of the layers that share its choice. Runs as queued work."""
         return GroupRows(self._row_of[number], self._owner[number], self._stamp[number])
 
     def read(self, plan: Plan) -> None:
-        """Checks the plan's writes to these tables, after its new slots were checked. Raises `PlanError`."""
+        """Checks the plan's writes to these tables, after its new slots have been checked. Raises `PlanError`."""
         slots, indices, row_pages = self._limits
         if len(plan.slots):
             self.sparse[plan.slots[:, SlotRecord.SLOT]] = False
@@ -84,7 +84,7 @@ class HotRows:
             self._become_sparse(plan.hot_rows)
 
     def check_rows(self, slot: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-        """The rows of sparse slots, bool [r]; None: there are none. Raises `PlanError` if such a row has positions."""
+        """Returns bool [r], true for sparse slots; None: there are none. Raises `PlanError` for several positions."""
         sparse = self.sparse[slot]
         if not sparse.any():
             return None
@@ -93,13 +93,13 @@ class HotRows:
         return sparse
 
     def clear(self, inputs: StepInputs, page_table: torch.Tensor) -> None:
-        """Removes all pages of new slots, here and from `page_table`. Runs as queued work."""
+        """Removes all pages of new slots from these tables and from `page_table`. Runs as queued work."""
         new = inputs.records("slots", SLOT_WORDS)[:, SlotRecord.SLOT]
         for table in (page_table, self.host_table, self.table):
             table.index_fill_(0, new, NO_PAGE)
 
     def write(self, inputs: StepInputs) -> None:
-        """Overwrites table entries for host pages and for pages of hot rows, whose rows then hold no position.
+        """Writes table entries of host pages and of pages for hot rows, whose rows then contain no position.
 
         Runs as queued work.
         """

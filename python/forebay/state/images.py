@@ -1,4 +1,4 @@
-"""Images in slots: pages of a tower's output, the places of images, and the rotary numbers of positions."""
+"""Images in slots: the pages of the tower's output, the positions of images, and RoPE positions."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from forebay.state.counts import Int64s, ragged
 from forebay.weights.vision import Preprocessing, Vision
 
 PAGE_POSITIONS = 64
-"""Positions of an image page."""
+"""The number of positions of an image page."""
 _LEAST_POSITIONS = 8192
-"""The least number of positions of a pool without a given size."""
+"""The smallest number of positions of a pool whose size is not given."""
 _NOWHERE: Int64s = np.zeros(0, np.int64)
 
 
 def image_page_count(config: RunnerConfig, images: Preprocessing) -> int:
-    """The number of image pages, for a given number of positions, or otherwise for twice the largest image.
+    """Returns the number of image pages: for the given number of positions, or otherwise for twice the largest image.
 
     Raises `ConfigError`.
     """
@@ -38,14 +38,14 @@ def image_page_count(config: RunnerConfig, images: Preprocessing) -> int:
 
 
 def pages_of(positions: int) -> int:
-    """The number of image pages for this many positions."""
+    """Returns the number of image pages for this many positions."""
     return -(-positions // PAGE_POSITIONS)
 
 
 class ImagePool:
-    """The outputs of towers, a row for each position, `[pages * 64, (1 + deepstack) * hidden]`.
+    """The outputs of the vision tower, a row per position, `[pages * 64, (1 + deepstack) * hidden]`.
 
-    They are zero at first.
+    The rows are zero at first.
     """
 
     def __init__(self, vision: Vision, pages: int, dtype: torch.dtype, device: Device) -> None:
@@ -55,7 +55,7 @@ class ImagePool:
 
     @staticmethod
     def nbytes(vision: Vision, pages: int, dtype: torch.dtype) -> int:
-        """The bytes of this many pages."""
+        """Returns the bytes of this many pages."""
         return pages * PAGE_POSITIONS * vision.position_elements * dtype.itemsize
 
     def write(self, entries: torch.Tensor, rows: torch.Tensor) -> None:
@@ -63,27 +63,27 @@ class ImagePool:
         self._rows.index_copy_(0, entries, rows)
 
     def read(self, entries: torch.Tensor) -> torch.Tensor:
-        """The rows at entries int64 [m], [m, 1 + deepstack, hidden]. Runs as queued work."""
+        """Returns the rows at entries int64 [m], [m, 1 + deepstack, hidden]. Runs as queued work."""
         rows: torch.Tensor = self._rows.index_select(0, entries).unflatten(1, self._shape)
         return rows
 
 
 def entries_of(pages: Int64s, positions: Int64s) -> Int64s:
-    """The entries in the pool of positions [m] of an image with these pages, in order."""
+    """Returns the pool entries of positions [m] of an image with these pages, in order."""
     return pages[positions // PAGE_POSITIONS] * PAGE_POSITIONS + positions % PAGE_POSITIONS
 
 
 @dataclass(frozen=True)
 class ImageSpan:
-    """An image in a slot: a position for each of its rows and columns, row by row."""
+    """An image in a slot. Its positions are in row-major order."""
 
     first: int
     height: int
     width: int
     rope: int
-    """The rotary number of its first position."""
+    """The RoPE position of its first position."""
     pages: Int64s
-    """The image pages of its rows; empty until a plan's row reaches the image."""
+    """The image pages of its positions; empty until a plan's row reaches the image."""
 
     @property
     def count(self) -> int:
@@ -96,44 +96,44 @@ class ImageSpan:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A step's `n` tokens, if some slots have images; `m` of them are in images."""
+    """A step's `n` tokens, if slots have images; `m` tokens are in images."""
 
-    positions: Int64s  # [n], or [3, n] (time, row, column) where they differ
-    at: Int64s  # [m]: which tokens stand in images
-    entries: Int64s  # [m]: where their rows are in the pool
+    positions: Int64s  # [n], or [3, n] (time, row, column) if the three differ
+    at: Int64s  # [m]: the indices of tokens in images
+    entries: Int64s  # [m]: the pool entries of their rows
 
 
 class Layout:
-    """The images of a slot, in order. A layout is immutable: changes create another one."""
+    """The images of a slot, in order. A layout is immutable: changes create a new layout."""
 
     def __init__(self, spans: Iterable[ImageSpan]) -> None:
-        """Raises `PlanError` for images that overlap."""
+        """Raises `PlanError` if images overlap."""
         self._spans = sorted(spans, key=lambda span: span.first)
         for before, after in zip(self._spans, self._spans[1:], strict=False):
             if after.first < before.end:
                 raise PlanError(f"images at positions {before.first}..{before.end} and from {after.first} on overlap")
         self.end = self._spans[-1].end
-        """The position behind the last image."""
+        """The position after the last image."""
 
     def with_(self, span: ImageSpan) -> Layout:
-        """The layout with this image added, or in place of the image with the same first position."""
+        """Returns the layout with this image added, or in place of the image with the same first position."""
         return Layout([span, *(old for old in self._spans if old.first != span.first)])
 
     @cached_property
     def shift(self) -> int:
-        """The difference between a position after the last image and its rotary number."""
+        """The difference between a position after the last image and its RoPE position."""
         return int(self._columns[4][-1]) - self.end
 
     @cached_property
     def _columns(self) -> tuple[Int64s, ...]:
-        """First positions, counts, widths, numbers of the first positions, and of those behind."""
+        """Per image: first position, count, width, and the RoPE positions of its first position and after its last."""
         words = [(s.first, s.count, s.width, s.rope, s.rope + max(s.height, s.width)) for s in self._spans]
         return tuple(np.array(words, np.int64).T)
 
     def check(self, start: int, end: int, whole: bool) -> None:
-        """Raises `PlanError` if positions `start .. end` are in an image without pages.
+        """Raises `PlanError` if positions `start .. end` overlap an image without pages.
 
-        With `whole`, also if they end within an image.
+        With `whole`, also if `end` is within an image.
         """
         for first, behind in self.within(start, end):
             if whole and end < behind:
@@ -143,15 +143,15 @@ class Layout:
                 raise PlanError(f"a row {start}..{end} in the image at position {span.first}, which has no pages")
 
     def within(self, start: int, end: int) -> list[tuple[int, int]]:
-        """The images that overlap positions `start .. end`: the first position of each, and the one after it."""
+        """Returns the images that overlap positions `start .. end`: each one's first position, and its end."""
         return [(span.first, span.end) for span in self._spans if start < span.end and span.first < end]
 
     def positions(self, start: int, length: int) -> Int64s:
-        """The rotary numbers of positions [length] from `start` on, [3, length]."""
+        """Returns the RoPE positions of `length` positions from `start` on, [3, length]."""
         first, count, width, rope, behind = self._columns
         at = np.arange(start, start + length)
         image = np.searchsorted(first, at, side="right") - 1
-        # Before the first image the index is -1, which selects the last image's columns; they are not used.
+        # Before the first image the index is -1, which selects the last image's columns; their values are not used.
         offset = at - first[image]
         inside = (image >= 0) & (offset < count[image])
         text = np.where(image < 0, at, behind[image] + offset - count[image])
@@ -160,7 +160,7 @@ class Layout:
         return numbers
 
     def rows(self, start: int, length: int) -> tuple[Int64s, Int64s]:
-        """The positions [length] from `start` on that are in images, [m], and the places of their rows, [m]."""
+        """Returns offsets [m] from `start` of image positions among `length` positions, and their pool entries [m]."""
         at, entries = [_NOWHERE], [_NOWHERE]
         for span in self._spans:
             first, end = max(start, span.first), min(start + length, span.end)
@@ -176,17 +176,17 @@ class RowImages:
     """The images of a step's `r` rows."""
 
     layouts: tuple[Layout | None, ...]  # [r]
-    shift: Int64s  # [r]: from a position after the last image to its number
-    end: Int64s  # [r]: after the last image; 0 without one
+    shift: Int64s  # [r]: the difference between a position after the last image and its RoPE position
+    end: Int64s  # [r]: the position after the last image; 0 without images
 
     def within(self, row: Int64s, start: Int64s, length: Int64s) -> list[list[tuple[int, int]]]:
-        """The images that overlap pieces of rows [p], in the form of `Layout.within`."""
+        """Returns the images that overlap pieces of rows [p], in the form of `Layout.within`."""
         pieces = zip(row.tolist(), start.tolist(), (start + length).tolist(), strict=True)
         layouts = ((self.layouts[number], first, end) for number, first, end in pieces)
         return [[] if layout is None else layout.within(first, end) for layout, first, end in layouts]
 
     def tokens(self, row: Int64s, start: Int64s, length: Int64s) -> Tokens:
-        """The images of a step's tokens, which are ordered by pieces of rows [p]."""
+        """Returns the image data of a step's tokens, which are ordered by pieces of rows [p]."""
         positions = ragged(start + self.shift[row], length)
         early = np.flatnonzero(start < self.end[row])
         if not len(early):
@@ -206,7 +206,7 @@ class RowImages:
 
 
 class SlotImages:
-    """The images of each slot, on the host. A step uses the images as of the reading of its plan."""
+    """The images of each slot, on the host. A step uses the images known when its plan is read."""
 
     def __init__(self, slots: int, context_length: int, pages: int, whole: bool = False) -> None:
         """`whole`: the positions of an image attend to each other, so no row may end within an image."""
@@ -215,7 +215,7 @@ class SlotImages:
         self._layouts: dict[int, Layout] = {}
 
     def read(self, plan: Plan) -> None:
-        """Forgets the images of new slots, and reads those of the plan. Raises `PlanError`."""
+        """Removes the images of new slots, and reads those of the plan. Raises `PlanError`."""
         if self._layouts:
             for slot in plan.slots[:, SlotRecord.SLOT].tolist():
                 self._layouts.pop(slot, None)
@@ -240,7 +240,7 @@ class SlotImages:
             self._layouts[slot] = Layout([span]) if layout is None else layout.with_(span)
 
     def of_rows(self, slot: Int64s, start: Int64s, length: Int64s) -> RowImages | None:
-        """The images of rows [r]; None: their slots have none.
+        """Returns the images of rows [r]; None: their slots have no images.
 
         Raises `PlanError` for an image that can't be read yet.
         """

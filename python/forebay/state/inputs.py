@@ -1,4 +1,4 @@
-"""Input rows that come with requests, in place of those of the embedding table."""
+"""Input embeddings that requests provide, in place of token embeddings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from forebay.state.slots import Int64s, PlanError, SlotTables
 
 @dataclass(frozen=True)
 class Given:
-    """The inputs of those of a step's `r` rows whose first input is in the arena."""
+    """The rows, of a step's `r` rows, whose first input is in the arena."""
 
-    used: npt.NDArray[np.bool_]  # [r]
-    embeds: Int64s  # [r]: where the embeddings of the row's slot begin in the arena, in bytes
-    until: Int64s  # [r]: the positions below have theirs there
+    used: npt.NDArray[np.bool_]  # [r]: True if the row's first input is in the arena
+    embeds: Int64s  # [r]: the byte offset in the arena of the embeddings of the row's slot
+    until: Int64s  # [r]: positions below this have embeddings in the arena
 
     def spans(self, row: Int64s, start: Int64s, length: Int64s) -> list[Span]:
-        """The spans of a step's tokens, which are ordered by pieces of rows [p]."""
+        """Returns the spans of a step's tokens, which are ordered by pieces of rows [p]."""
         counts = np.minimum(length, self.until[row] - start)
         used = self.used[row] & (counts > 0)
         at = np.cumsum(length) - length
@@ -39,7 +39,7 @@ class Span:
 
 
 class PromptRows:
-    """The embeddings of prompts in the arena: `prompt_len` rows of `hidden` elements for each slot that has some."""
+    """The prompt embeddings in the arena: `prompt_len` rows of `hidden` elements for each slot that has any."""
 
     def __init__(self, arena: npt.NDArray[np.uint8], tables: SlotTables, hidden: int, dtype: torch.dtype) -> None:
         self._arena = arena
@@ -49,9 +49,9 @@ class PromptRows:
         self._row_bytes = hidden * dtype.itemsize
 
     def given(self, slot: Int64s, start: Int64s) -> Given | None:
-        """The inputs in the arena for rows [r] from `start` on; None: there are none. Raises `PlanError`.
+        """Returns the inputs in the arena for rows [r] from `start` on; None: there are none. Raises `PlanError`.
 
-        Called by the host.
+        Called on the host.
         """
         tables = self._tables
         embeds = tables.embeds[slot]
@@ -66,13 +66,13 @@ class PromptRows:
         return Given(used, embeds, prompt_len)
 
     def rows(self, span: Span) -> npt.NDArray[np.uint8]:
-        """The bytes of a span's embeddings, uint8 [count * row bytes], as a copy: no tensor refers to the arena."""
+        """Returns a span's embeddings as bytes, uint8 [count * row bytes], copied: no tensor refers to the arena."""
         first = span.embeds + span.first * self._row_bytes
         found: npt.NDArray[np.uint8] = self._arena[first : first + span.count * self._row_bytes].copy()
         return found
 
     def tensor(self, bytes_: torch.Tensor) -> torch.Tensor:
-        """The embeddings [count, hidden] of a span's bytes. Runs as queued work."""
+        """Converts a span's bytes to embeddings [count, hidden]. Runs as queued work."""
         return bytes_.view(self._dtype).view(-1, self._hidden)
 
     def _check(self, slot: int) -> None:

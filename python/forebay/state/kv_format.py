@@ -1,4 +1,4 @@
-"""The forms of keys and values in pages."""
+"""The formats of keys and values in pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from forebay.weights.parts import GroupedQuery
 
 
 class KvFormat(Enum):
-    """The form of keys and values on pages. The value is its name in the handshake."""
+    """The format of keys and values in pages. The value is its name in the handshake."""
 
     PLAIN = None
     """Elements of the model's type."""
@@ -18,5 +18,5 @@ class KvFormat(Enum):
     """8-bit floats without scales, for the operators of `forebay.gpu`."""
 
     def entry(self, heads: GroupedQuery, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
-        """The shape and the type of the keys, or of the values, of one position in one layer. `dtype`: the model's."""
+        """Returns the shape and type of the keys, or values, of a position in a layer. `dtype`: the model's."""
         return (heads.kv_heads, heads.head_dim), torch.uint8 if self is KvFormat.FP8 else dtype

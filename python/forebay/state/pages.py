@@ -1,4 +1,4 @@
-"""The pages of keys and values of all layers, and of the keys of an index."""
+"""The KV cache pages of all layers, and the pages of index keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype, form: KvFormat = KvFormat.PLAIN) -> int:
-    """Bytes of one page over all layers and both parts. `form`: the form of keys and values."""
+    """Returns the bytes of a page over all layers, index keys included. `form`: the format of keys and values."""
     if isinstance(model, CalledConfig):
         return page_size * sum(shape.elements for shape in model.kept) * dtype.itemsize
     features = page_size * model.features * dtype.itemsize
@@ -39,7 +39,7 @@ def page_bytes(model: ModelConfig, page_size: int, dtype: torch.dtype, form: KvF
 
 
 def part_bytes(config: RunnerConfig, model: ModelConfig, windows: WindowLayers) -> tuple[int, int]:
-    """Bytes of one page of the main part with its index part, and of one of the window part, over their layers."""
+    """Returns the bytes of a page of the main part, with the index part, and of a page of the window part."""
     whole = page_bytes(model, config.page_size, config.dtype, config.kv_cache_dtype)
     if windows.ratio is None:
         return whole, 0
@@ -50,14 +50,14 @@ def part_bytes(config: RunnerConfig, model: ModelConfig, windows: WindowLayers) 
 
 
 def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, weight_bytes: int) -> int:
-    """The number of pages to allocate: for a given number of tokens, or for the memory beside the weights.
+    """Returns the number of pages to allocate: for the given number of tokens, or for the memory besides the weights.
 
-    With a window part, it is the number of the main part's pages, and leaves room for the other.
+    With a window part, it is the number of the main part's pages, with memory left for the window part.
 
     `available_bytes` is the free memory before the weights were allocated. `weight_bytes` is the memory of weights in
-    steps, and of the steps themselves if that was measured. During the load it may be more, but the pool is not
-    allocated yet then. The number derived from memory is at most what all slots can fill. A given number may be larger,
-    if there is memory for it.
+    steps, plus the memory of the steps themselves if it was measured. Loading may take more, but before the pool is
+    allocated. The number derived from memory is at most what all slots can fill. A given number may be larger, if it
+    fits into memory.
     """
     windows = WindowLayers.of(config, model)
     a_page, most = part_bytes(config, model, windows), _most_pages(config)
@@ -71,7 +71,7 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
                 f"at most {windows.fitting(free, count, a_page) * config.page_size} tokens"
             )
     else:
-        # If all layers are recurrent, pages are only numbers.
+        # If all layers are recurrent, pages take no memory.
         budget = max(int(config.mem_fraction_static * available_bytes) - weight_bytes, 0)
         count = windows.fitting(budget, most, a_page)
     if count < 1:
@@ -84,36 +84,36 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
 
 
 def _most_pages(config: RunnerConfig) -> int:
-    """The number of pages that all slots can fill."""
+    """Returns the number of pages that all slots can fill."""
     return config.slots * config.pages_per_slot
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the parts of a page, with separate page numbers and a separate page table."""
+    """A part of the pages, with separate page numbers and a separate page table."""
 
     pools: tuple[torch.Tensor, ...]
-    """The pools. A page is a contiguous piece of each."""
+    """The pools. In each pool, a page is contiguous."""
     page_count: int
     page_bytes: int
     """The bytes of a page over all layers."""
     page_stride: int
-    """Entries of a layer from the first entry of a page to that of the next."""
+    """The number of a layer's entries from the first entry of a page to the first entry of the next page."""
 
     def pieces(self) -> list[torch.Tensor]:
-        """The bytes of each page, uint8 `[page_count, bytes]` for each pool in turn."""
+        """Returns the bytes of each page, uint8 `[page_count, bytes]` per pool."""
         return [pool.view(torch.uint8).view(self.page_count, -1) for pool in self.pools]
 
 
 class KvPool:
     """The keys and values of positions in all layers, zero at first.
 
-    The main part is keys and values, or latent rows, with the null page after its pages. Keys and values are a pool
-    each, two for a layer that has its own, `[page_count + 1, page_size, *entry]`, where `KvFormat` has the entry. Rows
-    of latent layers are one pool, `[page_count + 1, layers, page_size, row]`, so a page is one piece. The keys of an
-    index, `[pages, indexed layers, page_size, head_dim]`, are the index part of a page. Features from which a head
-    drafts are a pool of the main part, `[page_count + 1, page_size, hidden]`. Pools of layers with a window may be the
-    window part, `[window pages, page_size, *entry]`.
+    The main part has keys and values, or latent rows, and the null page after the other pages. Each layer with its own
+    keys and values has two pools, `[page_count + 1, page_size, *entry]`; `KvFormat` defines the entry. The rows of all
+    latent layers are in one pool, `[page_count + 1, layers, page_size, row]`, so a page is contiguous. The index keys,
+    `[pages, indexed layers, page_size, head_dim]`, are the index part. The features from which a head drafts are a pool
+    of the main part, `[page_count + 1, page_size, hidden]`. The pools of layers with a window may be a separate window
+    part, `[window pages, page_size, *entry]`.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class KvPool:
     ) -> None:
         """`model` None: an empty pool, for a model without keys and values.
 
-        `index_pages`: pages of the index part with separate numbers. After the pages of the main part comes the *null
-        page*, for writes that are never read: it begins at entry `nowhere`. `form`: of keys and values; `dtype` is the
-        model's type. `windows` None: no layer has a window.
+        `index_pages`: the number of pages of the index part, if they have separate numbers. The *null page* follows the
+        pages of the main part and receives writes that are never read; it begins at entry `nowhere`. `form`: the format
+        of keys and values. `dtype`: the model's type. `windows` None: no layer has a window.
         """
         self.page_size = page_size
         self.dtype = dtype
@@ -143,15 +143,15 @@ class KvPool:
         """The features of positions, [entries, hidden]; None: no head drafts from them."""
         self.main = Part((), pages, 0, page_size)
         self.backed = index_pages is not None
-        """True if index pages have the numbers of the host tier's pages."""
+        """True if index pages have the numbers of host pages."""
         self.index: Part | None = None
         """The index part; None: queries attend to their whole context."""
         self.window: Part | None = None
         """The window part; None: all layers share one pool."""
         self.window_layers: frozenset[int] = frozenset()
-        """The layers with pages of that part, by their numbers in `layers`."""
+        """The layers with pages in the window part, as indices into `layers`."""
         self.longest_window = 0
-        """The positions that a query of these layers sees, its own included."""
+        """The largest number of positions that a query of these layers attends to, its own included."""
         if model is None:
             return
         attention = model.attention
@@ -160,7 +160,7 @@ class KvPool:
         elif isinstance(attention, Latent):
             layers = model.attending_layers
             self.main, rows = _rows(pages, layers, page_size, attention.position_elements, dtype, device, one_more=True)
-            # Rows are the keys of one head, whose values are the keys' first elements.
+            # Rows are the keys of a single head, whose values are the keys' first elements.
             keys = [of_layer[:, None] for of_layer in rows]
             self.layers = [LayerKV(of_layer, of_layer[..., : attention.rank]) for of_layer in keys]
         else:
@@ -176,12 +176,12 @@ class KvPool:
         if model.indexer is not None:
             indexed, width = len(model.indexer.layers), model.indexer.head_dim
             count = pages if index_pages is None else index_pages
-            # Separate numbers are those of the host tier, which has no null page.
+            # Index pages with separate numbers use those of host pages, none of which is a null page.
             one_more = index_pages is None
             self.index, self.index_keys = _rows(count, indexed, page_size, width, dtype, device, one_more)
 
     def _keep(self, entries: Sequence[tuple[Shape, Shape]], dtype: torch.dtype, device: Device) -> None:
-        """Allocates pools of keys and values for each layer, from the shapes of one position in both."""
+        """Allocates pools of keys and values per layer; `entries` are the shapes of a position's key and value."""
         pages, rows = self.main.page_count, (self.main.page_count + 1) * self.page_size
         self.layers = [LayerKV(*(device.zeros((rows, *entry), dtype) for entry in pair)) for pair in entries]
         pools = tuple(tensor[: pages * self.page_size] for layer in self.layers for tensor in layer)
@@ -190,7 +190,7 @@ class KvPool:
     def _keep_apart(
         self, entries: Sequence[Shape], dtype: torch.dtype, device: Device, model: ModelConfig, windows: WindowLayers
     ) -> None:
-        """Allocates pools of keys and values for each layer; layers with a window get the window part."""
+        """Allocates pools of keys and values per layer. Pools of layers with a window go to the window part."""
         in_window = kept_in_window(model, windows)
         numbers = [at for at, inside in enumerate(in_window) if inside]
         others = [at for at, inside in enumerate(in_window) if not inside]
@@ -207,7 +207,7 @@ class KvPool:
         self.layers = [layers[at] for at in range(len(entries))]
 
     def _keep_features(self, width: int, dtype: torch.dtype, device: Device) -> None:
-        """Allocates the pool of features with `width` elements, as a further pool of the main part."""
+        """Allocates the pool of features with `width` elements, as an additional pool of the main part."""
         main, entries = self.main, self.page_count * self.page_size
         self.features = device.zeros((entries + self.page_size, width), dtype)
         pool = self.features[:entries]
@@ -215,7 +215,7 @@ class KvPool:
         self.main = replace(main, pools=(*main.pools, pool), page_bytes=page_bytes)
 
     def feature_entries(self, entries: torch.Tensor) -> torch.Tensor:
-        """The entries of features for the entries of a layer, int64 [n]."""
+        """Returns the entries of features for the entries of a layer, int64 [n]."""
         stride = self.main.page_stride
         if stride == self.page_size:
             return entries
@@ -228,12 +228,12 @@ class KvPool:
 
     @property
     def parts(self) -> list[Part]:
-        """The parts of a page, in the order of the host's tier."""
+        """The parts of a page, in the order in which the host tier stores them."""
         return [self.main] if self.index is None else [self.main, self.index]
 
     @property
     def page_count(self) -> int:
-        """Pages of the main part."""
+        """The number of pages of the main part."""
         return self.main.page_count
 
     @property
@@ -249,7 +249,7 @@ class KvPool:
 
 
 def _shared(own: Sequence[LayerKV], model: ModelConfig) -> list[LayerKV]:
-    """The pages of each layer with attention, from those of the layers with their own."""
+    """Returns the pages of each layer with attention, given those of the layers with separate keys and values."""
     of_layer: dict[int, LayerKV] = {}
     left = iter(own)
     for layer, kind in enumerate(model.kinds):
@@ -267,10 +267,10 @@ def _rows(
     device: Device,
     one_more: bool = False,
 ) -> tuple[Part, list[torch.Tensor]]:
-    """A pool `[pages, layers, page_size, width]`, and each layer's rows of it, [entries, width].
+    """Allocates a pool `[pages, layers, page_size, width]`. Returns it, and each layer's rows of it, [entries, width].
 
-    A layer's rows begin at those of page 0, so that entries are the same for all layers. `one_more`: allocates one
-    additional page after them.
+    A layer's rows begin at page 0, so entries are the same for all layers. `one_more`: allocates an additional page at
+    the end.
     """
     stride = layers * page_size
     pool = device.zeros(((pages + one_more) * stride, width), dtype)

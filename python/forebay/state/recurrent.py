@@ -1,8 +1,8 @@
-"""The recurrent states of slots: the host's records, and their tables.
+"""The recurrent states of slots: the host's records, and the tables of states.
 
-A slot has two rows of a table. If a masked row's mask comes too late, its last position is computed again. So the
-states after that position go to the slot's other row, and the next row shows which of the two it continues. The rows of
-state pages follow those of slots.
+A slot has two rows of a table. If a masked row's mask is late, its last position is computed again. So the state after
+that position goes to the slot's other row, and the start of the next row determines which of the two it continues. The
+rows of state pages follow those of slots.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ __all__ = ["RowStates", "SlotStates", "StatePages", "StateStore", "StateTables",
 _NOTHING = -1
 """The number of positions of a slot or page without a state."""
 _SHARE = 4
-"""If no number of state pages is given, they get one part in `_SHARE` of the memory for pages."""
+"""State pages get the memory for pages divided by this number, if their count is not given."""
 _LEAST_EACH = 1
 _MOST_EACH = 8
-"""The least and the largest number of state pages per slot, without a given number."""
+"""The smallest and the largest number of state pages per slot, if their number is not given."""
 
 
 def slot_bytes(config: RunnerConfig) -> int:
-    """Bytes of the states of all slots, each of which has two rows, and of the row of padding."""
+    """Returns the bytes of the states of all slots, each with two rows, and of the row for padding."""
     model = config.kept_model
     return 0 if model is None else (2 * config.slots + 1) * model.state_bytes(config.dtype)
 
 
 def state_page_count(config: RunnerConfig, free_bytes: int) -> int:
-    """The number of state pages, which the brain may state.
+    """Returns the number of state pages, which the configuration may specify.
 
-    Otherwise they take a quarter of `free_bytes`, the memory that is left for pages of all kinds. It is at least one
-    page and at most 8 for each slot.
+    Otherwise they take a quarter of `free_bytes`, the memory that is left for pages of all kinds, but at least one page
+    and at most 8 pages per slot.
     """
     model = config.kept_model
     of_slot = 0 if model is None else model.state_bytes(config.dtype)
@@ -72,20 +72,20 @@ def state_page_count(config: RunnerConfig, free_bytes: int) -> int:
 class RowStates:
     """The states that a step's rows continue; `r` rows."""
 
-    source: Int64s  # [r]: row of the tables with the state before the row
-    target: Int64s  # [r]: row that gets the state after the last position
-    fresh: Int64s  # rows of the tables that start at position 0, and are zero
-    loads: Int64s  # [l, 2]: rows of the tables that are copied before the step, from and to
-    saves: Int64s  # [m, 2]: as `loads`, after the step
+    source: Int64s  # [r]: the table row with the state before the row
+    target: Int64s  # [r]: the table row that receives the state after the last position
+    fresh: Int64s  # the table rows of rows that start at position 0, whose state is zero
+    loads: Int64s  # [l, 2]: table rows that are copied before the step: source and target
+    saves: Int64s  # [m, 2]: like `loads`, after the step
 
     @property
     def places(self) -> Int64s:
-        """The rows as `gpu.recurrent.StateRows.places` has them, [r, 3]."""
+        """The rows in the form of `gpu.recurrent.StateRows.places`, [r, 3]."""
         begins = np.isin(self.source, self.fresh)
         return np.stack((np.where(begins, NO_STATE, self.source), self.source, self.target), axis=1)
 
     def pieces(self, order: Int64s, lengths: Int64s) -> Iterator[StatePiece]:
-        """The pieces of rows in this order, whose tokens follow one another."""
+        """Yields the pieces of rows in this order, with consecutive tokens."""
         first = 0
         for row, length in zip(order.tolist(), lengths.tolist(), strict=True):
             source, target = int(self.source[row]), int(self.target[row])
@@ -98,16 +98,16 @@ class RowStates:
 
 
 class SlotStates:
-    """The host's record of states: how many positions the state of each slot and each page covers."""
+    """The host's record of states: the number of positions that the state of each slot and each page includes."""
 
     def __init__(self, slots: int, pages: int, checked: bool = True) -> None:
-        """Without `checked`, rows may begin anywhere: steps that measure memory have no earlier state."""
+        """`checked` False: rows may start anywhere, because steps that measure memory have no earlier state."""
         self.slots = slots
         self.page_count = pages
         self._checked = checked
         self._seen: Int64s = np.full(slots, _NOTHING, np.int64)
         self._other: Int64s = np.full(slots, _NOTHING, np.int64)
-        """How many positions the state in a slot's other row has seen, if it may still be continued."""
+        """The number of positions that the state in a slot's other row includes, if it may still be continued."""
         self._half: Int64s = np.zeros(slots, np.int64)
         self._of_page: Int64s = np.full(pages, _NOTHING, np.int64)
 
@@ -117,10 +117,9 @@ class SlotStates:
         return 2 * self.slots + self.page_count + 1
 
     def read(self, plan: Plan) -> RowStates:
-        """The states of a plan's rows. The plan's new slots are within bounds.
+        """Returns the states of a plan's rows. The plan's new slots have already been checked.
 
-        Raises `PlanError` for a row that does not begin at the position of its slot's state, and for a page without a
-        state.
+        Raises `PlanError` if a row does not start at the position of its slot's state, or if a page has no state.
         """
         new = plan.slots[:, SlotRecord.SLOT]
         self._seen[new] = self._other[new] = _NOTHING
@@ -148,15 +147,15 @@ class SlotStates:
         return RowStates(source, target, np.array(fresh, np.int64), loads, saves)
 
     def seen(self, page: int) -> int:
-        """The number of positions that the state on a page covers."""
+        """Returns the number of positions that the state on a page includes."""
         return int(self._of_page[page])
 
     def has_come(self, page: int, seen: int) -> None:
-        """Notes that a state from the host has arrived on a page. Called by any thread."""
+        """Notes that a state from the host has arrived on a page. May be called by any thread."""
         self._of_page[page] = seen
 
     def _copy(self, copies: Int32s) -> None:
-        """Checks copies of states to the host and back. Their targets have no state until it has arrived."""
+        """Checks copies of states to the host and back. The target of a restore has no state until it has arrived."""
         of_states = copies[copies[:, CopyRecord.DIRECTION] >= COPY_SAVE_STATE]
         if not len(of_states):
             return
@@ -171,7 +170,7 @@ class SlotStates:
         return int(slot + self.slots * self._half[slot])
 
     def _source(self, slot: int, start: int) -> int:
-        """The row with the state before position `start` of a slot, which becomes the slot's."""
+        """Returns the table row with the state before position `start`, and makes it the slot's current row."""
         if start > 0 and self._checked and self._seen[slot] != start:
             if self._other[slot] != start:
                 raise PlanError(
@@ -206,29 +205,29 @@ class SlotStates:
 
 
 class StateStore(Protocol):
-    """The memory of states. All methods are called as work."""
+    """The memory of states. All methods run as queued work."""
 
     def step(self, pieces: Iterable[StatePiece]) -> Any:
-        """The model's input for the states that the pieces of a step advance."""
+        """Returns the model's input for the states that the pieces of a step advance."""
 
     def copy(self, rows: Int64s) -> None:
-        """Copies rows [n, 2], from and to."""
+        """Copies rows: `rows` [n, 2] are pairs of source and target."""
 
     def clear(self, rows: Int64s) -> None:
         """Resets rows [n] to the state before the first position."""
 
 
 class StateTables:
-    """Implements `StateStore` with a table for each layer.
+    """Implements `StateStore` with a table per layer.
 
-    Layers of one shape lie side by side, so that a copy of rows is one operator for all of them.
+    The tables of layers with the same shape are contiguous, so that one operator copies rows of all of them.
     """
 
     def __init__(self, model: ModelConfig, rows: int, dtype: torch.dtype, device: Device) -> None:
         self._device = device
         self.rows = rows
         self._all: list[torch.Tensor] = []
-        """Tables [layers, rows, ...]."""
+        """The tables of each shape, [layers, rows, ...]."""
         counts = Counter(model.recurrent)
         tables: dict[Recurrence, Iterator[LayerStates]] = {}
         for shape, count in counts.items():
@@ -257,7 +256,7 @@ class StateTables:
             tables.index_fill_(1, numbers, 0)
 
     def pieces(self) -> list[torch.Tensor]:
-        """The bytes of each row, uint8 `[rows, bytes]` for each table in turn."""
+        """Returns the bytes of each row, uint8 `[rows, bytes]` per table."""
         return [table.flatten(1).view(torch.uint8) for tables in self._all for table in tables]
 
     def step(self, pieces: Iterable[StatePiece]) -> StepStates:
@@ -287,16 +286,16 @@ class StatePages:
         self._pieces = tables.pieces()
         self._first = 2 * slots.slots
         self.nbytes = sum(piece.shape[1] for piece in self._pieces)
-        """Bytes of a page over all layers."""
+        """The bytes of a state page over all layers."""
 
     def page(self, number: int) -> list[torch.Tensor]:
-        """The bytes of a page, uint8 `[bytes]` for each table in turn."""
+        """Returns the bytes of a page, uint8 `[bytes]` per table."""
         return [piece[self._first + number] for piece in self._pieces]
 
     def seen(self, page: int) -> int:
-        """The number of positions that the state on a page covers."""
+        """Returns the number of positions that the state on a page includes."""
         return self._slots.seen(page)
 
     def has_come(self, page: int, seen: int) -> None:
-        """Notes that a state from the host has arrived on a page. Called by any thread."""
+        """Notes that a state from the host has arrived on a page. May be called by any thread."""
         self._slots.has_come(page, seen)

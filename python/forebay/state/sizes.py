@@ -1,7 +1,7 @@
 """The number of pages of each part if slots may be sparse (HiSparse, SGLang #21932).
 
-Every page of a request then has a copy on a page of the host tier. The host page's number is also that of the page of
-index keys. So the index part has as many pages as the host tier, and the main part gets the remaining memory.
+Every page of a request then also has a host page. The host page's number is also the number of the page with its index
+keys. So the index part has as many pages as the host tier, and the main part gets the remaining memory.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from forebay.state.pages import page_bytes, page_count
 from forebay.weights.config import ModelConfig
 
 GROWTH_PAGES = 4
-"""Pages of one sparse request besides those of its hot rows: its last ones, and room to grow."""
+"""The pages of a sparse request besides those of its hot rows: its last pages, and room to grow."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The numbers of pages to allocate."""
+    """The page counts to allocate."""
 
     pages: int
-    """Pages of the main part."""
+    """The number of pages of the main part."""
     index_pages: int | None
-    """Pages of the index part; None: as many as of the main part, with the same numbers."""
+    """The number of pages of the index part; None: the same pages as the main part."""
 
     @classmethod
     def of(cls, config: RunnerConfig, model: ModelConfig, available_bytes: int, weight_bytes: int) -> Sizes:
-        """The sizes for the arguments of `page_count`. Raises `ConfigError` if there is too little memory."""
+        """Returns the sizes for the arguments of `page_count`. Raises `ConfigError` if there is too little memory."""
         if not config.hot_rows:
             return cls(page_count(config, model, available_bytes, weight_bytes), None)
         assert model.indexer is not None
@@ -39,7 +39,7 @@ class Sizes:
         if config.max_total_tokens is not None:
             pages = config.max_total_tokens // config.page_size
         else:
-            # One page more than the count, for writes that are never read.
+            # The null page is in addition to the count.
             taken = weight_bytes + HotRows.bytes_of(config, model) + main
             budget = int(config.mem_fraction_static * available_bytes) - taken
             fixed = config.host_pages is not None or config.host_bytes is not None

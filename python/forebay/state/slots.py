@@ -27,22 +27,22 @@ _NO_IDS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class Writes:
-    """The writes of a plan to the device that remain after the host's tables were written."""
+    """A plan's writes to the device, which remain after the host's tables have been written."""
 
-    tokens: int  # tokens of new slots in the plan itself
-    from_arena: tuple[Int64s, Int32s] | None  # entries of the token pool, and the tokens that they get
-    pages: bool  # whether the plan writes to page tables
+    tokens: int  # the number of tokens of new slots in the plan itself
+    from_arena: tuple[Int64s, Int32s] | None  # the entries of the token pool, and the tokens to write there
+    pages: bool  # True if the plan writes to page tables
     recount: Recount | None
-    slots: bool = False  # whether there are new slots
-    backing: bool = False  # whether the plan writes pages of the host's tier, or of hot rows
-    window: bool = False  # whether the plan writes to tables of the window part
+    slots: bool = False  # True if there are new slots
+    backing: bool = False  # True if the plan writes host pages, or pages of hot rows
+    window: bool = False  # True if the plan writes to the tables of the window part
 
 
 class SlotTables:
-    """Rows by slot. Tokens, pages and counts lie on the device, sampling parameters on the host.
+    """Tables by slot. Tokens, pages and counts are on the device, sampling parameters are on the host.
 
-    A plan is applied in two parts: `read` on the host, which may be one plan ahead of the device, and `write` as work.
-    The host's decisions use the plans that it has read so far. Work uses no table of the host.
+    A plan is applied in two parts: `read` on the host, which may be one plan ahead of the device, and `write` as queued
+    work. The host's decisions use the plans that it has read so far. Queued work uses no table of the host.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class SlotTables:
         hot: HotRows | None = None,
         window_pages: int = 0,
     ) -> None:
-        """`hot` None: slots are never sparse. `window_pages`: the pages of the window part; 0: there is none."""
+        """`hot` None: slots are never sparse. `window_pages`: pages of the window part; 0: there is no window part."""
         self._device = device
         self.hot = hot
         self.slots = config.slots
@@ -63,16 +63,16 @@ class SlotTables:
         self._page_limits = {"page write: slot": self.slots, "page write: index": self.pages_per_slot}
         self.stride = config.context_length + 1
         lines, place = config.slots + 1, device.torch_device
-        # One more than the context: the token that is sampled at its very end is stored too.
+        # One more than the context, because the token that is sampled at the end of the context is stored too.
         self.all_tokens = torch.zeros(lines, self.stride, dtype=torch.int32, device=place)
-        # With -1, a page that the brain forgot to write raises an error instead of being another request's page.
+        # Initially -1, so that a page which the brain forgot to write raises instead of being another request's page.
         self.all_pages = torch.full((lines, self.pages_per_slot), -1, dtype=torch.int32, device=place)
-        # The lines that the brain writes; the last line is the null slot's, for padded rows.
+        # The lines that the brain writes. The last line belongs to the null slot, for padding rows.
         self.token_pool, self.page_table = self.all_tokens[: config.slots], self.all_pages[: config.slots]
-        # If slots are never sparse, both parts of a page have the same number.
+        # If slots are never sparse, both parts of a page have the same page number.
         self.index_page_table = self.page_table if hot is None else hot.host_table
         self.window_table: torch.Tensor | None = None
-        """Pages of the window part, int32 [slots, pages a slot]; None: there is no window part."""
+        """The page table of the window part, int32 [slots, pages per slot]; None: there is no window part."""
         if window_pages:
             self.window_table = torch.full_like(self.page_table, -1)
         self._window_limits = {
@@ -82,31 +82,31 @@ class SlotTables:
         self.counts = TokenCounts(config.slots, vocabulary, device)
         self.prompt_len = np.zeros(config.slots, np.int32)
         self._values: dict[str, tuple[Int64s, int]] = {}
-        # Columns whose values change logits.
+        # Columns whose values affect logits.
         self._adjusting = ["allowed_counts"]
         self.segment = self.values("segments", 0)
-        # Where a prompt's embeddings begin in the arena, in bytes; -1: its tokens use the model's embeddings.
+        # The byte offset in the arena of a prompt's embeddings; -1: the prompt uses the model's embeddings.
         self.embeds = self.values("embeds", -1)
         self.top_k = np.zeros(config.slots, np.int32)
         self.min_total = np.zeros(config.slots, np.int32)
         self.logprobs = np.full(config.slots, -1, np.int32)
         self.seed = np.zeros(config.slots, np.uint64)
         self.floats = np.zeros((config.slots, len(SlotFloats)), np.float32)  # by SlotFloats
-        # One comparison recognises the common case, rows without bias and log-probabilities, and among these the greedy
-        # rows.
+        # Flags for the common cases, so that one lookup recognises them: rows that need no adjustment and no
+        # log-probabilities (`untouched`), and among these the greedy rows (`plain`).
         self.untouched = np.zeros(config.slots, np.bool_)
         self.plain = np.zeros(config.slots, np.bool_)
         self.stop_ids: dict[int, Int32s] = {}
         self.biases: dict[int, tuple[Int32s, Float32s]] = {}
-        # The only ids that can be sampled, for slots with such ids.
+        # The only ids that may be sampled, for slots with such a restriction.
         self.allowed: dict[int, Int32s] = {}
-        # Among those, the slots with stop ids only: their stop ids are not suppressed.
+        # The slots in `allowed` that allow only stop ids. Stop ids are then not suppressed.
         self.only_stops: set[int] = set()
 
     def values(self, column: str, absent: int, *, change_logits: bool = False) -> Int64s:
-        """The values [slots] that new slots have in one of `SLOT_VALUES`; `absent` for slots without one.
+        """Returns the values [slots] that new slots have in one of `SLOT_VALUES`; `absent` for slots without a value.
 
-        The table is updated from now on. `change_logits`: a slot with a value has its logits changed.
+        The table is kept up to date. `change_logits`: a value means that the slot's logits are adjusted.
         """
         table = np.full(self.slots, absent, np.int64)
         self._values[column] = table, absent
@@ -115,7 +115,7 @@ class SlotTables:
         return table
 
     def read(self, plan: Plan, arena: npt.NDArray[np.uint8]) -> Writes | None:
-        """Overwrites the host's part of new slots. Returns the remaining writes for `write`; None: there are none.
+        """Writes the host's tables of new slots. Returns the remaining writes for `write`; None: there are none.
 
         Raises `PlanError`.
         """
@@ -145,7 +145,7 @@ class SlotTables:
         return Writes(len(plan.tokens), from_arena, pages, recount, slots=True, backing=backing, window=window)
 
     def write(self, writes: Writes, inputs: StepInputs) -> None:
-        """Overwrites the device's part of new slots, and page table entries. Runs as queued work."""
+        """Writes the device's tables of new slots, and page table entries. Runs as queued work."""
         pool = self.token_pool.view(-1)
         if writes.tokens:
             pool.index_copy_(0, self._inline_entries(inputs, writes.tokens), inputs.column("tokens"))
@@ -165,16 +165,16 @@ class SlotTables:
             self.counts.write(writes.recount, self.token_pool)
 
     def _write_window(self, table: torch.Tensor, writes: Writes, inputs: StepInputs) -> None:
-        """Overwrites the tables of the window part. Runs as queued work."""
+        """Writes the table of the window part. Runs as queued work."""
         if writes.slots:
-            # A page that the brain forgot to write must raise, and not be that of the former request.
+            # A page that the brain forgot to write must raise, and not be a page of the slot's former request.
             table.index_fill_(0, inputs.records("slots", SLOT_WORDS)[:, SlotRecord.SLOT], -1)
         if writes.window:
             slot, index, page = inputs.column("window_writes").view(-1, PAGE_WRITE_WORDS).unbind(1)
             table.view(-1).index_copy_(0, slot.long() * self.pages_per_slot + index, page)
 
     def write_pages(self, writes: Int32s) -> None:
-        """Queues writes to page tables before the plan with them is read. Raises `PlanError`."""
+        """Queues a plan's writes to page tables before the plan itself is read. Raises `PlanError`."""
         if len(writes):
             columns_within(writes, self._page_limits)
             slot, index, page = writes.T.astype(np.int64)
@@ -203,7 +203,7 @@ class SlotTables:
             raise PlanError("pages of the host's tier in a plan for slots that are never sparse")
 
     def _inline_entries(self, inputs: StepInputs, total: int) -> torch.Tensor:
-        """Entries of the token pool, int64 [total], for the plan's own tokens. Runs as queued work."""
+        """Returns token pool entries, int64 [total], of the tokens in the plan itself. Runs as queued work."""
         records = inputs.records("slots", SLOT_WORDS)
         counts = records[:, SlotRecord.TOKEN_COUNT] * (records[:, SlotRecord.ARENA_OFFSET] < 0)
         first = records[:, SlotRecord.SLOT] * self.stride - (counts.cumsum(0) - counts)
@@ -262,7 +262,7 @@ class SlotTables:
     def _from_arena(
         self, records: Int32s, slot: Int64s, counts: Int64s, arena: npt.NDArray[np.uint8]
     ) -> tuple[Int64s, Int32s] | None:
-        """`Writes.from_arena`, as a copy: it is read with the plan, and nothing refers to the arena after the step."""
+        """Returns `Writes.from_arena`, copied when the plan is read: nothing refers to the arena after the step."""
         offsets = records[:, SlotRecord.ARENA_OFFSET]
         there = np.flatnonzero(offsets >= 0)
         if not len(there):
@@ -277,7 +277,7 @@ class SlotTables:
             return None
         mine = slot[on]
         prompt_len = self.prompt_len[mine].astype(np.int64)
-        # Token ids of embedded prompts are placeholders, and are not counted.
+        # The token ids of embedded prompts are placeholders, so they are not counted.
         first = np.where(self.embeds[mine] >= 0, np.minimum(prompt_len, counts[on]), 0)
         return self.counts.recount(lines, mine * self.stride, first, prompt_len, counts[on])
 
@@ -291,7 +291,7 @@ def _tokens_at(arena: npt.NDArray[np.uint8], offset: int, count: int) -> Int32s:
 
 
 def penalised(floats: Float32s) -> npt.NDArray[np.bool_]:
-    """The rows of a table by `SlotFloats` with an active penalty."""
+    """Returns bool [rows], true for rows of a table by `SlotFloats` with an active penalty."""
     on: npt.NDArray[np.bool_] = (
         (floats[:, SlotFloats.REPETITION_PENALTY] != 1)
         | (floats[:, SlotFloats.PRESENCE_PENALTY] != 0)
