@@ -1,4 +1,4 @@
-"""The matrices of an adapter's files, according to the manifest that the brain has created."""
+"""Reads the matrices of an adapter's files, according to the manifest that the brain created."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ class Matrices(NamedTuple):
 
     name: str
     """The module, such as `model.layers.0.self_attn.q_proj`."""
-    a: torch.Tensor  # [rank, inputs], in the file's type, or float32 if it has blocks
-    b: torch.Tensor  # float32 [outputs, rank], with the adapter's factor
+    a: torch.Tensor  # [rank, inputs], in the file's type, or float32 for GGUF blocks
+    b: torch.Tensor  # float32 [outputs, rank], multiplied by the adapter's scale
 
 
 def read_adapter(manifest: Mapping[str, Any]) -> Iterator[Matrices]:
-    """Yields an adapter's matrices. Raises `ModelError`, and `ChangedError` after the last one.
+    """Yields an adapter's matrices. Raises `ModelError`, or `ChangedError` after the last matrix.
 
-    After an error, all matrices must be dropped: the digest covers the bytes as they are read.
+    After an error, all matrices must be dropped: the digest is only checked once all bytes have been read.
     """
     files = [str(path) for path in manifest["files"]]
     for path in files:
-        # The name may be something else by now: do not wait for the other end of a pipe.
+        # The path may name another kind of file by now. Reading from a pipe would block.
         try:
             if not stat.S_ISREG(os.stat(path).st_mode):
                 raise ModelError(f"{path} is not a regular file")

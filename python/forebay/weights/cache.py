@@ -1,4 +1,4 @@
-"""The folder of files that Forebay created or downloaded. A file is either complete or missing."""
+"""The folder of files that Forebay created or downloaded. Each file is either complete or missing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["atomic_file", "cache_directory"]
 
 
 def cache_directory(chosen: str | Path | None = None) -> Path:
-    """`chosen`, or `$FOREBAY_CACHE`, or `forebay` in the user's cache folder. The folder need not exist yet."""
+    """Returns `chosen`, or `$FOREBAY_CACHE`, or `forebay` in the user's cache folder. The folder need not exist yet."""
     if chosen is not None:
         return Path(chosen).expanduser().absolute()
     if os.environ.get("FOREBAY_CACHE"):
@@ -23,9 +23,9 @@ def cache_directory(chosen: str | Path | None = None) -> Path:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write. It is at `path` when the block ends, and nowhere if the block raises.
+    """Opens a file to write. It is moved to `path` when the block is left, and deleted if the block raises.
 
-    Readers see the old content or the new one, even after a power failure. Of two concurrent writers the last wins.
+    Readers get either the old or the new content, even after a power failure. Of concurrent writers the last one wins.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
@@ -35,7 +35,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             # Otherwise the name could reach the disk before the data.
             os.fsync(file.fileno())
-        # A temporary file is for its owner only; a cached file gets the usual permissions of the user.
+        # A temporary file is readable only by its owner; a cached file gets the user's default permissions.
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)

@@ -1,4 +1,4 @@
-"""Facts about a model that runs in transformers' own code, for the engine."""
+"""The configuration of a model that the Transformers library computes, and the results of probing it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["CalledConfig", "Calls", "KeptShape"]
 
 @dataclass(frozen=True)
 class KeptShape:
-    """The keys and values that one attention call keeps for a position. Sizes are numbers of elements."""
+    """The keys and values that one attention call keeps per position. Sizes count elements."""
 
     heads: int
-    """Key-value heads."""
+    """The number of key-value heads."""
     key_size: int
     """Elements of a key head."""
     value_size: int
@@ -27,7 +27,7 @@ class KeptShape:
 
     @property
     def elements(self) -> int:
-        """Elements of one position."""
+        """The number of elements kept per position."""
         return self.heads * (self.key_size + self.value_size)
 
 
@@ -38,7 +38,7 @@ class Calls:
     kept: tuple[KeptShape, ...]
     """The shape of the kept keys and values of each attention call, in order."""
     uses: tuple[str, ...]
-    """The arguments of attention beyond causal order that any call has used, sorted."""
+    """The attention options that any call has used, apart from causal order, sorted."""
     state_bytes: int
     """Bytes of the recurrent states of one request; 0: the model has none."""
     vocab_size: int
@@ -53,24 +53,24 @@ class Calls:
         return cls(**{**values, "kept": kept, "uses": tuple(values["uses"])})
 
     def to_dict(self) -> dict[str, Any]:
-        """The findings, in JSON's types."""
+        """Returns the findings as JSON types."""
         kept = [[shape.heads, shape.key_size, shape.value_size] for shape in self.kept]
         return {**asdict(self), "kept": kept, "uses": list(self.uses)}
 
 
 @dataclass(frozen=True)
 class CalledConfig(ModelConfig):
-    """The configuration of a model that transformers computes.
+    """The configuration of a model that the Transformers library computes.
 
-    Its code reads everything else from the `config.json` itself. So the parts that native code is built from are
-    placeholders here, and `calls` has the shapes of pages.
+    Transformers reads all other settings from `config.json` itself. So the fields for native models are placeholders
+    here, and `calls` has the shapes of pages.
     """
 
     calls: Calls | None = None
 
     @classmethod
     def of(cls, config: Mapping[str, Any], calls: Calls, eos: tuple[int, ...] = ()) -> CalledConfig:
-        """The configuration of a `config.json` and a probe."""
+        """Creates the configuration from a `config.json` and the results of a probe."""
         first = calls.kept[0] if calls.kept else KeptShape(1, 1, 1)
         names = config.get("architectures") or [str(config.get("model_type"))]
         return cls(
@@ -91,7 +91,7 @@ class CalledConfig(ModelConfig):
 
     @property
     def kept(self) -> tuple[KeptShape, ...]:
-        """The keys and values of a position, for each attention call."""
+        """The shape of the keys and values of a position, for each attention call."""
         return () if self.calls is None else self.calls.kept
 
     def state_bytes(self, dtype: torch.dtype) -> int:

@@ -1,7 +1,7 @@
-"""Quantised matrices as codes with scales: one form for all checkpoints, and their values.
+"""Quantised matrices as codes with scales: one form for all checkpoint formats, and their values.
 
 A matrix is [rows, inputs]. Its value at (r, i) is `(code[r, i] - zero[r, g]) * scale[r / rows of a block, g]`, where g
-is the group of input i. 8-bit floats are their own values and have no zero points. 4-bit codes take one byte each here;
+is the group of input i. Codes of FP8 are 8-bit floats, without zero points. 4-bit codes take one byte each here;
 `folded` packs two into a byte.
 """
 
@@ -20,21 +20,21 @@ __all__ = ["LARGEST", "Codes", "Layout", "Raw", "folded", "quantised"]
 LARGEST = 448.0
 """The largest 8-bit float with 4 bits of exponent (e4m3)."""
 _LEAST_SCALE = 1e-12
-"""The least scale that quantisation uses, so that a row of zeros has a scale too."""
+"""The smallest scale that quantisation uses, so that a row of zeros also has a scale above 0."""
 _AT_A_TIME = 256
-"""Rows that are dequantised at once. A matrix of all scales would be as large as the values."""
+"""The number of rows that are dequantised at a time. Scales of all values would take as much memory as the values."""
 _PER_WORD = 8
 """The number of 4-bit codes in a word of 32 bits."""
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
-"""The place of each of eight neighbouring codes in a word of AWQ."""
+"""The index within an AWQ word of each of eight consecutive codes."""
 _MOST_FOLDED = 128
 _LEAST_TILE = 16
-"""The least number of inputs of a product on tensor cores."""
+"""The smallest number of inputs of a product on tensor cores."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The form of a matrix on a device."""
+    """The storage format of a matrix on a device."""
 
     inputs: int
     group: int
@@ -42,15 +42,13 @@ class Layout:
     block_rows: int = 1
     """The number of rows that share a scale."""
     fold: int = 0
-    """The number of neighbouring inputs whose 4-bit codes are folded into half as many bytes; 0: codes are 8-bit
-    floats.
-    """
+    """The number of consecutive inputs whose 4-bit codes share half as many bytes; 0: codes are 8-bit floats."""
     ordered: bool = False
-    """True if the columns are not in the order of the inputs."""
+    """True if the columns are in another order than the inputs."""
 
     @classmethod
     def of(cls, scheme: Scheme, inputs: int, parts: list[int]) -> Layout | None:
-        """The layout of a fused matrix with these rows for each part; None: it is dequantised."""
+        """Returns the layout of a fused matrix whose parts have `parts` rows; None: it has to be dequantised."""
         if isinstance(scheme, Int4):
             group = scheme.group or inputs
             fold = min(group & -group, _MOST_FOLDED)
@@ -64,18 +62,18 @@ class Layout:
         rows, columns = scheme.block
         if columns & (columns - 1) or columns < _LEAST_TILE:
             return None
-        # Blocks begin anew with each part.
+        # Each part starts a new block of rows.
         aligned = all(part % rows == 0 for part in parts[:-1])
         return cls(inputs, columns, rows if aligned else 1)
 
     @property
     def width(self) -> int:
-        """The bytes of a row's codes."""
+        """The number of bytes of a row's codes."""
         return self.inputs // 2 if self.fold else self.inputs
 
     @property
     def groups(self) -> int:
-        """The number of scales of a row."""
+        """The number of scales of each row."""
         return -(-self.inputs // self.group)
 
 
@@ -83,16 +81,16 @@ class Layout:
 class Codes:
     """A matrix as codes."""
 
-    codes: torch.Tensor  # uint8 [rows, inputs]: 4 bits each; or float8 [rows, inputs]
+    codes: torch.Tensor  # uint8 [rows, inputs]: 4-bit codes; or float8 [rows, inputs]
     scale: torch.Tensor  # float32 [row blocks, groups]
     zeros: torch.Tensor | None  # uint8 [rows, groups]; None: codes are floats
     group: int
     block_rows: int
     order: torch.Tensor | None = None
-    """The input of each column, int64 [inputs]; None: they are in order."""
+    """The input of each column, int64 [inputs]; None: columns are in the order of inputs."""
 
     def values(self) -> torch.Tensor:
-        """The values, float32 [rows, inputs]."""
+        """Returns the dequantised values, float32 [rows, inputs]."""
         values = self.codes.float()
         inputs = values.shape[1]
         for first in range(0, len(values), _AT_A_TIME):
@@ -107,7 +105,7 @@ class Codes:
         return of_groups.repeat_interleave(self.group, 1)[:, :inputs]
 
     def with_rows_of_their_own(self) -> torch.Tensor:
-        """The scales float32 [rows, groups]."""
+        """Returns a scale for each row and group, float32 [rows, groups]."""
         return self.scale.repeat_interleave(self.block_rows, 0)[: len(self.codes)]
 
 
@@ -126,11 +124,11 @@ class Raw:
         return sum(part.nbytes for part in self.parts.values())
 
     def at(self, place: Callable[[torch.Tensor], torch.Tensor]) -> Raw:
-        """The same codes at another place."""
+        """Returns the same matrix with its tensors moved by `place`, such as to a device."""
         return Raw(self.name, self.scheme, {end: place(part) for end, part in self.parts.items()})
 
     def codes(self) -> Codes:
-        """The matrix as codes. Raises ModelError if groups differ in size."""
+        """Returns the matrix as codes. Raises ModelError if groups differ in size."""
         if isinstance(self.scheme, Fp8):
             return self._of_floats(self.scheme)
         assert isinstance(self.scheme, Int4)
@@ -145,7 +143,7 @@ class Raw:
         return Codes(codes, scale.reshape(-1, 1).expand(len(codes), 1).contiguous(), None, codes.shape[1], 1)
 
     def _of_awq(self, scheme: Int4) -> Codes:
-        # Inputs first, outputs in words.
+        # Stored transposed, [inputs, outputs]: each word has the codes of eight outputs.
         codes = _nibbles(self.parts["qweight"])[..., _AWQ_ORDER].flatten(1).T
         zeros = _nibbles(self.parts["qzeros"])[..., _AWQ_ORDER].flatten(1).T
         return self._made(codes, self.parts["scales"].T, zeros, scheme, None)
@@ -175,7 +173,7 @@ class Raw:
         scheme: Int4,
         of_inputs: torch.Tensor | None,
     ) -> Codes:
-        """`of_inputs` int [inputs]: the group of each input; None: they are in order."""
+        """`of_inputs` int [inputs]: the group of each input; None: groups follow the order of inputs."""
         inputs = codes.shape[1]
         group = scheme.group or inputs
         order = None
@@ -191,23 +189,24 @@ class Raw:
             else:
                 order = None
         elif scheme.ordered:
-            # Some matrices of such a checkpoint may still be in order.
+            # Some matrices of such a checkpoint may still be in the order of inputs.
             order = torch.arange(inputs, device=codes.device)
         scale = scale.float().contiguous()
         return Codes(codes.contiguous(), scale, zeros.contiguous(), group, 1, order)
 
 
 def _nibbles(words: torch.Tensor) -> torch.Tensor:
-    """uint8 [..., 8] of int32 [...]: the lowest 4 bits first."""
-    # Work on bytes, of which a word's lowest is first: shifting words would move four times as much memory.
+    """Unpacks int32 [...] to 4-bit codes uint8 [..., 8], the lowest 4 bits first."""
+    # Works on bytes, the lowest byte of a word first: shifting words would need four times the memory traffic.
     pairs = words.contiguous().view(torch.uint8)
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(*words.shape, _PER_WORD)
 
 
 def folded(codes: torch.Tensor, fold: int) -> torch.Tensor:
-    """uint8 [rows, inputs / 2] of 4-bit codes uint8 [rows, inputs].
+    """Packs 4-bit codes uint8 [rows, inputs] into uint8 [rows, inputs / 2].
 
-    Of every `fold` neighbours, the first half is in the low bits of the bytes, and the second half in the high bits.
+    Of every `fold` consecutive codes, the first half is in the low bits of the bytes, and the second half in the high
+    bits.
     """
     low, high = codes.unflatten(1, (-1, 2, fold // 2)).unbind(2)
     joined: torch.Tensor = low | high << 4
@@ -215,9 +214,9 @@ def folded(codes: torch.Tensor, fold: int) -> torch.Tensor:
 
 
 def quantised(values: torch.Tensor) -> Codes:
-    """8-bit floats of values [rows, inputs], with a scale for each row.
+    """Quantises values [rows, inputs] to 8-bit floats, with a scale per row.
 
-    A row's largest value becomes the largest float.
+    The largest magnitude of a row becomes the largest float.
     """
     scale = values.abs().amax(dim=1, keepdim=True).float().div_(LARGEST).clamp_(min=_LEAST_SCALE)
     codes = (values.float() / scale).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""The model's shape, as the brain has read it."""
+"""The model's shape, in the form that the brain sends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ACTIVATIONS = {
     "squared_relu": "relu2",
 }
 _PLAIN = {"squared_relu"}
-"""The functions of feed-forward parts without gates."""
+"""The activations of feed-forward layers without gates."""
 _KNOWN = {
     "shape": "family vocab_size hidden_size norm norm_eps embedding_norm scales factors ropes mixers feeds layers "
     "layer_inputs tower quantised max_positions tied headless eos_token_ids",
@@ -58,14 +58,14 @@ _KNOWN = {
     "activation bias routing normalise scaling",
     "routing": " ".join(_ROUTING),
 }
-"""The fields of each part that are read here. A part with a value in any other field needs something that PyTorch's
-hand lacks.
+"""The fields of each part of the shape that are read here. If another field has a value, the model needs a feature that
+the hand in Python lacks.
 """
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The data from which the model code builds a model. Sizes are numbers of elements; positions are tokens."""
+    """The data from which model code builds a model. Sizes count elements; `max_position_embeddings` counts tokens."""
 
     architecture: str
     vocab_size: int
@@ -73,16 +73,16 @@ class ModelConfig:
     attention: GroupedQuery | Latent
     """The attention of the first layer with attention. `heads` returns that of each layer."""
     feeds: tuple[Dense | Experts | None, ...]
-    """The feed-forward parts after the attention, one for each layer; None: the layer has none."""
+    """The feed-forward part of each layer, after the attention; None: the layer has none."""
     rms_norm_eps: float
     kinds: tuple[LayerKind, ...]
-    """The differences between layers beyond their feed-forward parts, one entry for each layer."""
+    """Other differences between layers, one entry per layer."""
     ropes: tuple[Rope, ...]
     """The rotary embeddings."""
     max_position_embeddings: int
     tie_word_embeddings: bool
     hidden_act: str
-    """The activation of gates, by its name in transformers, or in vLLM (`swigluoai`)."""
+    """The activation of feed-forward parts, by its name in Transformers, or in vLLM (`swigluoai`)."""
     eos_token_ids: tuple[int, ...]
     stored: Stored | None = None
     """The quantisation of the checkpoint's matrices; None: they are not quantised."""
@@ -91,7 +91,7 @@ class ModelConfig:
     vision: Vision | None = None
     """The vision tower; None: the model takes no images."""
     sections: Sections | None = None
-    """How rotary frequencies use a position's three numbers; None: a position has one number."""
+    """How RoPE uses the three numbers of a position; None: a position has one number."""
     scales: Scales = Scales()
     """Factors of states and logits."""
     wide_norms: bool = False
@@ -99,15 +99,15 @@ class ModelConfig:
     mean_norms: bool = False
     """True if norms subtract the mean."""
     headless: bool = False
-    """True if the final states are needed instead of the logits of an output head."""
+    """True if the model returns its final states, and has no output head."""
     recurrences: tuple[Recurrence | None, ...] = ()
-    """The recurrent parts of layers, one for each layer, None where there is none; (): no layer has one."""
+    """The recurrent part of each layer; None: the layer has none. (): no layer has one."""
     attends: tuple[bool, ...] = ()
-    """True for each layer with attention; (): all have it."""
+    """For each layer, true if it has attention; (): all layers have it."""
     layer_inputs: LayerInputs | None = None
-    """The sizes of layers' own inputs; None: layers have none."""
+    """The sizes of additional per-layer inputs; None: there are no such inputs."""
     features: int = 0
-    """Elements of a position's feature, from which a head drafts; 0: no features are stored."""
+    """The number of elements of a position's feature, from which a head drafts; 0: no features are stored."""
     embedding_norm: bool = False
     """True if embeddings are normalised before the first layer."""
 
@@ -115,7 +115,7 @@ class ModelConfig:
     def from_shape(cls, shape: Mapping[str, Any]) -> ModelConfig:
         """Reads the shape of a decoder in the handshake.
 
-        Raises UnsupportedModelError for a part that `forebay.models` would compute wrongly.
+        Raises UnsupportedModelError for a part that `forebay.models` can't compute.
         """
         _check(shape)
         first = next(found for found in map(_attending, shape["mixers"]) if found is not None)
@@ -151,7 +151,7 @@ class ModelConfig:
 
     @property
     def both_ways(self) -> bool:
-        """True if attention is bidirectional in all layers. Such a model keeps nothing from step to step."""
+        """True if attention is bidirectional in all layers. Such a model keeps nothing between steps."""
         return isinstance(self.attention, GroupedQuery) and self.attention.both_ways
 
     @property
@@ -161,7 +161,7 @@ class ModelConfig:
 
     @property
     def recurrent(self) -> list[Recurrence]:
-        """The recurrent layers."""
+        """The recurrences of all recurrent layers."""
         return [one for one in self.recurrences if one is not None]
 
     @property
@@ -170,7 +170,7 @@ class ModelConfig:
         return sum(self.attends) if self.attends else self.num_hidden_layers
 
     def heads(self, layer: int) -> GroupedQuery:
-        """The attention of a layer with keys and values of heads."""
+        """Returns the attention of a layer whose heads have keys and values."""
         own = self.kinds[layer].heads
         if own is not None:
             return own
@@ -179,7 +179,7 @@ class ModelConfig:
 
     @property
     def query_scale(self) -> QueryScale | None:
-        """The factor of queries, for the layers with one; None: no layer has one."""
+        """The position-dependent factor of queries, in the layers that use it; None: no layer does."""
         if isinstance(self.attention, Latent):
             return self.attention.query_scale
         scales = (self.heads(layer).query_scale for layer in range(len(self.kinds)))
@@ -187,7 +187,7 @@ class ModelConfig:
 
     @property
     def kept_heads(self) -> list[GroupedQuery]:
-        """The attention of each layer that keeps its own keys and values of heads."""
+        """The attention of each layer that keeps separate keys and values of heads."""
         return [
             self.heads(layer)
             for layer, kind in enumerate(self.kinds)
@@ -195,7 +195,7 @@ class ModelConfig:
         ]
 
     def number(self, layer: int) -> int:
-        """The number of a layer among the layers with attention. Others have no pages."""
+        """Returns the index of a layer among the layers with attention. Other layers have no pages."""
         return sum(self.attends[:layer]) if self.attends else layer
 
     def state_bytes(self, dtype: torch.dtype) -> int:
@@ -204,18 +204,18 @@ class ModelConfig:
 
     @property
     def num_hidden_layers(self) -> int:
-        """The number of computed layers. A checkpoint may have more."""
+        """The number of layers that are computed. A checkpoint may contain more."""
         return len(self.feeds)
 
     def feed(self, layer: int) -> Dense | Experts | None:
-        """The feed-forward part after the attention of a layer; None: there is none."""
+        """Returns the feed-forward part after the attention of a layer; None: there is none."""
         return self.feeds[layer]
 
     @property
     def longest_context(self) -> int:
         """The largest number of positions of a request.
 
-        With yarn it may exceed `max_position_embeddings`, as in vLLM.
+        With YaRN it may exceed `max_position_embeddings`, as in vLLM.
         """
         longest = self.max_position_embeddings
         for rope in self.ropes:
@@ -227,12 +227,12 @@ class ModelConfig:
 
 
 def has_mxfp4(model: ModelConfig | EncoderConfig) -> bool:
-    """True if the checkpoint's experts are blocks of MXFP4 in safetensors."""
+    """True if the checkpoint's experts are MXFP4 blocks in safetensors."""
     return isinstance(model, ModelConfig) and model.stored is not None and isinstance(model.stored.scheme, Mxfp4)
 
 
 def config_of(shape: Mapping[str, Any]) -> ModelConfig | EncoderConfig:
-    """The configuration of any kind of model. Raises UnsupportedModelError."""
+    """Reads the configuration of a model of any kind. Raises UnsupportedModelError."""
     try:
         if "encoder" in shape:
             return EncoderConfig.from_shape(shape["encoder"])
@@ -244,7 +244,7 @@ def config_of(shape: Mapping[str, Any]) -> ModelConfig | EncoderConfig:
 
 
 def _check(shape: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModelError for parts that PyTorch's hand does not compute."""
+    """Raises UnsupportedModelError for parts that the hand in Python does not compute."""
     _only("shape", shape)
     _only("scales", shape["scales"])
     _known("norms", shape["norm"], "rms", "rms_beside_one", "mean")
@@ -296,7 +296,7 @@ def _only(part: str, values: Mapping[str, Any]) -> None:
     """Raises UnsupportedModelError if a part has a value in a field that is not read here."""
     known = _KNOWN[part].split()
     for key, value in values.items():
-        # 0 may be the number of a layer, which is a value; False counts as absent.
+        # 0 may be a layer's index, so it counts as a value; False counts as absent.
         is_absent = value is None or value is False or value in ([], {})
         if key not in known and not is_absent:
             raise UnsupportedModelError(f"{key} {value!r} of {part} is not supported by PyTorch's hand")
@@ -327,13 +327,13 @@ def _kind(shape: Mapping[str, Any], layer: Mapping[str, Any]) -> LayerKind:
 
 
 def _alike(attention: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """True if two kinds of attention differ only in the mask."""
+    """True if two attentions differ only in the mask."""
     ignored = {"kind": None, "window": None, "chunk": None}
     return {**attention, **ignored} == {**other, **ignored}
 
 
 def _attending(mixer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The attention of a mixer, of heads or latent; None: it has none."""
+    """Returns the attention of a mixer, with heads or latent; None: the mixer has no attention."""
     if mixer["kind"] == "beside":
         beside: Mapping[str, Any] = mixer["attention"]
         return beside
@@ -341,7 +341,7 @@ def _attending(mixer: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _recurring(mixer: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The recurrence of a mixer; None: it keeps no state."""
+    """Returns the recurrence of a mixer; None: the mixer has no state."""
     if mixer["kind"] == "beside":
         beside: Mapping[str, Any] = mixer["recurrence"]
         return beside
@@ -349,7 +349,7 @@ def _recurring(mixer: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _no_rope(mixer: Mapping[str, Any]) -> dict[str, Any]:
-    """A rotary embedding for a model without rotation in any layer. It is never applied."""
+    """Returns a placeholder rotary embedding for a model without rotation. It is never applied."""
     dim = mixer["rotary_dim"] if "rank" in mixer else mixer["head_dim"]
     return {"dim": dim, "theta": 10000.0, "scaling": None, "interleaved": False, "sections": None}
 

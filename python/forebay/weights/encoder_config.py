@@ -1,4 +1,4 @@
-"""The shape of a BERT, as the brain has read it."""
+"""The shape of a BERT model, in the form that the brain sends."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["EncoderConfig"]
 
 @dataclass(frozen=True)
 class EncoderConfig:
-    """The data from which the model code builds an encoder. Sizes are numbers of elements; positions are tokens."""
+    """The data from which code builds an encoder. Sizes count elements; `max_position_embeddings` counts tokens."""
 
     architecture: str
     vocab_size: int

@@ -1,9 +1,9 @@
-"""The errors of models. Their texts give advice to the user."""
+"""The errors of models. Their messages contain advice for the user."""
 
 
 class ModelError(ValueError):
-    """A model that can't be found, read or run. The message is one line for the user."""
+    """A model can't be found, read or run. The message is one line for the user."""
 
 
 class UnsupportedModelError(ModelError):
-    """A model is understood, but needs a feature that Forebay lacks."""
+    """The model is understood, but needs a feature that Forebay lacks."""

@@ -12,7 +12,7 @@ __all__ = ["read_json"]
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """The object in a JSON file; empty for an optional file that does not exist. Raises ModelError."""
+    """Reads the object in a JSON file; empty for an optional file that does not exist. Raises ModelError."""
     value = _read(path, optional=optional, missing={})
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object")

@@ -1,4 +1,4 @@
-"""Draft heads, as the brain has read them: layers that draft from the features of a model."""
+"""Draft heads, in the form that the brain sends: layers that draft from the features of a model."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class HeadConfig:
 
     kind: str
     taps: tuple[int, ...]
-    """The layers whose inputs make up features. The number of layers stands for the model's final states."""
+    """The layers whose inputs are combined into features. An index equal to the layer count means the final states."""
     norm_before_residual: bool
-    """True if the layer's residual is the normalised feature."""
+    """True if the normalised feature is the input of the layer's residual connection."""
     vocab_size: int
     """The size of the head's vocabulary."""
     mapped: bool
-    """True if the drafted tokens have ids of their own."""
+    """True if the head's vocabulary has different token ids, which are mapped to the model's."""
     own_embedding: bool
     own_output: bool
-    """True if it has its own matrix of logits; False: it shares the model's."""
+    """True if the head has a separate output matrix; False: it uses the model's."""
     shape: ModelConfig
-    """The shape of a model that consists of the layer; with MTP, the model whose last layer it is."""
+    """The shape of a model that has only the head's layer. With MTP, that of a model whose last layer is the head's."""
 
     @classmethod
     def of(cls, model: Mapping[str, Any]) -> HeadConfig | None:
@@ -44,7 +44,7 @@ class HeadConfig:
         return cls(**{**head, "taps": tuple(head["taps"])}, shape=shape)
 
     def kept_with(self, model: ModelConfig) -> ModelConfig:
-        """The shape for the KV pages: the head's layer is the last one, and each position has a feature."""
+        """Returns the shape for the KV cache pages: the head's layer is the last, and each position has a feature."""
         shape = self.shape
         kind, feed = shape.kinds[-1], shape.feeds[-1]
         if self.kind == EAGLE3:

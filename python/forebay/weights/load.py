@@ -1,4 +1,4 @@
-"""The readers of a model's weights, one tensor at a time, under the names of the family."""
+"""Readers of a model's weights, one tensor at a time, with the names of the model's family."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ __all__ = ["iter_kept", "iter_weights", "kept_matrices", "spare_biases", "weight
 
 
 def spare_biases(model: Mapping[str, Any]) -> frozenset[str]:
-    """Biases that a model need not have. They are 0, of matrices that GPTQ has quantised.
+    """Returns the biases that may be left out: biases that are 0, and belong to matrices that GPTQ has quantised.
 
-    Its tools write some for all.
+    GPTQ's tools write biases for all matrices.
     """
     return Manifest(model).zero_biases
 
@@ -29,8 +29,8 @@ def iter_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields each weight's name (`model.layers.0.self_attn.q_proj.weight`, ...) and value, on the CPU.
 
-    `model` is the handshake's, of which `files` and `manifest` are used. Numbers keep the type of the file. Quantised
-    matrices and GGUF's blocks are dequantised to float32. Of weights in `cuts`, only the named part is read.
+    `model` is from the handshake; its `files` and `manifest` are used. Values keep the type of the file. Quantised
+    matrices and GGUF blocks are dequantised to float32. Of weights in `cuts`, only the given part is read.
     """
     for name, weight in iter_kept(model, config, lambda name: False, cuts):
         assert isinstance(weight, torch.Tensor)
@@ -43,7 +43,7 @@ def iter_kept(
     keeps: Callable[[str], bool],
     cuts: Cuts = WHOLE,
 ) -> Iterator[tuple[str, torch.Tensor | Raw]]:
-    """Weights as in `iter_weights`, except that quantised matrices that `keeps` accepts come in stored form."""
+    """Yields weights like `iter_weights`, except that quantised matrices that `keeps` accepts are in stored form."""
     manifest = Manifest(model)
     for name, place in manifest.weights():
         if name not in cuts.others:
@@ -58,7 +58,7 @@ def iter_kept(
         if not matrix.weights and cut is None and keeps(matrix.name):
             yield matrix.name, raw
             continue
-        # A part may begin inside a block with one scale, so the whole matrix is dequantised.
+        # A part may begin inside a block that has one scale, so the whole matrix is dequantised.
         values = raw.codes().values()
         if not matrix.weights:
             yield matrix.name, values if cut is None else values[cut.places]
@@ -68,7 +68,7 @@ def iter_kept(
 
 
 def weight_shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """The shapes, in elements, of the results of `iter_weights` without cuts. Reads no file."""
+    """Returns the shapes, in elements, of the weights of `iter_weights` without cuts. Reads no file."""
     manifest = Manifest(model)
     shapes = {name: place.shape for name, place in manifest.weights()}
     for matrix in manifest.matrices():
@@ -77,6 +77,6 @@ def weight_shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def kept_matrices(model: Mapping[str, Any]) -> frozenset[str]:
-    """Quantised matrices that can be kept in their bits."""
+    """Returns the quantised matrices that can be kept in their stored format."""
     matrices = [matrix for matrix in Manifest(model).matrices() if not matrix.weights]
     return frozenset(matrix.name for matrix in matrices if matrix.format != "F8_E5M2")

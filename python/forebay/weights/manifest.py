@@ -1,6 +1,6 @@
-"""The weights of a model's files, according to the manifest that the brain has created.
+"""The weights in a model's files, according to the manifest that the brain created.
 
-A weight is a range of a file, in numbers or in blocks of a GGUF type. Names are those of the family.
+A weight is a range of bytes in a file, as plain numbers or as blocks of a GGUF type. Names are those of the family.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ _NUMBERS = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The storage of single numbers, by safetensors' names, which GGUF uses too."""
+"""The types of plain numbers, by their names in safetensors, which GGUF uses too."""
 _MXFP4 = 32
-"""Numbers of a block of MXFP4."""
+"""The number of values in a block of MXFP4."""
 _AT_ONCE = 1 << 20
-"""Elements that are dequantised at a time. Temporary memory is a few times as large."""
+"""The number of elements that are dequantised at a time. Temporary memory is a few times as large."""
 
 
 @dataclass(frozen=True)
 class MatrixPart:
-    """A weight that is part of a matrix, and the changes to its numbers."""
+    """A weight that is part of a matrix, and the conversion of its values."""
 
     shape: tuple[int, ...]
     """The shape of the weight, in elements."""
@@ -57,16 +57,16 @@ class MatrixPart:
     """The shape of the matrix that contains the weight; None: the weight is the whole matrix."""
     transposed: bool = False
     rows: tuple[int, int] | None = None
-    """The first row of the weight in `matrix`, after transposing, and the distance to the next one."""
+    """The first row of the weight in `matrix`, after transposing, and the step to the next group of rows."""
     width: int = 1
-    """The number of rows that lie together at each of these distances."""
+    """The number of adjacent rows in each group."""
     pairs: int | None = None
-    """The number of heads in which the rows of two halves alternate."""
+    """The number of heads whose two halves are stored in alternating rows; None: rows are not reordered."""
     times: float = 1.0
     plus: float = 0.0
-    """A factor of all numbers, and a term that is then added."""
+    """A factor of all values, and a term that is then added."""
     log: bool = False
-    """True if the weight is the logarithm of the result of both."""
+    """True if the logarithm of the result is then taken."""
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> MatrixPart:
@@ -78,7 +78,7 @@ class MatrixPart:
         return cls(**chosen)
 
     def read(self, values: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
-        """The weight, or a part of it, in the numbers of its matrix."""
+        """Returns the weight, or a part of it, from the values of its matrix."""
         assert self.rows is not None
         if self.transposed:
             values = values.T
@@ -90,13 +90,13 @@ class MatrixPart:
             number = torch.arange(wanted)
             chosen = values[first + number // self.width * step + number % self.width].reshape(self.shape)
         if self.pairs is not None or cut is None:
-            # Rows are reordered within heads, and a part may begin inside a head.
+            # Rows are reordered within heads, and a part may begin inside a head: convert the whole weight.
             chosen = self.changed(chosen)
             return chosen if cut is None else chosen[cut.places]
         return self.changed(chosen[cut.places])
 
     def changed(self, values: torch.Tensor) -> torch.Tensor:
-        """Rows of whole heads, with the changes to their numbers."""
+        """Returns rows of whole heads with the conversion applied."""
         if self.pairs is not None:
             values = _halves(values, self.pairs * len(values) // self.shape[0])
         if (self.times, self.plus) != (1.0, 0.0):
@@ -106,17 +106,17 @@ class MatrixPart:
 
 @dataclass(frozen=True)
 class Place:
-    """A weight in one file."""
+    """The location of a weight in a file."""
 
     path: str
     offset: int
     bytes: int
     format: str
-    """The storage of numbers, by the name in safetensors or in GGUF."""
+    """The type of the values, by its name in safetensors or in GGUF."""
     part: MatrixPart
-    """The weight in the range."""
+    """The weight within the range of bytes."""
     exponents: Place | None = None
-    """The exponents, for blocks with only codes in the range; None: blocks are complete."""
+    """The exponents, if the range has only the codes of blocks; None: the blocks are complete."""
 
     @classmethod
     def of(cls, files: list[str], values: Mapping[str, Any]) -> Place:
@@ -137,11 +137,11 @@ class Place:
 
     @property
     def is_blocks(self) -> bool:
-        """True if numbers lie in blocks of a GGUF type."""
+        """True if the values are in blocks of a GGUF type."""
         return self.format not in _NUMBERS
 
     def read(self, cut: Cut | None = None) -> torch.Tensor:
-        """The weight, or a part of it, as a copy: in the file's type, or float32 if it has blocks.
+        """Reads the weight, or a part of it, as a copy: in the file's type, or float32 for GGUF blocks.
 
         Only the requested part is read. Raises ModelError.
         """
@@ -157,22 +157,22 @@ class Place:
         return self.part.changed(self._values(rows, columns).view(shape))
 
     def _size(self) -> tuple[shards.Part, shards.Part]:
-        """All rows and columns of the range."""
+        """Returns all rows and columns of the range."""
         return shards.ALONE.of(math.prod(self.shape[:-1])), shards.ALONE.of(math.prod(self.shape[-1:]))
 
     def stored(self) -> Bytes:
-        """The bytes of the range, uint8 [rows, bytes of a row]. Raises ModelError."""
+        """Reads the bytes of the range, uint8 [rows, bytes per row]. Raises ModelError."""
         rows, _ = self._size()
         return self._bytes(0, rows.size, rows.whole)
 
     def of_stored(self, data: Bytes) -> torch.Tensor:
-        """The whole weight from the bytes of its range. The range must not be part of a matrix."""
+        """Decodes the whole weight from the bytes of its range. The range must not be part of a matrix."""
         assert self.part.matrix is None
         _, columns = self._size()
         return self.part.changed(self._numbers(data, columns).reshape(self.shape))
 
     def _values(self, rows: shards.Part, columns: shards.Part) -> torch.Tensor:
-        """The numbers [rows, columns] of a part of the range."""
+        """Reads these rows and columns of the values in the file: [rows.size, columns.size]."""
         if not self.is_blocks and columns.is_whole:
             data = self._bytes(rows.first, rows.size, rows.whole)
             return torch.from_numpy(data).view(-1).view(_NUMBERS[self.format]).view(rows.size, columns.size)
@@ -197,7 +197,7 @@ class Place:
         return torch.from_numpy(dequantize(some, kind)[:, inside])
 
     def _bytes(self, first: int, count: int, rows: int) -> Bytes:
-        """The bytes of `count` of the range's `rows` rows, uint8 [count, bytes of a row]."""
+        """Reads `count` of the range's `rows` rows, uint8 [count, bytes per row]."""
         if self.exponents is not None:
             codes = replace(self, exponents=None)._bytes(first, count, rows)
             return _mxfp4_blocks(codes, self.exponents._bytes(first, count, rows))
@@ -218,14 +218,14 @@ class Place:
 
 @dataclass(frozen=True)
 class _Joined:
-    """A weight whose rows of each head come from several stacks of heads in turn."""
+    """A weight in which each head consists of rows from several stacks of heads, one stack after the other."""
 
     shape: tuple[int, ...]
     places: tuple[Place, ...]
-    """Each `shape` is [heads, rows, columns], behind transposing."""
+    """The stacks. Each `shape` is [heads, rows, columns], after transposing."""
 
     def read(self, cut: Cut | None = None) -> torch.Tensor:
-        """The weight float32 [rows, columns], or the heads of a part of it."""
+        """Reads the weight float32 [rows, columns], or the heads of a part of it."""
         heads = self.places[0].shape[0]
         first, count = 0, heads
         if cut is not None:
@@ -252,19 +252,19 @@ class CodedMatrix:
     name: str
     shape: tuple[int, ...]
     format: str
-    """The type of the codes, by safetensors' name."""
+    """The type of the codes, by its name in safetensors."""
     parts: tuple[tuple[str, Place], ...]
-    """Its tensors, by the suffixes of their names; codes first."""
+    """The matrix's tensors, by the suffixes of their names; codes first."""
     weights: tuple[tuple[str, MatrixPart], ...]
-    """The weights that it contains, by name; empty: only the weight with its name."""
+    """The weights that the matrix contains, by name; empty: the matrix itself is the only weight."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights in it, by name."""
+        """The shapes of the weights that the matrix contains, by name."""
         return {name: part.shape for name, part in self.weights} or {self.name: self.shape}
 
     def raw(self, scheme: Scheme) -> Raw:
-        """The matrix with all its tensors. Raises ModelError."""
+        """Reads all tensors of the matrix. Raises ModelError."""
         return Raw(self.name, scheme, {end: place.read() for end, place in self.parts})
 
 
@@ -272,7 +272,7 @@ class Manifest:
     """All weights of a model."""
 
     def __init__(self, model: Mapping[str, Any]) -> None:
-        """`model` is the handshake's. Raises ModelError if it has no manifest."""
+        """`model` is from the handshake. Raises ModelError if it has no manifest."""
         found = model.get("manifest")
         if found is None:
             raise ModelError("the config has no manifest of the weights")
@@ -280,10 +280,10 @@ class Manifest:
         self._weights: list[tuple[str, Mapping[str, Any]]] = found["weights"]
         self._matrices: list[Mapping[str, Any]] = found["matrices"]
         self.zero_biases = frozenset(found["zero_biases"])
-        """Biases of quantised matrices that are 0. A model need not have them."""
+        """Biases of quantised matrices that are 0. A model may leave them out."""
 
     def weights(self) -> Iterator[tuple[str, Place | _Joined]]:
-        """The weights other than quantised matrices, by name, in the order of the files."""
+        """Yields the weights other than quantised matrices, by name, in the order of the files."""
         for name, values in self._weights:
             if "joined" in values:
                 places = tuple(Place.of(self._files, part) for part in values["joined"])
@@ -292,7 +292,7 @@ class Manifest:
                 yield name, Place.of(self._files, values)
 
     def matrices(self) -> Iterator[CodedMatrix]:
-        """The quantised matrices of safetensors."""
+        """Yields the quantised matrices of safetensors files."""
         for values in self._matrices:
             parts = tuple((end, Place.of(self._files, place)) for end, place in values["parts"])
             weights = tuple((name, MatrixPart.of(part)) for name, part in values.get("weights", ()))
@@ -300,9 +300,10 @@ class Manifest:
 
 
 def _mxfp4_blocks(codes: Bytes, exponents: Bytes) -> Bytes:
-    """Rows in blocks of MXFP4 from those of safetensors: codes [rows, blocks * 16] and exponents [rows, blocks].
+    """Converts MXFP4 from the safetensors to the GGUF format: codes [rows, blocks * 16], exponents [rows, blocks].
 
-    There neighbours share a byte. In GGUF's blocks, a number of the first half shares a byte with one of the second.
+    In safetensors, adjacent values share a byte. In GGUF, a value of a block's first half shares a byte with one of the
+    second half.
     """
     half = _MXFP4 // 2
     numbers = (codes.reshape(*exponents.shape, half, 1) >> np.array([0, 4], np.uint8)) & np.uint8(15)

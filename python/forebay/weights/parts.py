@@ -24,16 +24,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Scales:
-    """Factors of states and logits; 1: there is none."""
+    """Factors of states and logits; 1 has no effect."""
 
     embeddings: float = 1.0
     inputs: float = 1.0
-    """The factor of inputs that a caller provides in place of embeddings."""
+    """The factor of inputs that a caller provides instead of token embeddings."""
     residuals: float = 1.0
-    """The factor of a part's output before it is added."""
+    """The factor of an attention or feed-forward output before it is added to the residual stream."""
     logits: float = 1.0
     logit_cap: float | None = None
-    """The bound that logits approach; None: no bound."""
+    """The bound of the logits' soft cap; None: no cap."""
 
 
 @dataclass(frozen=True)
@@ -41,46 +41,46 @@ class Rope:
     """A rotary embedding."""
 
     dim: int
-    """The number of first elements of a head that are rotated."""
+    """The number of leading elements of a head that RoPE rotates."""
     theta: float
     scaling: Mapping[str, Any] | None
     """None, or `{"rope_type": "linear" | "llama3" | "yarn" | "longrope" | "proportional", ...}`.
 
-    The names are those of transformers 4. `proportional` has the number of `turned` pairs.
+    The names are those of Transformers 4. `proportional` has the number of rotated pairs, `turned`.
     """
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """The properties that differ between layers, in their attention and around it."""
+    """The settings that differ between layers, for attention and norms."""
 
     rope: int | None = 0
-    """The number of the rotary embedding; None: no rotation."""
+    """The index of the rotary embedding; None: no rotation."""
     window: int | None = None
-    """The number of positions that a position sees, itself included; None: all."""
+    """The number of last positions that a position attends to, itself included; None: all."""
     chunk: int | None = None
     """The length of a chunk, if positions attend only within their own chunk; None: there are no chunks."""
     norms: str = "before"
-    """The places of norms: `before` each part, `after` it, `around` it, or one before both (`parallel`).
+    """Where norms are: `before` each part, `after` it, `around` it, or one norm before both parts (`parallel`).
 
-    `before_feed`: before the second part.
+    `before_feed`: only before the feed-forward part.
     """
     heads: GroupedQuery | None = None
-    """The layer's own attention; None: the model's."""
+    """The layer's attention, if it differs from the model's; None: the model's."""
     keys_of: int | None = None
-    """The layer whose keys and values this one reads; None: it has its own."""
+    """The layer whose keys and values this layer reads; None: its own."""
     scaled: bool = False
-    """True if the layer's output is multiplied by a learned number."""
+    """True if the layer's output is multiplied by a learned scalar."""
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Inputs of each layer beside the residual stream: rows of the token, and its embedding (Gemma 3n, 2025)."""
+    """Inputs per layer besides the residual stream: a row per token, and its projected embedding (Gemma 3n, 2025)."""
 
     vocab_size: int
     """The number of tokens that have rows."""
     size: int
-    """Elements of a layer's input."""
+    """The number of elements of each layer's input."""
 
 
 @dataclass(frozen=True)
@@ -92,52 +92,52 @@ class QueryScale:
 
     beta: float
     every: int
-    """The number of positions with one factor."""
+    """The number of consecutive positions that share a factor."""
     first: int
-    """The number of the first position."""
+    """The number that is added to each position."""
 
 
 @dataclass(frozen=True)
 class GroupedQuery:
-    """Attention with keys and values of some heads each (Ainslie et al. 2023). Sizes are numbers of elements."""
+    """Grouped-query attention (Ainslie et al. 2023). Sizes count elements."""
 
     heads: int
     kv_heads: int
     head_dim: int
     rotary_dim: int
-    """The number of first elements of a head that are rotated."""
+    """The number of leading elements of a head that RoPE rotates."""
     qkv_bias: bool
     output_bias: bool
     qk_norm: bool
     """True if query and key heads are normalised before they are rotated."""
     query_scale: QueryScale | None = None
-    """The factor of queries that grows with their position; None: there is none."""
+    """The factor of queries that grows with their position; None: no such factor."""
     scale: float | None = None
     """The factor of scores before the softmax; None: `head_dim` to the power of -1/2."""
     row_norms: bool = False
-    """True if the queries, and the keys, of all heads of a position are normalised together."""
+    """True if one norm covers all query heads of a position, and another all key heads."""
     cap: float | None = None
-    """The bound that scores approach; None: no bound."""
+    """The bound of the scores' soft cap; None: no cap."""
     sinks: bool = False
-    """True if each head has a sink: a score that takes weight but has no value."""
+    """True if each head has a sink: a logit that takes weight in the softmax but has no value."""
     gate: bool = False
     """True if the output is multiplied by the sigmoid of a gate."""
     plain_norms: bool = False
-    """True if query and key heads are normalised without weights."""
+    """True if the norms of query and key heads have no weights."""
     value_norm: bool = False
-    """True if each head of values is normalised, without weights."""
+    """True if each value head is normalised, without weights."""
     keys_are_values: bool = False
-    """True if values are the same product as keys."""
+    """True if values are the same projection as keys."""
     both_ways: bool = False
-    """True if a position also sees later ones. A window then reaches equally far on both sides."""
+    """True if a position also attends to later positions. A window then reaches equally far on both sides."""
 
     @property
     def position_elements(self) -> int:
-        """Elements of one position in a layer."""
+        """The number of elements that a layer keeps per position."""
         return 2 * self.kv_heads * self.head_dim
 
     def of_rank(self, world: int) -> GroupedQuery:
-        """The heads of one of `world` ranks. It has at least one key-value head."""
+        """Returns the attention of one of `world` ranks, with at least one key-value head."""
         return replace(self, heads=self.heads // world, kv_heads=max(1, self.kv_heads // world))
 
 
@@ -147,7 +147,7 @@ class Latent:
 
     heads: int
     query_rank: int | None
-    """Elements of the low-rank query; None: queries have one projection."""
+    """Elements of the low-rank query; None: queries have a single projection."""
     rank: int
     """Elements of the latent part of a row."""
     nope_dim: int
@@ -156,21 +156,21 @@ class Latent:
     """Elements of a query or key head that are rotated. All heads share this part of a key."""
     value_dim: int
     bias: bool
-    """True if the projections to the low ranks and of the output have biases."""
+    """True if the down-projections and the output projection have biases."""
     interleaved: bool
-    """True if rotation pairs neighbours (2i, 2i + 1); False: it pairs (i, i + rotary_dim / 2)."""
+    """True if RoPE rotates pairs (2i, 2i + 1); False: pairs (i, i + rotary_dim / 2)."""
     scale: float
     """The factor of scores before the softmax."""
     query_scale: QueryScale | None = None
-    """The factor of queries that grows with their position; None: there is none."""
+    """The factor of queries that grows with their position; None: no such factor."""
 
     @property
     def position_elements(self) -> int:
-        """Elements of one position in a layer: its row."""
+        """The number of elements that a layer keeps per position: a row."""
         return self.rank + self.rotary_dim
 
     def of_rank(self, world: int) -> Latent:
-        """The heads of one of `world` ranks. All ranks keep the whole row."""
+        """Returns the attention of one of `world` ranks, with a part of the heads. Each rank keeps whole rows."""
         return replace(self, heads=self.heads // world)
 
 
@@ -178,44 +178,43 @@ class Latent:
 class Indexer:
     """The choice of the positions that a query attends to (DeepSeek Sparse Attention, DeepSeek-V3.2, 2025).
 
-    Each indexed layer has its own small keys, one per position, and scores them for every query. Sizes are numbers of
-    elements.
+    Each indexed layer has separate small keys, one per position, and scores them for every query. Sizes count elements.
     """
 
     heads: int
-    """The number of query heads. A key serves all of them."""
+    """The number of query heads. They share one key per position."""
     head_dim: int
-    """Elements of a head. The same number of first elements is rotated as in `Latent`."""
+    """Elements of a head. As in `Latent`, the first `rotary_dim` of them are rotated."""
     interleaved: bool
-    """True if rotation pairs neighbours (2i, 2i + 1); False: it pairs (i, i + rotary_dim / 2)."""
+    """True if RoPE rotates pairs (2i, 2i + 1); False: pairs (i, i + rotary_dim / 2)."""
     top_k: int
     """The largest number of positions that a query keeps."""
     layers: tuple[int, ...]
-    """The indexed layers, ascending. The other layers attend to the choice of the last indexed one before them."""
+    """The indexed layers, ascending. Each other layer uses the choice of the last indexed layer before it."""
 
     @property
     def position_elements(self) -> int:
-        """Elements of one position in all indexed layers together."""
+        """The number of elements that all indexed layers together keep per position."""
         return len(self.layers) * self.head_dim
 
 
 @dataclass(frozen=True)
 class Recurrence:
-    """A part with a state for each slot, in place of attention or beside it, as crates/weights describes it."""
+    """A recurrent part with a state per slot, instead of or parallel to attention. crates/weights describes it."""
 
     heads: int
-    """The number of heads of the state; 0: there is only a convolution."""
+    """The number of heads of the state; 0: the part has only a convolution."""
     key_heads: int
-    """The number of heads of keys and queries. Each serves the same number of value heads."""
+    """The number of key and query heads. Each is shared by the same number of value heads."""
     tiled: bool
-    """True if heads that share a key head are as far apart as there are key heads; False: they are neighbours."""
+    """True if value head h uses key head `h % key_heads`; False: consecutive value heads share a key head."""
     key_dim: int
     value_dim: int
-    """Elements of a value head; without heads, of the convolution."""
+    """Elements of a value head; without heads, channels of the convolution."""
     channel_decay: bool
-    """True if each channel of a key head has its own decay; False: each head has one."""
+    """True if each channel of a key head has a separate decay; False: each head has one decay."""
     delta: bool
-    """True if a state's old value for a key is subtracted first."""
+    """True if the state's old value for a key is subtracted first (delta rule)."""
     taps: int
     conv_bias: bool
     bias: bool
@@ -225,13 +224,13 @@ class Recurrence:
     sigmoid_gate: bool
     """True if the gate is a sigmoid; False: it is `x * sigmoid(x)`."""
     low_rank: int
-    """The low rank of gates and of decays; 0: each has one product."""
+    """The low rank of the projections of gates and decays; 0: full-rank projections."""
     norm_size: int
     """The number of elements that are normalised together."""
 
     @property
     def keys(self) -> int:
-        """Elements of all key heads."""
+        """The number of elements of all key heads."""
         return self.key_heads * self.key_dim
 
     @property
@@ -241,74 +240,75 @@ class Recurrence:
 
     @property
     def values(self) -> int:
-        """Elements of all value heads."""
+        """The number of elements of all value heads."""
         return max(self.heads, 1) * self.value_dim
 
     @property
     def channels(self) -> int:
-        """Channels of the convolution."""
+        """The number of channels of the convolution."""
         return 2 * self.keys + self.values
 
     def state_bytes(self, element: int) -> int:
-        """Bytes of one slot's state, with inputs of the convolution of `element` bytes."""
+        """Returns the bytes of one slot's state, with inputs of the convolution of `element` bytes each."""
         return 4 * self.heads * self.key_dim * self.value_dim + self.channels * (self.taps - 1) * element
 
 
 @dataclass(frozen=True)
 class Dense:
-    """One feed-forward part for every token."""
+    """A dense feed-forward part."""
 
     intermediate_size: int
     bias: bool
     gated: bool = True
-    """True if a second product is multiplied with the activation's result."""
+    """True if the activated gate projection is multiplied with an up projection."""
 
 
 @dataclass(frozen=True)
 class Routing:
-    """The rule for the choice and the weights of a token's experts."""
+    """The rule that selects a token's experts and computes their weights."""
 
     scores: str
     """The scores: `softmax` over all experts, or `sigmoid` of each logit."""
     in_float32: bool
     """True if logits are computed in float32, for any dtype of the model."""
     corrected: bool
-    """True if a bias is added to the scores, only for the choice."""
+    """True if a bias is added to the scores, only for selecting experts."""
     groups: int
-    """The number of groups of experts with neighbouring ids; 1: experts are not grouped."""
+    """The number of groups of experts with consecutive ids; 1: experts are not grouped."""
     kept_groups: int
-    """The number of best groups. Experts of other groups are not chosen."""
+    """The number of best groups that are kept. Experts of other groups are not chosen."""
     best_of_group: int
-    """The number of a group's best scores that are summed for its score."""
+    """The number of a group's best scores whose sum is the group's score."""
     normalise: bool
     """True if a token's weights are divided by their sum."""
     scaling: float
-    """The factor of weights, applied last."""
+    """The factor of the weights, applied last."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts (Shazeer et al. 2017). It has many feed-forward parts, and each token uses some."""
+    """A mixture of experts (Shazeer et al. 2017): many feed-forward parts, of which each token uses a few."""
 
     count: int
     per_token: int
     intermediate_size: int
-    """The inner size of one expert."""
+    """The intermediate size of one expert."""
     shared_size: int
-    """The inner size of the shared expert, which every token uses; 0: there is none."""
+    """The intermediate size of the shared expert, which every token uses; 0: no shared expert."""
     routing: Routing
     shared_gate: bool = False
     """True if the shared expert's output is multiplied by a gate."""
     bias: bool = False
-    """True if the products and the router have biases."""
+    """True if the experts' projections and the router have biases."""
     beside: bool = False
-    """True if the shared expert and the others have separate norms on both sides, and the router reads normalised
-    states with learned factors (Gemma 4).
+    """True if the shared expert and the routed experts run in parallel with separate norms before and after, and the
+    router reads normalised states with learned factors (Gemma 4).
     """
     weighs_inputs: bool = False
-    """True if an expert's input is multiplied by its weight, and not its output."""
+    """True if a token's weight is multiplied with the expert's input instead of its output."""
     gated: bool = True
-    """True if a second product is multiplied with the activation's result, in the shared expert too."""
+    """True if the activated gate projection is multiplied with an up projection, in the shared expert too."""
     latent_size: int = 0
-    """The size of experts' inputs and outputs, between two products that they share; 0: experts use the layer's states.
+    """The size of the experts' inputs and outputs, if shared projections before and after map the layer's states; 0:
+    none.
     """

@@ -1,4 +1,4 @@
-"""The matrices whose products are not computed in the model's type, and their storage."""
+"""The storage formats of quantised matrices, and the choice of the matrices that products read in this format."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from forebay.weights.stored import COMPRESSED, Fp8, Scheme, Stored
 __all__ = ["AUTO", "INTEGERS", "QUANTIZATIONS", "Kept", "why_not_stored"]
 
 INTEGERS = ("w8a8_int8", "gguf")
-"""The values of `--quantization` for products of 8-bit integers, which only the hand in Rust has."""
+"""The values of `--quantization` for products of 8-bit integers, which only the hand in Rust supports."""
 AUTO = "auto"
-"""Keeps the blocks of a GGUF file if products with them are faster. The hand in Rust decides that. This hand keeps
-none.
+"""Keeps the blocks of a GGUF file if products with them are faster. Only the hand in Rust does that: this hand
+dequantises all blocks.
 """
 QUANTIZATIONS = (*INTEGERS, "fp8", "awq", "gptq", COMPRESSED)
-"""The values of `--quantization` that require a format."""
+"""The values of `--quantization` that require a particular format."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Matrices that a device keeps in their stored bits."""
+    """The matrices that a device keeps in their stored format."""
 
     scheme: Scheme
     is_wanted: Callable[[str], bool]
-    """True for the name of a weight whose matrix is kept."""
+    """Whether a weight with this name belongs to a matrix that is kept."""
 
     def layout(self, parts: Mapping[str, int], inputs: int) -> Layout | None:
-        """The layout of a matrix that joins `parts`, name to rows; None: its products are in the model's type."""
+        """Returns the layout of a matrix that joins `parts`, name to rows; None: the matrix is dequantised."""
         if not all(map(self.is_wanted, parts)):
             return None
         return Layout.of(self.scheme, inputs, list(parts.values()))
 
 
 def why_not_stored(quantization: str, stored: Stored | None) -> str | None:
-    """The reason why a checkpoint does not match `--quantization`; None: it does."""
+    """Returns the reason why a checkpoint does not match `--quantization`; None: it matches."""
     if stored is None:
         return None if quantization == "fp8" else "the checkpoint has no quantization_config"
     fits = isinstance(stored.scheme, Fp8) if quantization == "fp8" else stored.method == quantization

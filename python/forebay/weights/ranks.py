@@ -1,4 +1,4 @@
-"""The models that several ranks can compute."""
+"""Checks whether several ranks can compute a model."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ __all__ = ["why_not_group", "why_not_ranks"]
 
 
 def why_not_ranks(model: ModelConfig | EncoderConfig, world: int, expert_parallel: bool) -> str | None:
-    """The reason why this many ranks can't compute a model together, as a sentence; None: they can.
+    """Returns the reason why this many ranks can't compute a model together, as a sentence; None: they can.
 
-    With `expert_parallel` each rank has some of the experts. Otherwise each has a part of every expert.
+    With `expert_parallel` each rank has some of the experts. Otherwise each rank has a part of every expert.
     """
     if isinstance(model, EncoderConfig):
         return f"{model.architecture} is an encoder, which one rank computes: use replicas (--dp-size)"
@@ -20,7 +20,7 @@ def why_not_ranks(model: ModelConfig | EncoderConfig, world: int, expert_paralle
 
 
 def why_not_group(model: ModelConfig | EncoderConfig, world: int) -> str | None:
-    """The reason why this many ranks can't share a model's experts and nothing else, as a sentence; None: they can."""
+    """Returns the reason why ranks can't share a model's experts and nothing else, as a sentence; None: they can."""
     experts = [] if isinstance(model, EncoderConfig) else [feed for feed in model.feeds if isinstance(feed, Experts)]
     if isinstance(model, EncoderConfig) or not experts:
         return f"{model.architecture} has no experts that ranks could share: use replicas (--dp-size alone)"
@@ -83,7 +83,7 @@ def _why_not_feeds(model: ModelConfig, world: int, expert_parallel: bool) -> str
 
 
 def _fewer(world: int, size: int, beside: int | None = None) -> str:
-    """The advice: the largest number of ranks below `world` that a size allows."""
+    """Returns advice: the largest number of ranks below `world` that divides a size."""
     fitting = (
         count
         for count in range(world - 1, 0, -1)

@@ -1,4 +1,4 @@
-"""The part of a weight that belongs to each rank, and the part of a file that is read (Shoeybi et al. 2019)."""
+"""The part of each weight that belongs to a rank, and that it reads from the file (Shoeybi et al. 2019)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
     @property
     def place(self) -> slice:
-        """The place of the part in the whole."""
+        """The slice of the whole that the part covers."""
         return slice(self.first, self.end)
 
     @property
@@ -33,13 +33,13 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Shard:
-    """One of `world` shards."""
+    """One of `world` shares of a weight or of heads."""
 
     rank: int
     world: int
 
     def of(self, size: int) -> Part:
-        """The shard's part of a dimension.
+        """Returns the shard's part of a dimension.
 
         Parts are contiguous, in the order of ranks, and differ in length by at most one.
         """
@@ -48,12 +48,12 @@ class Shard:
         return Part(size, first, first + each + (self.rank < over))
 
     def of_heads(self, heads: int) -> Shard:
-        """The shard of heads. If there are fewer heads than ranks, neighbouring ranks have the same shard."""
+        """Returns the shard of heads. With fewer heads than ranks, consecutive ranks have the same shard."""
         return self if heads >= self.world else Shard(self.rank * heads // self.world, heads)
 
 
 ALONE = Shard(0, 1)
-"""The shard of a single rank: everything."""
+"""The shard of a single rank, which has everything."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,16 @@ class Cut:
 
     rows: Part
     columns: Part | None = None
-    """The columns; None: all of them, or the weight has none."""
+    """The columns; None: all columns, or the weight has only one dimension."""
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The shape in the checkpoint."""
+        """The shape of the weight in the checkpoint."""
         return (self.rows.whole,) if self.columns is None else (self.rows.whole, self.columns.whole)
 
     @property
     def places(self) -> tuple[slice, ...]:
-        """The place of the cut in the checkpoint's tensor."""
+        """The slices of the checkpoint's tensor that the cut covers."""
         return (self.rows.place,) if self.columns is None else (self.rows.place, self.columns.place)
 
     @property
@@ -81,7 +81,7 @@ class Cut:
 
     @property
     def is_whole(self) -> bool:
-        """True if the cut is all of the weight."""
+        """True if the cut is the whole weight."""
         return self.rows.is_whole and (self.columns is None or self.columns.is_whole)
 
 
@@ -91,8 +91,8 @@ class Cuts:
 
     parts: dict[str, Cut] = field(default_factory=dict)
     others: set[str] = field(default_factory=set)
-    """Weights that belong to other ranks. This rank reads nothing of them."""
+    """Weights that belong to other ranks. This rank does not read them."""
 
 
 WHOLE = Cuts()
-"""The cuts of a single rank: everything is read."""
+"""The cuts of a single rank, which reads everything."""

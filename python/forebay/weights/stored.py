@@ -1,7 +1,7 @@
-"""The storage of a checkpoint's quantised matrices, as the brain has read it.
+"""The storage format of a checkpoint's quantised matrices, in the form that the brain sends.
 
 FP8 has a scale per block in DeepSeek-V3 (2024), and per row or matrix in compressed-tensors, FBGEMM and AutoFP8. 4-bit
-formats are GPTQ (Frantar et al. 2022), AWQ (Lin et al. 2023), and compressed-tensors, which has its own packing.
+formats are GPTQ (Frantar et al. 2022), AWQ (Lin et al. 2023), and compressed-tensors, which packs codes differently.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Fp8:
     """8-bit floats."""
 
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale; None: each row has one, or the whole matrix."""
+    """Rows and columns that share a scale; None: there is a scale per row, or one for the whole matrix."""
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,16 @@ class Int4:
     packing: str
     """The format of words of eight codes: `gptq`, `awq` or `compressed-tensors`."""
     group: int | None
-    """The number of inputs that share a scale; None: all of a row."""
+    """The number of inputs that share a scale; None: all inputs of a row."""
     ordered: bool = False
-    """True if groups do not follow the order of inputs (GPTQ's `desc_act`)."""
+    """True if groups are not consecutive inputs (GPTQ's `desc_act`)."""
     less_one: bool = False
-    """True if zero points are stored less 1."""
+    """True if the stored zero points are smaller by 1 than the actual ones."""
 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """4-bit floats, 32 of which share an exponent. They are read as blocks of GGUF's type."""
+    """4-bit floats, 32 of which share an exponent. They are converted to GGUF blocks when they are read."""
 
 
 Scheme: TypeAlias = Fp8 | Int4 | Mxfp4
@@ -49,17 +49,17 @@ Scheme: TypeAlias = Fp8 | Int4 | Mxfp4
 
 @dataclass(frozen=True)
 class Stored:
-    """The configuration's statement about matrices. The files decide which matrices are quantised."""
+    """The quantisation that the model's configuration declares. The files decide which matrices are quantised."""
 
     method: str
-    """`quant_method`."""
+    """The value of `quant_method` in the model's configuration."""
     scheme: Scheme
     left_out: tuple[str, ...] = ()
-    """Modules that are not quantised: names, parts of names, or regular expressions after `re:` or `-:`."""
+    """Modules that are not quantised: names, components of names, or regular expressions after `re:` or `-:`."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Stored:
-        """Reads `quantised` of a shape."""
+        """Reads the field `quantised` of a shape."""
         scheme = dict(values["scheme"])
         kind = scheme.pop("kind")
         if kind == "fp8":
