@@ -1,4 +1,4 @@
-"""`python -m forebay.worker`: one hand."""
+"""`python -m forebay.worker`: runs one hand."""
 
 import sys
 

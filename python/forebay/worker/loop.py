@@ -1,4 +1,4 @@
-"""The main loop of a hand: handshake, load, then plans in and results out until the brain ends."""
+"""The main loop of a hand: handshake, load, then plans in and results out until the brain exits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class RefusedError(Exception):
-    """The configuration is not possible. The message is one line for the user, and a traceback would not help."""
+    """The configuration is not possible. The message is one line for the user; a traceback would not help."""
 
     def __init__(self, reason: ValueError) -> None:
         super().__init__(str(reason))
@@ -48,10 +48,10 @@ class RefusedError(Exception):
 def main() -> int:
     """Serves the brain on descriptor 3.
 
-    Returns the exit status: 0 after an order to exit or the brain's end, 1 after a failure.
+    Returns the exit status: 0 if the brain ordered the exit or has exited, 1 after a failure.
     """
     _die_with_parent()
-    # A terminal sends ^C to the whole session, but the brain decides when its hands end.
+    # A terminal sends SIGINT to the whole foreground process group, but the brain decides when its hands exit.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for descriptor in (SOCKET_DESCRIPTOR, ARENA_DESCRIPTOR, HOST_DESCRIPTOR):
         if descriptor == SOCKET_DESCRIPTOR or _is_open(descriptor):
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def serve(connection: Connection) -> None:
-    """Runs the handshake, then the step loop. It returns at the end of the stream or on `shutdown`."""
+    """Runs the handshake, then the step loop. Returns at the end of the stream or on `shutdown`."""
     connection.send(encode_json(Kind.HELLO, {"pid": os.getpid()}))
     frame = connection.recv()
     if frame is None:
@@ -92,11 +92,11 @@ def serve(connection: Connection) -> None:
             received = connection.recv()
         if received is None or received.kind != Kind.PLAN_AT:
             return received
-        # Copied to memory from which device copies are fast. So the brain sends it only once, not to each rank.
+        # Copied to memory from which device copies are fast. The brain writes the plan to the arena once for all ranks.
         return connection.copied(*PlanAt.decode(received).read(arena))
 
     def masks() -> Masks:
-        # Masks follow their plan: only the end of the connection may come between them.
+        # A plan's masks are the next frame, unless the brain has exited or orders the hand to exit.
         following = next_frame()
         if following is None or following.kind == Kind.SHUTDOWN:
             raise Dismissed
@@ -108,15 +108,15 @@ def serve(connection: Connection) -> None:
     except Dismissed:
         return
     finally:
-        # Also after a plan that can't be executed: the brain first gets the earlier results, then the reason.
+        # This also runs after a plan that can't be executed: the brain first gets the earlier results, then the reason.
         reporting.close()
 
 
 def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, npt.NDArray[np.uint8]]:
-    """A runner that is ready, and the arena."""
+    """Returns a runner that is ready, and the arena."""
     started = time.monotonic()
-    # Other processes need these processors too. By default, an OpenMP thread spins long at a barrier and can hold the
-    # processor that the last thread needs, which makes a step many times as long. Without spinning, each of a step's
+    # Other processes need these processors too. By default, an OpenMP thread spins long at a barrier and may occupy the
+    # processor that the last thread needs, which makes a step several times slower. Without spinning, each of a step's
     # hundreds of barriers costs a wake-up. This value spins for some tenths of a millisecond and then sleeps.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
@@ -171,7 +171,7 @@ class Progress:
 
 
 def _map_arena(size: int) -> npt.NDArray[np.uint8]:
-    """The shared arena as read-only bytes; empty when `size` is 0."""
+    """Returns the shared arena as read-only bytes; empty if `size` is 0."""
     if size == 0:
         return np.zeros(0, np.uint8)
     mapped = mmap.mmap(ARENA_DESCRIPTOR, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
@@ -180,7 +180,7 @@ def _map_arena(size: int) -> npt.NDArray[np.uint8]:
 
 
 def _die_with_parent() -> None:
-    """Asks the kernel to kill this process with the thread that spawned it; exits if that is already gone."""
+    """Makes the kernel kill this process when the thread that spawned it ends. Exits if the parent has exited."""
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -202,5 +202,5 @@ def _send_fatal(connection: Connection, why: str) -> None:
     try:
         connection.send(encode_json(Kind.FATAL, {"error": line, "traceback": traceback.format_exc()}))
     except OSError:
-        # The brain has ended too, so only the traceback on stderr remains.
+        # The brain has exited too, so only the traceback on stderr remains.
         return

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from forebay.runner.launched import Launched
 
 IN_FLIGHT = 2
-"""The number of launched steps that may wait for a reporter's thread. The brain has no more in flight."""
+"""The number of launched steps that may wait for a reporter's thread. The brain keeps no more steps in flight."""
 
 
 class Reporter(Protocol):
@@ -26,7 +26,7 @@ class Reporter(Protocol):
 
 
 class DirectReporter:
-    """A reporter for a device whose steps are done when they are launched. A second thread would only cost time."""
+    """A reporter for a device whose steps are complete when `launch` returns. A second thread would be overhead."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -69,10 +69,10 @@ class ThreadReporter:
                 self._connection.send(launched.collect().encode())
             except BaseException as error:
                 self._error = error
-                # Ends the stream of a thread that waits for the next plan, so that it closes.
+                # Closes the stream for the thread that waits for the next plan, so that it stops and calls `close`.
                 self._connection.hear_no_more()
 
 
 def reporter(connection: Connection, beside_host: bool) -> Reporter:
-    """The reporter for a device that runs asynchronously to the host, or for one that does not."""
+    """Creates the reporter for a device. `beside_host`: the device runs asynchronously to the host."""
     return ThreadReporter(connection) if beside_host else DirectReporter(connection)
