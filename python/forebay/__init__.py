@@ -1,7 +1,7 @@
 """Forebay, an LLM serving engine.
 
-`LLM` and `AsyncLLM` are the engine as a library: docs/python.md. They are imported when they are first used, because
-hands import this package too.
+`LLM` and `AsyncLLM` are the engine as a library: docs/python.md. They are imported on first use, because hands import
+this package too and do not need them.
 """
 
 from typing import TYPE_CHECKING

@@ -7,11 +7,11 @@ from pathlib import Path
 
 NAME = "forebay"
 VARIABLE = "FOREBAY_BINARY"
-"""The variable with the path of a binary to use in place of the installed one."""
+"""The environment variable that names a binary to use in place of the installed one."""
 
 
 class BinaryNotFoundError(FileNotFoundError):
-    """No installer's folder has the binary; `searched` lists the folders."""
+    """Raised if no folder for installed programs contains the binary; `searched` lists the folders."""
 
     def __init__(self, searched: list[Path]) -> None:
         self.searched = searched
@@ -24,12 +24,12 @@ def find_binary() -> Path:
 
     The search goes through these folders, in this order:
 
-    - that of the running interpreter: a virtual environment, or a checkout after `make build`;
+    - the folder of the running interpreter (of a virtual environment, or of a checkout after `make build`);
     - the interpreter's scripts directory, and the user's;
-    - the one beside the package (`pip install --target`).
+    - the `bin` folder beside the package (`pip install --target`).
 
     Raises:
-        BinaryNotFoundError: it is in none of these places.
+        BinaryNotFoundError: The binary is in none of these folders.
     """
     if named := os.environ.get(VARIABLE):
         return Path(named)

@@ -15,12 +15,12 @@ PACKAGES = ("torch", "numpy", "safetensors", "tokenizers", "gguf")
 
 
 def installed() -> dict[str, str | None]:
-    """Versions by package, None for a missing one."""
+    """Returns the version of each package; None if it is not installed."""
     return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command."""
     print(json.dumps(installed()))
 
 
