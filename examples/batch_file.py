@@ -1,4 +1,4 @@
-"""Answers a file of requests by `forebay run-batch`. If it is killed, the same command goes on where it was.
+"""Answers a file of requests with `forebay run-batch`. If it is killed, the same command continues where it stopped.
 
 python batch_file.py [MODEL]
 """
@@ -24,7 +24,7 @@ def main() -> None:
                 file.write(json.dumps(line) + "\n")
         command = [sys.executable, "-m", "forebay", "run-batch", "-i", str(requests), "-o", str(answers)]
         subprocess.run([*command, "--model", model, "--", "--max-model-len", "1024"], check=True)
-        # Answers have the order in which they came.
+        # Answers are in the order in which they were finished.
         found = {answer["custom_id"]: answer for answer in map(json.loads, answers.open())}
         for name in QUESTIONS:
             print(f"{name}: {found[name]['response']['body']['choices'][0]['message']['content']!r}")

@@ -1,9 +1,9 @@
-"""Sorts texts into classes with a chat model, and says how sure it is.
+"""Classifies texts with a chat model, and prints the probability of each class.
 
 python classification.py [MODEL]
 
-The answer can only be one of the classes. A classifier or cross-encoder has `LLM.classify` and `LLM.score` instead:
-both are shown if MODEL is one.
+The answer can only be one of the classes. A classifier or cross-encoder supports `LLM.classify` and `LLM.score`
+instead: if MODEL is one, the example uses both.
 """
 
 import math
@@ -16,7 +16,7 @@ TEXTS = ["It rains all day.", "The match ended two to one.", "Add salt to the so
 
 
 def by_choice(llm: LLM) -> None:
-    """Prints a class for each text, and the probability of the class's first token before the form was enforced."""
+    """Prints a class for each text, and the unconstrained probability of the class's first token."""
     params = SamplingParams(
         temperature=0, max_tokens=8, logprobs=1, structured_outputs=StructuredOutputsParams(choice=CLASSES)
     )
@@ -30,7 +30,7 @@ def by_choice(llm: LLM) -> None:
 
 
 def by_classifier(llm: LLM) -> None:
-    """Prints the probabilities of a classifier's labels, and scores of pairs."""
+    """Prints the probabilities of a classifier's labels, and the scores of pairs."""
     for text, output in zip(TEXTS, llm.classify(TEXTS, use_tqdm=False), strict=True):
         print(f"{text} -> {[round(one, 2) for one in output.outputs.probs]}")
     for text, pair in zip(TEXTS, llm.score("Will it be wet?", TEXTS, use_tqdm=False), strict=True):
@@ -38,7 +38,7 @@ def by_classifier(llm: LLM) -> None:
 
 
 def main() -> None:
-    """Classifies the texts in the way that the model has."""
+    """Classifies the texts by the method that the model supports."""
     model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
     with LLM(model) as llm:
         try:

@@ -1,9 +1,9 @@
-"""Searches a few texts by their meaning.
+"""Searches a few texts by meaning.
 
 python embeddings_search.py [MODEL]
 
-The model is an embedding model: an encoder, or one such as Qwen/Qwen3-Embedding-0.6B. Vectors have the length 1, so
-the product of two says how close they are.
+The model is an embedding model: an encoder, or a decoder such as Qwen/Qwen3-Embedding-0.6B. Vectors have length 1, so
+the dot product of two vectors is their similarity.
 """
 
 import sys

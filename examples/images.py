@@ -1,8 +1,8 @@
-"""Asks about an image, which is made here and sent within the conversation.
+"""Asks a question about an image, which is created here and sent as part of the conversation.
 
 python images.py MODEL
 
-The model is one that sees images, such as Qwen/Qwen3-VL-2B-Instruct.
+The model has to support images, such as Qwen/Qwen3-VL-2B-Instruct.
 """
 
 import base64
@@ -14,7 +14,7 @@ from forebay import LLM, SamplingParams
 
 
 def png(width: int, height: int, colour: tuple[int, int, int]) -> bytes:
-    """A file with an image of one colour."""
+    """Returns a PNG file with an image of a single colour."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -26,7 +26,7 @@ def png(width: int, height: int, colour: tuple[int, int, int]) -> bytes:
 
 
 def main() -> None:
-    """Prints the answers about a red and a blue image."""
+    """Prints the model's answers about a red and a blue image."""
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     conversations = []

@@ -2,7 +2,7 @@
 
     python offline_batch.py [MODEL]
 
-`use_tqdm=False` leaves the bars out.
+`use_tqdm=False` hides the progress bars.
 """
 
 import sys

@@ -1,8 +1,8 @@
-"""Asks several questions about one text, whose beginning is computed once.
+"""Asks several questions about one text. The text is computed only once.
 
 python prefix_caching.py [MODEL]
 
-The cache is always on. `num_cached_tokens` says how much of a prompt was found in it.
+The prefix cache is always on. `num_cached_tokens` is the number of a prompt's tokens that were found in it.
 """
 
 import sys
@@ -14,7 +14,7 @@ QUESTIONS = ["Where does the river rise?", "How many mills does it turn?", "Wher
 
 
 def main() -> None:
-    """Prints the found tokens of each prompt: none of the first, most of the others."""
+    """Prints how many tokens of each prompt were cached: none of the first, most of the others."""
     model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
     greedy = SamplingParams(temperature=0, max_tokens=12)
     with LLM(model, max_model_len=2048) as llm:

@@ -1,8 +1,8 @@
-"""Trains a model on its own answers: REINFORCE, with transformers' model as the trainer.
+"""Trains a model on its own answers: REINFORCE, with a Transformers model as the trainer.
 
     python rl_loop.py [MODEL] [STEPS]
 
-MODEL is a folder of safetensors or a hub id; it needs `pip install torch transformers`. The reward is for short words.
+MODEL is a folder of safetensors or a hub id. It needs `pip install torch transformers`. Short words are rewarded.
 """
 
 import sys
@@ -17,13 +17,13 @@ SAMPLES, TOKENS = 4, 24
 
 
 def reward(text: str) -> float:
-    """Minus the mean length of the words."""
+    """Returns the negative mean length of the words."""
     words = text.split()
     return -sum(map(len, words)) / len(words) if words else -20.0
 
 
 def loss(trainer: torch.nn.Module, output: RequestOutput) -> torch.Tensor:
-    """The mean of -advantage * log p of the answers to one prompt, whose baseline is their mean reward."""
+    """Returns the mean of -advantage * log p over the answers to one prompt. The baseline is their mean reward."""
     rewards = torch.tensor([reward(answer.text) for answer in output.outputs])
     advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-6)
     prompt = output.prompt_token_ids or []
@@ -37,7 +37,7 @@ def loss(trainer: torch.nn.Module, output: RequestOutput) -> torch.Tensor:
 
 
 def main() -> None:
-    """Prints the mean reward of each step, the weights that answered, and answers before and after."""
+    """Prints the mean reward and the weight version of each step, and an answer before and after training."""
     model = sys.argv[1] if len(sys.argv) > 1 else "HuggingFaceTB/SmolLM2-135M-Instruct"
     steps = int(sys.argv[2]) if len(sys.argv) > 2 else 10
     trainer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 python router_of_two.py [MODEL]
 
-Another program would do so with any client of OpenAI's API; here the standard library is one.
+Any client of OpenAI's API can be used; this example uses only the standard library.
 """
 
 import json
@@ -19,7 +19,7 @@ FOREBAY = [sys.executable, "-m", "forebay"]
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Returns a port that no process listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
@@ -44,7 +44,7 @@ def start(stack: ExitStack, *arguments: str) -> str:
 
 
 def chat(url: str, text: str) -> Any:
-    """The answer to a message."""
+    """Sends a message. Returns the response."""
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 12, "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -54,7 +54,7 @@ def chat(url: str, text: str) -> Any:
 
 
 def main() -> None:
-    """Prints four answers, and how many each server gave."""
+    """Prints four answers, and the number of answers by each server."""
     model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
     with ExitStack() as stack:
         servers = [start(stack, "serve", model, "--max-model-len", "1024") for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Prints two answers as they are generated, both at once.
+"""Prints two answers at the same time, while they are generated.
 
 python streaming.py [MODEL]
 """
@@ -12,7 +12,7 @@ QUESTIONS = ["Why is the sky blue?", "Why is grass green?"]
 
 
 async def answer(llm: AsyncLLM, number: int) -> None:
-    """Prints the pieces of an answer, each with the answer's number."""
+    """Prints the chunks of an answer, each with the answer's number."""
     params = SamplingParams(temperature=0, max_tokens=24, output_kind=RequestOutputKind.DELTA)
     async for output in llm.chat([{"role": "user", "content": QUESTIONS[number]}], params):
         print(number, repr(output.outputs[0].text) if output.outputs else "", flush=True)
@@ -21,7 +21,7 @@ async def answer(llm: AsyncLLM, number: int) -> None:
 
 
 async def main() -> None:
-    """Starts a server, and asks it both questions."""
+    """Starts a server, and sends it both questions."""
     model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
     async with AsyncLLM(model, max_model_len=1024) as llm:
         await asyncio.gather(*(answer(llm, number) for number in range(len(QUESTIONS))))

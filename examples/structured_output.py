@@ -1,8 +1,8 @@
-"""Answers of a given form: one of several words, a regular expression, a JSON schema.
+"""Answers in a given form: one of several words, a regular expression, a JSON schema.
 
 python structured_output.py [MODEL]
 
-The form is enforced while tokens are sampled. A length that is too short still cuts an answer.
+The form is enforced during sampling. If `max_tokens` is too small, an answer is still cut off.
 """
 
 import json
@@ -34,7 +34,7 @@ def main() -> None:
     with LLM(model, max_model_len=1024) as llm:
         outputs = llm.chat(conversations, params, use_tqdm=False)
     for (task, _), output in zip(TASKS, outputs, strict=True):
-        # White space between the parts of JSON is the model's.
+        # The model decides about white space in JSON, so it is normalised.
         print(f"{task} -> {' '.join(output.outputs[0].text.split())}")
     print("legs:", json.loads(outputs[2].outputs[0].text)["legs"])
 

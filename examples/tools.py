@@ -1,8 +1,8 @@
-"""Lets a model call a function, and answers with the function's result.
+"""Lets a model call a function, and continues with the function's result.
 
 python tools.py [MODEL]
 
-The call is forced here, so that it comes from small models too. Without `tool_choice` the model decides.
+The call is forced here, so that small models make it too. Without `tool_choice` the model decides.
 """
 
 import json
@@ -28,7 +28,7 @@ TOOL = {
 
 
 def temperature(city: str) -> str:
-    """What the model may call."""
+    """The function that the model may call."""
     return f"{CITIES[city]} degrees"
 
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the virtual environment with nothing in it but the pinned installer.
+# Creates the virtual environment, with nothing but the pinned installer.
 # usage: PYTHON=... bootstrap.sh VENV BOOTSTRAP_REQUIREMENTS
 set -eu
 venv=$1
@@ -10,12 +10,12 @@ fail() {
     exit 1
 }
 
-# True for an interpreter that the lock files cover and that can make a virtual environment with pip in it.
+# True for an interpreter that the lock files cover and that can create a virtual environment with pip.
 fits() {
     "$1" -c 'import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 15))' >/dev/null 2>&1
 }
 
-# Said now, and not after some gigabytes of downloads.
+# Checked now, rather than after some gigabytes of downloads.
 command -v cargo >/dev/null || fail "no cargo on PATH: install a Rust toolchain, 1.89 or newer (https://rustup.rs)"
 rust=$(rustc --version | cut -d ' ' -f 2)
 minor=$(echo "$rust" | cut -d . -f 2)

@@ -1,6 +1,6 @@
 """Writes docs/cli.md from the help of the binary's commands: `python scripts/cli_page.py BINARY`.
 
-With --check nothing is written, and the exit status is 1 if the page is another one.
+With --check nothing is written, and the exit status is 1 if the page would change.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ library share them. These variables are read:
 
 
 def help_of(binary: Path, *command: str) -> str:
-    """The output of `--help`, the same in every environment."""
-    # Values of the environment would be printed behind their names.
+    """Returns the output of `--help`, which is the same in every environment."""
+    # clap would print values of environment variables after their names.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("FOREBAY_")}
     environment |= {"COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
     output = subprocess.run(
@@ -52,14 +52,14 @@ def help_of(binary: Path, *command: str) -> str:
 
 
 def subcommands(text: str) -> list[str]:
-    """The names below "Commands:", but for `help`."""
+    """Returns the names below "Commands:", except `help`."""
     found = re.search(r"^Commands:\n((?:  .*\n)+)", text, re.MULTILINE)
     names = re.findall(r"^  ([a-z0-9-]+)", found[1], re.MULTILINE) if found else []
     return [name for name in names if name != "help"]
 
 
 def sections(binary: Path, *command: str) -> list[str]:
-    """A section for a command, and those of its own commands."""
+    """Returns a section for a command, followed by those of its subcommands."""
     text = help_of(binary, *command)
     title = " ".join(["forebay", *command])
     found = [f"## {title}\n\n```text\n{text}```\n"]
@@ -69,12 +69,12 @@ def sections(binary: Path, *command: str) -> list[str]:
 
 
 def page(binary: Path) -> str:
-    """The whole page."""
+    """Returns the whole page."""
     return HEAD + "\n".join(sections(binary))
 
 
 def main() -> int:
-    """The command. Returns its exit status."""
+    """Runs the command. Returns its exit status."""
     parser = argparse.ArgumentParser(description="Write docs/cli.md.")
     parser.add_argument("binary", type=Path, metavar="BINARY")
     parser.add_argument("--check", action="store_true", help="write nothing, and tell whether it would change")

@@ -1,13 +1,13 @@
 """Tests and measures the hand on an NVIDIA GPU, on a host without a network and without this project's environment.
 
-usage: gpu.py test [PYTEST ARGUMENTS]   the tests of tests/gpu_device
-       gpu.py bench [ARGUMENTS]         benchmarks/gpu
-       gpu.py peers [ARGUMENTS]         benchmarks/gpu/peers.py
-       gpu.py visit first|second        the parts of both that matter most, each with its limit (5 and 6 minutes)
-       gpu.py pack [--binary FILE]      makes .gpu: packages that such a host lacks, and the server's binary
+usage: gpu.py test [PYTEST ARGUMENTS]   runs the tests of tests/gpu_device
+       gpu.py bench [ARGUMENTS]         runs benchmarks/gpu
+       gpu.py peers [ARGUMENTS]         runs benchmarks/gpu/peers.py
+       gpu.py visit first|second        runs the most important parts of both, each with a limit (5 and 6 minutes)
+       gpu.py pack [--binary FILE]      makes .gpu: the packages that such a host lacks, and the server's binary
 
-Where there is no GPU, the first four say why, and end with status 0. They run with the interpreter
-that runs this file, which needs PyTorch, and pytest for `test`.
+Without a GPU, the first four print the reason and exit with status 0. They use the interpreter that runs this file,
+which needs PyTorch, and for `test` also pytest.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PACK = ROOT / ".gpu"
 SITE, BINARY, COMMIT = PACK / "site.tar.xz", PACK / "forebay.xz", PACK / "commit"
 DESCRIBE = PACK / "describe.xz"
-"""The example of `crates/weights` that reads the shapes of models (`benchmarks/described.py`)."""
+"""The example program of `crates/weights` that reads the shapes of models (`benchmarks/described.py`)."""
 MOST_BYTES = 20 << 20
-"""Of the package: what can be copied at once, with the sources beside it."""
+"""The largest size of the package: what can be copied at once, together with the sources."""
 PRESET = 9 | lzma.PRESET_EXTREME
-"""Of packed programs: a minute or a few, for 4 % less than the default."""
+"""The compression preset of packed programs: takes a minute or more, and saves 4 % compared with the default."""
 PACKAGES = ("gguf", "transformers")
-"""What PyTorch's own environments lack, or have in versions that lack models of the tests. Both are pure Python."""
+"""Packages that PyTorch's environments lack, or have in versions too old for the tests. Both are pure Python."""
 
 
 def main() -> int:
-    """Runs a command; gives the exit status."""
+    """Runs a command. Returns the exit status."""
     command, *arguments = sys.argv[1:] or [""]
     commands = {"test": test, "bench": bench, "peers": peers, "visit": visit, "pack": pack}
     if command not in commands:
@@ -49,39 +49,39 @@ def main() -> int:
 
 
 def test(arguments: list[str]) -> int:
-    """The tests; those that the GPU's absence skips are no failure."""
+    """Runs the tests. Tests that are skipped because there is no GPU are no failure."""
     with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
         pytest = [sys.executable, "-m", "pytest", "-v", "--maxfail=60", "--durations=15", "-p", "no:cacheprovider"]
-        # A worker that a failure of the GPU ends is replaced, and the other tests go on.
+        # If a GPU failure kills a worker of xdist, it is replaced, and the other tests continue.
         pytest += ["-n", "1"] if find_spec("xdist") else []
         command = [*pytest, *([] if any("tests/" in word for word in arguments) else ["tests/gpu_device"]), *arguments]
         return subprocess.run(command, cwd=ROOT, env=environment(Path(folder)), check=False).returncode
 
 
 def bench(arguments: list[str]) -> int:
-    """The measurements."""
+    """Runs the measurements."""
     return module("benchmarks.gpu", arguments)
 
 
 def peers(arguments: list[str]) -> int:
-    """Others on the same GPU."""
+    """Measures other servers on the same GPU."""
     return module("benchmarks.gpu.peers", arguments)
 
 
 def visit(arguments: list[str]) -> int:
-    """A short visit, in parts."""
+    """Runs the parts of a short visit."""
     return module("benchmarks.gpu.visit", arguments)
 
 
 def module(name: str, arguments: list[str]) -> int:
-    """Runs a module with the sources and what was packed."""
+    """Runs a module with the sources and the packed packages."""
     with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
         command = [sys.executable, "-m", name, *arguments]
         return subprocess.run(command, cwd=ROOT, env=environment(Path(folder)), check=False).returncode
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables with which the sources and what was packed are found; unpacks that into `folder`."""
+    """Returns variables for the sources and the packed packages, which are unpacked into `folder`."""
     paths = [str(ROOT / "python"), str(ROOT)]
     variables = dict(os.environ)
     if COMMIT.is_file() and "FOREBAY_COMMIT" not in variables:
@@ -99,7 +99,7 @@ def environment(folder: Path) -> dict[str, str]:
 
 
 def pack(arguments: list[str]) -> int:
-    """Makes the package and prints its size; 1 if it is too large."""
+    """Makes the package and prints its size. Returns 1 if it is too large."""
     parser = argparse.ArgumentParser(prog="gpu.py pack")
     parser.add_argument("--binary", type=Path, help="the server; without it the test of a server is skipped")
     options = parser.parse_args(arguments)
@@ -127,7 +127,7 @@ def pack(arguments: list[str]) -> int:
 
 
 def pack_site() -> None:
-    """Packages at the lock's versions, with its hashes."""
+    """Packs `PACKAGES` at the lock file's versions, with its hashes."""
     with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
         pins, site = Path(folder, "pins.txt"), Path(folder, "site")
         pins.write_text("\n".join(locked((ROOT / "requirements/dev.txt").read_text())))
@@ -144,20 +144,20 @@ def pack_site() -> None:
 
 
 def locked(lock: str) -> list[str]:
-    """The lines of a lock that pin `PACKAGES`."""
+    """Returns the lines of a lock file that pin `PACKAGES`."""
     entries = re.findall(r"^\S.*(?:\n[ ].*)*", lock, flags=re.MULTILINE)
     return [entry for entry in entries if re.split(r"[=\[ ]", entry)[0] in PACKAGES]
 
 
 def pack_commit() -> None:
-    """The commit that is packed, for results on a host that gets no repository."""
+    """Records the packed commit, for results from a host without the repository."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     found = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True).stdout.strip()
     COMMIT.write_text(f"{found or 'unknown'}\n")
 
 
 def unpack_binary(packed: Path, binary: Path) -> None:
-    """A packed program, to be run."""
+    """Unpacks an executable program."""
     binary.parent.mkdir(exist_ok=True)
     with lzma.open(packed) as source, binary.open("wb") as file:
         shutil.copyfileobj(source, file)
@@ -165,7 +165,7 @@ def unpack_binary(packed: Path, binary: Path) -> None:
 
 
 def pack_binary(binary: Path, to: Path) -> None:
-    """A program without its symbols."""
+    """Packs a program without its symbols."""
     with tempfile.TemporaryDirectory(prefix="forebay-gpu-") as folder:
         small = Path(folder, "forebay")
         if shutil.which("strip"):

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs what a stamp of the Makefile is for, at the versions and hashes of a lock file.
+# Installs the packages of one of the Makefile's stamps, at the versions and hashes of a lock file.
 # usage: VENV=.venv install.sh NAME LOCK_FILE
 set -eu
 name=$1
@@ -11,24 +11,24 @@ say() {
     echo "==> Installing $*"
 }
 
-# Into .venv. Bytecode is compiled here, once, so that the first start of a hand does not have to.
+# Installs into .venv. Bytecode is compiled here, once, so that the first start of a hand does not have to do it.
 shared() {
     "$bin/uv" pip install --python "$bin/python" --require-hashes --compile-bytecode "$@" -r "$lock"
 }
 
-# Into a folder of its own, which PYTHONPATH puts before .venv: the runtime keeps the tested version.
+# Installs into a separate folder, which PYTHONPATH puts before .venv: the runtime keeps the tested version.
 beside() {
     rm -rf "${VENV:?}/$name"
     shared --no-deps --target "$VENV/$name"
 }
 
-# Into an environment of its own: versions of what the tests use too differ.
+# Installs into a separate environment, because it needs other versions of packages that the tests use too.
 apart() {
     test -x "$VENV/$name/bin/python" || "$bin/uv" venv --quiet --python "$bin/python" "$VENV/$name"
     "$bin/uv" pip install --quiet --python "$VENV/$name/bin/python" --require-hashes -r "$lock"
 }
 
-# Programs in Go. Their 2 GB of sources and objects are of no other use.
+# Builds programs in Go. Their 2 GB of sources and objects are removed: nothing else needs them.
 go_tools() {
     deploy=$(cd "$VENV/deploy" && pwd)
     for tool in helm.sh/helm/v3/cmd/helm github.com/rhysd/actionlint/cmd/actionlint; do
@@ -38,7 +38,7 @@ go_tools() {
     rm -rf "$deploy/go"
 }
 
-# Programs of Node, which the machine has or has not.
+# Installs programs for Node, which has to be on the machine already.
 node_tools() {
     mkdir -p "$VENV/agents"
     cp "$(dirname "$lock")/package.json" "$lock" "$VENV/agents/"

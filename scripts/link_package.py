@@ -1,4 +1,4 @@
-"""Makes python/ importable in the virtual environment that runs this, by a path file in its site-packages."""
+"""Makes python/ importable in the virtual environment that runs this, by a .pth file in its site-packages."""
 
 import os
 import sysconfig

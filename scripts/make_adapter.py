@@ -1,6 +1,6 @@
-"""Makes a LoRA adapter of random matrices, in the form in which PEFT saves adapters.
+"""Makes a LoRA adapter of random matrices, in PEFT's format.
 
-It shows that a server computes adapters: answers change, and those of the base do not. It teaches the model nothing.
+It shows that a server applies adapters: its answers differ from those of the base model. It teaches the model nothing.
 
     .venv/bin/python scripts/make_adapter.py smollm2 ./tone
     forebay serve smollm2 --enable-lora --lora-modules tone=./tone
@@ -28,7 +28,7 @@ SMOLLM2: Mapping[str, Any] = {
 
 
 def modules(config: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
-    """The modules of a dense decoder: name, inputs and outputs."""
+    """Yields the modules of a dense decoder: name, inputs and outputs."""
     hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
     head = config.get("head_dim") or hidden // heads
     queries, keys = heads * head, config.get("num_key_value_heads", heads) * head
@@ -47,7 +47,7 @@ def modules(config: Mapping[str, Any]) -> Iterator[tuple[str, int, int]]:
 
 
 def make(config: Mapping[str, Any], folder: Path, rank: int = 8, seed: int = 1, strength: float = 0.02) -> None:
-    """Writes an adapter of all modules to a folder. `strength` is about the size of a change of a weight."""
+    """Writes an adapter for all modules to a folder. `strength` is about the size of the change of each weight."""
     random = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, inputs, outputs in modules(config):
@@ -62,7 +62,7 @@ def make(config: Mapping[str, Any], folder: Path, rank: int = 8, seed: int = 1, 
 
 
 def main() -> None:
-    """Makes the adapter of the command line."""
+    """Makes the adapter that the command line specifies."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="`smollm2`, or a folder with a config.json")
     parser.add_argument("folder", type=Path, help="the folder to write")

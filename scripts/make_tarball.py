@@ -2,7 +2,7 @@
 
 usage: make_tarball.py BINARY FOLDER
 
-The binary in the archive has no symbols, as the wheel's has none. `strip` of binutils removes them.
+The binary in the archive has no symbols, like the one in the wheel. `strip` of binutils removes them.
 """
 
 import platform

@@ -1,6 +1,6 @@
-"""Makes the pictures of docs/page.md: the page over a scripted server, in chromium.
+"""Makes the pictures of docs/page.md: the web page with a scripted server, in chromium.
 
-Run it as `.venv/page/bin/python scripts/screenshots.py [FOLDER]` behind `make setup-page`.
+Run it as `.venv/page/bin/python scripts/screenshots.py [FOLDER]` after `make setup-page`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ The flow is `Q = P / (rho * g * h)`: less head `h` needs more water for the same
 
 
 def script(body: Json) -> Iterable[Chunk]:
-    """A turn with reasoning, and one with a call."""
+    """Yields an answer with reasoning, one with a tool call, or one that uses the tool's result."""
     if body["messages"][-1]["role"] == "tool":
         yield from pieces("In Bern it rains today, at 11 degrees. Take a coat.")
     elif "weather" in str(body["messages"][-1]["content"]):
@@ -52,14 +52,14 @@ def script(body: Json) -> Iterable[Chunk]:
 
 
 def pieces(text: str) -> Iterable[Chunk]:
-    """A text in tokens, as fast as a model says them."""
+    """Yields a text as tokens, at the speed of a model."""
     for start in range(0, len(text), 4):
         yield text[start : start + 4]
         yield 0.004
 
 
 def ask(page: Page, text: str) -> None:
-    """Says something and waits for the whole answer."""
+    """Sends a message and waits for the whole answer."""
     complete = page.get_by_role("button", name="Regenerate")
     before = complete.count()
     page.get_by_label("Message", exact=True).fill(text)
@@ -68,7 +68,7 @@ def ask(page: Page, text: str) -> None:
 
 
 def open_page(browser: Browser, server: PageServer, tab: str, scheme: Any = "light", size: Any = None) -> Page:
-    """A page of its own context, so that no conversation is kept."""
+    """Opens the page in a new browser context, so that no conversation is kept."""
     context = browser.new_context(viewport=size or WIDE, color_scheme=scheme, reduced_motion="reduce")
     page = context.new_page()
     page.goto(f"{server.url}/#{tab}")
@@ -76,7 +76,7 @@ def open_page(browser: Browser, server: PageServer, tab: str, scheme: Any = "lig
 
 
 def chat(browser: Browser, server: PageServer, folder: Path) -> None:
-    """A conversation in the light, and one with a call in the dark."""
+    """Takes pictures of a conversation in the light scheme, and of one with a tool call in the dark scheme."""
     for scheme in ("light", "dark"):
         page = open_page(browser, server, "chat", scheme)
         ask(page, "What is a forebay good for?")
@@ -91,7 +91,7 @@ def chat(browser: Browser, server: PageServer, folder: Path) -> None:
 
 
 def colours(browser: Browser, server: PageServer, folder: Path) -> None:
-    """Coloured tokens, on a narrow screen."""
+    """Takes a picture of coloured tokens on a narrow screen."""
     page = open_page(browser, server, "chat", size=NARROW)
     page.get_by_role("button", name="Settings", exact=True).click()
     page.get_by_label("Colour tokens by probability").check()
@@ -102,7 +102,7 @@ def colours(browser: Browser, server: PageServer, folder: Path) -> None:
 
 
 def engine(browser: Browser, folder: Path) -> None:
-    """The engine at work, a request's life, and a replica that restarts."""
+    """Takes pictures of the engine at work, a request's timeline, and a replica that restarts."""
     feed = Engine(2, model="Qwen3-0.6B", host_pages=2048)
     feed.arrivals = 9
     for replica in feed.replicas:
@@ -126,7 +126,7 @@ def engine(browser: Browser, folder: Path) -> None:
 
 
 def backends(browser: Browser, folder: Path) -> None:
-    """A router's backends."""
+    """Takes a picture of a router's backends."""
     feed = Router()
     feed.backends[2] |= {"ready": False, "breaker": "open", "failed": 12, "in_flight": 0, "running": 0}
     server = PageServer(feed)
@@ -138,7 +138,7 @@ def backends(browser: Browser, folder: Path) -> None:
 
 
 def main() -> None:
-    """Writes the pictures into the folder that is named, or into docs/page."""
+    """Writes the pictures into the folder given as argument, or into docs/page."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/page"
     folder.mkdir(parents=True, exist_ok=True)
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")

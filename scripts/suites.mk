@@ -1,20 +1,21 @@
-# The suites of tests, included by the Makefile. `make test SUITE='kills moves'` runs test-kills and test-moves.
+# The test suites, included by the Makefile. `make test SUITE='kills moves'` runs test-kills and test-moves.
 
-# Of `make test`.
+# The suites of `make test`.
 SUITE := rust python triton
-# Further arguments for pytest, for example PYTEST_ARGS='-k handshake'.
+# Additional arguments for pytest, for example PYTEST_ARGS='-k handshake'.
 PYTEST_ARGS ?=
-# More of cargo's flags for the tests below the sanitizer, for example --no-run, and for the other Rust tests.
+# Additional flags of cargo for the tests with the address sanitizer, for example --no-run, and for the other Rust
+# tests.
 ASAN_FLAGS ?=
 TEST_RUST_FLAGS ?=
 
-# Files of tests run beside each other: tests that wait for something leave a core to others. Where tests share
-# nothing that takes long to make, a file is no bound.
+# Test files run in parallel: tests that wait for something leave a core to others. Where tests share no fixture that
+# takes long to create, tests of the same file also run in parallel (worksteal).
 BESIDE := --numprocesses 2 --dist loadfile
 SPREAD := --numprocesses 2 --dist worksteal
 PYTEST := $(BIN)/python -m pytest
 TEST_BINARY = FOREBAY_TEST_BINARY=$(abspath $(TARGET_DIR)/$(TEST_PROFILE)/forebay)
-# Tests of one crate, with a large number of cases.
+# Runs the tests of one crate, with a large number of cases.
 CARGO_TEST := cargo test --locked --profile $(TEST_PROFILE)
 
 test: $(SUITE:%=test-%) ## run every test that needs no GPU, or the suites of SUITE
@@ -37,7 +38,7 @@ test-triton: setup-dev ## run the GPU's kernels without a GPU: in Triton's inter
 test-gpu: ## run the tests that need an NVIDIA GPU (200 seconds; skipped with the reason elsewhere)
 	$(HOST_PYTHON) scripts/gpu.py test $(PYTEST_ARGS)
 
-# Of several profiles the one that was built last: an older binary may speak another protocol.
+# The profile that was built last: an older binary may speak a different protocol version.
 BUILT = $(wildcard $(foreach profile,serve release $(TEST_PROFILE),$(TARGET_DIR)/$(profile)/forebay))
 gpu-pack: setup-dev ## make .gpu, what an offline GPU host lacks: packages, and the binary if `make build` has made one
 	$(BIN)/python scripts/gpu.py pack $(if $(BUILT),--binary $(firstword $(shell ls -t $(BUILT))))

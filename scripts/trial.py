@@ -1,4 +1,4 @@
-"""What trials of packages share: starts a server as a user would, asks it one question, and stops it."""
+"""Shared by trials of packages: starts a server as a user would, asks it one question, and stops it."""
 
 import json
 import signal
@@ -16,14 +16,14 @@ STOP_SECONDS = 60
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on."""
+    """Returns a TCP port of the loopback interface that no process listens on."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
         return port
 
 
 def wait_until_healthy(url: str, server: "subprocess.Popen[bytes]") -> None:
-    """Returns when the server answers on `url`; ends this process when it never will."""
+    """Returns when the server responds at `url`. Exits this process if it has exited, or does not respond in time."""
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
         if server.poll() is not None:
@@ -37,7 +37,7 @@ def wait_until_healthy(url: str, server: "subprocess.Popen[bytes]") -> None:
 
 
 def chat(url: str) -> str:
-    """The model's answer to one short question."""
+    """Returns the model's answer to a short question."""
     body = {
         "model": "smollm2",
         "max_tokens": 16,
@@ -55,7 +55,7 @@ def serve_one_request(
 ) -> None:
     """Starts `command` in `folder`, asks it one question, and stops it as an operator would.
 
-    A port and the name that clients use are added to the command. The process ends where anything is wrong.
+    A port and a served model name are added to the command. This process exits if anything fails.
     """
     port = free_port()
     base = f"http://127.0.0.1:{port}"

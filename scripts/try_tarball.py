@@ -1,4 +1,4 @@
-"""Tries the archive as a machine without Python would: unpacks it and serves one request, with no program in reach.
+"""Tries the archive like a machine without Python: unpacks it and serves one request, with no other program on PATH.
 
 usage: try_tarball.py FOLDER_WITH_THE_ARCHIVE MODEL.gguf
 """
@@ -14,13 +14,13 @@ from pathlib import Path
 from trial import serve_one_request
 
 MOST_MEGABYTES = 45
-"""As many may be downloaded besides the model."""
+"""The largest size of the archive: the download besides the model."""
 LIBRARIES = re.compile(r"lib(c|m|gcc_s)\.so\.\d+|ld-linux[\w.-]*\.so\.\d+")
-"""What every Linux with glibc has."""
+"""The libraries that every Linux with glibc has."""
 
 
 def check_libraries(binary: Path) -> None:
-    """Ends this process if the binary needs a library that a machine may lack."""
+    """Exits this process if the binary needs a library that a machine may lack."""
     head = subprocess.run(["readelf", "--dynamic", binary], check=True, capture_output=True, text=True).stdout
     needed = re.findall(r"\(NEEDED\).*\[(.+)\]", head)
     if not needed or not all(LIBRARIES.fullmatch(name) for name in needed):
@@ -28,7 +28,7 @@ def check_libraries(binary: Path) -> None:
 
 
 def main() -> None:
-    """Runs every stage on the one archive of the folder."""
+    """Runs every stage with the single archive in the folder."""
     (archive,) = Path(sys.argv[1]).glob("forebay-*.tar.gz")
     model = Path(sys.argv[2]).resolve()
     megabytes = archive.stat().st_size / 1e6
@@ -43,7 +43,7 @@ def main() -> None:
             sys.exit(f"error: {archive.name} holds {sorted(names)}")
         binary = folder / "forebay"
         check_libraries(binary)
-        # No Python, and no other program: PATH leads to an empty folder.
+        # No Python, and no other program: PATH has only a folder that does not exist.
         alone = {"PATH": str(folder / "nothing"), "HOME": made, "LANG": os.environ.get("LANG", "C.UTF-8")}
         serve_one_request([binary, "serve", model], folder, alone)
         command: list[str | Path] = [binary, "serve", model, "--hand", "torch"]

