@@ -28,7 +28,7 @@ Flags are those of the benchmark's module; --help prints them. Benchmarks with t
 
 
 def main(words: list[str]) -> int:
-    """The command; gives the exit status."""
+    """Runs the command line; returns the exit status."""
     if not words or words[0] in ("-h", "--help"):
         print(f"{USAGE}\n{registry.listing()}")
         return 0

@@ -73,7 +73,7 @@ class Switch:
     """The published gain of a patch with the same idea, on other machines and models."""
     kind: type[Forebay] = Forebay
     once: Callable[[Server, Workload], dict[str, Any]] = measure
-    """A measurement of a server of that kind."""
+    """Measures one server of that kind under a workload."""
 
     @property
     def title(self) -> str:

@@ -1,4 +1,4 @@
-"""The cost of quantised products in accuracy and their worth in time: SmolLM2-135M-Instruct on the CPU.
+"""The accuracy that quantised products lose and the time that they save: SmolLM2-135M-Instruct on the CPU.
 
     python -m benchmarks.accuracy --text GSM8K_TEST.jsonl
 
@@ -63,7 +63,7 @@ WAYS = (
 
 
 class Hand(Protocol):
-    """The operations that every `Way` must provide."""
+    """The operations of a hand that the measurements need."""
 
     def put(self, slot: int, tokens: Sequence[int]) -> None:
         """Writes a slot's first tokens."""
@@ -79,7 +79,7 @@ class Hand(Protocol):
 
 
 def hand(way: Way, description: dict[str, Any], threads: int) -> RustHand:
-    """A worker that computes the model this way. Each slot has room for a window, and one more for a long prompt."""
+    """A hand that computes the model this way. Each slot has room for a window; one more has room for a long prompt."""
     settings: dict[str, Any] = {"dtype": way.dtype, "quantization": way.quantization}
     return RustHand(description, slots=SLOTS + 1, context=PROMPT, threads=threads, **settings)
 
@@ -153,7 +153,7 @@ def accuracy(
 
 
 def fill(model: Hand, vocabulary: int = 4096) -> None:
-    """Writes tokens into every slot and computes them: else timed steps would read untouched memory from caches."""
+    """Computes tokens in every slot: never-written memory would be read from the CPU's caches in timed steps."""
     random = np.random.default_rng(1)
     for slot in range(SLOTS):
         model.put(slot, random.integers(0, vocabulary, CONTEXT + 1).tolist())

@@ -50,7 +50,7 @@ GOAL = 3.0
 
 @dataclass
 class Watched:
-    """What the watching client saw, in milliseconds."""
+    """The times that the watching client measured, in milliseconds."""
 
     gaps: list[float]
     chats: list[float]
@@ -59,7 +59,7 @@ class Watched:
 
 
 def _json(port: int, method: str, path: str, body: dict[str, Any] | None = None) -> int:
-    """The status of a request of the watching client; 0 without an answer."""
+    """Sends a request of the watching client; returns its status, or 0 without an answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_SECONDS)
     head = {"Content-Type": "application/json", "Authorization": f"Bearer {OURS}"}
     try:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.batches  # 5 minutes
 
-SmolLM2-135M on the CPU, where arithmetic bounds a step and each row in the background costs. Each round runs the
-streams alone, beside a batch, and beside a batch without a bound (`--background-share 100`). The batch has more lines
-than can end meanwhile. The goal is that the streams lose at most 5 %.
+SmolLM2-135M on the CPU, where arithmetic limits a step, so that each background row makes it longer. Each round runs
+the streams alone, beside a batch, and beside a batch without a bound (`--background-share 100`). The batch has more
+lines than can finish in that time. The goal is that the streams lose at most 5 %.
 """
 
 from __future__ import annotations

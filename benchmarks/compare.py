@@ -109,7 +109,7 @@ def compare_together(
 
 
 def largest(settings: Sequence[Setting]) -> Setting:
-    """The setting of a server that has to run all of these settings. They differ only in sizes."""
+    """The setting of a server that can run all of these settings, which differ only in sizes."""
     return replace(
         settings[0],
         streams=max(setting.streams for setting in settings),

@@ -3,7 +3,8 @@
     python -m benchmarks.delta_model         # makes benchmarks/.models/qwen3.5-shape-Q8_0.gguf if it is missing
 
 24 layers, of which three of four are gated delta nets. The tokenizer is SmolLM2's, so the vocabulary is a fifth of the
-real one. Codes are random, and scales give a product's output about the size of its input. Answers make no sense.
+real one. Codes are random, and scales are such that a product's output is about as large as its input. Answers make no
+sense.
 """
 
 from __future__ import annotations

@@ -74,13 +74,13 @@ def _error(text: str) -> str:
 
 
 def shape_of(config: Mapping[str, Any], *, headless: bool = False) -> dict[str, Any]:
-    """The shape of a model's `config.json`. Raises ModelError, or UnsupportedModelError if no worker serves it."""
+    """The shape of a model's `config.json`. Raises ModelError, or UnsupportedModelError if no hand serves it."""
     shape: dict[str, Any] = _asked({"config": config, "headless": headless})["shape"]
     return shape
 
 
 def model_config(config: Mapping[str, Any], *, headless: bool = False) -> ModelConfig:
-    """The configuration of a decoder as the Python worker reads it. Raises the errors of `shape_of`."""
+    """The configuration of a decoder as the Python hand reads it. Raises the errors of `shape_of`."""
     found = config_of(shape_of(config, headless=headless))
     assert not isinstance(found, EncoderConfig)
     return found

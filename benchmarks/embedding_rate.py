@@ -3,8 +3,8 @@
     python -m benchmarks.embedding_rate --rounds 3
 
 ONNX Runtime is a library, so the two setups differ. Forebay's inputs come over HTTP, from a client on the same cores,
-and its vectors go back in base64. ONNX Runtime has its texts in its own process, and uses the fastest batch size; its
-graph is fused. Both make tokens of the texts, and both compute with two threads.
+and its vectors are returned in base64. ONNX Runtime has its texts in its own process, and uses the fastest batch size;
+its graph is fused. Both tokenise the texts, and both compute with two threads.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def texts_of(name: str) -> list[str]:
 
 
 class Client:
-    """A client that keeps requests of `A_REQUEST` inputs in flight, one a connection."""
+    """A client that keeps requests of `A_REQUEST` inputs in flight, one per connection."""
 
     def __init__(self, url: str, texts: Sequence[str]) -> None:
         self._address = url.removeprefix("http://")

@@ -3,8 +3,8 @@
     python -m benchmarks.embeddings --servers forebay-sim,forebay,vllm --rates 1,2,4
 
 The simulated device takes no time, so it leaves only the host's work: parsing, tokenising, scheduling, and writing the
-vectors. The rates of a server begin at the lowest and end at the first that it can't keep up. At that rate its median
-is above a second, or a request fails. A rate counts only if the load generator kept its schedule.
+vectors. The rates of a server rise from the lowest to the first that it cannot sustain: its median latency is above a
+second, or a request fails. A rate counts only if the load generator kept its schedule.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def client_command(server: Server, rate: float, seconds: float, url: str, pid: i
 
 
 def measure(server: Server, rate: float, seconds: float, running: Running) -> dict[str, Any]:
-    """Loads a running server at one rate. Returns the kept keys. Raises ServerError."""
+    """Sends requests to a running server at one rate. Returns the kept keys. Raises ServerError."""
     with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
         output = Path(folder) / "run.jsonl"
         run_client(client_command(server, rate, seconds, running.url, running.pid, output))

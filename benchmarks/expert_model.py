@@ -2,9 +2,9 @@
 
     python -m benchmarks.expert_model          # makes benchmarks/.models/experts-Q4_0.gguf if it is missing
 
-64 experts in each of 16 layers, of which a token has 8: 1.6 billion weights, and an eighth of them for a token. The
-tokenizer is SmolLM2's. Codes are random, and scales give a layer's output about the size of its input. Answers make no
-sense, and every expert is chosen about as often as any other.
+64 experts in each of 16 layers, of which a token uses 8: 1.6 billion weights, an eighth of them for a token. The
+tokenizer is SmolLM2's. Codes are random, and scales are such that a layer's output is about as large as its input.
+Answers make no sense, and every expert is chosen about as often as any other.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ HAND = ROOT / "crates/hand/tests/fake_hand.py"
 
 
 def once() -> dict[int, dict[str, float]]:
-    """Microseconds a step, by the number of ranks."""
+    """Microseconds per step, by the number of ranks."""
     command = [PROGRAM, sys.executable, HAND, str(ROWS), str(STEPS), *map(str, RANKS)]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     found = {}
@@ -41,7 +41,7 @@ def once() -> dict[int, dict[str, float]]:
 
 @table_of("fan_out")
 def table(found: Results) -> str:
-    """Microseconds of the engine thread a step, by the number of ranks."""
+    """The engine thread's microseconds per step, by the number of ranks."""
     head = ["ranks", "plan to all us", "results of all us", "us a further rank"]
     keys = ("submit_us", "collect_us", "more_us_a_rank")
     rows = [

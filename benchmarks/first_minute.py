@@ -4,7 +4,7 @@
 
 Each server is installed into an empty folder with no cache of packages, as its own documentation says, and then serves
 SmolLM2-135M-Instruct from local files. Forebay is installed twice: as a wheel, and as the archive that needs no Python.
-Megabytes are the network traffic meanwhile, or for Forebay the size of the file in dist/.
+Megabytes are the network traffic of the installation, or for Forebay the size of the file in dist/.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 One server has SmolLM2-135M-Instruct, Qwen2.5-Coder-0.5B-Instruct and all-MiniLM-L6-v2, the first two as the GGUF files
 that their authors made. llama-server in its router mode has the first two: the same files, a process for each.
 
-- *Wake*: a model sleeps, or is unloaded where a server knows no sleep. The clock runs from the request that names it to
-  the first token.
+- *Wake*: a model sleeps, or is unloaded where a server has no sleep mode. The clock runs from the request that names
+  the model to the first token.
 - *Memory*: the sum of PSS of all processes, when every model has answered.
 - *Beside a load*: eight streams of SmolLM2 run while a request has the other model loaded.
 """
@@ -67,7 +67,7 @@ class Fleet:
         ]
 
     def rest(self, port: int, model: str) -> None:
-        """Unloads a model in the way that makes its return quickest. Returns once it has left."""
+        """Puts a model to sleep, or unloads it where the server has no sleep mode. Returns when that is done."""
         if self.name == "forebay":
             ask(port, "POST", f"/sleep?level=1&model={model}", {})
             return

@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpt_oss_model         # makes benchmarks/.models/gpt-oss-MXFP4.gguf if it is missing
 
-32 experts in each of 12 layers, of which a token has 4, as in gpt-oss-20b. Other weights have blocks of Q8_0. The
-tokenizer is SmolLM2's. Codes are random, and scales give a product's output about the size of its input. Answers make
-no sense.
+32 experts in each of 12 layers, of which a token uses 4, as in gpt-oss-20b. Other weights have blocks of Q8_0. The
+tokenizer is SmolLM2's. Codes are random, and scales are such that a product's output is about as large as its input.
+Answers make no sense.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
     python -m benchmarks.hand_host --rounds 5
 
 A plan's frame goes through a socket, as the brain sends it, and the result comes back. All of the hand's own code runs,
-`CudaDevice` too. Its memory is the host's, so a copy is one of a few hundred bytes. The replay of a graph does nothing,
-and an event is a look at the clock. The driver's time for two copies, two graphs and two events is not included.
-Launches outside of graphs are counted.
+including `CudaDevice`. Device memory is host memory, so a copy moves a few hundred bytes within it. The replay of a
+graph does nothing, and an event only reads the clock. The driver's time for two copies, two graphs and two events is
+not included. Launches outside of graphs are counted.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ CASES = [
 
 
 class Clock:
-    """An event that has always happened."""
+    """An event that completes at once: it only reads the clock."""
 
     def __init__(self) -> None:
         self.ns = time.perf_counter_ns()
@@ -140,7 +140,7 @@ def host_memory(size: int) -> torch.Tensor:
 
 @contextmanager
 def absent_gpu() -> Iterator[AbsentGpu]:
-    """Within the context, new workers have this device."""
+    """Within the context, new hands have this device."""
     device = AbsentGpu()
     with (
         patch("forebay.device.cuda.pinned", host_memory),
@@ -173,12 +173,12 @@ class Launches(TorchDispatchMode):
 
 @dataclass
 class Times:
-    """Nanoseconds of each part, one number a step."""
+    """Nanoseconds of each part, one value per step."""
 
     parts: dict[str, list[int]] = field(default_factory=lambda: {name: [] for name in PARTS})
 
     def add(self, marks: Sequence[int], queued: int) -> None:
-        """Adds the times of a step: before it, and after each part but `queue`, which is within the third part."""
+        """Adds a step: `marks` are the times before it and after each part but `queue`, which is within `launch`."""
         receive, decode, launch, collect, send = (after - before for before, after in pairwise(marks))
         taken = receive, decode, launch - queued, queued, collect, send
         for name, ns in zip(PARTS, taken, strict=True):
@@ -192,7 +192,7 @@ class Times:
 
 
 class Hand:
-    """The loop of a worker, one step at a time, and the scheduler's end of its socket."""
+    """The loop of a hand, one step at a time, and the brain's end of its socket."""
 
     def __init__(self, runner: ModelRunner, device: AbsentGpu) -> None:
         self.runner, self._device = runner, device
@@ -234,7 +234,7 @@ def first_plan(case: Case, page_size: int) -> Plan:
 
 
 def step_plan(case: Case, position: int) -> Plan:
-    """A plan of rows at this position. A few rows write a page, since each does so every sixteenth step."""
+    """A plan of rows at this position. One row in 16 gets a page, since each row needs one every sixteenth step."""
     rows = np.zeros((case.slots, ROW_WORDS), np.int32)
     rows[:, 0] = np.arange(case.slots)
     rows[:, 1:] = position, 1, FLAG_SAMPLE

@@ -2,11 +2,11 @@
 
     python -m benchmarks.host_tier --rounds 5
 
-*turn*: a real small model, a KV pool that holds two conversations, four that take turns. Measured is the time to the
-first token of a turn whose 1024 tokens were evicted before, and with the tier the time to copy them back. On a CPU,
-device and host share memory: the ratio to recomputing is real, but the speed of a copy is not that of a bus. *write*: a
-simulated device that takes no time, prompts that never come again: the brain's CPU time of a token. *overload*: the
-real model with more requests than its pool holds; with `--preemption recompute` as the other side.
+*turn*: a small real model, a KV pool that holds two conversations, and four conversations in turn. Measured is the time
+to the first token of a turn whose 1024 tokens were evicted before, and with the tier the time to copy them back. On a
+CPU, device and host share memory: the ratio to recomputing is real, but the speed of a copy is not that of a bus.
+*write*: a simulated device that takes no time, and prompts that never come again: the brain's CPU time per token.
+*overload*: the real model with more requests than its pool holds, compared with `--preemption recompute`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OVERLOAD = Workload(
 
 
 def real(name: str, *flags: str) -> Forebay:
-    """A server with a real worker and a prefix cache."""
+    """A server with a real hand and a prefix cache."""
     return replace(FOREBAY_CPU, name=name, prefix_cache=True, flags=flags)
 
 

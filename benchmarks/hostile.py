@@ -1,4 +1,4 @@
-"""Requests of a hostile client: each is small or within its limits, and has taken a server down or held others up.
+"""Requests of a hostile client: each is small or within the limits, and once took a server down or delayed others.
 
 Grammars and schemas are built from counts, so that a reader sees what makes them expensive.
 """

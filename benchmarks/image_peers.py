@@ -3,8 +3,8 @@
     python -m benchmarks.image_peers --servers forebay,vllm
 
 96 chats come at the same moment, each with another PNG file of 1200x1200 (noise in eight levels, 1.6 MB). They come
-first alone, then beside 32 streams of text. The streams run from before the first image until after the last, and their
-gaps are those between the arrival of the images and the last answer to one. The model has one layer and its tower has
+first alone, then beside 32 streams of text. The streams run from before the first image until after the last. Their
+gaps are measured from the arrival of the images to the last answer about one. The model has one layer and its tower has
 one, so the path from the socket to the tower dominates. Both servers compute the same weights with PyTorch.
 """
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.image_prepare --rounds 9
 
-One core, no server. Files are in memory; the patches of Qwen3-VL come out. `forebay` and `pillow` give the same bytes:
-a file is decoded, resized and put in patch order. `transformers` is the whole of its image processor, as other servers
-call it, whose patches are float32, each twice; Forebay's hand does that part by a table.
+One core, no server. The input is a file in memory, the output the patches of Qwen3-VL. `forebay` and `pillow` give the
+same bytes: a file is decoded, resized and put in patch order. `transformers` is the whole of its image processor, as
+other servers call it, whose patches are float32, each twice; Forebay's hand makes such patches by a table.
 """
 
 from __future__ import annotations

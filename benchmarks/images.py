@@ -1,4 +1,4 @@
-"""The effect of a burst of images on the streams beside it: gaps between tokens, by the decoder of the burst.
+"""The effect of a burst of images on the streams beside it: gaps between tokens, by where the burst is decoded.
 
     python -m benchmarks.images --rounds 3
 

@@ -27,9 +27,10 @@ def hand_config(
     step_tokens: int = 1024,
     dummy: bool = False,
 ) -> dict[str, Any]:
-    """The `config` of a worker with room for `tokens` positions. `model` is the model's description.
+    """The `config` of a hand with room for `tokens` positions. `model` is the model's description.
 
-    With `tokens` None, as many positions as fit this share of `memory`. With `dummy`, weights are made up.
+    With `tokens` None, there is room for as many positions as fit into the share `memory` of the memory. With `dummy`,
+    weights are made up.
     """
     return {
         "model": model,

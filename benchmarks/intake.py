@@ -1,12 +1,12 @@
-"""The effect of a burst of large requests on the streams beside it: gaps between tokens, by the reader of the burst.
+"""The effect of a burst of large requests on the streams beside it: gaps between tokens, by where the burst is read.
 
     python -m benchmarks.intake --rounds 3
 
 64 streams decode on a simulated device whose every step takes 5 ms, whatever is in it. Once a second 96 requests with
 1.4 MB of embeddings each (as many positions as an image has in SGLang's own measurement) come at the same moment. So
-only the host moves the gaps between the streams' tokens, by parsing, base64, conversion and the copy into the arena. On
-a machine with few cores, the kernel's copies of 180 MB over loopback count too, and so do the clients. One row shows
-the effect of these two alone: its bursts go to a process that discards them.
+only the host's work affects the gaps between the streams' tokens: parsing, base64, conversion and the copy into the
+arena. On a machine with few cores, the kernel's copies of 180 MB over loopback count too, and so do the clients. One
+row shows the effect of these two alone: its bursts go to a process that discards them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Bursts(Enum):
 
 @dataclass(frozen=True)
 class Case(Forebay):
-    """Forebay, and what happens beside its streams."""
+    """Forebay, and the load beside its streams."""
 
     bursts: Bursts = Bursts.HERE
 
@@ -131,7 +131,7 @@ def send_all(port: int, contents: Sequence[bytes]) -> list[float]:
 
 
 def _move(selector: selectors.BaseSelector, sender: _Sender) -> bool:
-    """Sends or receives as much as is possible now; returns true at the end."""
+    """Sends or receives as much as is possible now; returns True once the answer is complete."""
     connection = sender.connection
     if sender.left:
         sender.left = sender.left[connection.send(sender.left[:PIECE]) :]
@@ -201,7 +201,7 @@ def running_requests(port: int) -> float:
 def bursts(
     running: Running, port: int, streams: Future[str], content: object, send: Callable[..., list[float]] = burst
 ) -> float:
-    """Waits until all streams run, then sends the bursts to `port`; milliseconds of the slowest request of all.
+    """Waits until all streams run, then sends the bursts to `port`; returns the slowest request's milliseconds.
 
     Raises ServerError if the streams end before the bursts do.
     """

@@ -33,20 +33,20 @@ SLOTS = 32
 CONTEXTS = (256, 2048, 7680)
 ROWS = (1, 8, 32)
 PIECE = 512
-"""Tokens of a prompt's timed piece."""
+"""Tokens of a timed prompt chunk."""
 WINDOW = 2048
 WINDOWS = 4
 PERPLEXITY = "perplexity"
 
 
 def hand(kind: str, description: dict[str, Any], threads: int) -> RustHand:
-    """A worker with pages of one format, and a context in each slot."""
+    """A hand with pages of one format, and a context in each slot."""
     settings: dict[str, Any] = {"quantization": "gguf", "kv_cache_dtype": KINDS[kind]}
     return RustHand(description, slots=SLOTS, context=CONTEXTS[-1] + PIECE, threads=threads, **settings)
 
 
 def fill(model: RustHand) -> None:
-    """Writes tokens into every slot and computes them: else timed steps would read untouched memory from caches."""
+    """Computes tokens in every slot: never-written memory would be read from the CPU's caches in timed steps."""
     random = np.random.default_rng(1)
     for slot in range(SLOTS):
         model.put(slot, random.integers(0, 4096, CONTEXTS[-1] + PIECE).tolist())
@@ -86,7 +86,7 @@ def shown(found: Results, workload: str, kind: str) -> str:
 
 
 def perplexities(found: Results, name: str, ways: dict[str, RustHand], ids: Sequence[int]) -> None:
-    """Adds perplexities of both kinds and the bytes of a token to the results."""
+    """Adds perplexities of both kinds and the bytes per token to the results."""
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)][:WINDOWS]
     for kind, model in ways.items():
         values: dict[str, Any] = {"token_bytes": model.facts["page_bytes"] // PAGE, "windows": len(windows)}

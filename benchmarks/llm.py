@@ -2,7 +2,7 @@
 
     python -m benchmarks.llm --rounds 3
 
-Both have 512 requests at a time in front of a server that runs 256. About 16 tokens in and exactly 16 out, greedy. The
+Both keep 512 requests in flight at a server that runs 256 of them. About 16 tokens in and exactly 16 out, greedy. The
 load generator reads streams over TCP; the library reads whole answers over a Unix socket, with token ids. The clock of
 the library begins with the call and ends with the list of results.
 """
@@ -28,7 +28,7 @@ PROMPTS = 2000
 TOKENS = 16
 RUNNING = 256
 AT_A_TIME = 512
-"""Running requests and as many waiting ones: the number that the library sends."""
+"""The requests that the library keeps in flight: those that run, and as many that wait."""
 SETTING = Setting(model="tiny", streams=RUNNING, context=512, threads=1)
 WORKLOAD = Workload(
     f"{PROMPTS} prompts",

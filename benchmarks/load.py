@@ -75,7 +75,7 @@ def client_command(server: Target, workload: Workload, url: str, pid: int, outpu
 
 
 def measure(server: Server, workload: Workload) -> dict[str, Any]:
-    """Starts the server, loads it and ends it. Returns the kept keys. Raises ServerError."""
+    """Starts the server, runs the workload against it, and stops it. Returns the kept keys. Raises ServerError."""
     with start(server, workload.setting) as running:
         return load(server, workload, running)
 
@@ -92,7 +92,7 @@ def start(server: Server, setting: Setting) -> Running:
 
 
 def load(server: Target, workload: Workload, running: Running) -> dict[str, Any]:
-    """Loads a running server once."""
+    """Runs the workload once against a running server."""
     with tempfile.TemporaryDirectory(prefix="forebay-bench-") as folder:
         output = Path(folder) / "run.jsonl"
         run_client(client_command(server, workload, running.url, running.pid, output))
@@ -122,7 +122,7 @@ def kept(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def by_name(server_cpu: Sequence[Mapping[str, Any]], tokens: int) -> dict[str, float]:
-    """CPU microseconds a token by process name, largest first; values below 0.05 are left out."""
+    """CPU microseconds per token by process name, largest first; values below 0.05 are left out."""
     sums: dict[str, float] = {}
     for process in server_cpu:
         seconds = process["user_seconds"] + process["system_seconds"]

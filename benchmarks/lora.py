@@ -1,9 +1,9 @@
-"""Adapters on a CPU: tokens a second of the base, of one adapter, and of mixtures, and a load beside streams.
+"""Adapters on a CPU: tokens a second of the base, of one adapter and of mixtures, and streams beside a load.
 
     python -m benchmarks.lora  # 6 minutes
 
 A server without adapters and one with eight answer the same prompts, 1 and 8 at a time. Each round has both, in turn.
-The load brings an adapter of about 100 MB into a place while eight other streams run.
+For the load, an adapter of about 100 MB is loaded while eight other streams run.
 """
 
 from __future__ import annotations

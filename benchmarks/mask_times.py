@@ -1,4 +1,4 @@
-"""The time of masks of a vocabulary of 151 936 tokens: the first one of a schema, and those of a walk behind it.
+"""The time to compute masks of 151 936 tokens: the first mask of a schema, and those of a random walk after it.
 
     python -m benchmarks.mask_times --rounds 5
 

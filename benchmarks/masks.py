@@ -56,7 +56,7 @@ WORKLOAD = Workload(f"{STREAMS} streams", SETTING, 100, 256, requests=4 * STREAM
 
 @dataclass(frozen=True)
 class Case(Forebay):
-    """Forebay, and the form of its answers."""
+    """Forebay, and whether its answers have to obey the schema."""
 
     form: bool = False
 

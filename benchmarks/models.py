@@ -271,7 +271,7 @@ def write(name: str, model: Model, hf_names: Mapping[str, str]) -> None:
 
 
 def build(*, force: bool) -> list[str]:
-    """Creates missing generating models; returns their names."""
+    """Creates the missing models that generate text; returns their names."""
     missing = [name for name in NAMES if force or not (directory(name).is_dir() and gguf_file(name).is_file())]
     if not missing:
         return []

@@ -30,7 +30,7 @@ class Case(intake.Case):
     """Forebay with a timed hand, and the load beside its streams."""
 
     outpost: bool = False
-    """Whether the worker is behind an outpost."""
+    """Whether the hand is behind an outpost."""
 
 
 HERE = Case("here, no burst", "forebay-chat", bursts=Bursts.NOWHERE)
@@ -43,7 +43,7 @@ CASES = [
 
 
 def measure(case: Case, workload: Workload) -> dict[str, Any]:
-    """Like `intake.measure`, with the worker where the case puts it."""
+    """Like `intake.measure`, with the hand where the case puts it."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="forebay-bench-")))
         python = timed_hand.program(folder)
@@ -62,7 +62,7 @@ def measure(case: Case, workload: Workload) -> dict[str, Any]:
 
 @table_of("outpost_bursts")
 def table(found: Results) -> str:
-    """Gaps beside bursts with the worker here and behind an outpost; the last ratio compares their p99."""
+    """Gaps beside bursts with the hand here and behind an outpost; the last ratio compares their p99."""
     head = ["hand", "ITL p50 ms", "p99 ms", "max ms", "p99 / no burst", "p99 / here", "slowest of the burst ms"]
     keys = ("median_itl_ms", "p99_itl_ms", "max_itl_ms")
     rows = []

@@ -24,7 +24,7 @@ HAND = ROOT / "crates/hand/tests/fake_hand.py"
 
 
 def once(rows: int) -> dict[str, dict[str, float]]:
-    """Microseconds of a round trip, by where the worker is."""
+    """Microseconds of a round trip, by where the hand is."""
     command = [PROGRAM, sys.executable, HAND, str(rows), str(STEPS)]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     found = {}

@@ -1,4 +1,4 @@
-"""Streams beside long prompts on two cores: prefill apart from decode, and without, with a bound of gaps and without.
+"""Streams beside long prompts on two cores: with and without separate prefill, with and without a bound of gaps.
 
     python -m benchmarks.pd --rounds 3  # 15 minutes
 
@@ -42,7 +42,7 @@ STATES: dict[str, tuple[int, tuple[str, ...]]] = {
     "one replica": (2, ()),
     "one replica, --decode-gap-ms off": (2, OFF),
 }
-"""The threads of each worker, and the flags."""
+"""The threads of each hand, and the flags."""
 
 
 def stream(url: str, prompt: list[int], tokens: int) -> Iterator[float]:

@@ -3,7 +3,7 @@
     python -m benchmarks.pd_plan --trace FILE
 
 The trace is in Mooncake's format. Schedulers, roles, loans and pressure are real; devices, copies and the bus take the
-time that the profile says. Nothing is measured here, so one run is enough.
+time that the profile states. Nothing is measured here, so one run is enough.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.servers import FOREBAY
 
 PROFILE = "h100-llama-3.1-8b"
 SPEEDS = {8: 2.0, 64: 16.0, 256: 64.0}
-"""The number of replicas, and the speed of the traffic that loads them."""
+"""For each number of replicas, the speed-up of the trace that loads them."""
 PAGE_SIZE = 64
 """Tokens of a page: smaller ones take longer to simulate, because each copy is of one."""
 PROMPTS = {8: 4000}
@@ -30,11 +30,11 @@ PROMPTS = {8: 4000}
 GOAL = ("--slo", "ttft:2000", "--slo", "tpot:40")
 BOTH = "both"
 QUARTERS = (1, 2, 3)
-"""Quarters of the replicas whose splits the table shows, beside the best one."""
+"""The table shows the best split, and those in which so many quarters of the replicas prefill."""
 
 
 def simulate(trace: Path, replicas: int, speed: float, arguments: list[str]) -> dict[str, Any]:
-    """The output file of a plan."""
+    """Runs `forebay plan`; returns the content of its output file."""
     with tempfile.TemporaryDirectory(prefix="forebay-plan-") as folder:
         output = Path(folder) / "plan.json"
         command = [str(FOREBAY), "plan", "--trace", str(trace), "--sim-profile", PROFILE, *GOAL, "--pd", "auto"]

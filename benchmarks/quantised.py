@@ -127,7 +127,7 @@ def measure(found: Results, file: File, concurrency: Sequence[int], number: int)
 
 
 def our_perplexity(way: accuracy.Way, file: File, text: str, threads: int) -> dict[str, Any]:
-    """The perplexity of Forebay's Rust worker."""
+    """The perplexity of Forebay's Rust hand."""
     description = described(file.path, cache_directory())
     ids = Tokenizer.from_file(str(description["tokenizer"])).encode(text, add_special_tokens=False).ids
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW)][: accuracy.SLOTS]

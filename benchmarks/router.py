@@ -5,7 +5,7 @@
 *latency*, *ceiling* and *merged-ceiling* compare a backend with and without a router in front of it. nginx, which does
 not know models, shows the cost of any proxy on the machine. The other scenes have four backends without a limit of
 running requests, so the choice of a backend matters. `most` is the most requests that any backend had at a time while
-all clients were busy; a quarter of them is perfect. The backends themselves are asked every 20 ms.
+all clients were busy; a quarter of them is perfect. Each backend is polled every 20 ms.
 """
 
 from __future__ import annotations
@@ -339,7 +339,7 @@ _ROUTER_KEYS = (
 
 @table_of("router")
 def table(found: Results) -> str:
-    """The numbers of each kind of front; ratios are of the first row's to each row's."""
+    """The values of each kind of front; ratios are of the first row to each row."""
     head = ["scene", "in front", "TTFT p50 ms", "p99 ms", "p99 ratio", "TPOT ms", "tokens/s", "ratio"]
     head += ["most on one", "mean spread", "router us/token", "backend us/token"]
     rows = []

@@ -22,16 +22,16 @@ from forebay.protocol.plan import Plan
 from forebay.protocol.result import StepResult
 
 SOCKET = 3
-"""The descriptor at which a worker finds its socket."""
+"""The descriptor at which a hand finds its socket."""
 ROW = tuple[int, int, int]
 """Slot, first position and number of positions."""
 
 
 class RustHand:
-    """A worker process with a model. Each slot has pages for all of its positions, in random order."""
+    """A process of the Rust hand with a model. Each slot has pages for all of its positions, in random order."""
 
     def __init__(self, model: dict[str, Any], *, slots: int, context: int, threads: int, **settings: Any) -> None:
-        """Starts the worker with `settings` of `hand_config`. Raises RuntimeError with the end of its log."""
+        """Starts the hand with `settings` of `hand_config`. Raises RuntimeError with the end of its log."""
         pages = -(-context // PAGE)
         tokens = slots * pages * PAGE
         config = hand_config(

@@ -30,7 +30,7 @@ SERVED_NAME = "model"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a benchmark asks of every server."""
+    """The settings that a benchmark requires of every server."""
 
     model: str
     """A name in `models.NAMES`."""
@@ -45,7 +45,7 @@ class Setting:
     dtype: str = "bfloat16"
     """The arithmetic's data type."""
     pooling: bool = False
-    """True if the model makes vectors. Some servers need a flag for this."""
+    """True for a model that computes embeddings. Some servers need a flag for this."""
     pool: int | None = None
     """Tokens of the KV pool; None: room for every stream at its longest."""
 
@@ -102,12 +102,12 @@ class Server(Target):
 
 @dataclass(frozen=True)
 class Forebay(Server):
-    """Forebay, with a real worker or a simulated device."""
+    """Forebay, with a real hand or a simulated device."""
 
     prefix_cache: bool = False
     """True to reuse cached prefixes."""
     profile: str | None = None
-    """The simulated device's profile; None for a real worker."""
+    """The simulated device's profile; None for a real hand."""
     build: Path | None = field(default=None, repr=False)
     """The measured build; None for this checkout's."""
 

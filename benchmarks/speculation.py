@@ -9,7 +9,7 @@ llama.cpp's server and vLLM, where they are installed, run without and with thei
 - edit: a file with one change;
 - quote: a passage, word by word;
 - json: records of a table as JSON;
-- form: the same with a JSON schema, whose keys and marks are drafts too;
+- form: the same with a JSON schema, whose keys and punctuation are drafts too;
 - chat: questions whose answers repeat nothing.
 """
 
@@ -42,7 +42,7 @@ OURS = [
     Forebay(FIXED, "forebay-chat", flags=("--speculative-algorithm", "ngram", "--speculative-unpriced")),
 ]
 NGRAMS_OF_LLAMA = ("--spec-type", "ngram-simple", "--spec-ngram-simple-size-n", "4", "--spec-ngram-simple-size-m", "16")
-"""The fastest settings on edits and quotes of five that were tried; the defaults look up 12 tokens."""
+"""Of five tried settings, the fastest on edits and quotes; the defaults look up 12 tokens."""
 NGRAM_OF_VLLM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
 PEERS: dict[str, tuple[Server, Server]] = {
     "llama": (LLAMA, replace(LLAMA, name=f"{LLAMA.name}, n-grams", flags=NGRAMS_OF_LLAMA)),

@@ -36,7 +36,7 @@ FILL_SECONDS = 60.0
 
 
 class Startable(Protocol):
-    """What `measure` needs of a server."""
+    """The methods of a server that `measure` calls."""
 
     @property
     def name(self) -> str:
@@ -50,7 +50,7 @@ class Startable(Protocol):
         """The program and its arguments."""
 
     def environment(self, setting: Setting) -> dict[str, str]:
-        """Variables to set on top of ours."""
+        """Environment variables to set in addition to ours."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""A hand whose every step takes 5 ms, whatever is in it: for what is around a hand, on this machine or another.
+"""A hand whose every step takes 5 ms, whatever is in it: to measure the processes around a hand, here or elsewhere.
 
 It speaks the step protocol and computes nothing. A server or an outpost starts it with `--python FILE`, where FILE is
-written by `program`. FILE runs the usual interpreter, except for the module of PyTorch's worker.
+written by `program`. FILE runs the usual interpreter, except for the module of the PyTorch hand.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MODULE = "forebay.worker"
 
 
 def program(folder: Path) -> Path:
-    """Writes an interpreter to `folder` that runs this module in place of PyTorch's worker."""
+    """Writes an interpreter to `folder` that runs this module in place of the PyTorch hand."""
     python, hand = shlex.quote(sys.executable), shlex.quote(str(Path(__file__).resolve()))
     found = folder / "python"
     # The arguments: -I -c TEXT MODULE.
@@ -39,13 +39,13 @@ def program(folder: Path) -> Path:
 
 
 class Hand:
-    """The worker's end of its socket."""
+    """The hand's end of its socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
 
     def _bytes(self, count: int) -> bytes:
-        """This many bytes. The program ends if the connection does."""
+        """Receives this many bytes. Exits if the connection is closed."""
         found = bytearray()
         while len(found) < count:
             piece = self._socket.recv(count - len(found))
@@ -73,12 +73,12 @@ class Hand:
         self._socket.sendall(head + body)
 
     def tell(self, kind: int, value: object) -> None:
-        """Sends a frame with a text."""
+        """Sends a frame with a JSON text."""
         text = json.dumps(value).encode()
         self.send(kind, 0, {1: text + b" " * (-len(text) % 4)})
 
     def has_more(self) -> bool:
-        """True if another frame has come."""
+        """True if another frame has arrived."""
         return bool(select.select([self._socket], [], [], 0)[0])
 
 

@@ -1,17 +1,17 @@
-"""Function calls of a small model that are valid and right: as the model sees fit beside those that masks force.
+"""Function calls of a small model that are valid and right: written freely, and constrained by masks.
 
     python -m benchmarks.tool_calls  # 3 minutes, after make bench-setup PEERS=coder
 
-Qwen2.5-Coder-0.5B on the CPU gets 40 requests, each of which one of six functions serves, and answers greedily:
+Qwen2.5-Coder-0.5B on the CPU gets 40 requests, each of which one of six functions can serve, and answers greedily:
 
-- auto: it writes what it likes, and what is a call is read as one;
+- auto: the model writes freely, and its tool calls are parsed;
 - strict: the same with `strict` functions, so that a call that it begins is valid;
 - required: `tool_choice: required`.
 
-A call that the model writes into its text, in a fence of code, does not count as a call, because an example looks the
-same. Such calls are judged separately: they show what the model knows but writes in the wrong place.
+A call that the model writes into its text, in a code fence, does not count as a call, because an example looks the
+same. Such calls are judged separately: the model knows them, but writes them in the wrong place.
 
-A call is valid if there is such a function and its schema takes the arguments. It is right if it is the wanted one,
+A call is valid if there is such a function and its schema accepts the arguments. It is right if it is the wanted one,
 with the same arguments. Case, white space at the ends and a full stop make no difference in texts.
 """
 

@@ -1,4 +1,4 @@
-"""Prompts that share steps: what short ones wait for beside long ones, and what that costs, in virtual time.
+"""Prompts that share steps: the wait of short ones beside long ones, and the cost of limiting it, in virtual time.
 
     python -m benchmarks.turns --mooncake FILE
 
@@ -184,7 +184,7 @@ def simulate(traffic: Traffic, state: tuple[str, ...]) -> dict[str, Any]:
 
 @table_of("turns")
 def table(found: Results) -> str:
-    """A row for each traffic, with its values off and on."""
+    """A row for each traffic, with its values without and with shares and the bound."""
     rows = []
     for name in found.workloads():
         keys = next(run.values for run in found.runs if run.workload == name)

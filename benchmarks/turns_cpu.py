@@ -2,7 +2,8 @@
 
     python -m benchmarks.turns_cpu --rounds 2
 
-The part of `benchmarks.turns` that computes. SmolLM2 gets 109 prompts of 100 tokens, 2 a second, and 4 of 7000.
+The part of `benchmarks.turns` that is computed, not simulated. SmolLM2 gets 109 prompts of 100 tokens, 2 a second, and
+4 of 7000.
 """
 
 from __future__ import annotations

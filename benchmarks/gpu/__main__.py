@@ -82,7 +82,7 @@ def of_operators(asked: Asked, found: Results) -> None:
 
 
 def of_steps(asked: Asked, found: Results) -> None:
-    """Measures a worker alone."""
+    """Measures a hand without a server."""
     for shape in asked.shapes:
         cases = steps.cases_of(shape)
         if asked.late():
@@ -96,7 +96,7 @@ def of_steps(asked: Asked, found: Results) -> None:
 
 
 def of_server(asked: Asked, found: Results) -> None:
-    """Measures a server under load, with dummy weights too."""
+    """Measures a server under load, also with dummy weights."""
     binary = server.binary()
     if binary is None:
         found.skipped["server"] = "there is no binary: make gpu-pack packs one"

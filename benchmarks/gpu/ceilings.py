@@ -53,7 +53,7 @@ def _crossing(device: torch.device, size: int) -> dict[str, dict[str, Any]]:
 
 
 def _host(device: torch.device) -> dict[str, Any]:
-    """The host's time to launch a kernel, and a graph of one kernel. On a GPU also an event and a small copy in."""
+    """The host's time to launch a kernel, and a graph of one. On a GPU also that of an event and a small copy to it."""
     x = torch.zeros(64, device=device)
     graph = captured(lambda: x.add_(1), device)
     found: dict[str, Any] = {

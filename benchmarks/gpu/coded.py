@@ -14,7 +14,7 @@ from forebay.gpu.interface import Kernels
 from forebay.gpu.products import GpuProducts, multiplies_floats
 
 KINDS = {"8-bit floats by row": (0, 1, 0), "8-bit floats in blocks": (128, 128, 0), "4 bits": (128, 1, 128)}
-"""Values of a group (0: a row), rows of a block, and neighbours that are folded (0: floats)."""
+"""For each kind: values per scale (0: a row), rows of a block, and codes that are folded together (0: floats)."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Matrix:
 def products(
     ops: Kernels, device: torch.device, rows: int, inputs: int, tokens: int
 ) -> Iterator[tuple[str, Callable[[], Operator]]]:
-    """Products of a matrix in each kind, as a worker computes it on this device."""
+    """Products of a matrix in each kind, as a hand computes it on this device."""
     for kind in KINDS:
         # On a CPU these operators are for tests, and too slow for large numbers of tokens.
         if device.type == "cuda" or kind != "8-bit floats by row":

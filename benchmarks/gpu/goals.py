@@ -1,6 +1,6 @@
-"""Goals of a hand, written for an H200. Another card's are longer by the ratio of its copies or products to an H200's.
+"""Goals of a hand, written for an H200. A slower card may take longer, by the ratio of its copies or products.
 
-Floors are bytes by the speed of a copy on the device, and for a prompt products by the speed of a large one.
+A floor is the bytes divided by the speed of a copy on the device; for a prompt, the products by that of a large one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks.records import Results
 
 @dataclass(frozen=True)
 class Ceiling:
-    """A limit of a card: its place in the results, and the H200's value."""
+    """A limit of a card: its key in the results, and the H200's value."""
 
     case: tuple[str, str, str]
     h200: float

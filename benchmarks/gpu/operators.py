@@ -1,6 +1,6 @@
-"""Each operator of a step alone, at the shapes of Qwen3-0.6B and Qwen3-8B: its time beside that of its bytes.
+"""Each operator of a step alone, at the shapes of Qwen3-0.6B and Qwen3-8B: its time beside that of copying its bytes.
 
-An operator runs as often as it takes to touch more memory than the caches hold, in one graph.
+An operator runs in one graph, as often as it takes to read more memory than the caches hold.
 """
 
 from __future__ import annotations

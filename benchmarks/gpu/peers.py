@@ -3,7 +3,7 @@
     python3 scripts/gpu.py peers --out peers.json
 
 All have a model of the same shape with made-up weights in bfloat16, prompts of random tokens, and answers of one
-length. Each turn is a fresh process. Forebay and vLLM are asked over HTTP by the same load generator; transformers
+length. Each turn is a fresh process. The same load generator sends requests to Forebay and vLLM over HTTP; transformers
 generates in its own process, which is its best path. SGLang is missing: its kernels are too large for the upload to an
 offline host.
 """
@@ -34,7 +34,7 @@ from benchmarks.records import Results, Run
 from forebay.device import DeviceError
 
 SECONDS = 520.0
-"""A host may be lent for ten minutes; this is the part for measurements."""
+"""Seconds for measurements, of the ten minutes for which a host may be lent."""
 TURN_SECONDS = 200.0
 OURS = "forebay"
 RATE = "output_throughput"

@@ -96,7 +96,7 @@ def of_steps(found: Results) -> str:
 
 
 def of_server(found: Results) -> str:
-    """The table of loads by shape, and of the worker's recordings."""
+    """The table of loads by shape, and of the hand's recordings."""
     keys = {
         "request_throughput": "req/s",
         "output_throughput": "tokens/s",

@@ -1,4 +1,4 @@
-"""A server with a hand on a GPU under load, and what its hand wrote down: gaps, and a profile for simulations."""
+"""A server with a hand on a GPU under load, and what the hand recorded: gaps, and a profile for simulations."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Place:
     binary: Path
     device: str
     folder: Path
-    """For the model's folder, logs and recordings."""
+    """The folder for the model, logs and recordings."""
     name: str = ""
     """The device's name, for profiles."""
 

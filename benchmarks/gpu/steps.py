@@ -79,7 +79,7 @@ class Measured:
 
 
 def runner_of(shape: str, device: str, cases: Sequence[Case]) -> ModelRunner:
-    """A worker with room for every case that the device can hold. Its weights are made up."""
+    """A hand with room for every case that the device can hold. Its weights are made up."""
     longest = max(case.start + case.length + case.steps + PROFILED + WARM for case in cases)
     rows = max(case.rows for case in cases)
     model = handshake_model(SHAPES[shape])

@@ -2,9 +2,9 @@
 
 python3 -m benchmarks.gpu.sweep --seconds 40 --out sweep.json
 
-Attention runs with other tiles. Products of one row are compared with PyTorch's, and products with codes run in two
-ways. The kernels of a step of one row run with and without programmatic dependent launches. First many processes
-compile, then one measures.
+Attention runs with other tiles. Products of one row are compared with PyTorch's, and products with quantised weights
+run in two ways. The kernels of a step of one row run with and without programmatic dependent launches. First many
+processes compile, then one measures.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def jobs(device: torch.device) -> Iterator[Job]:
 
 @contextmanager
 def sums_reduced(allowed: bool) -> Iterator[None]:
-    """Allows or forbids cuBLAS to add parts of a sum in bfloat16, as a worker does. It may then split long sums."""
+    """Allows or forbids cuBLAS to add parts of a sum in bfloat16, as a hand does. It may then split long sums."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_bf16_reduced_precision_reduction
     matmul.allow_bf16_reduced_precision_reduction = allowed

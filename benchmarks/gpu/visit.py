@@ -2,8 +2,9 @@
 
     python3 scripts/gpu.py visit first --out FOLDER
 
-Each part is a process with a time limit. When it ends, all processes that it started are ended. FOLDER/NAME.log has its
-output, FOLDER/NAME.json its results. FOLDER/gpu.json has the results of all parts. The last lines are a summary.
+Each part is a process with a time limit. When a part ends, all processes that it started are killed. FOLDER/NAME.log
+has its output, FOLDER/NAME.json its results. FOLDER/gpu.json has the results of all parts. The last lines are a
+summary.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Part:
     seconds: float
     """The time limit in seconds."""
     arguments: Sequence[str]
-    """The arguments of this interpreter. FOLDER stands for the folder of results."""
+    """Arguments for this Python interpreter; FOLDER is replaced by the folder of results."""
     variables: Mapping[str, str] = field(default_factory=dict)
     after_failure_of: str | None = None
     """Run this part only if the named one failed, to explain the failure."""

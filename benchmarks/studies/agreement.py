@@ -4,8 +4,8 @@
 
 One Forebay server is loaded in turn by `forebay bench serve`, by `vllm bench serve` and by vLLM's load generator
 written in Rust, if that is installed. The order is A B C, A B C, with nothing in between. Requests have the same
-lengths and concurrency. The server's steps take a fixed time (or are those of a real model), so that the clients see
-the same thing.
+lengths and concurrency. The server's steps take a fixed time (or are those of a real model), so that all clients
+measure the same behaviour.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def sides(server: Forebay, old: Path, new: Path) -> list[Forebay]:
 
 
 def measure(side: Forebay, workload: Workload) -> dict[str, Any]:
-    """Loads one build, or a router of this build in front of it. Raises ServerError."""
+    """Sends the load to one build, or to a router of this build in front of it. Raises ServerError."""
     with start(side, workload.setting) as backend:
         if workload.name != ROUTER:
             return load(side, workload, backend)
@@ -74,7 +74,7 @@ def _router(binary: Path, backend: Running) -> Running:
 
 
 def table(found: Results) -> str:
-    """CPU microseconds a token, or a model's tokens a second, of both builds."""
+    """CPU microseconds per token, or a model's tokens per second, of both builds."""
     rows = []
     for name in found.workloads():
         streams = name.isdigit()

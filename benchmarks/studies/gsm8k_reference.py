@@ -15,8 +15,8 @@ in float32:
 `--num-questions` may be smaller here than there: the first of ours are compared. `--record` puts the comparison into
 benchmarks/results/gsm8k.json, `python -m benchmarks.tables` from there into docs/performance.
 
-Prompts, stop strings and the reading of answers are written again here, from their description: what is compared
-shares no code.
+Prompts, stop strings and the reading of answers are implemented again here, from their description, so that the two
+compared sides share no code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from tests.e2e.models import SmolLM2
 
 STOP = ("Question", "Assistant:", "<|separator|>")
 LARGEST = 2**64 - 1
-"""The value that stands for a number too large for any right answer."""
+"""The value in place of a number that is too large for any right answer."""
 
 Json = dict[str, Any]
 

@@ -18,7 +18,7 @@ Answers = Sequence[Mapping[str, Any]]
 
 
 def counts(ours: Answers, theirs: Answers) -> dict[str, Any]:
-    """The row of a model. The reference may have fewer answers: those are compared with as many of the first of ours.
+    """The row of a model. If the reference has fewer answers, they are compared with the first of ours.
 
     Raises ValueError if one of our requests failed or the reference has no answer: there is nothing to count then.
     """

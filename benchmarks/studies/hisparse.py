@@ -39,7 +39,7 @@ class Setting:
 PRESSURE = Setting("h200x8-v3.2-fp8", 256, 32_768, 8_192, 256)
 """The setting of the published claim of more than three times the output."""
 PUBLISHED = Setting("h20x8-v3.2-bf16", 30, 8_192, 1_500, 5)
-"""The setting in which SGLang #21932 moved the save behind the forward pass."""
+"""The setting in which SGLang #21932 moved the save after the forward pass."""
 ARMS = {
     "token, inline": ("token", "inline"),
     "token, fence": ("token", "fence"),
@@ -84,7 +84,7 @@ def lines(setting: Setting) -> Iterator[str]:
 
 
 def pressure(setting: Setting, misses: tuple[int, ...]) -> str:
-    """More requests than the device can hold: without sparse decoding, and with several miss rates a layer."""
+    """More requests than the device can hold: without sparse decoding, and with several miss rates per layer."""
     base = plan(setting)
     rows = [capacity_row("off", base, base)]
     for count in misses:

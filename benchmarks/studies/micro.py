@@ -20,7 +20,7 @@ from benchmarks.servers import ROOT
 
 
 def estimates(folder: Path) -> list[Run]:
-    """The newest estimate of each benchmark, in nanoseconds an element."""
+    """The newest estimate of each benchmark, in nanoseconds per element."""
     runs = []
     for file in sorted(folder.glob("**/new/benchmark.json")):
         about: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.studies.plan_tiers --trace FILE
 
-The trace is Mooncake's format. Schedulers are real, devices and copies take the time that the profile says; nothing is
-measured here, so one run is enough.
+The trace is in Mooncake's format. Schedulers are real, devices and copies take the time that the profile states;
+nothing is measured here, so one run is enough.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.servers import FOREBAY
 
 RATIOS = (0, 1, 4, 16)
 BAR = 40
-"""Characters of a bar that stands for all prompt tokens."""
+"""The length of a bar for all prompt tokens, in characters."""
 
 
 def plan(asked: argparse.Namespace, ratio: float) -> dict[str, Any]:

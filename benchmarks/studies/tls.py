@@ -5,7 +5,7 @@
 Encrypted connections are written by the tasks of the HTTP server (`--egress tasks`), so plain connections are measured
 that way too. The difference of the two is the encryption; the rest is the gain of the direct egress. The device is
 simulated and takes no time. The clients are Python's, because the load generator speaks plain HTTP only; what counts is
-the CPU time of the server, as the kernel has it.
+the CPU time of the server, as the kernel counts it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def client(connect: Callable[[], http.client.HTTPConnection], requests: int) -> 
 
 
 def measure(side: Forebay, workload: Workload) -> dict[str, Any]:
-    """Loads a fresh server. Raises ServerError."""
+    """Sends the load to a fresh server. Raises ServerError."""
     port, health = free_port(), free_port()
     command = [*side.command(workload.setting, port), "--health-port", str(health)]
     with Running(command, side.environment(workload.setting), health, LOGS / f"tls-{side.name}.log") as running:
@@ -98,7 +98,7 @@ def measure(side: Forebay, workload: Workload) -> dict[str, Any]:
 
 
 def table(found: Results) -> str:
-    """CPU microseconds a token, with ratios to plain connections of the same tasks."""
+    """CPU microseconds per token, with ratios to plain connections of the same tasks."""
     name = str(STREAMS)
     rows = [
         [side.name, number(found.median(name, side.name, KEY)), spread(found.ratio(name, side.name, TASKS, KEY))]

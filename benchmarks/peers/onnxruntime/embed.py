@@ -2,7 +2,8 @@
 
     python embed.py --model FILE --tokenizer FILE --texts FILE --in-flight 64 --seconds 5 --threads 2
 
-This many texts are in flight at a time. They are tokenised, sorted by length and cut into batches, each padded to its
+`--in-flight` texts are processed at a time. They are tokenised, sorted by length and cut into batches, each padded to
+its
 longest text. Every size of `BATCHES` is tried first, and the fastest is measured. Prints one object of JSON.
 """
 
