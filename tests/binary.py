@@ -8,8 +8,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def binary() -> Path:
-    """The path of `forebay`. What it starts in Python runs in the tests' own environment."""
-    # No interpreter lies beside it.
+    """The path of `forebay`. Its Python processes use the interpreter of the tests."""
+    # There is no interpreter beside the binary.
     os.environ.setdefault("FOREBAY_PYTHON", sys.executable)
     folder = ROOT / os.environ.get("CARGO_TARGET_DIR", "target")
     return Path(os.environ.get("FOREBAY_TEST_BINARY", folder / "fast/forebay"))

@@ -11,11 +11,11 @@ LIST = Path(__file__).with_name("slow_cases.txt")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks them; raises `UsageError` where a line names no case of a file that was collected as a whole."""
+    """Marks the listed cases. Raises `UsageError` if a line names no case of a file that was collected as a whole."""
     by_file: dict[str, list[pytest.Item]] = {}
     for item in items:
         by_file.setdefault(item.nodeid.partition("::")[0], []).append(item)
-    # With --last-failed, only the cases that failed.
+    # With --last-failed only the failed cases are collected.
     whole = not any("::" in argument for argument in config.args) and not config.getoption("lf", False)
     for line in LIST.read_text().splitlines():
         if not line or line.startswith("#"):

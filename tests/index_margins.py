@@ -1,6 +1,6 @@
 """The scores from which a transformers model's indexers choose, and the margin of each choice.
 
-Of scores that are equal, or nearly so, the order of additions decides: there is no right choice to compare with.
+If scores are equal or nearly so, the order of additions decides, and there is no right choice to compare with.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @contextmanager
 def watched(top_k: int, rule: Callable[..., Any] | None = None) -> Iterator[list[torch.Tensor]]:
-    """Collects the scores [queries, positions] that indexers choose from; they may choose by another rule."""
+    """Collects the scores [queries, positions] that indexers choose from. `rule` replaces their choice."""
     seen: list[torch.Tensor] = []
     topk = torch.Tensor.topk
 
@@ -37,13 +37,13 @@ def lower_positions(scores: torch.Tensor, k: int, dim: int) -> Any:
 
 
 def margins(scores: torch.Tensor, top_k: int) -> list[float]:
-    """By how much the last that is kept is better than the first that is not, of queries that keep not everything."""
+    """For each query that does not keep all positions, the lowest score that is kept minus the highest that is not."""
     ranked = [row[: query + 1].sort(descending=True).values for query, row in enumerate(scores)]
     return [float(row[top_k - 1] - row[top_k]) for row in ranked if len(row) > top_k]
 
 
 def margins_along(model: Any, tokens: Sequence[int]) -> list[float]:
-    """Of all queries of all indexers of a model, along a text; none where there are no indexers."""
+    """The margins of all queries of all indexers of a model, for a text. Empty if the model has no indexers."""
     top_k = getattr(model.config, "index_topk", None)
     if top_k is None:
         return []

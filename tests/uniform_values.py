@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Seed, position, and the 53 bits of u; the first with position 0 and seed 1234567 is the published generator's.
+# Seed, position, and the 53 bits of u. Those of seed 1234567 at position 0 are the published generator's first value.
 VALUES = [
     (0x0000000000000000, 0, 7956156453446585),
     (0x0000000000000000, 1, 3886858653415212),

@@ -24,7 +24,7 @@ TEST, TRAIN = read_jsonl(DATA / "test.jsonl"), read_jsonl(DATA / "train.jsonl")
 SECONDS = 300
 
 Json = dict[str, Any]
-# Gives the answer to a question at an attempt (both count from 0): a text, or a status.
+# Returns the answer to a question at an attempt (both are counted from 0): a text, or an HTTP status.
 Script = Callable[[int, int], str | int]
 
 
@@ -58,7 +58,7 @@ def reply(path: str, text: str) -> Json:
 
 @contextmanager
 def scripted(script: Script) -> Iterator[Scripted]:
-    """A server on a free port that answers by the script."""
+    """A server on a free port whose answers are those of the script."""
     attempts: Counter[int] = Counter()
     lock = threading.Lock()
 

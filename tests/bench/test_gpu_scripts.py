@@ -42,7 +42,7 @@ def gpu() -> ModuleType:
 
 
 def run(*arguments: str, **variables: str) -> str:
-    """Runs the script as on a host without the project's environment. No variable points to the sources."""
+    """Runs the script as on a host without the project's environment: no variable points to the sources."""
     command = [sys.executable, str(SCRIPT), *arguments]
     environment = {**os.environ, "FOREBAY_GPU_KERNELS": "reference", **variables}
     done = subprocess.run(command, cwd="/", env=environment, check=True, capture_output=True, text=True, timeout=300)
@@ -97,7 +97,7 @@ def test_the_benchmark_measures(tmp_path: Path) -> None:
 
 
 def test_steps_beside_the_host_are_measured() -> None:
-    """Two steps are in flight."""
+    """The deferred device has two steps in flight."""
     assert "| decode 4 x 20 |" in run("bench", "--device", "deferred", "--shapes", "tiny", "--parts", "steps")
 
 
@@ -138,7 +138,7 @@ gpu.main()
 
 
 def test_a_gpu_that_has_failed_costs_no_other_part(tmp_path: Path) -> None:
-    """After a failure the process computes nothing more, and the other parts run in a new process."""
+    """After a failure its process computes nothing more, and a new process runs the other parts."""
     out = tmp_path / "out.json"
     flags = ["--device", "cpu", "--shapes", "tiny", "--out", str(out), "--parts", "operators", "ceilings"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}

@@ -90,9 +90,9 @@ def test_results_are_those_of_all_parts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("which", VISITS)
 def test_a_visit_fits_a_device_run(which: str) -> None:
     seconds, parts = VISITS[which]
-    # A device needs its first minutes to start.
+    # The start of the device machine takes the first minutes of its time.
     assert seconds <= {"first": 300, "second": 360}[which]
-    # A part that explains a failure runs in the time of later parts.
+    # A part that runs only after a failure uses the time of later parts.
     assert sum(part.seconds for part in parts if part.after_failure_of is None) <= seconds
     assert len({part.name for part in parts}) == len(parts)
     assert {part.after_failure_of for part in parts} <= {None, *(part.name for part in parts)}
@@ -109,7 +109,7 @@ def test_second():
 
 @pytest.mark.parametrize("workers", [False, True])
 def test_a_gpu_that_has_failed_fails_no_later_test(tmp_path: Path, workers: bool) -> None:
-    """After such an error, all CUDA calls in the process fail. So it ends, and xdist starts a new one."""
+    """After a CUDA error, all CUDA calls in the process fail. So the process ends, and xdist starts a new one."""
     (tmp_path / "test_fails.py").write_text(FAILS)
     flags = ["-p", "tests.gpu_device.conftest", "-p", "no:cacheprovider", *(["-n", "1"] if workers else [])]
     # The tested run must not become a worker of the xdist that runs this test.
@@ -127,7 +127,7 @@ def test_a_gpu_that_has_failed_fails_no_later_test(tmp_path: Path, workers: bool
 
 
 def test_changes_behind_switches_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU, with the twins of one layer, the compared variants compute the same."""
+    """On a CPU, with the reference operators and one layer, the compared variants compute the same."""
     monkeypatch.setenv(VARIABLE, "reference")
     monkeypatch.setattr(sweep, "LAYERS", 1)
     place, found = torch.device("cpu"), []

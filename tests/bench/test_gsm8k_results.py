@@ -34,7 +34,7 @@ THEIRS = [answer(0, 3, 3, margin=0.5), answer(1, 6, 6, margin=0.25)]
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """How the results describe the machine. Tests may change its commit."""
+    """The description of the machine in the results. Tests may change its commit."""
     about = {**MACHINE, "forebay": "0.1.0", "commit": "abc"}
     monkeypatch.setattr(records, "this_machine", lambda: dict(about))
     return about

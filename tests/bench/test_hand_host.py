@@ -1,4 +1,4 @@
-"""The benchmark of a hand's host side: its parts are those of a step, and steps with graphs launch little else."""
+"""The benchmark of a hand's host side: it times each part of a step, and counts launches outside of graphs."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def test_a_step_of_graphs_is_two_copies(hand: Hand, case: Case) -> None:
     values = times.values()
     assert all(values[name] > 0 for name in PARTS)
     assert values["all_p99"] >= values["all"] > max(values[name] for name in PARTS)
-    # A penalty adds a third copy, of the lines of counts.
+    # A penalty adds a third copy, of the rows of token counts.
     assert launches == (2 if case.penalty == 1 else 3)
 
 
 def test_operators_behind_a_graph_are_counted(hand: Hand) -> None:
-    """Operators sample rows with a bias."""
+    """Rows with a bias are sampled by operators, which are launched one by one after the graph."""
     case = Case("8 decode rows with biases", 8)
     hand.runner.launch(asking_all(hand_host.first_plan(case, in_process.PAGE)).staged()).collect()
     with hand_host.Launches() as launches:

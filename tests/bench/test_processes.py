@@ -36,7 +36,7 @@ def test_a_tree_is_what_is_below_its_root() -> None:
 def test_survivors_are_the_same_processes_and_what_they_started() -> None:
     tree = [stat(1, 0), stat(2, 1), stat(3, 1), stat(4, 1)]
     now = {
-        # The number belongs to another process now.
+        # The process id was reused by another process.
         2: stat(2, 0, started=9),
         # Its parent has ended, so it has a new parent.
         3: stat(3, 0),

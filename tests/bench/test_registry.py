@@ -55,7 +55,7 @@ def test_every_benchmark_with_a_table_has_a_name() -> None:
     measuring = {
         table.__module__ for table in cells.TABLES.values() if not table.__module__.startswith("benchmarks.gpu")
     }
-    # `gsm8k_reference` measures the results of this one.
+    # The command `gsm8k_reference` measures the results that this module prints.
     assert measuring - set(MODULES) == {"benchmarks.studies.gsm8k_results"}
 
 
@@ -146,7 +146,7 @@ def test_a_command_gives_its_status() -> None:
 
 
 def test_what_ends_the_run_ends_the_command_first(tmp_path: Path) -> None:
-    """A benchmark stops its servers on SIGTERM. So it must get the signal, and the run must wait for it."""
+    """A benchmark stops its servers on SIGTERM. So the run passes the signal on, and waits until the benchmark ends."""
     ended, child = tmp_path / "ended", tmp_path / "child.py"
     child.write_text(f"""
 import pathlib, signal, sys

@@ -15,7 +15,7 @@ CHART = DEPLOY / "helm/forebay"
 KUBERNETES = "1.31"
 """Fixed, because Helm's own default depends on how it was built."""
 
-# Values that make every object of the chart.
+# Values with which the chart renders every one of its objects.
 EVERYTHING: dict[str, Any] = {
     "model": "org/model@main",
     "args": ["--max-running-requests", "64", "--enable-hierarchical-cache"],

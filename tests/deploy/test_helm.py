@@ -212,7 +212,7 @@ def test_values_fit_their_schema_and_every_one_is_described() -> None:
         {"args": "--offline"},
         {"router": {"policy": "best"}},
         {"service": {"port": 0}},
-        # The pause and the drain would exceed the pod's time.
+        # The pause and the drain would exceed the pod's grace period.
         {"preStopSleep": 20},
         {"model": ""},
     ],

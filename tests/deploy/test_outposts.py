@@ -28,7 +28,7 @@ def argument(name: str, flag: str) -> str:
 
 @pytest.mark.parametrize("name", PODS)
 def test_kubernetes_takes_the_pods(name: str, tmp_path: Path) -> None:
-    """Only the pods are checked, because the schema of the set itself is not part of Kubernetes."""
+    """Only the pods are checked, because the schema of LeaderWorkerSet is not part of Kubernetes."""
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, **PODS[name]["metadata"]}}
     file = tmp_path / "pod.json"
     file.write_text(json.dumps({**pod, "spec": PODS[name]["spec"]}))

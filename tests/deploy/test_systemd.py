@@ -11,7 +11,7 @@ from tests.deploy.tools import DEPLOY, tool, unknown_flags
 
 SYSTEMD = DEPLOY / "systemd"
 UNIT = (SYSTEMD / "forebay.service").read_text(encoding="utf-8")
-# The exposure in `systemd-analyze security`, from 0 (all locked) to 10. Below 2 it says OK.
+# The exposure in `systemd-analyze security`, from 0 (all locked) to 10. Below 2 the command prints OK.
 MOST_EXPOSURE = 1.9
 
 
@@ -70,7 +70,7 @@ def test_a_stop_has_ten_seconds_more_than_the_drain() -> None:
     drain = int(arguments()[arguments().index("--drain-timeout") + 1])
     assert values("TimeoutStopSec") == [str(drain + 10)]
     assert values("KillSignal") == ["SIGTERM"]
-    # systemd signals only the brain, which ends its hands.
+    # systemd sends SIGTERM only to the brain, which stops its hands.
     assert values("KillMode") == ["mixed"]
 
 

@@ -1,4 +1,4 @@
-"""The files for a forge: workflows, hooks, and the form for bug reports."""
+"""The files for GitHub and similar sites: workflows, hooks, and the form for bug reports."""
 
 from __future__ import annotations
 

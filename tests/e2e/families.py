@@ -1,4 +1,4 @@
-"""Models of families that call tools, as far as a simulated device needs them.
+"""Models of families that call tools, without weights: a simulated device serves them.
 
 Each has a tokenizer with the family's marks, and a chat template.
 """
@@ -61,7 +61,7 @@ class Family:
     tags: Any = field(default=None)
 
     def calls(self, *calls: tuple[str, dict[str, Any]]) -> str:
-        """The text of some calls."""
+        """The text of these calls."""
         written = []
         for number, (name, arguments) in enumerate(calls):
             text = json.dumps(arguments, ensure_ascii=False) if self.tags is None else self.tags(arguments)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.e2e.models import Model
 
 SHARED = 500
-"""The number of tokens that an EAGLE-3 head drafts: every fourth of the vocabulary."""
+"""The size of an EAGLE-3 head's draft vocabulary: every fourth token of the model's vocabulary."""
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -81,7 +81,7 @@ def with_mtp(model: Model, folder: Path) -> Path:
     }
     for name in ("enorm", "hnorm", "shared_head.norm"):
         weights[f"{own}{name}.weight"] = torch.ones(hidden)
-    # This projection passes the model's last state on.
+    # This projection passes on the model's last state, and adds half of the token's embedding.
     weights[f"{own}eh_proj.weight"] = torch.cat((torch.eye(hidden) * 0.5, torch.eye(hidden)), dim=1)
     weights[f"{own}shared_head.head.weight"] = weights["lm_head.weight"].clone()
     weights[f"{own}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()

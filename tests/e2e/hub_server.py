@@ -55,7 +55,7 @@ def serve(hub: Hub, certificate: tuple[Path, Path] | None = None) -> Iterator[Hu
     if certificate is not None:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*certificate)
-        # The thread of the connection makes the handshake.
+        # The TLS handshake runs in the connection's own thread.
         server.socket = context.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         hub.endpoint = hub.endpoint.replace("http:", "https:")
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
@@ -177,6 +177,6 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _etag(path: Path) -> str:
-    """The name that Git gives a file's content."""
+    """The Git blob hash of a file."""
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()

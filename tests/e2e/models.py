@@ -134,7 +134,7 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 12,
 }
 _INDEXED: dict[str, Any] = {**_LATENT, "index_topk": 16, "index_head_dim": 16, "index_n_heads": 16}
-# transformers' classes have few types, so they are Any here.
+# transformers' classes have few type annotations, so they are Any here.
 _FAMILIES: dict[str, Any] = {
     "llama": (LlamaForCausalLM, LlamaConfig(**_SHAPE)),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config(**_SHAPE, tie_word_embeddings=True)),
@@ -150,7 +150,7 @@ _FAMILIES: dict[str, Any] = {
         GlmMoeDsaForCausalLM,
         GlmMoeDsaConfig(**{**_INDEXED, "num_hidden_layers": 3}, indexer_types=["full", "shared", "full"]),
     ),
-    # Most bytes of its pages are rows, so sparse decoding from host memory gains much.
+    # Most bytes of its pages are rows rather than index keys, so sparse decoding from host memory saves much.
     "glm-dsa-one-index": (
         GlmMoeDsaForCausalLM,
         GlmMoeDsaConfig(**{**_INDEXED, "num_hidden_layers": 6}, indexer_types=["full", *["shared"] * 5]),
@@ -377,7 +377,7 @@ class TinyImageModel(TinyModel):
 
     @cached_property
     def reference(self) -> Any:
-        # transformers keeps the offsets of the last prompt.
+        # transformers keeps the RoPE offsets of the last prompt, so they are reset here.
         self._model.model.rope_deltas = None
         return self._model
 

@@ -49,7 +49,7 @@ class Network:
         self._loop.call_soon_threadsafe(self._flows.clear)
 
     def restore(self) -> None:
-        """New connections work again. Silenced ones are reset, as by a machine that no longer knows them."""
+        """New connections work again. Silenced connections are reset, as by a machine that has lost their state."""
         self.cut()
         self._loop.call_soon_threadsafe(self._flows.set)
 

@@ -1,6 +1,6 @@
 """A Ray cluster of small nodes on this machine, run by an interpreter that has Ray.
 
-Each line on stdin is an order, and a line of JSON on stdout answers it. The end of stdin ends the cluster.
+Each line on stdin is a command, and its answer is a line of JSON on stdout. The cluster stops when stdin is closed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEAD = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": STORE_BYTES}
 
 
 def main() -> None:
-    """Starts the cluster and follows orders."""
+    """Starts the cluster and executes commands."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     cluster = Cluster(initialize_head=True, head_node_args={**HEAD, "include_dashboard": False}, shutdown_at_exit=True)

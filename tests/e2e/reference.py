@@ -26,7 +26,7 @@ class Case:
 
 
 def prompts(model: Model, count: int, longest: int, seed: int) -> list[list[int]]:
-    """Pieces of English text, 1 to `longest` tokens; a third of them begin alike."""
+    """Pieces of English text, 1 to `longest` tokens; every third has the same beginning."""
     text = model.encode((ROOT / "LICENSE").read_text())
     generator = torch.Generator().manual_seed(seed)
 
@@ -63,7 +63,7 @@ def greedy(model: Any, prompt: list[int], count: int) -> Case:
 
 
 def clear_cases(model: Model, count: int, longest_prompt: int, output: range, seed: int) -> list[Case]:
-    """`count` cases of mixed lengths in which every choice was clear."""
+    """`count` cases of mixed lengths in which the margin of each token exceeds `CLEAR`."""
     found: list[Case] = []
     lengths = list(output)
     for number, prompt in enumerate(prompts(model, 2 * count, longest_prompt, seed)):

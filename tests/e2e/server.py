@@ -73,7 +73,7 @@ class Server:
         return self._log.read_text(errors="replace")[-LOG_TAIL:]
 
     def wait_for_health(self, status: int = 200) -> httpx2.Response:
-        """Waits until /health answers with `status`; 200: until all replicas are ready."""
+        """Waits until /health responds with `status`. Status 200 means that all replicas are ready."""
 
         def answer() -> httpx2.Response | None:
             assert self.process.poll() is None, f"ended with status {self.process.returncode}:\n{self.log()}"
@@ -146,7 +146,7 @@ class Server:
 
     @contextmanager
     def held(self, count: int) -> Iterator[None]:
-        """Stops the hands until `count` requests have arrived. The block sends requests, and awaits no answer."""
+        """Pauses the hands until `count` requests have arrived. The block sends requests, and awaits no answer."""
         hands = self.hands()
         assert hands
         for hand in hands:

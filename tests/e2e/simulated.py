@@ -12,7 +12,7 @@ SIM = ("--device", "sim")
 
 
 def profile(folder: Path, step_us: float, kv_tokens: int = 4096, load_s: float = 0.0, token_us: float = 0.0) -> Path:
-    """Writes a profile: loading takes `load_s`, and a step `step_us` and `token_us` for each of its tokens."""
+    """Writes a profile: loading takes `load_s`, and a step `step_us` plus `token_us` for each of its tokens."""
     path = folder / "profile.toml"
     facts = 'origin = "made up for a test"\ndevice = "a test\'s"\nmodel = "any"\n'
     sizes = f"kv_tokens = {kv_tokens}\nload_s = {load_s:.1f}\n"

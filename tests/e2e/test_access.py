@@ -47,7 +47,7 @@ def test_the_limit_of_open_files_is_raised(serve: Serve, tiny: Model, few_files:
 
 
 def test_health_is_told_whoever_sits_there(tmp_path: Path, tiny: Model) -> None:
-    """With more idle connections than open files allowed, idle ones are closed, and no client waits."""
+    """With more idle connections than open files allowed, the server closes idle ones, and no client waits."""
     limit = ["prlimit", f"--nofile={FILES}:{FILES}"]
     port = free_port()
     arguments = [str(tiny.path), *SIM, "--log-interval", "0", "--port", str(port)]

@@ -167,5 +167,5 @@ def test_an_agent_finishes_a_task_with_three_tools(name: str, tmp_path: Path, mo
         answered = server.metric("vllm:request_success_total", finished_reason="stop")
         assert answered >= 4
         queried, hit = prefix(server)
-    # The first of four turns finds nothing. In the other prompts, at least 95 % was cached.
+    # The first of four turns finds nothing in the cache. Of the other prompts, at least 95 % was cached.
     assert hit > 0.95 * 0.75 * queried, (queried, hit)

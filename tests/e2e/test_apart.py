@@ -34,7 +34,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gate]:
 
 
 def interface() -> tuple[str, bool]:
-    """A network interface with an address, and whether only this machine reaches it."""
+    """A network interface with an address; True if only this machine can reach it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Sends nothing: it only looks up the route.

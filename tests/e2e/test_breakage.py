@@ -442,7 +442,7 @@ def test_a_client_that_goes_away_frees_its_request(serve: Serve, tiny: Model, st
     server.wait_until_idle()
     # The requests had not reached their end, so the abort is what freed them.
     assert server.metric("vllm:generation_tokens_total") < 4 * (TINY_CONTEXT - 8)
-    # Pages that a step in flight names are freed with its result.
+    # Pages that a step in flight uses are freed with its result.
     eventually(lambda: server.replicas()[0]["pages_held"] == 0, "the pages are free", 30)
 
 

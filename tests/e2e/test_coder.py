@@ -1,4 +1,4 @@
-"""Qwen2.5-Coder-0.5B calls a custom tool whose grammar holds: it writes patches."""
+"""Qwen2.5-Coder-0.5B writes patches by calls of a custom tool, whose grammar constrains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Vectors and scores through OpenAI's client and a real hand, compared with transformers."""
+"""Embeddings and scores through OpenAI's client and a real hand, compared with transformers."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from tests.e2e.server import Server
 ENDPOINTS = ["/v1/chat/completions", "/v1/completions", "/generate", "/tokenize", "/detokenize"]
 BODY_LIMIT = 4 << 20
 MEGABYTE = 1 << 20
-# Longer than a request may take to arrive, by the server's limit.
+# In seconds: more than the server allows a request to take to arrive.
 PATIENCE = 90
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 COMPLETION: dict[str, Any] = {"prompt": "a", "max_tokens": 2}
@@ -66,7 +66,7 @@ class Trickle:
         self._closed = threading.Event()
 
     def run(self) -> bytes:
-        """What the server sent before it closed the connection."""
+        """Runs the client; returns all bytes that the server sent before it closed the connection."""
         threading.Thread(target=self._drip, daemon=True).start()
         answer = b""
         try:

@@ -1,4 +1,4 @@
-"""Every file of examples/ and every docstring example of the library runs, and shows what it is for."""
+"""Every file of examples/ and every docstring example of the library runs, and prints what it demonstrates."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ CLEAR = 1e-5
 
 
 def clear(model: Model, expected: Expected) -> Expected:
-    """The requests in which every choice of an index was clear."""
+    """The requests in which no margin between index scores is below `CLEAR`."""
     kept = [
         (request, tokens)
         for request, tokens in expected

@@ -27,7 +27,7 @@ from tests.e2e.test_router import KV_TOKENS, Cluster, cluster
 GENERATED = int(os.environ.get("FOREBAY_FLEET_REQUESTS", "300"))
 AT_ONCE = 16
 ADDRESS_SPACE = 8 << 30
-"""Bytes of address space: a brain that needs more aborts, as on a machine without more memory."""
+"""Bytes of address space: a brain that exceeds them aborts, as on a machine without more memory."""
 BUDGET = 256 << 20
 MOST_MEMORY = 1 << 30
 """The most bytes that a brain may use: the budget of requests in flight, and its own needs."""
@@ -114,7 +114,7 @@ KILLERS: dict[str, tuple[str, bytes]] = {
     "ids to detokenise": ("/detokenize", filled('{"tokens": [', "1", "]}")),
     "documents without end": ("/rerank", filled('{"query": "a", "documents": [', '"b"', "]}")),
 }
-"""Before there were limits, each body ended a brain, or took most of its memory or all of its threads."""
+"""Before there were limits, each body killed a brain, or took most of its memory or all of its threads."""
 
 
 @pytest.mark.parametrize("at_once", [1, 4])
@@ -181,7 +181,7 @@ def generated(seed: int) -> tuple[str, Json]:
 
 
 async def answered(client: httpx2.AsyncClient, seed: int) -> int:
-    """Sends a request; one client in eight leaves before the end."""
+    """Sends a request; one client in eight disconnects before the end."""
     path, body = generated(seed)
     if seed % 8 == 0:
         async with client.stream("POST", path, json=body) as response:

@@ -135,7 +135,7 @@ def server(model: ToolModel, serve_for_module: Serve, tmp_path_factory: pytest.T
 
 @pytest.fixture(scope="module")
 def opened(model: ToolModel, serve_for_module: Serve, tmp_path_factory: pytest.TempPathFactory) -> Server:
-    """The same model with a template that begins the reasoning."""
+    """The same model with a template that opens the reasoning itself."""
     folder = tmp_path_factory.mktemp("opened")
     template = folder / "template.jinja"
     template.write_text(
@@ -202,7 +202,7 @@ def test_required_calls_whatever_the_model_wants_to_say(server: Server) -> None:
         message, reason, _ = ask(server, "talk", tools=TOOLS, tool_choice=word, max_tokens=3000)
         assert (reason, message["content"]) == ("tool_calls", "")
         check(message["tool_calls"][0])
-    # A scripted answer that satisfies the constraint stays as it is.
+    # A scripted answer that satisfies the constraint is not changed.
     message, reason, _ = ask(server, "call twice", tools=TOOLS, tool_choice="required")
     assert [check(call) for call in message["tool_calls"]] == [{"city": "Oslo"}] * 2
 
@@ -364,7 +364,7 @@ def test_what_can_not_be_forced_names_its_place(server: Server, stream: bool) ->
     ):
         response = server.post("/v1/chat/completions", {**body, **more})
         assert (response.status_code, response.json()["error"]["param"]) == (400, param), response.text
-    # For a tool that is not strict, the unsupported part of its schema is ignored, and a header names it.
+    # For a tool that is not strict, the unsupported keyword of its schema is ignored, and a header names it.
     forced = server.post("/v1/chat/completions", {**body, "tools": [skipped, *loose], "tool_choice": "required"})
     assert forced.status_code == 200, forced.text
     assert path in forced.headers["x-forebay-ignored"].split(", ")

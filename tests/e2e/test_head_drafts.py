@@ -56,7 +56,7 @@ def bodies(model: Model, text: str) -> list[dict[str, Any]]:
 
 
 def told(answer: dict[str, Any]) -> Any:
-    """What clients see of an answer, without times, ids and values of log-probabilities."""
+    """The fields of an answer that must not differ: no times, ids and values of log-probabilities."""
     choices = [
         (choice["text"], choice["token_ids"], choice["finish_reason"], choice["stop_reason"])
         for choice in answer["choices"]

@@ -99,7 +99,7 @@ def test_tokens_do_not_depend_on_where_rows_are(
     assert min(found.values()) > 0
     # By default saves delay no row; `--kv-save-order fence` and `inline` let rows wait.
     assert (metrics.value(WAITED) > 0) == ("--kv-save-order" in flags)
-    # All ranks of a replica have equal rows, and so share one host memory.
+    # All ranks of a replica store the same rows, and so share one host memory.
     memories = {os.stat(f"/proc/{hand}/fd/5").st_ino for hand in server.hands()}
     assert len(memories) == len(server.replicas())
     settled(server)
@@ -151,7 +151,7 @@ def test_an_answer_outgrows_the_device_and_a_prompt_may_not(serve: Serve, models
     settled(server)
 
 
-# Relative bytes of a page's parts: 6 layers with rows of 40 numbers, and one index with keys of 16.
+# Relative sizes of the data in a page: rows of 40 values in 6 layers, and keys of 16 values in one index.
 MAIN, INDEX = 6 * 40, 16
 PAGE = 16
 PROMPT, ANSWER, TOGETHER = 1150, 200, 24

@@ -111,7 +111,7 @@ def start(tmp_path: Path) -> Iterator[Started]:
 
 
 def planned(server: Server) -> tuple[int, int, int]:
-    """Pages, bytes of weights and bytes of pages, as the log has them."""
+    """Pages, bytes of weights and bytes of pages, as logged."""
     (told,) = READY.findall(server.log())
     pages, weights, kv = map(int, told)
     return pages, weights, kv
@@ -124,12 +124,12 @@ def info(server: Server) -> dict[str, Any]:
 
 
 def share(available: int, fraction: float = 0.6) -> int:
-    """The part of the available memory that a hand may use."""
+    """The bytes of the available memory that a hand may use."""
     return int(fraction * available)
 
 
 def beside(server: Server) -> int:
-    """The bytes that a step needs beside weights and pages."""
+    """The bytes that a step needs in addition to weights and pages."""
     return slice_bytes(info(server)["vocab_size"], 1024)
 
 
@@ -257,7 +257,8 @@ def test_a_worker_tells_of_its_own_machine(start: Started, tiny: Model, tmp_path
         try:
             server.wait_for_health()
             pages, weights, kv = planned(server)
-            # The fraction is the brain's, whose machine has no limit; the available bytes are the worker's.
+            # The fraction is that of the brain, whose machine has no limit; the available bytes are those of the
+            # worker.
             assert pages == (share(available, 0.3) - weights - beside(server)) // (kv // pages)
             (hand,) = [pid for pid in children(worker.pid) if is_hand(pid)]
             write(there, {f"{GROUP}/memory.events": "oom_kill 1\n"})

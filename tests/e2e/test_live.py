@@ -67,7 +67,7 @@ class Feed:
 
 @contextmanager
 def watching(server: Server, key: str | None = None) -> Iterator[Feed]:
-    """Connects a client, and waits for the first tick."""
+    """Connects a client to the feed, and waits for the first tick."""
     feed = Feed()
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     client = httpx2.Client(base_url=server.url, timeout=60, trust_env=False)
@@ -112,7 +112,7 @@ def test_steps_and_requests_are_told_as_they_are(serve: Serve, tiny: Model) -> N
         assert device_us <= done_us - planned_us + 5000
         assert in_flight in (0, 1)
     assert any(step[9] == 1 for step in steps), "no step was planned while another one ran"
-    # Prompts of 40 tokens, and a row for each generated token but the first.
+    # The computed positions: prompts of 40 tokens, and a row for each generated token but the first.
     assert sum(step[7] for step in steps) == 4 * 40 + sum(19 + at for at in range(4))
     assert sum(step[6] for step in steps) >= 4
     assert sum(step[5] for step in steps) == sum(19 + at for at in range(4))

@@ -1,4 +1,4 @@
-"""The Python library with a real server: batches, chats, vectors, and errors."""
+"""The Python library with a real server: batches, chats, embeddings, and errors."""
 
 from __future__ import annotations
 

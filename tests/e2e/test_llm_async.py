@@ -118,7 +118,7 @@ def test_a_stream_that_nobody_reads_is_stopped(flags: dict[str, Any], way: str) 
         while requests:
             info = await client.ask("GET", "/server_info")
             requests = info["internal_states"][0]["requests"]
-        # The call's place in the gate is free again.
+        # The gate no longer counts the call.
         await eventually_async(lambda: client._gate.held == 0, "the gate holds no call")
 
     with_llm(flags, story)

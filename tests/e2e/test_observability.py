@@ -71,7 +71,7 @@ def test_json_log_lines_are_json(serve: Serve, tiny: Model) -> None:
 
 
 def test_the_banner_shows_a_command_that_works(serve: Serve, tiny: Model) -> None:
-    """The curl command can be pasted as it is."""
+    """The curl command works when it is pasted unchanged."""
     server = serve(tiny)
 
     def banner() -> bool:

@@ -1,4 +1,4 @@
-"""Ollama's routes: JSON lines, options, vectors, and descriptions of models."""
+"""Ollama's routes: JSON lines, options, embeddings, and descriptions of models."""
 
 from __future__ import annotations
 

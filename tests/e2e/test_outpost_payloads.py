@@ -41,7 +41,7 @@ def bodies(model: Model) -> list[Json]:
 
 
 async def streams(server: Server, path: str, asked: Sequence[Json], told: list[int] | None = None) -> list[list[int]]:
-    """The tokens of concurrent streams, which must all end normally; `told` counts the tokens meanwhile."""
+    """The tokens of concurrent streams, which must all finish normally; `told` counts the tokens received so far."""
 
     async def one(client: httpx2.AsyncClient, body: Json) -> list[int]:
         found: list[int] = []
@@ -59,7 +59,7 @@ async def streams(server: Server, path: str, asked: Sequence[Json], told: list[i
 
 
 async def disturbed(server: Server, path: str, asked: Sequence[Json], kill: int) -> list[list[int]]:
-    """The same, but a process is killed when the streams may have begun."""
+    """Like `streams`, but kills the process `kill` once the streams have received some tokens."""
     told = [0]
     running = asyncio.create_task(streams(server, path, asked, told))
     await eventually_async(lambda: told[0] > 4 * len(asked) or running.done(), "tokens arrive")

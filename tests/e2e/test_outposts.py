@@ -126,7 +126,7 @@ async def found_after(server: Server, deaths: int, began: float) -> float:
 
 
 def report(what: str, found: list[float]) -> None:
-    """Prints after which times deaths were noticed, for `pytest -rP`."""
+    """Prints the delays after which deaths were noticed, for `pytest -rP`."""
     print(f"{what}: found after {statistics.median(found):.2f} s, at most {max(found):.2f} s")
 
 

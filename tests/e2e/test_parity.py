@@ -171,7 +171,7 @@ def served_name(server: Server) -> str:
 
 
 def test_a_chat_ends_where_transformers_ends_it(models: Models, serve: Serve) -> None:
-    """SmolLM2 answers a question through the chat template and stops by itself."""
+    """SmolLM2 answers a question through the chat template, and stops by itself as with transformers."""
     model = models("smollm2")
     server = serve(model)
     messages: Any = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]

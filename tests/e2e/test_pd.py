@@ -62,7 +62,7 @@ def test_tokens_are_those_of_one_replica(serve: Serve, tiny: Model, expected: Ex
     assert sum(one["generated_tokens"] for one in replicas[:prefill]) == len(expected)
     computed = sum(one["prompt_tokens"] for one in replicas[prefill:])
     assert computed < 4 * len(expected), "a decode replica computes only positions that fill no page"
-    # Of a preempted request only a partly filled page is in no tier.
+    # All pages of a preempted request are in a tier, except a partly filled one.
     recomputed = sum(one["recomputed_tokens"] for one in replicas)
     assert recomputed <= 3 * server.metric("vllm:num_preemptions_total")
 
@@ -184,7 +184,7 @@ def test_the_next_turn_computes_what_is_new(serve: Serve, tiny: Model, hand: str
         answer = server.ask("/generate", {"input_ids": said, "sampling_params": sampling})
         # The last token of the previous turn was never computed.
         known = len(said) - 12 - 1 if turn else 0
-        # What a copy costs is measured: on a busy machine it may be slower than to compute.
+        # A copy is declined if its measured cost exceeds the cost of computing, as may happen on a busy machine.
         before, declined = declined, int(server.metric("forebay:restores_declined_total"))
         cached = known if declined == before else computed
         assert answer["meta_info"]["cached_tokens"] == cached // 4 * 4, f"turn {turn}"

@@ -44,7 +44,7 @@ class Cluster:
         self.address: str = self.ask("address")
 
     def ask(self, order: str) -> Any:
-        """The cluster's answer to an order of `ray_cluster.py`."""
+        """Sends a command to `ray_cluster.py`; returns its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(f"{order}\n")

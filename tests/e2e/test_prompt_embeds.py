@@ -1,4 +1,4 @@
-"""Prompts as embeddings, through OpenAI's client and a real hand: a text's embeddings give the text's answer."""
+"""Prompts as embeddings, through OpenAI's client and a real hand: the answer is that of the same text."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_openai_s_client_streams_and_does_not(client: OpenAI, tiny: Model, cases
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_are_widened(server: Server, tiny: Model, cases: list[Case], dtype: torch.dtype) -> None:
-    """Rounded embeddings are another prompt, so transformers computes the reference from the same rows."""
+    """Rounded embeddings are a different prompt, so transformers computes the reference from the same rows."""
     rows = tiny.reference.get_input_embeddings().weight.detach()[cases[0].prompt].to(dtype)
     with torch.inference_mode():
         logits = tiny.reference(inputs_embeds=rows.float()[None]).logits[0, -1].float().log_softmax(-1)

@@ -61,7 +61,7 @@ def deaths(server: Server) -> float:
 
 
 async def end_ranks(server: Server, load: Load, numbers: Sequence[int], seconds: float, replicas: int = 1) -> None:
-    """Signals one rank after the other; each time all ranks end within `seconds`.
+    """Sends a signal to one rank after another; after each signal all ranks end within `seconds`.
 
     Each of the `replicas` counts the death.
     """
@@ -174,7 +174,7 @@ def test_a_copy_that_fails_on_one_rank_costs_time_only(serve: Serve, tiny: Model
     assert deaths(server) == 0
     server.wait_until_idle()
     assert server.replicas()[0]["pages_held"] == 0
-    # Blocks that are saved again are restored. On a busy machine computing them may have been faster at first.
+    # Blocks that are saved again are restored. On a busy machine it may be faster to compute them at first.
     cached = 0
     for _ in range(12):
         for salt in range(4):

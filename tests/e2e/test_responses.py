@@ -67,7 +67,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
 
 class Read:
-    """Puts a response together from the events of its stream alone."""
+    """Builds a response from nothing but the events of its stream."""
 
     def __init__(self, events: Any) -> None:
         self.kinds: list[str] = []

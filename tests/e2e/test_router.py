@@ -334,7 +334,7 @@ def test_prompts_go_where_their_beginnings_are(simulated: Cluster) -> None:
 def test_a_request_that_kills_brains_kills_two_and_the_fleet_lives(simulated: Cluster) -> None:
     simulated.add(3)
     router = simulated.route("--policy", "shortest_queue")
-    # The request with the prompt "fatal" stands for one that crashes brains: the test kills each brain that runs it.
+    # The prompt "fatal" imitates a request that crashes brains: the test kills each brain that runs it.
     endless = {"max_tokens": 3000, "ignore_eos": True, "stream": True}
     dead: list[int] = []
 
@@ -368,7 +368,7 @@ REPEATS = [0, *(pytest.param(repeat, marks=pytest.mark.slow) for repeat in range
 
 @pytest.mark.parametrize("repeat", REPEATS)
 def test_innocent_streams_survive_two_deaths(slow: Cluster, repeat: int) -> None:
-    """Requests that were in flight at both deaths run alone on the last brain, and none is given up."""
+    """Requests that were in flight at both deaths run alone on the last brain, and none fails."""
     alone = slow.start(*slow.arguments)
     alone.wait_for_health()
     slow.add(3)

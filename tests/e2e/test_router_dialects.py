@@ -23,7 +23,7 @@ from tests.e2e.test_tools import ANSWER, QUESTION, RESULTS, TOOLS, script
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Cluster]:
-    """Two brains with scripted answers, a token in 30 ms."""
+    """Two brains with scripted answers, which take 30 ms per token."""
     model = ToolModel("hermes", tmp_path / "hermes")
     flags = (*SIM, *paced(tmp_path, 30_000, KV_TOKENS), *scripted(tmp_path, script(model)))
     with ExitStack() as stack:

@@ -20,13 +20,13 @@ from tests.e2e.test_router import KV_TOKENS, Cluster
 from tests.e2e.waiting import eventually
 
 LONG: Json = {"prompt": list(range(100, 700)), "max_tokens": 300, "ignore_eos": True}
-"""Takes three seconds; while it waits, its prompt is ahead of all later requests."""
+"""Takes three seconds; while it waits, later requests queue after its prompt."""
 MOVED = "forebay_router_backend_moved_total"
 
 
 @pytest.fixture
 def fleet(tmp_path: Path, tiny: Model) -> Iterator[Cluster]:
-    """Two brains that each compute one request at a time, a token in 10 ms."""
+    """Two brains that each compute one request at a time, at 10 ms per token."""
     flags = (*SIM, *paced(tmp_path, 10_000, KV_TOKENS), "--max-running-requests", "1")
     with ExitStack() as stack:
         fleet = Cluster(tmp_path, stack, (tiny.path, *FLAGS, *flags))
@@ -70,7 +70,7 @@ def test_who_waits_behind_long_requests_moves_to_an_idle_brain(fleet: Cluster, f
         found = [future.result() for future in asked]
         behind = long[0].done()
     assert found == [answer(idle, body) for body in bodies]
-    # Each brain was sent three of the six requests in turn.
+    # In turn, each brain was sent three of the six requests.
     assert router.metric(MOVED, backend=busy.url) == (0 if flags else 3)
     assert router.metric(MOVED, backend=idle.url) == 0
     assert behind == bool(flags)

@@ -47,7 +47,7 @@ class Files:
         return self.folder / "out.jsonl"
 
     def write(self, requests: Sequence[Json | str]) -> None:
-        """Writes the input: requests as JSON, and strings as they are."""
+        """Writes the input: requests as JSON, and strings unchanged."""
         text = "".join(one + "\n" if isinstance(one, str) else lines([one]) for one in requests)
         (self.folder / "in.jsonl").write_text(text)
 
@@ -352,7 +352,7 @@ def test_interactive_requests_of_the_same_client_go_before_a_run(
     before = len(files.names())
     for at in range(20):
         server.ask("/v1/completions", {"prompt": [3, at], "max_tokens": 2, "ignore_eos": True})
-    # Only batch requests that already ran may have ended: the user always has one slot.
+    # Only batch requests that already ran may have finished: the user always has one slot.
     assert len(files.names()) - before <= 20 * 4 // 40 + slots
     assert server.metric("vllm:num_requests_waiting") > 20
     assert server.metric("vllm:num_preemptions_total") >= 1

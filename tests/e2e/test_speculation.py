@@ -65,7 +65,7 @@ def asked(model: Model) -> list[dict[str, Any]]:
 
 
 def told(answers: list[dict[str, Any]]) -> list[Any]:
-    """What clients see of answers, without times and ids."""
+    """The fields of answers that must not differ: no times and ids."""
     facts = ("finish_reason", "completion_tokens", "prompt_tokens")
     return [(answer["output_ids"], answer["text"], [answer["meta_info"][fact] for fact in facts]) for answer in answers]
 

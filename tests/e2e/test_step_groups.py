@@ -44,7 +44,7 @@ def test_ranks_that_share_experts_give_the_tokens_of_one(serve: Serve, models: M
     assert (info["dp_size"], info["tp_size"], info["ep_size"], info["enable_dp_attention"]) == (2, 1, 2, True)
     assert all(replica["dispatched"] > 0 for replica in server.replicas())
     server.wait_until_idle()
-    # One replica has a request, and the other rank takes part.
+    # One replica has a request, and the rank of the other takes part in its steps.
     for replica in (0, 1):
         body = {"prompt": "one alone", "max_tokens": 5, "routed_dp_rank": replica}
         assert server.ask("/v1/completions", body)["usage"]["completion_tokens"] == 5

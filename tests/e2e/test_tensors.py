@@ -26,7 +26,7 @@ OTHERS = ["/update_weights_from_ipc", "/init_weight_transfer_engine", "/update_w
 
 
 def trained(model: Model, seed: int) -> dict[str, Tensor]:
-    """The model's parameters with noise, which stands for a step of training."""
+    """The model's parameters with noise, which imitates a step of training."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: weight.detach() + torch.randn(weight.shape, generator=generator) * weight.std().item() * 0.5
@@ -53,12 +53,12 @@ def parameter(server: Server, name: str, rows: int = 100) -> Any:
 
 
 def same(found: Any, tensor: Tensor) -> bool:
-    """Whether JSON numbers equal a tensor: each number is the shortest text of its float32."""
+    """True if JSON numbers equal a tensor: each number is the shortest text of its float32."""
     return torch.equal(torch.tensor(found), tensor.detach())
 
 
 def folder_of(server: Server) -> Path | None:
-    """The server's folder for tensors, found by the lock that its process holds; `None`: it has none."""
+    """The server's folder for tensors, found by the lock that its process holds. `None` if it has no folder."""
     for descriptor in Path(f"/proc/{server.pid}/fd").iterdir():
         with suppress(FileNotFoundError):
             file = descriptor.readlink()

@@ -62,7 +62,7 @@ class Typed:
         self.seen = ""
 
     def until(self, pattern: str) -> str:
-        """Waits for a pattern and returns the output so far; the next call searches what follows."""
+        """Waits for a pattern and returns the output up to it; the next call searches the output after it."""
         deadline = time.monotonic() + SECONDS
         while not (found := re.search(pattern, self.seen)):
             assert time.monotonic() < deadline, f"no {pattern!r} in {self.seen!r}"

@@ -1,4 +1,4 @@
-"""A host tier behind the device's pages: the same tokens, whatever is copied, dropped, killed or refused."""
+"""A host tier below the device's pages: the same tokens, whatever is copied, dropped, killed or refused."""
 
 from __future__ import annotations
 

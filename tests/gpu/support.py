@@ -25,7 +25,7 @@ class Watched:
         operator = getattr(reference, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            # Without inference mode, some operators appear only as the operators that they consist of.
+            # Without inference mode, some operators are dispatched only as the smaller operators of which they consist.
             with torch.inference_mode(), NoWaits():
                 return operator(*args, **kwargs)
 
@@ -49,7 +49,7 @@ def mutant(module: str, old: str, new: str, folder: Path) -> ModuleType:
     assert made is not None
     assert made.loader is not None
     loaded = importlib.util.module_from_spec(made)
-    # Dataclasses look up their module.
+    # Dataclasses look up their module in `sys.modules`.
     sys.modules[path.stem] = loaded
     try:
         made.loader.exec_module(loaded)

@@ -1,4 +1,4 @@
-"""Tests that need a GPU. Without one each is skipped with the reason. Those that find the most mistakes run first."""
+"""Tests that need a GPU. Without one each is skipped with the reason. Files that find the most mistakes run first."""
 
 from __future__ import annotations
 

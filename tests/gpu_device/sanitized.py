@@ -16,7 +16,7 @@ LAST_WORDS = "all steps were computed:"
 
 
 def dense(device: str, dtype: str) -> int:
-    """Chunks beside decode rows, greedy and drawn. Gives the number of steps."""
+    """Computes chunks beside decode rows, greedy and drawn. Returns the number of steps."""
     runner = runner_of(model_of("qwen3-moe"), device=device, dtype=dtype, attention_backend="triton")
     runner.warm_up()
     brain = MiniBrain(runner, lookahead=1)
@@ -30,7 +30,7 @@ def dense(device: str, dtype: str) -> int:
 
 
 def sparse(device: str, dtype: str) -> int:
-    """A slot that becomes sparse, with choices of an index, hot rows, and rows in the host's memory."""
+    """Runs a slot that becomes sparse, with choices of an index, hot rows, and rows in the host's memory."""
     slot = Slot("glm-dsa-shared", device=device, dtype=dtype, attention_backend="triton")
     slot.runner.warm_up()
     slot.prefill()

@@ -44,7 +44,7 @@ def check(
     """
     options = ["--tool", kind, "--error-exitcode", str(FAULTS)]
     if kind == "memcheck":
-        # Libraries ask CUDA about host pointers, and expect an error as the answer.
+        # Libraries query CUDA about host pointers, and expect an error as the result.
         options += ["--report-api-errors", "no"]
     for name in kernels:
         options += ["--kernel-name", f"kns={name}"]

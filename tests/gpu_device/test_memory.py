@@ -53,7 +53,7 @@ def test_pages_of_both_tiers_are_copied_beside_a_busy_stream(device: Device) -> 
         device.move(list(zip([p[page] for p in pieces], np.split(memory[page], 8), strict=True)), save=True)
     assert not busy.query()
     assert all(torch.equal(torch.from_numpy(memory[page]), wanted[page]) for page in range(8))
-    # Another replica maps the same pages to read them alone.
+    # Another replica maps the same pages read-only.
     lent = np.frombuffer(mmap.mmap(file, 8 << 20, prot=mmap.PROT_READ), np.uint8).reshape(8, 1 << 20)
     for pages in (memory, lent):
         for piece in pieces:
@@ -110,5 +110,5 @@ def test_a_page_that_nobody_wrote_ends_the_hand_in_one_line() -> None:
     )
     assert found.returncode
     last = found.stderr.strip().splitlines()[-1]
-    # The step's error word reports it, so the hand ends without an assertion on the device.
+    # The step's error word reports the missing page, so the hand ends without an assertion on the device.
     assert "PlanError: a plan that the tables contradict" in last

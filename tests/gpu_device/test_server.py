@@ -1,4 +1,4 @@
-"""The server with hands on a GPU: requests continue with the same tokens when a hand is killed, or at another one."""
+"""The server with hands on a GPU: requests get the same tokens if a hand is killed, or another one continues them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START_SECONDS = 120
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose tokens are letters and numbers."""
+    """A tiny model with the tokens w0, w1, ...."""
     folder = tmp_path_factory.mktemp("model")
     model = reference_model("qwen3")
     model.save_pretrained(folder)

@@ -24,7 +24,7 @@ def test_a_sparse_slot_says_what_transformers_says(family: str) -> None:
 @pytest.mark.parametrize("factor", [1, 2])
 @SPARSE
 def test_tokens_are_those_of_a_cpu_with_all_pages(logits: Logits, family: str, factor: int, lookahead: int) -> None:
-    """With chunks, drawn tokens, preemption and resumption, and pages saved during steps."""
+    """Covers chunks, drawn tokens, preemption and resumption, and pages saved during steps."""
     run_beside_cpu(logits, family, HAND, lookahead, 1e-3, hot_row_tokens=factor * TOP_K)
 
 

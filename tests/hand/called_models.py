@@ -64,13 +64,13 @@ SIZES: dict[str, Any] = {
     "mamba_n_groups": 1,
     "n_groups": 1,
     "mamba_d_ssm": 128,
-    # Layers with further inputs of their own, as in Gemma 3n.
+    # Per-layer inputs, as in Gemma 3n.
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 16,
     "laurel_rank": 8,
     "num_kv_shared_layers": 2,
 }
-"""Sizes by their names in configurations. Each configuration takes those that it has."""
+"""Sizes by their config keys. Each config takes the keys that it has."""
 FULL, WINDOW, LINEAR, CONV = "full_attention", "sliding_attention", "linear_attention", "conv"
 HYBRID = {"layer_types": [LINEAR, FULL] * 2}
 CONVOLUTIONS = {"layer_types": [CONV, FULL] * 2}
@@ -93,7 +93,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HYBRID,
     "qwen3_next": HYBRID,
 }
-"""What an architecture needs beyond `SIZES`."""
+"""The settings that an architecture needs beyond `SIZES`."""
 WITH_STATES = (
     *("falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "mamba2", "nemotron_h", "olmo_hybrid"),
     *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
@@ -112,7 +112,7 @@ def config_of(name: str, **changes: Any) -> PreTrainedConfig:
     """The configuration of a tiny model, by its `model_type`."""
     kind = CONFIG_MAPPING[name]
     known = set(inspect.signature(kind.__init__).parameters) | set(kind.attribute_map)
-    # Heads of latent attention have one size, and there are as many key heads as query heads.
+    # With latent attention `head_dim` is `qk_rope_head_dim`, and there are as many key heads as query heads.
     latent = {"head_dim": 8, "num_key_value_heads": 4} if "kv_lora_rank" in known else {}
     sizes = {key: value for key, value in {**SIZES, **latent}.items() if key in known}
     config: PreTrainedConfig = kind(**{**sizes, **OWN.get(name, {}), **changes})
@@ -144,6 +144,6 @@ def called_runner(model: Any, folder: Path, **changes: Any) -> ModelRunner:
 
 
 def calls_of(name: str, folder: Path) -> Calls:
-    """The calls that the probe of a tiny model finds."""
+    """The result of `probe` for a tiny model."""
     config_of(name).save_pretrained(folder)
     return probe(folder)

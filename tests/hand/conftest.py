@@ -9,7 +9,7 @@ from tests.hand.levels import LEVELS, built, features
 
 @pytest.fixture(params=LEVELS)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each instruction level of the processor, not only the fastest. Hands in Rust use the level of the test."""
+    """Runs a test at each instruction level of the processor, not only the fastest. Hands in Rust use that level."""
     level: str = request.param
     if LEVELS[level] not in features():
         pytest.skip(f"the processor has no {LEVELS[level]}")

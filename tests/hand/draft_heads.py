@@ -1,4 +1,4 @@
-"""Tiny draft heads, and their forward pass in parts of transformers."""
+"""Tiny draft heads, and their forward pass built from modules of transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.hand.drafted import TOKENS
 from tests.hand.support import hf_config, random_model, runner_of, whole_weights
 
 SIZE = 40
-"""The size of the vocabulary of a head that has its own."""
+"""The vocabulary size of a head that has a separate vocabulary."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Head:
     told: dict[str, Any]
     weights: dict[str, torch.Tensor]
     layer: Any = None
-    """An MTP layer in transformers, without the parts around the decoder layer."""
+    """The decoder layer of an MTP head, as a module of transformers."""
     rotary: Any = None
 
 
@@ -145,7 +145,7 @@ def headed(target: Any, head: Head, tokens: int = TOKENS, **changes: Any) -> Mod
 
 @dataclass
 class Reference:
-    """A head's forward pass, in parts of transformers and without pages."""
+    """A head's forward pass, built from modules of transformers and without pages."""
 
     target: Any
     head: Head
@@ -158,9 +158,10 @@ class Reference:
 
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], count: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
-        """The drafts after known tokens, the states [count, hidden] they come from, and the entries' keys or rows.
+        """Returns the drafts after `tokens`, the states [count, hidden] that gave them, and the keys or latent rows.
 
-        The entry of a position uses the feature of the position before. The feature is the target's where it is known.
+        The KV entry of a position uses the feature of the previous position. That is the target model's feature if it
+        is known, else the head's own state.
         """
         features = list(self._features(self.states(tokens)[: len(tokens)]))
         known, drafted, states = list(tokens), [], []
@@ -204,7 +205,7 @@ class Reference:
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         own = self._weights.get("embed_tokens.weight")
         embedded = F.embedding(tokens, self.target.model.embed_tokens.weight if own is None else own)
-        # Position 0 has no known feature.
+        # Position 0 has no previous feature, and its embedding is set to 0.
         return torch.cat((torch.zeros_like(embedded[:1]), embedded[1:]))
 
     def _layer(self, tokens: torch.Tensor, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

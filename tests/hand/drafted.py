@@ -26,7 +26,7 @@ WAYS = {
 
 
 class Streams:
-    """Requests in slots 0 .., each on its own pages."""
+    """Requests in slots 0, 1, ..., each on its own pages."""
 
     def __init__(self, runner: ModelRunner, *samplings: Sampling) -> None:
         self.runner = runner
@@ -75,7 +75,7 @@ class Drafted(Streams):
     """Requests whose rows may give several tokens."""
 
     def proposed(self) -> StepResult:
-        """Runs a step with one row for each slot."""
+        """Runs a step with one row for each slot, for which the hand itself makes drafts."""
         builder = self._builder()
         for slot, tokens in enumerate(self.tokens):
             builder.row(slot, len(tokens) - 1, 1)
@@ -83,7 +83,7 @@ class Drafted(Streams):
         return self._run(builder)
 
     def proposed_for(self, slot: int) -> list[int]:
-        """Runs a step with a slot's row, and gives its tokens."""
+        """Runs a step with one row, of this slot, and returns its tokens. The hand itself makes drafts."""
         builder = self._builder()
         builder.row(slot, len(self.tokens[slot]) - 1, 1)
         builder.row_tokens = [1 + TOKENS]
@@ -117,7 +117,7 @@ def alone(runner: ModelRunner, *samplings: Sampling) -> Streams:
 
 
 def check_drafts(make: Callable[[], ModelRunner]) -> None:
-    """Compares the tokens of runners with drafts and without. The runners have at least 40 rows.
+    """Compares the tokens with drafts and without. `make` creates a runner with at least 40 rows.
 
     Some steps have right drafts, some wrong ones, some both, and some none, with log-probabilities and penalties.
     """

@@ -95,7 +95,7 @@ class FakeCuda:
 
     @contextmanager
     def graph(self, graph: object, pool: object, stream: object, capture_error_mode: str) -> Iterator[None]:
-        """As PyTorch's context: it frees unused pinned memory, and its exit fails if the capture has failed."""
+        """Behaves as `torch.cuda.graph`: frees unused pinned memory, and raises on exit if the capture has failed."""
         self.captured.append(pool)
         self.pinned.clear()
         try:
@@ -123,7 +123,7 @@ class FakeCuda:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, place: torch.device) -> FakeCuda:
-    """Replaces `torch.cuda`. Tensors of the device are at `place`."""
+    """Replaces `torch.cuda`. Tensors of the device are created on `place`."""
     fake = FakeCuda()
     surface: dict[str, Any] = {
         "init": fake.init,
@@ -158,7 +158,7 @@ def install(monkeypatch: pytest.MonkeyPatch, place: torch.device) -> FakeCuda:
 
 @contextmanager
 def fake_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """From here on, new tensors have no content, except those made from the host's arrays."""
+    """Inside this context new tensors have no content, except those made from the host's NumPy arrays."""
 
     def real(function: Any) -> Any:
         def called(argument: Any) -> Any:

@@ -46,15 +46,15 @@ class Form:
     others: Mapping[str, gguf.GGMLQuantizationType] = field(default_factory=dict)
     """Other types, by the names of tensors."""
     split: bool = True
-    """Keys and values of latent rows have a tensor each."""
+    """True if keys and values of latent rows have one tensor each."""
     fused: bool = False
-    """Gates and ups of experts are one tensor."""
+    """True if gates and ups of experts are one tensor."""
     groups: bool = True
-    """The file has the groups of experts and the function of their scores."""
+    """True if the file contains the expert groups and the gating function."""
     change: Callable[[dict[str, torch.Tensor]], Any] = lambda tensors: None
     """Changes the tensors, under their names in the file."""
     further_layers: int = 0
-    """The number of layers after the last one, which predict further tokens."""
+    """The number of layers after the decoder layers that predict further tokens (`nextn_predict_layers`)."""
 
 
 def write(path: Path, model: Any, form: Form = Form()) -> Path:
@@ -113,7 +113,7 @@ def _common(writer: gguf.GGUFWriter, config: Any, blocks: int) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
-    # Files of Gemma 3 have the rotary parameters of the layers that attend to all positions.
+    # Files of Gemma 3 contain the rotary parameters of the layers with full attention.
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "yarn":
@@ -145,7 +145,7 @@ def _experts(writer: gguf.GGUFWriter, config: Any, architecture: str, form: Form
     writer.add_expert_shared_count(config.n_shared_experts)
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
-    # Files of DeepSeek have this key only where weights are normalised.
+    # Files of DeepSeek have this key only if the experts' weights are normalised.
     if config.norm_topk_prob:
         writer.add_expert_weights_norm(True)
     if form.groups:
@@ -176,7 +176,7 @@ def _latent(writer: gguf.GGUFWriter, config: Any, form: Form) -> None:
 
 
 def _tokenizer(writer: gguf.GGUFWriter, vocabulary: int) -> None:
-    """The first tokens of a byte-level tokenizer, under the converter's names."""
+    """Writes the first tokens of a byte-level tokenizer, under the converter's keys."""
     metadata = tiny_tokenizer()
     writer.add_tokenizer_model(metadata["tokenizer.ggml.model"])
     writer.add_tokenizer_pre(metadata["tokenizer.ggml.pre"])
@@ -239,13 +239,16 @@ def _rounded(tensor: torch.Tensor, kind: gguf.GGMLQuantizationType) -> torch.Ten
 
 
 MIXED = {"attn_q": Q.Q4_0, "attn_k": Q.Q4_1, "attn_v": Q.Q5_0, "attn_output": Q.F16, "token_embd": Q.Q8_0}
-"""Types by tensor. Fused matrices get more than one type, and a tensor without an entry is Q4_1."""
+"""Types by tensor name; tests add Q4_1 for all other tensors. Fused matrices have parts of different types."""
 WITHOUT_KERNELS = {"attn_q": Q.Q5_0, "attn_k": Q.Q4_0, "attn_v": Q.Q8_0, "ffn_down": Q.Q5_1, "token_embd": Q.Q5_0}
-"""Types by tensor, most of which have no kernels of their own."""
+"""Types by tensor name. Most of them have no kernels of their own."""
 
 
 def tiny(path: Path, types: dict[str, Any], architecture: str = "llama", *, tied: bool = True) -> Path:
-    """A small model whose matrices have these types, by the tensors' names. "" is the type of all others."""
+    """Writes a small model.
+
+    `types`: the types of its matrices, by tensor name; "" is the type of all other matrices.
+    """
     tensors = {}
     for name, (values, kind) in tiny_tensors(architecture, tied=tied).items():
         stem = name.removesuffix(".weight").rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""Shared parts of the tests of images: tiny models with a tower, prompts with images, and a brain."""
+"""Shared parts of the tests of images: tiny models with a vision tower, prompts with images, and a test brain."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ STATES: dict[str, Any] = {
     "max_position_embeddings": CONTEXT,
     "rope_parameters": {**ROPE, "mrope_interleaved": True, "partial_rotary_factor": 0.5},
 }
-"""Of the 32 elements of each head 16 are rotated."""
+"""16 of the 32 elements of each head are rotated."""
 SIDE = 4
-"""The images of a Gemma have this many rows, and as many columns, of positions."""
+"""Images of a Gemma model have `SIDE` rows and `SIDE` columns of positions."""
 GEMMA: dict[str, Any] = {
     **TEXT,
     "head_dim": 16,
@@ -125,7 +125,7 @@ FAMILIES: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     ),
 }
 GEMMAS: dict[str, tuple[type[Any], PreTrainedConfig]] = {
-    # The first has a window shorter than an image, the second a longer one.
+    # The window is shorter than an image in the first model, and longer in the second.
     "gemma3-short": (
         Gemma3ForConditionalGeneration,
         Gemma3Config(text_config={**GEMMA, "sliding_window": 11}, **OF_GEMMA),
@@ -169,7 +169,7 @@ class Image:
 
     @property
     def picture_patches(self) -> torch.Tensor:
-        """The input of a Gemma's tower."""
+        """The input of the vision tower of a Gemma model."""
         return Pixels(OF_ONE_SIZE, torch.device("cpu"))(torch.from_numpy(self.patches))
 
     @property
@@ -241,7 +241,7 @@ def model_of(family: str) -> Any:
 
 
 def preprocessing(family: str) -> Preprocessing:
-    """How images of a family become patches."""
+    """The preprocessing of a family's images to patches."""
     return OF_ONE_SIZE if family in GEMMAS else PREPROCESSING
 
 
@@ -259,7 +259,7 @@ def saved(family: str) -> dict[str, Any]:
 
 
 def own_name(name: str) -> str:
-    """A tensor's name in Forebay, in models with a tower. Releases of transformers use different names."""
+    """Returns Forebay's name of a tensor of a model with a tower. Releases of transformers use different names."""
     name = name.removeprefix("model.") if name.startswith("model.visual.") else name
     return name.replace("model.language_model.", "model.", 1)
 
@@ -299,7 +299,7 @@ def reference(family: str, prompt: Prompt, count: int) -> tuple[list[int], torch
     model = model_of(family)
     if family in GEMMAS:
         return _gemma_reference(model, prompt, count)
-    # The model keeps this value from the last prompt.
+    # Otherwise the model would use the value of the previous prompt.
     model.model.rope_deltas = None
     with torch.inference_mode():
         inputs = prompt.inputs()

@@ -15,7 +15,7 @@ from forebay.protocol.result import StepResult
 from tests.hand.support import TINY, PlanBuilder, Sampling
 
 Step: TypeAlias = Callable[[Plan, Masks], StepResult]
-"""Runs a plan with these masks, which count only for its masked rows."""
+"""Runs a plan with these masks, which apply only to its masked rows."""
 Late: TypeAlias = Callable[[int, int], bool]
 """True if the mask of this slot is not ready in this step."""
 Drafted: TypeAlias = Callable[[int, int], list[int]]
@@ -54,7 +54,7 @@ def mask_of(slot: int, position: int, vocabulary: int) -> UInt32s | None:
 def tell(
     step_of: Step, late: Late, vocabulary: int = TINY["vocab_size"], drafted: Drafted = lambda *_: []
 ) -> tuple[list[Said], int]:
-    """The tokens of each slot, and the number of steps. Masks of drafts may be late too."""
+    """Runs all requests. Returns the tokens of each slot, and the number of steps. Masks of drafts may be late too."""
     said: list[Said] = [[] for _ in SLOTS]
     prompt, pages = 5, 4
     step, begun = 0, False
@@ -118,7 +118,10 @@ def check_late(step_of: Callable[[], Step], late: Late, vocabulary: int = TINY["
 
 
 def check_drafted(step_of: Callable[[], Step], late: Late, vocabulary: int = TINY["vocab_size"]) -> int:
-    """As `check_late`, with drafts that are right with some probability. Gives the number of steps that they save."""
+    """As `check_late`, with drafts that are right with several probabilities.
+
+    Returns the number of steps that drafts save if all are right.
+    """
     expected, _ = tell(step_of(), lambda *_: False, vocabulary)
     _, steps = tell(step_of(), late, vocabulary)
     saved = 0

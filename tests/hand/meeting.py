@@ -17,10 +17,10 @@ class Meeting:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self.questions: list[str] = []
-        """The operations that ranks asked for, in order."""
+        """The operations that ranks requested, in order."""
 
     def answer(self, frame: Frame) -> bytes:
-        """The `store_reply` to a `store` frame. It waits for as long as the operation does."""
+        """Returns the `store_reply` to a `store` frame. Blocks until the operation is done."""
         question = frame.json()
         with self._changed:
             self.questions.append(question["op"])

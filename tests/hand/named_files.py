@@ -19,7 +19,7 @@ Named = Iterator[tuple[str, torch.Tensor]]
 
 
 def alternating(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows in which the halves of each head alternate, as llama.cpp's converter writes them for Llama's relatives."""
+    """Interleaves the rows of both halves of each head, as llama.cpp's converter does for Llama and similar models."""
     return tensor.reshape(heads, 2, -1, *tensor.shape[1:]).swapaxes(1, 2).reshape(tensor.shape)
 
 
@@ -54,7 +54,7 @@ ARCHITECTURES: dict[str, gguf.MODEL_ARCH] = {
     "gemma4-experts": _A.GEMMA4,
     "llama4-usual": _A.LLAMA4,
 }
-"""Families with GGUF files of their own."""
+"""The GGUF architecture of each family."""
 PERMUTED = {_A.MISTRAL3, _A.SMOLLM3, _A.GRANITE, _A.GRANITE_MOE, _A.LLAMA}
 """Architectures for which the converter interleaves the halves of heads."""
 
@@ -65,13 +65,13 @@ PLAIN = Form()
 def write_gguf(path: Path, family: str, folder: Path, form: Form = PLAIN) -> Path:
     """Writes the GGUF file of a model that `save` has written, as llama.cpp's `convert_hf_to_gguf.py` does."""
     arch, config = ARCHITECTURES[family], deepcopy({**NAMED, **TORCH_NAMED}[family][1])
-    # Where layers have heads of two sizes, the config gives those of the local layers.
+    # If layers have heads of two sizes, attributes of the config then have the values of the local layers.
     config.allow_global_per_layer_attribute_access = True
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
-    # The dense part of Granite 4 is its shared expert.
+    # The dense feed-forward part of Granite 4 is its shared expert.
     writer.add_feed_forward_length(80 if family == "granite4" else config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
@@ -257,7 +257,7 @@ _METADATA: dict[gguf.MODEL_ARCH, Callable[[gguf.GGUFWriter, Any], None]] = {
 
 
 def _converted(family: str, folder: Path, arch: gguf.MODEL_ARCH, config: Any) -> Named:
-    """Weights under the names of a file. Experts are stacked, and Granite's fused tensors are split."""
+    """Yields the weights under their GGUF names. Experts are stacked, and Granite's fused tensors are split."""
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in _apart(family, folder):
@@ -285,7 +285,7 @@ def _converted(family: str, folder: Path, arch: gguf.MODEL_ARCH, config: Any) ->
 
 
 def _name(names: gguf.TensorNameMap, name: str) -> str:
-    # Granite's stacked tensors are already under the names of a file.
+    # Granite's stacked tensors already have GGUF names.
     found = name if name.startswith("blk.") else names.get_name(name, try_suffixes=(".weight", ".bias"))
     assert found is not None, name
     return found
@@ -298,7 +298,7 @@ _OF_GEMMA4 = {
     ".experts.gate_up_proj": "ffn_gate_up_exps.weight",
     ".experts.down_proj": "ffn_down_exps.weight",
 }
-"""Suffixes of Gemma 4's tensor names, and the tensor names in a file."""
+"""Suffixes of Gemma 4's tensor names, each with the tensor name in a GGUF file."""
 
 
 def _apart(family: str, folder: Path) -> Named:
@@ -311,7 +311,7 @@ def _apart(family: str, folder: Path) -> Named:
         elif name.endswith("self_attn.sinks"):
             yield f"blk.{layer}.attn_sinks.weight", tensor
         elif ".mlp.experts.gate_up_proj" in name and family.startswith("gpt-oss"):
-            # Gates and ups alternate here. In a file, rows are outputs.
+            # Here gates and ups alternate, and columns are outputs. In a GGUF file rows are outputs.
             end = "bias" if name.endswith("_bias") else "weight"
             tensor = tensor if end == "bias" else tensor.transpose(1, 2)
             yield f"blk.{layer}.ffn_gate_exps.{end}", tensor[:, ::2]

@@ -13,7 +13,10 @@ PYTHON_PATH = Path(__file__).parents[2] / "python"
 
 
 def spawn(descriptors: dict[int, int], rust: bool = False) -> int:
-    """Starts a hand, in Rust or in Python, with descriptors {number in the hand: number here}. Gives its process id."""
+    """Starts a hand, in Rust or in Python. Returns its process id.
+
+    `descriptors`: {fd in the hand: fd in this process}.
+    """
     # Moves descriptors away from the numbers that the hand's descriptors get.
     sources = {to: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for to, fd in descriptors.items()}
     actions = [(os.POSIX_SPAWN_DUP2, source, to) for to, source in sources.items()]

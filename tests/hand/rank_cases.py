@@ -36,7 +36,7 @@ from tests.hand.test_adapters import bring
 
 
 def meet(connection: Connection, rank: int, world: int, on_gpu: bool) -> Group:
-    """The group of this process."""
+    """Opens the group of this process."""
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     return open_group(BrainStore(connection), rank, world, device)
 
@@ -99,10 +99,10 @@ def serve(
 def restore(
     group: Group, config: dict[str, Any], prompt: list[int], count: int, damaged: int = -1, memory: str = ""
 ) -> dict[str, Any]:
-    """Computes a prompt and saves its pages. A second runner restores them to other pages and goes on from there.
+    """Computes a prompt and saves its pages. A second runner restores them to other pages and generates from there.
 
-    The host memory of the rank `damaged` is overwritten in between. `memory` is a file for all ranks. Without one, each
-    rank has its own memory.
+    The host memory of the rank `damaged` is overwritten in between. `memory` is the path of a file that all ranks
+    share. Without one, each rank has its own memory.
     """
     config = {**config, "rank": group.rank, "world_size": group.world}
     host_memory = os.open(memory, os.O_RDWR | os.O_CREAT) if memory else os.memfd_create("host")
@@ -115,7 +115,7 @@ def restore(
         return runner
 
     def copy(runner: ModelRunner, direction: int, hot: list[int]) -> list[int]:
-        """Copies between `hot` pages of the device and host pages 5, 6, ... Gives the errors."""
+        """Copies between `hot` pages of the device and host pages 5, 6, .... Returns the status of each copy."""
         copies = [(ticket, direction, page, 5 + ticket) for ticket, page in enumerate(hot)]
         ended = dict(runner.step(PlanBuilder(2, copies=copies).build()).copied.tolist())
         while len(ended) < len(hot):
@@ -196,7 +196,7 @@ def serve_group(
 
 
 def exchange(group: Group, rounds: int) -> int:
-    """Gathers and scatters a varying number of rows of each rank, in many steps. Gives the total number of rows."""
+    """Gathers and scatters a varying number of rows of each rank, in many steps. Returns the total number of rows."""
     random, exchanged, count = np.random.default_rng(4), Exchange(group), 0
     for number in range(rounds):
         tokens = (random.integers(0, 6, group.world) * (random.random(group.world) < 0.7)).tolist()
@@ -321,7 +321,7 @@ VOCABULARIES = (7, 23, 131, 1000)
 
 
 class _Rig:
-    """Tables and a sampler: over all tokens, or over the shard of one rank."""
+    """Tables and a sampler: over the whole vocabulary, or over one rank's shard of it."""
 
     def __init__(self, config: RunnerConfig, vocabulary: int, group: Group | None) -> None:
         self.device = open_device("cpu", 1)

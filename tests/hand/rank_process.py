@@ -1,7 +1,8 @@
 """Processes of ranks for tests. One `python -m tests.hand.rank_process JSON` starts several groups.
 
 It imports the modules that ranks need once, and forks the ranks before PyTorch has made a thread. Each rank joins its
-group through the stand-in of the brain. Then it runs cases of `tests.hand.rank_cases`, one for each line of JSON.
+group through the stand-in for the brain's store. Then it runs cases of `tests.hand.rank_cases`, one for each line of
+JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class RankGroups:
     """Groups of rank processes, by their number of ranks."""
 
     def __init__(self, worlds: Sequence[int], gpus: Sequence[int] = ()) -> None:
-        """`gpus`: one for each rank. Without them ranks compute on CPUs."""
+        """`gpus`: the GPU of each rank. Without them ranks compute on CPUs."""
         self._files: dict[int, list[Any]] = {}
         self._sockets: dict[int, list[socket.socket]] = {}
         self.meetings: dict[int, Meeting] = {}
@@ -59,7 +60,7 @@ class RankGroups:
             end.close()
 
     def run(self, world: int, case: str, **arguments: Any) -> list[Any]:
-        """Runs a case, and gives the result of each rank of the group."""
+        """Runs a case, and returns the result of each rank of the group."""
         files = self._files[world]
         for file in files:
             file.write(json.dumps({"case": case, **arguments}) + "\n")
@@ -117,7 +118,7 @@ def main(members: list[dict[str, int]]) -> None:
 def serve(member: dict[str, int], cases: Any) -> None:
     """Runs cases until the control socket is closed."""
     if member["gpu"] >= 0:
-        # As the brain does: each rank sees its own GPU only. CUDA reads this when it is first used.
+        # As the brain does: each rank can use its own GPU only. CUDA reads this variable on first use.
         os.environ["CUDA_VISIBLE_DEVICES"] = str(member["gpu"])
     connection = Connection(socket.socket(fileno=member["brain"]))
     group = cases.meet(connection, member["rank"], member["world"], on_gpu=member["gpu"] >= 0)

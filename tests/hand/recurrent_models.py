@@ -81,7 +81,7 @@ MAMBA: dict[str, Any] = {
     "mamba_n_groups": 2,
     "shared_intermediate_size": 40,
 }
-"""Recurrent layers around one with attention. Six value heads share two key heads, and all sizes are odd."""
+"""Recurrent layers around one attention layer. Eight heads are divided into two groups."""
 SINGLE: dict[str, Any] = {
     **{key: value for key, value in SIZES.items() if key not in ("num_hidden_layers", "rms_norm_eps")},
     "head_dim": 24,
@@ -90,7 +90,7 @@ SINGLE: dict[str, Any] = {
     "mamba_head_dim": 20,
     "ssm_state_size": 24,
     "n_groups": 2,
-    # transformers applies this bound to prompts only, and no other engine has it.
+    # Disables a lower bound that transformers applies to prompts only, and that no other engine has.
     "time_step_min": 1e-30,
 }
 """Each layer is one part: a recurrence, attention or a feed-forward part."""
@@ -127,7 +127,7 @@ CHANNELS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL],
 }
-"""Decays by channel, and latent attention."""
+"""Recurrent layers with a decay per channel, and layers with latent attention."""
 
 MODELS: dict[str, tuple[type[Any], PreTrainedConfig]] = {
     "qwen3-next": (Qwen3NextForCausalLM, Qwen3NextConfig(**DELTA, **EXPERTS)),
@@ -301,7 +301,10 @@ GGUF = {
 
 
 def write_gguf(path: Path, name: str, kind: gguf.GGMLQuantizationType = F32) -> Path:
-    """Writes a model's file as llama.cpp's `convert_hf_to_gguf.py` does. Matrices that fit have this type."""
+    """Writes a model's file as llama.cpp's `convert_hf_to_gguf.py` does.
+
+    `kind`: the type of matrices whose rows are whole blocks.
+    """
     model = model_of(name)
     arch, config = GGUF[name], model.config
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
@@ -329,7 +332,7 @@ def write_gguf(path: Path, name: str, kind: gguf.GGMLQuantizationType = F32) -> 
     for at, tensor in tensors:
         found = at if at.startswith("blk.") else names.get_name(at, try_suffixes=(".weight", ".bias"))
         assert found is not None, at
-        # Some tools do not quantise the few rows of decays and strengths.
+        # As with some tools, the small matrices of decays and strengths are not quantised.
         plain = any(part in found for part in ("norm", "ssm_alpha", "ssm_beta"))
         _add(writer, found, tensor, F32 if plain else kind)
     writer.write_header_to_file()
@@ -340,7 +343,7 @@ def write_gguf(path: Path, name: str, kind: gguf.GGMLQuantizationType = F32) -> 
 
 
 def _of_qwen(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Reorders value heads as in files of Qwen3.5: the first of each key head come first, then the second of each."""
+    """Reorders value heads as in files of Qwen3.5: the first one of each key head, then each second one, and so on."""
     config, tiled = model.config, "qwen3_5" in model.config.model_type
     keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
     dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
@@ -476,7 +479,7 @@ def _of_granite(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torc
 
 
 def _of_nemotron(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The feed-forward length is written for each layer, and is 0 where a layer has no such part."""
+    """Writes the feed-forward length of each layer: 0 for layers without a feed-forward part."""
     config = model.config
     sparse = "moe" in config.layer_types
     inner = config.moe_intermediate_size if sparse else config.intermediate_size
@@ -517,7 +520,7 @@ def _mamba(writer: gguf.GGUFWriter, taps: int, state: int, groups: int, heads: i
 
 
 def _of_mamba(at: str, tensor: torch.Tensor, layer: str, groups: int) -> tuple[str, torch.Tensor]:
-    """A tensor of Mamba 2 in the form of a file. Other tensors are unchanged."""
+    """Converts a tensor of Mamba 2 to the form of a GGUF file. Other tensors are unchanged."""
     if at.endswith("conv1d.weight"):
         return at, tensor.squeeze(1)
     if at.endswith("A_log"):
@@ -565,7 +568,7 @@ def _of_falcon(writer: gguf.GGUFWriter, model: Any) -> Iterator[tuple[str, torch
 
 
 def save(folder: Path, name: str) -> dict[str, Any]:
-    """Saves the model, and gives its description for a hand."""
+    """Saves the model, and returns its description for a hand."""
     model = model_of(name)
     model.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())

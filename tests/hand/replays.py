@@ -1,4 +1,7 @@
-"""Runs the same steps by graphs and kernel by kernel, at the same padded sizes. The results are equal, bit for bit."""
+"""Runs the same steps as graph replays and kernel by kernel, at the same padded sizes.
+
+The results are bit-identical.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +65,7 @@ class Seen:
 
 
 def possible(runner: ModelRunner, size: Size) -> bool:
-    """True if a size is possible for rows that choose no positions."""
+    """True if rows that choose no positions can fill a step of this size."""
     top_k = steps_of(runner)._top_k
     return size.chooses or top_k is None or size.tokens <= size.rows * top_k
 
@@ -109,7 +112,7 @@ def steps_of(runner: ModelRunner) -> PagedSteps:
 
 
 def _computed(runner: ModelRunner, builder: PlanBuilder, size: Size) -> Seen:
-    """Computes a plan. No earlier step has left values in the step's memory."""
+    """Computes a plan, after values of earlier steps are erased from the step's memory."""
     steps, pools = steps_of(runner), pools_of(runner)
 
     def forget() -> None:
@@ -148,8 +151,8 @@ def pools_of(runner: ModelRunner) -> list[torch.Tensor]:
 def check_replays(runner: ModelRunner, steps: int, seed: int, done: Callable[[Size], None] = lambda _: None) -> None:
     """Computes `steps` random plans twice, with each size and kind of sampling in turn, in random order.
 
-    The runner is warm. Pages hold random numbers before each step, and sometimes NaN. `done` gets each size with
-    equal results.
+    The runner is warm. Pages hold random numbers before each step, and sometimes NaN. `done` is called with each size
+    whose results are equal.
     """
     random, own = np.random.default_rng(seed), steps_of(runner)
     graphs, eager, pools = own.graphs, Eager(own), pools_of(runner)
@@ -184,7 +187,10 @@ def check_replays(runner: ModelRunner, steps: int, seed: int, done: Callable[[Si
 
 
 def serve_everything(runner: ModelRunner) -> int:
-    """Serves chunks within graphs and larger ones, decode rows, and all kinds of sampling. Counts the tokens."""
+    """Serves chunks that fit graphs and larger ones, decode rows, and all kinds of sampling.
+
+    Returns the number of tokens.
+    """
     ways = [Sampling(), DRAWN[0], EVERYTHING, Sampling(logprobs=3)]
     tokens = 0
     for chunk in (7, 1000):

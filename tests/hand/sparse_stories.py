@@ -1,4 +1,7 @@
-"""Runs two hands of one model in step. One keeps all pages on the device, the other drops pages and restores them."""
+"""Runs two hands of one model with the same steps.
+
+One keeps all pages on the device, the other drops pages and restores them.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ HANDS: dict[str, dict[str, Any]] = {
     "deferred": {"device": "deferred"},
     "kernels": {"device": "deferred", "attention_backend": "triton"},
 }
-"""The last entry is a GPU's hand with the operators' twins."""
+"""The last entry computes as a GPU's hand does, with the PyTorch reference operators."""
 EACH_HAND = pytest.mark.parametrize("hand", HANDS.values(), ids=HANDS)
 SAMPLINGS = [
     Sampling(),
@@ -57,13 +60,13 @@ Logits = dict[int, list[torch.Tensor]]
 
 @pytest.fixture(autouse=True)
 def twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses the operators' twins, because kernels need a GPU or Triton's interpreter."""
+    """Uses the PyTorch reference operators, because kernels need a GPU or Triton's interpreter."""
     monkeypatch.setenv(VARIABLE, "reference")
 
 
 @pytest.fixture(scope="module")
 def logits() -> Iterator[Logits]:
-    """All logits, by the id of the compute that gave them."""
+    """All logits, by the `id` of the `TorchCompute` that computed them."""
     found: Logits = {}
     compute = TorchCompute.logits
 
@@ -94,7 +97,7 @@ class Life:
     """The number of tokens when the steps in flight are done."""
     computed: int = 0
     plain: list[int] = field(default_factory=list)
-    """The pages of the runner that keeps all of them on the device."""
+    """The request's pages in the runner that keeps all pages on the device."""
     hot: list[int] = field(default_factory=list)
     host: list[int] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
@@ -118,10 +121,14 @@ class Both:
         whole: Mapping[str, Any] | None = None,
         **changes: Any,
     ) -> None:
-        """`whole` configures the hand that keeps all pages on the device. With None it is like the other."""
+        """`whole` configures the hand that keeps all pages on the device.
+
+        None: both hands have the same configuration.
+        """
         self.random = np.random.default_rng(seed)
         with pytest.MonkeyPatch.context() as patch:
-            # Runs by operators, as the other does. If the device read plans, either all queries would choose or none.
+            # Computes by operators, as the other hand does. If the device read plans, either all queries of a step
+            # would choose positions, or none.
             patch.setattr(Choice, "_needs_host", lambda choice, model: True)
             self.whole = runner_of(model_of(family), page_size=SIZE, **(hand if whole is None else whole))
         self.sparse = sparse_runner(family, **{"max_total_tokens": 90 * SIZE, **hand, **changes})
@@ -159,7 +166,7 @@ class Both:
         self.grow(life, whole, sparse)
 
     def write(self, life: Life, whole: PlanBuilder, sparse: PlanBuilder) -> None:
-        """Writes the slot again, with the request's present pages."""
+        """Writes the slot again, with the request's current pages."""
         for builder in (whole, sparse):
             builder.slot(life.slot, life.text, life.sampling, prompt_len=life.prompt_len)
         whole.page_writes += [(life.slot, index, page) for index, page in enumerate(life.plain)]
@@ -178,7 +185,7 @@ class Both:
             sparse.host_writes.append((life.slot, index, life.host[-1]))
 
     def drop(self, life: Life, indices: list[int], builder: PlanBuilder) -> list[int]:
-        """Drops pages from the slot, and gives the device pages that become free."""
+        """Drops pages from the slot, and returns the device pages that become free."""
         given = [life.hot[index] for index in indices]
         for index in indices:
             life.hot[index] = NO_PAGE
@@ -189,7 +196,8 @@ class Both:
         """Drops some pages, or restores one."""
         random, can = self.random, life.droppable()
         some = sorted(random.permutation(can)[: random.integers(1, len(can) + 1)].tolist()) if can else []
-        # Without a sparse slot, queries below the top-k are computed without an index. Results may differ by rounding.
+        # In a slot that is not sparse, queries with at most top-k positions use no index. Results may then differ by
+        # rounding.
         if not life.rows and some and life.computed >= TOP_K:
             given = self.drop(life, some, builder)
             while len(given) < self.row_pages:
@@ -213,7 +221,7 @@ class Both:
         builder.copies.append((ticket, COPY_RESTORE, page, life.host[index]))
 
     def preempt(self, life: Life) -> None:
-        """Preempts a request, which loses its unsaved tokens and comes back in another slot."""
+        """Preempts a request: it loses its unsaved pages and comes back in another slot."""
         self.rest_of_all()
         keep = 0
         while keep in life.saved and (keep + 1) * SIZE < len(life.text):
@@ -360,7 +368,10 @@ def run(both: Both, steps: int, logits: Logits, most: float = 0.0) -> None:
 
 @contextmanager
 def watched() -> Iterator[list[torch.Tensor]]:
-    """Collects the score margins between what routers and indexers keep and the rest. Equal scores of 0 have none."""
+    """Collects the margins between the scores that routers and indexers keep and the other scores.
+
+    Equal zeros have no margin.
+    """
     margins: list[torch.Tensor] = []
     route, choose = routing._best, selection.best
 
@@ -390,9 +401,10 @@ def watched() -> Iterator[list[torch.Tensor]]:
 def run_beside_cpu(
     logits: Logits, family: str, hand: Mapping[str, Any], lookahead: int = 1, most: float = 1e-4, **changes: Any
 ) -> None:
-    """Compares a sequence of steps with a CPU hand that has all pages. Tries another one if rounding decided a choice.
+    """Compares a sequence of steps with a CPU hand that has all pages.
 
-    The operators add in different orders. So logits differ by up to `most`, and nearly equal scores may change order.
+    Tries another sequence if rounding decided a choice. Operators of the two hands add in different orders. So logits
+    differ by up to `most`, and nearly equal scores may change order.
     """
     for seed in range(7, 12):
         both = Both(family, seed, lookahead, hand, HANDS["cpu"], **changes)

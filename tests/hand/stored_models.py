@@ -22,7 +22,7 @@ from benchmarks.described import handshake_model
 Weights = dict[str, torch.Tensor]
 Words = npt.NDArray[np.uint32]
 _AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]
-"""The neighbour that each place of a word holds. A word holds eight neighbours, and its lowest bits come first."""
+"""The neighbour in each 4-bit field of a word, lowest bits first. A word holds eight neighbours."""
 _STORED = ("_proj.weight", ".wq_b.weight", ".wk.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
@@ -32,11 +32,14 @@ class Format:
 
     config: dict[str, Any]
     store: Callable[[str, torch.Tensor, torch.Generator], tuple[Weights, torch.Tensor]]
-    """Gives the tensors of a module's weight [rows, inputs], and the weight that they represent."""
+    """Returns the tensors of a module's weight [rows, inputs], and the weight that they represent."""
 
 
 def _packed(codes: npt.NDArray[np.int64], axis: int, places: list[int] | None = None) -> torch.Tensor:
-    """Words int32 of 4-bit codes. Each word holds eight neighbours along an axis, and the last one is padded with 0."""
+    """Packs 4-bit codes into int32 words.
+
+    A word holds eight neighbours along an axis, and the last word is padded with 0.
+    """
     moved = np.moveaxis(codes, axis, 0)
     words: Words = np.zeros((-(-len(moved) // 8), *moved.shape[1:]), np.uint32)
     for index, line in enumerate(moved):
@@ -109,7 +112,7 @@ def fp8_channels() -> Format:
 
 
 def fp8_tensors() -> Format:
-    """AutoFP8: a matrix has one scale, and its activations have one."""
+    """AutoFP8: one scale for each matrix, and one for its activations."""
     return _fp8("weight_scale", lambda rows: (), {"quant_method": "fp8", "activation_scheme": "static"})
 
 
@@ -129,7 +132,10 @@ def awq(group: int) -> Format:
 
 
 def gptq(group: int, *, desc_act: bool = False, version: int = 1) -> Format:
-    """Each word holds neighbouring inputs. With `desc_act` groups have a random order, the same for each input size."""
+    """Each word holds neighbouring inputs. With `desc_act` inputs are assigned to groups in random order.
+
+    The order is the same for all matrices with the same number of inputs.
+    """
 
     def store(module: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Weights, torch.Tensor]:
         inputs = weight.shape[1]
@@ -153,7 +159,10 @@ def gptq(group: int, *, desc_act: bool = False, version: int = 1) -> Format:
 
 
 def pack_quantized(group: int | None, *, symmetric: bool = True, actorder: bool = False) -> Format:
-    """compressed-tensors: words of inputs, and zero points in words of outputs. Without `group` a row has one scale."""
+    """compressed-tensors: words hold neighbouring inputs, or, for zero points, neighbouring outputs.
+
+    Without `group` a row has one scale.
+    """
 
     def store(module: str, weight: torch.Tensor, generator: torch.Generator) -> tuple[Weights, torch.Tensor]:
         rows, inputs = weight.shape

@@ -205,7 +205,7 @@ def whole_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def hub_weights(model: Any) -> dict[str, torch.Tensor]:
-    """The weights of a transformers model under the names of checkpoints, where each expert has its own."""
+    """The weights of a transformers model under the names of checkpoints, with separate tensors for each expert."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         prefix, fused, kind = name.rpartition(".mlp.experts.")
@@ -459,7 +459,7 @@ class Request:
     logprobs: list[tuple[Int32s, Float32s]] = field(default_factory=list)
     computed: int = 0
     sampled: int = 0
-    """The number of tokens when the steps in flight are done."""
+    """The number of generated tokens once the steps in flight are done."""
     slot: int = -1
 
 
@@ -477,7 +477,7 @@ class MiniBrain:
         self._step = 0
 
     def serve(self, requests: Sequence[Request], chunk: int = 1000, slots: Iterable[int] | None = None) -> None:
-        """Runs all requests to their end. `slots` are in order of admission, which is random by default."""
+        """Runs all requests to their end. `slots`: the usable slots, last one first. Default: all, in random order."""
         free = list(slots) if slots is not None else self._random.permutation(self.runner.config.slots).tolist()
         waiting = list(requests)
         running: list[Request] = []
@@ -507,7 +507,7 @@ class MiniBrain:
         assert self._waits() - waits in (0, self._step - first)
 
     def _goes_on(self, busy: bool) -> bool:
-        """True if another step follows. `busy`: this brain has requests."""
+        """True if another step follows. `busy`: whether this brain has requests."""
         return busy
 
     def _plan(self, builder: PlanBuilder) -> Plan:

@@ -1,7 +1,7 @@
-"""Adapters: the results of a model with the adapter in its weights, in any mixture. Also damaged and missing files.
+"""Adapters give the results of a model with the adapter merged into its weights, in any mixture.
 
-The reference is transformers' model with `W + B A * scale` in float32 for each changed matrix, which is what PEFT's
-`merge_and_unload` makes. The tests do not need PEFT itself.
+The files may also be damaged or missing. The reference is transformers' model with `W + B A * scale` in float32 for
+each changed matrix, which is what PEFT's `merge_and_unload` computes. The tests do not need PEFT itself.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def write(
     dtype: torch.dtype = torch.float32,
     named: Callable[[str], str] = str,
 ) -> tuple[dict[str, Any], Any]:
-    """Writes an adapter of a model. Gives its manifest, and the model with the adapter in its weights.
+    """Writes an adapter of a model. Returns its manifest, and the model with the adapter merged.
 
-    `named` maps a module's name to its name in the family.
+    `named` maps a module's name in transformers to its name in Forebay.
     """
     folder.mkdir(parents=True, exist_ok=True)
     random = torch.Generator().manual_seed(number)
@@ -52,7 +52,7 @@ def write(
     for name, module in merged.named_modules():
         if name.split(".")[-1] not in SOME[number]:
             continue
-        # One adapter's matrices have different ranks and factors.
+        # The matrices of one adapter have different ranks and factors.
         rank, scale = RANKS[number] - (number == 3 and "up_proj" in name), 1.5 if "layers.1" in name else 0.5
         outputs, inputs = module.weight.shape
         a = (torch.randn(rank, inputs, generator=random) * 0.2).to(dtype)
@@ -85,7 +85,7 @@ def manifest(path: Path, scales: dict[str, float]) -> dict[str, Any]:
 
 
 def bring(runner: ModelRunner, manifests: Sequence[dict[str, Any]], first: int = 0) -> list[int]:
-    """Loads adapters into places 0, 1, ..., with ids after `first`. Returns the errors, by place."""
+    """Loads adapters with ids `first`, `first` + 1, ... into places 0, 1, .... Returns the status codes, by place."""
     step = PlanBuilder(step=1000 + first, wait_us=[1000])
     for place, found in enumerate(manifests):
         runner.know({"op": "know", "id": first + place, "manifest": found})

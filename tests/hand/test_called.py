@@ -1,4 +1,4 @@
-"""Models that transformers' code computes inside the hand: the tokens of `generate`, however steps are cut."""
+"""Models that transformers' code computes inside the hand give the tokens of `generate`, however prompts are cut."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.hand.support import EVERYTHING, MiniBrain, PlanBuilder, Request, Samp
 
 COUNT = 12
 TOLERANCE = {"states": 1e-3, "attention": 1e-4}
-"""Recurrent layers add in another order where their input comes in pieces."""
+"""Recurrent layers add in another order if their input comes in chunks."""
 LONG_ROPE = {
     "rope_type": "longrope",
     "rope_theta": 10000.0,
@@ -196,9 +196,9 @@ def test_a_seed_and_every_parameter_say_the_same_in_any_company(tmp_path: Path) 
 
 @pytest.mark.parametrize(("context", "prompt"), [(96, 29), (16, 3)])
 def test_rotary_frequencies_follow_the_context_and_no_request(context: int, prompt: int, tmp_path: Path) -> None:
-    """A server has one of two sets of frequencies, by its context. No other request changes the tokens of a request.
+    """The context length of a server chooses one of two sets of frequencies, so other requests have no influence.
 
-    transformers chooses by the request: the short set up to 16 tokens, the long set beyond.
+    transformers chooses for each request: the short set up to 16 tokens, the long set beyond.
     """
     model = model_of("phi3", rope_parameters=LONG_ROPE, original_max_position_embeddings=16)
     runner = called_runner(model, tmp_path, context_length=context)

@@ -1,4 +1,4 @@
-"""Models whose code does not compute what its calls of attention say. Each is refused with a reason."""
+"""Models whose code does not compute what its attention calls specify. Each is refused with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Call = dict[str, Any]
 
 
 class ChangedInterface:
-    """The attention interface of transformers, which changes the arguments of each call."""
+    """Replaces the attention interface of transformers, and changes the arguments of each call."""
 
     def __init__(self, change: Callable[[Call], Any]) -> None:
         self._change = change

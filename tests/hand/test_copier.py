@@ -59,7 +59,7 @@ class Hand:
         return result
 
     def until_ended(self, count: int) -> list[list[int]]:
-        """Waits until this many copies have ended that were not reported yet."""
+        """Waits until this many more copies have ended. Returns their tickets and status codes."""
         while len(self._ended) < count:
             self.step(wait_us=1000)
         ended, self._ended = self._ended, []

@@ -337,7 +337,7 @@ def test_which_gpus_a_build_is_for(capability: tuple[int, int], built: list[str]
 
 @pytest.fixture(autouse=True)
 def _twins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses the operators' twins, which are PyTorch's. Kernels need a GPU or Triton's interpreter."""
+    """Uses the PyTorch reference operators, because kernels need a GPU or Triton's interpreter."""
     monkeypatch.setenv(VARIABLE, "reference")
 
 
@@ -363,7 +363,7 @@ def test_its_copies_give_the_tokens_of_the_reference(fake: FakeCuda, lookahead: 
 
 
 def test_a_wait_for_masks_is_a_gap_and_no_compute(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The GPU is idle from the end of the model until the sampler starts."""
+    """The time from the end of the model until the sampler starts is reported as a gap, because the GPU is idle."""
     clock = [0.0]
     monkeypatch.setattr(FakeEvent, "clock", staticmethod(lambda: clock[0]))
     runner = runner_on_it("qwen3")
@@ -422,7 +422,7 @@ FAMILIES_ON_IT = ("llama-yarn", "qwen2", "qwen3-moe", "glm4-moe", "deepseek-v3",
 def test_a_launch_mixes_no_devices_and_waits_for_nothing(
     monkeypatch: pytest.MonkeyPatch, family: str, asked: str, backend: str
 ) -> None:
-    """Runs each operator of each kind of step, with tensors on a GPU that have no content."""
+    """Runs each operator of each kind of step, with fake GPU tensors, which have no content."""
     install(monkeypatch, GPU)
     with fake_tensors(monkeypatch):
         runner = runner_on_it(family, load=False, dtype="bfloat16", attention_backend=backend)
@@ -499,7 +499,7 @@ def test_copies_that_the_host_would_wait_for_are_refused(
 
 
 class Measuring(DeferredDevice):
-    """Runs the measured function."""
+    """Runs the function to be measured, and reports fixed amounts of memory."""
 
     def measure(self, run: Callable[[], object]) -> int:
         run()

@@ -47,7 +47,7 @@ def test_its_copies_give_the_tokens_of_the_reference(family: str, monkeypatch: p
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
-    """Tensors on a GPU that have no content, and operators that claim to read the host's memory."""
+    """A fake GPU whose tensors have no content, and reference operators that claim to read the host's memory."""
     monkeypatch.setattr(reference, "READS_HOST", True)
     fake = install(monkeypatch, GPU)
     with fake_tensors(monkeypatch):

@@ -1,4 +1,4 @@
-"""Draft heads change no token, agree with parts of transformers, and give the same drafts after a prefix hit."""
+"""Draft heads change no token, agree with modules of transformers, and give the same drafts after a prefix hit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.hand.greedy import model_of
 from tests.hand.support import PlanBuilder, Sampling, hf_config, random_model, runner_of, wire_config
 
 PAGED: dict[str, Any] = {"attention_backend": "triton"}
-"""Settings for steps as on a GPU, with the operators' twins in PyTorch."""
+"""Settings for steps as on a GPU, with the PyTorch reference operators."""
 HEADS: dict[str, tuple[str, Any]] = {
     "eagle3": ("llama", eagle),
     "eagle3-qwen3": ("qwen3", lambda model: eagle(model, norm_before_residual=True, mapped=False, vocab_size=131)),
@@ -75,7 +75,7 @@ class Watched:
 
 @pytest.fixture(params=["eager", "paged", "graphs"])
 def steps(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The settings of each way to compute steps."""
+    """The settings for each kind of step: eager, paged, and with graphs."""
     monkeypatch.setenv(VARIABLE, "reference")
     ways: dict[str, dict[str, Any]] = {"eager": {}, "paged": PAGED, "graphs": {**PAGED, "graph_rows": 40}}
     return ways[request.param]
@@ -231,7 +231,7 @@ def test_a_prefix_hit_has_the_same_drafts(name: str, chunk: int, steps: dict[str
         result = runner.step(builder.build())
         builder = PlanBuilder(2 + start)
     streams.tokens[0].append(int(result.tokens[0]))
-    # Rejected drafts have left entries after the prompt.
+    # Rejected drafts leave KV entries after the prompt.
     with Watched() as without:
         streams.proposed()
     for cached in (4, 12, 20):
@@ -283,7 +283,7 @@ def copied(runner: ModelRunner, copies: list[tuple[int, int, int, int]], spans: 
 
 
 def test_pages_of_the_plan_itself_have_room_for_drafts() -> None:
-    """A row's drafts reach a page that the same plan gives to its slot."""
+    """A row's drafts extend to a page that the same plan gives to its slot."""
     model, head = oracle()
     runner = headed(model, head)
     streams = Drafted(runner, Sampling())

@@ -1,4 +1,4 @@
-"""A draft model changes no token. A draft model that equals the model is always right."""
+"""A draft model changes no token. A draft model that equals the target model is always right."""
 
 from __future__ import annotations
 

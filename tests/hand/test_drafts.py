@@ -30,7 +30,7 @@ def test_tokens_are_those_without_drafts(family: str, device: str) -> None:
 @pytest.mark.parametrize("graph_rows", [0, 40], ids=["eager", "graphs"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek-v3"])
 def test_drafts_in_steps_of_a_gpu(family: str, graph_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device reads the plan, and the operators' twins in PyTorch compute it."""
+    """The device reads the plan, and the PyTorch reference operators compute it."""
     monkeypatch.setenv(VARIABLE, "reference")
     paged: dict[str, Any] = {"device": "deferred", "attention_backend": "triton", "graph_rows": graph_rows}
 
@@ -65,7 +65,11 @@ def test_rows_without_room_give_one_token() -> None:
 def test_a_draft_without_numbers_ends_the_row_before_it(
     finite: list[int], counts: list[int], errors: list[int]
 ) -> None:
-    """One row has two right drafts, the other has one. A draft without numbers gives its slot's next row the error."""
+    """One row has two right drafts, the other has one.
+
+    If the logits after a right draft are not finite, the row ends before them without an error. The slot's next row
+    reports the error.
+    """
     builder = PlanBuilder()
     builder.row(0, 4, 1)
     builder.row(1, 4, 1)

@@ -59,7 +59,7 @@ def sigmoid(logits: list[float], bias: list[float]) -> Weights:
     scores = torch.tensor(logits).sigmoid().tolist()
     wanted = (torch.tensor(scores) + torch.tensor(bias)).tolist()
     size = len(scores) // 4
-    # Sums are made in float32, because Python's numbers give other ties.
+    # Sums are computed in float32, because sums in Python's float64 would have other ties.
     groups = torch.tensor(wanted).view(4, size)
     best = groups.sort(dim=1).values[:, -2:].sum(dim=1).tolist()
     kept = sorted(range(4), key=lambda group: (-best[group], group))[:2]
@@ -128,7 +128,7 @@ def test_of_equal_scores_the_lower_id_wins(name: str, logits: list[float]) -> No
 
 
 def test_equal_scores_of_as_many_experts_as_models_have() -> None:
-    """The test has many experts, because a library keeps the order of a few anyway."""
+    """The test has many experts, because libraries happen to keep the order of equal scores if there are few."""
     logits = torch.randint(0, 3, (50, 384), generator=torch.Generator().manual_seed(1)).float()
     ids, _ = choose(logits, None, 8, GREEDY)
     for row, found in zip(logits.tolist(), ids.tolist(), strict=True):

@@ -42,7 +42,7 @@ def table() -> dict[str, Row]:
 
 
 def own_names(kind: type) -> set[str]:
-    """The names of a class of transformers as an architecture. The hub may leave out underscores."""
+    """The architecture names of a class of transformers. The hub may leave out underscores."""
     return {kind.__name__, kind.__name__.replace("_", "")}
 
 

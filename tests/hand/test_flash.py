@@ -1,4 +1,4 @@
-"""FlashAttention 3 is called as its interface documents. A stand-in has the library's signature, and attends."""
+"""FlashAttention 3 is called as its interface documents. A stand-in with the library's signature computes attention."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Library:
 
     def __init__(self, gives_more: bool) -> None:
         self.gives_more = gives_more
-        """Some releases return the logarithm of the sums too."""
+        """True if the log-sum-exp is returned too, as by some releases."""
         self.longest: list[int] = []
 
     def flash_attn_with_kvcache(
@@ -60,7 +60,7 @@ class Library:
         sm_margin: int = 0,
         return_softmax_lse: bool = False,
     ) -> Any:
-        """Attends from q [tokens, heads, dim] to pages [pages, page_size, kv_heads, dim] of two types."""
+        """Attends from q [tokens, heads, dim] to pages of keys and of values [pages, page_size, kv_heads, dim]."""
         assert k is None
         assert v is None
         assert q.dtype == k_cache.dtype == v_cache.dtype == torch.bfloat16
@@ -101,7 +101,7 @@ def test_rows_are_those_of_the_other_backend(family: str, gives_more: bool, monk
         runner = runner_of(model, device="deferred", dtype="bfloat16", attention_backend=backend, **sizes)
         assert isinstance(runner._steps, PagedSteps)
         runner.warm_up()
-        # Replays of the library were never verified, so it has no graphs.
+        # Graph replays of the library were never verified, so this backend has no graphs.
         assert (runner._steps.graphs.count > 0) == (backend == "triton")
         requests = [Request(prompt, 6, Sampling(logprobs=2), arrival=2 * n) for n, prompt in enumerate(PROMPTS)]
         MiniBrain(runner, 1, 1).serve(requests, chunk=9)

@@ -92,7 +92,7 @@ def test_the_rank_with_the_most_weights_decides_about_all_pages() -> None:
 def test_a_step_group_has_more_room_than_ranks_that_divide_latent_attention() -> None:
     config = config_of("deepseek-v3", max_total_tokens=None, slots=2000)
     divided, group = planned(config, 2, 10 * FREE), planned({**config, **GROUP}, 2, 10 * FREE)
-    # If heads are divided, each rank keeps all latent rows. In a step group it keeps those of its own requests.
+    # If heads are divided, each rank keeps all latent rows. In a step group it keeps only those of its own requests.
     assert divided[0].page_bytes == group[0].page_bytes
     assert 2 * group[0].page_count > 1.5 * divided[0].page_count
 

@@ -74,7 +74,7 @@ def prompts(path: Path) -> list[list[int]]:
 
 
 def reference(path: Path) -> Any:
-    """transformers' model with the numbers that the package `gguf` reads, independent of Forebay's reader."""
+    """transformers' model with the weights that the package `gguf` reads, independent of Forebay's reader."""
     reader = gguf.GGUFReader(path)
     number = {name: reader.fields[f"gemma3.{name}"].contents() for name in NUMBERS}
     layers = number["block_count"]

@@ -92,7 +92,7 @@ def test_tokens_are_those_of_transformers(family: str, device: str, lookahead: i
 
 
 def test_positions_of_an_image_see_those_behind_them() -> None:
-    """Without bidirectional attention the tokens differ, so the tests above would notice its absence."""
+    """Without bidirectional attention the log-probabilities differ, so the tests above would notice its absence."""
     arena, (request,) = requests(PROMPTS[1:2])
     runner = image_runner("gemma3", arena)
     vision = runner.decoder.config.vision
@@ -106,13 +106,16 @@ def test_positions_of_an_image_see_those_behind_them() -> None:
 
 @FAMILY
 def test_every_border_outside_images_gives_the_same(family: str) -> None:
-    """Computes two chunks of a prompt, and prefixes that end within an image and were computed with the whole image."""
+    """Cuts a prompt into two chunks outside images.
+
+    Other slots continue after a shared prefix that ends within an image.
+    """
     prompt = PROMPTS[2]
     total, page_size = len(prompt.ids), 4
     arena, offsets = arena_of([image for *_, image in prompt.images])
     spans = [(first, first + SIDE**2) for first, *_ in prompt.images]
     outside = [at for at in range(1, total) if not any(first < at < end for first, end in spans)]
-    # Slots of the second kind share the pages of slot 0 up to that position. Slot 0 has computed the whole prompt.
+    # These slots share the pages of slot 0 up to that position. Slot 0 computes the whole prompt.
     shared = [at for at in range(page_size, total, page_size) if any(first < at < end for first, end in spans)]
     count = 1 + len(outside) + len(shared)
     of_slot = -(-(total + 2) // page_size)

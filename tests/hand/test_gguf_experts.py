@@ -65,7 +65,7 @@ SIZES: dict[str, Any] = {
 }
 V2: dict[str, Any] = {**SIZES, "norm_topk_prob": False}
 ROPE_YARN_LITE: dict[str, Any] = {**ROPE_YARN_LATENT, "mscale": 0.707, "mscale_all_dim": 0.707}
-# One layer of Gemma 3 attends to all positions, as in each of its files. The files do not store the pattern.
+# In Gemma 3 every sixth layer attends to all positions, here one of seven. GGUF files do not contain this pattern.
 GEMMA: dict[str, Any] = {**TINY, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 7}
 ROPE_GEMMA3 = {
     "full_attention": {"rope_type": "linear", "rope_theta": 20000.0, "factor": 8.0},

@@ -26,7 +26,7 @@ def written(path: Path, stored: str) -> Path:
     random = np.random.default_rng(3)
     kind = gguf.GGMLQuantizationType[stored]
     elements, size = gguf.GGML_QUANT_SIZES[kind]
-    # The typical size of this type's numbers, from which scales for small numbers are chosen.
+    # The mean absolute weight of this type for a spread of 1. Spreads are chosen so that weights are small.
     usual = np.abs(dequantize(random_blocks(stored, 64, random, 0.125), kind)).mean() / 0.125
 
     def matrix(rows: int, columns: int) -> tuple[np.ndarray, Any]:
@@ -76,7 +76,7 @@ def test_no_type_is_refused_and_both_hands_have_the_same_numbers(tmp_path: Path,
     MiniBrain(torch_runner({**values, "quantization": None}), 7).serve(expected, 7)
     for one, other in zip(found, expected, strict=True):
         if in_blocks:
-            # Activations are rounded to 8 bits, and types without their own products to 4 or 8 bits. So the most likely
+            # Activations are rounded to 8 bits, and blocks of types without kernels to 4 or 8 bits. So the most likely
             # token may differ.
             np.testing.assert_allclose(np.sort(one.logprobs[0][1]), np.sort(other.logprobs[0][1]), atol=0.4)
             continue

@@ -28,7 +28,7 @@ def test_logits_are_those_of_pages_that_all_are_there(logits: Logits, seed: int,
 def test_every_kind_of_event_happens(
     logits: Logits, hand: dict[str, Any], family: str, factor: int, lookahead: int
 ) -> None:
-    # Copies end at random times, and later events depend on them. So a sequence may lack one kind of event.
+    # Copies end at random times, which affect later events. So a single sequence may lack one kind of event.
     events, found = Counter[str](), np.zeros(4, np.int64)
     for seed in range(5, 15):
         both = Both(family, seed, lookahead, hand, hot_row_tokens=factor * TOP_K)

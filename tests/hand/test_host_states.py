@@ -35,7 +35,10 @@ PREFIX = prompts()[3][:32]
 TAIL = [9, 100, 3]
 TIER: dict[str, Any] = {"host_ratio": 1.0, "kv_checksum": True}
 SAVED = [(1, COPY_SAVE, 40, 7), (2, COPY_SAVE, 17, 8), (3, COPY_SAVE_STATE, 2, 5)]
-"""Page pairs of the saves. Pages 40 and 17 hold the prefix of 32 tokens, and state page 2 holds the state after it."""
+"""The copies that save the prefix and its state.
+
+Pages 40 and 17 hold the prefix of 32 tokens, and state page 2 holds the state after it.
+"""
 
 
 class Hand:
@@ -56,7 +59,7 @@ class Hand:
         return result
 
     def until_ended(self, count: int) -> list[list[int]]:
-        """Waits until this many copies have ended that were not reported yet."""
+        """Waits until this many more copies have ended. Returns their tickets and status codes."""
         while len(self._ended) < count:
             self.run(self.plan(wait_us=[1000]))
         ended, self._ended = self._ended, []
@@ -222,7 +225,7 @@ def test_a_size_is_divided_as_the_device_is(tmp_path: Path, memory: int, hand: s
 def test_the_largest_ratio_that_fits_is_taken_where_nobody_named_one(
     tmp_path: Path, memory: int, hand: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    # This share leaves little memory beside weights and pages, so the named ratio does not fit.
+    # This share leaves little memory beside weights and pages, so the configured ratio does not fit.
     changes: dict[str, Any] = {"host_ratio": 2.0, "host_fits": True, "host_share": 5e-5}
     with hand_of(tmp_path, "qwen3.5-text", hand, memory, **changes) as first:
         told = facts(first.runner)

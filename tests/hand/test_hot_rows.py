@@ -1,4 +1,4 @@
-"""Hot rows: which positions are found, which are missed, and which rows are evicted, against a model in Python."""
+"""Hot rows: which positions are found or missed, and which rows are evicted, compared with a model in Python."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ SLOTS = 5
 
 
 class Slots:
-    """Sparse slots. Their hot rows, device pages and host pages hold the positions' own numbers as rows of width 1."""
+    """Sparse slots.
+
+    Each row of their hot rows, device pages and host pages is a number that identifies slot and position.
+    """
 
     def __init__(self, rows: int, top_k: int, seed: int = 0) -> None:
         self.random = np.random.default_rng(seed)
@@ -76,7 +79,7 @@ class Slots:
         return found
 
     def check(self, slot: int, some: list[int], missed: list[bool]) -> list[int]:
-        """Compares a step of a slot with the model, and gives the counts."""
+        """Compares a step of a slot with the model, and returns the expected counts."""
         held, now = self.held[slot], int(self.now[slot])
         on_pages = [p for p in some if self.page_table[slot, p // SIZE] >= 0]
         away = [p for p in some if p not in on_pages]
@@ -108,7 +111,7 @@ def test_what_is_chosen_is_found_and_the_least_recently_chosen_goes(seed: int, r
                 slots.spare.append(page)
             elif slots.spare and random.random() < 0.5:
                 slots.set_page(slot, index, slots.spare.pop())
-        # The choices lie near the last ones, as in real models, so that some hit.
+        # The chosen positions are near those of the last step, as in real models, so that some are in hot rows.
         around = random.integers(CONTEXT - 24, size=SLOTS)
         chosen = {}
         for slot in random.permutation(SLOTS)[: random.integers(1, SLOTS + 1)].tolist():
@@ -143,7 +146,7 @@ def test_what_was_chosen_long_ago_is_equally_old() -> None:
         slots.step({0: some})
     for _ in range(OLDEST + 2):
         slots.step({0: [7]})
-    # 3 is the oldest position. But its age counts as equal to others, so the first of these rows is evicted.
+    # Position 3 is the oldest. But ages are bounded and equal here, so the first of the equally old rows is evicted.
     slots.step({0: [60]})
     assert sorted(slots.held[0]) == [1, 2, 3, 4, 5, 6, 7, 60]
 

@@ -1,4 +1,4 @@
-"""Checkpoints of models with a tower, in both forms that the hub has: of present and of older transformers."""
+"""Checkpoints of models with a vision tower, with the tensor names of current and of older transformers."""
 
 from __future__ import annotations
 

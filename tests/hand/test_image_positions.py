@@ -1,4 +1,4 @@
-"""Rotary positions in prompts with images, and the places of the rows of image positions."""
+"""Rotary positions in prompts with images, and where image pages hold the rows of image positions."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def read(slots: SlotImages, *spans: Sequence[object], new: Sequence[int] = ()) -
 
 
 def positions(slots: SlotImages, slot: int, start: int, length: int) -> list[int] | None:
-    """The rotary positions of rows after all images."""
+    """The rotary positions of a row after all images of its slot; None if the slot has no images."""
     one = np.array([0])
     found = slots.of_rows(np.array([slot]), np.array([start]), np.array([length]))
     return None if found is None else found.tokens(one, np.array([start]), np.array([length])).positions.tolist()

@@ -83,7 +83,7 @@ def test_tokens_are_those_of_transformers(family: str, device: str, lookahead: i
 
 @pytest.mark.parametrize("family", ["qwen3-vl", "qwen2.5-vl", "qwen3.5"])
 def test_every_border_of_chunks_gives_the_same(family: str) -> None:
-    """Computes a prompt in two chunks, with the border at each position of it. Each border has its own slot."""
+    """Computes a prompt in two chunks, once for each position of the border. Each border has its own slot."""
     total = len(MIXED.ids)
     borders, of_slot = dict(enumerate(range(1, total))), -(-(total + 2) // 4)
     arena, offsets = arena_of([image for *_, image in MIXED.images])
@@ -153,7 +153,7 @@ class Plans:
         return images.pool.read(torch.arange(64 * images.pool.page_count))
 
     def do(self, write: Callable[[PlanBuilder], None]) -> list[int]:
-        """Runs a plan, and gives its tokens."""
+        """Runs a plan, and returns its tokens."""
         self.step += 1
         builder = PlanBuilder(self.step)
         write(builder)
@@ -278,7 +278,7 @@ def test_slots_share_pages_and_a_prefix() -> None:
 
 
 def test_pad_tokens_in_a_text_are_tokens() -> None:
-    """The plan has the places of images. The pad token's id alone does not mark an image."""
+    """The plan states the positions of images. The pad token's id alone does not mark an image."""
     prompt = Prompt([3, PAD, 9, PAD], (), 4)
     arena, (request,) = requests([prompt], count=5)
     ImageBrain(image_runner("qwen3-vl", arena)).serve([request])

@@ -49,7 +49,7 @@ def embedded(model: Any, dtype: torch.dtype) -> tuple[npt.NDArray[np.uint8], lis
 
 
 def requests(offsets: list[int], every: int, kept: int = 0, family: str = "llama") -> list[Request]:
-    """Every `every`-th prompt comes as embeddings, the others as tokens. All have generated `kept` tokens before."""
+    """Every `every`-th prompt comes as embeddings, the others as tokens. All have `kept` tokens generated before."""
     return [
         Request(
             prompt,

@@ -33,7 +33,7 @@ def kept(model: dict[str, Any]) -> dict[str, int]:
 
 
 def start(folder: Path, model: dict[str, Any], **changes: Any) -> tuple[Numbers, dict[str, Any]]:
-    """Starts a hand, and gives its log-probabilities and facts. It waits until the hand has written its cache."""
+    """Starts a hand, and returns its log-probabilities and facts. Waits until the hand has written its cache."""
     before = kept(model)
     with rust(folder, settings(model, **{"weight_cache_bytes": LIMIT, **changes})) as runner:
         found = told(runner)

@@ -1,4 +1,7 @@
-"""The checks of a GPU's kernels, with the operators' twins on a CPU. The twins pass, and each operator is covered."""
+"""Runs the checks of GPU kernels on the PyTorch reference operators.
+
+These pass on a CPU, and each operator is covered.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def test_every_operator_is_checked_at_real_shapes() -> None:
 
 
 class Changed:
-    """The twins, with some of them replaced."""
+    """The reference operators, with some of them replaced."""
 
     def __init__(self, **others: Any) -> None:
         self._others = others
@@ -50,7 +53,7 @@ def cut(x: torch.Tensor) -> torch.Tensor:
 
 
 def attend_cut(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *more: Any) -> torch.Tensor:
-    # 8-bit floats have fewer bits than TensorFloat-32, so they stay as they are.
+    # 8-bit floats have fewer bits than TensorFloat-32, so they are not cut.
     return reference.attend(cut(q), keys if keys.dtype == torch.uint8 else cut(keys), values, *more)
 
 
@@ -60,7 +63,8 @@ def experts_cut(
     return reference.experts(cut(x), ids, weights, cut(gate_up), cut(down), *more)
 
 
-# Biases in clamped experts are as large as the limits. The bounds allow for that, and so also for fewer bits.
+# Clamped experts (gpt-oss) have large biases. Their error bounds allow for these, and are too wide to detect fewer
+# bits.
 PRECISE = [case for case in SMALL if case.name.startswith(("attend ", "experts ")) and "float32" in case.name]
 
 
@@ -89,5 +93,8 @@ def attend_rounded(
     "case", [case for case in SMALL if case.name.startswith("attend ") and "bfloat16" in case.name], ids=str
 )
 def test_weights_in_bfloat16_are_allowed(case: Case) -> None:
-    """A GPU multiplies values by attention weights in bfloat16. The twins use float32 for these weights."""
+    """A GPU multiplies values by attention weights in bfloat16.
+
+    The reference operators use float32 for these weights.
+    """
     case.check(changed(attend=attend_rounded), CPU, 0)

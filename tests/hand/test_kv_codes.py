@@ -13,7 +13,7 @@ from tests.hand.test_quantised import checkpoint, distance, of_torch, told
 from tests.hand.test_rust_hand import rust
 
 FAMILY = "qwen3"
-"""The small models whose heads have 32 elements."""
+"""A family whose tiny model has heads of 32 elements."""
 
 
 def rounded(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Keys and values as 8-bit floats, on the operators' twins: the tokens of a model that rounds them, for any steps."""
+"""8-bit keys and values on the PyTorch reference operators: the tokens of a model that rounds them, for any steps."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_tokens_and_logits_are_those_of_a_model_that_rounds(family: str, chunk: 
     ):
         assert ours.tokens == tokens
         distance = (distributions(ours) - wanted).abs().max()
-        # A number halfway between two floats may become either. The rounding of all numbers has a larger effect.
+        # A number halfway between two floats may be rounded to either. The rounding of all numbers has a larger effect.
         assert distance < 0.03 < (others - wanted)[0].abs().max()
 
 
@@ -156,7 +156,7 @@ def test_a_restored_page_is_the_one_that_was_saved() -> None:
 
 @pytest.fixture
 def ranks() -> Iterator[RankGroups]:
-    # The ranks inherit this process's variables, which choose the twins.
+    # The ranks inherit this process's environment, which selects the reference operators.
     made = RankGroups((2,))
     yield made
     made.close()

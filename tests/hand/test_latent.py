@@ -135,7 +135,7 @@ def test_a_long_context_makes_no_keys_of_all_heads_at_once(
             getattr(latent, way)(q, rows, blocks, up, shape)
     assert out.shape == (queries, count * 128)
     assert largest.elements == of_way.elements
-    # Keys are padded by half to the width that the attention kernel needs.
+    # Padding to the width that the attention kernel needs enlarges keys by half.
     assert largest.elements <= 1.5 * latent.MADE
     assert largest.elements < positions * count * 256 / 20
 

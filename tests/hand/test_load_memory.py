@@ -77,7 +77,7 @@ def blocks(rows: int, columns: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def merged(stored: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a converter's tensors. The experts of a layer are stacked in one tensor."""
+    """Names and shapes of a GGUF converter's tensors. The experts of a layer are stacked in one tensor."""
     for name, shape in shapes(stored).items():
         before, is_expert, after = name.partition(".mlp.experts.")
         if not is_expert:
@@ -108,7 +108,7 @@ def gguf_file(directory: Path, stored: dict[str, Any]) -> list[str]:
 
 
 def model(directory: Path, kind: str, layers: int) -> str:
-    """The config that makes a hand load such a checkpoint."""
+    """Writes such a checkpoint, and returns the config with which a hand loads it, as JSON."""
     stored = config(layers)
     files = safetensors(directory, stored) if kind == "safetensors" else gguf_file(directory, stored)
     described = handshake_model(stored, files, kind)

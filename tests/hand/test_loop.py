@@ -36,7 +36,7 @@ QWEN3 = hf_config(FAMILIES["qwen3"][1], "Qwen3ForCausalLM")
 ARENA_BYTES = 4096
 TIMEOUT_S = 120.0
 RUST = "rust"
-"""Takes the place of a device: the hand in Rust, on the CPU."""
+"""A value for `device` that selects the hand in Rust, on the CPU."""
 DEVICES = pytest.mark.parametrize("device", ["cpu", "deferred", RUST])
 NOTHING = {"tokens_a_row": 1, "tower_layers": 0, "image_page_count": 0, "image_page_tokens": 0}
 HANDS = pytest.mark.parametrize("device", ["cpu", RUST])
@@ -91,7 +91,7 @@ class Hand:
                 return words
 
     def exit_status(self) -> int:
-        """Waits until the hand closes its socket and ends. The socket may be reset if the hand left frames unread."""
+        """Waits until the hand closes its socket and exits. The socket may be reset if the hand left frames unread."""
         with suppress(ConnectionResetError):
             assert self.connection.recv() is None
         return self.wait()
@@ -223,7 +223,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
 
 
 def masks_of(step: int, *rows: tuple[int, int]) -> bytes:
-    """Masks of (offset, id), each of which allows only that id. Inline masks are in the frame itself."""
+    """`rows`: the arena offset of each mask (`INLINE`: it is in the frame itself), and the only id that it allows."""
     inline = [mask_of(token) for offset, token in rows if offset == INLINE]
     words = np.concatenate(inline).view(np.int32) if inline else np.zeros(0, np.int32)
     return Masks(step, np.array([offset for offset, _ in rows], np.int32), words).encode()
@@ -250,7 +250,8 @@ def test_masks_follow_their_plan_and_are_obeyed(tmp_path: Path, device: str) -> 
         result = StepResult.decode(h.receive(Kind.RESULT))
         assert result.tokens[:2].tolist() == [99, 44]
         assert result.row_errors.tolist() == [0, 0, 0]
-        # The next plan arrives before the last result, and its masks after it. A third plan waits behind the masks.
+        # The next plan arrives before the last result, and its masks after it. A third plan follows right after the
+        # masks.
         plans = []
         for step in (2, 3, 4):
             builder = PlanBuilder(step)
@@ -333,7 +334,7 @@ def test_end_of_file_before_the_config(tmp_path: Path, device: str) -> None:
 
 
 def fatal(h: Hand, refused: bool = False) -> str:
-    """The reason why a hand ends. If it has `refused` a model it prints nothing, because the brain does."""
+    """Returns the error with which a hand exits. If it `refused` a model it logs nothing, because the brain does."""
     frame = h.fatal()
     assert "\n" not in frame["error"]
     # The hand in Rust has no traceback, so it sends the error instead.
@@ -396,7 +397,7 @@ def test_a_plan_that_names_a_page_nobody_wrote_is_fatal(tmp_path: Path, device: 
 
 @HANDS
 def test_the_hand_dies_with_its_parent(device: str) -> None:
-    """The kernel ends the hand although its socket is still open."""
+    """The kernel kills the hand although its socket is still open."""
     ours, theirs = socket.socketpair()
     parent = (
         "import sys; from tests.hand.process import spawn; "

@@ -36,8 +36,11 @@ ROWS = table()
 COMPILED = [name for name, (kind, _) in ALL.items() if any(ROWS[own].compiled for own in own_names(kind) & ROWS.keys())]
 """Families that the hand in Rust serves."""
 OF_MANY_PARTS = ["gemma4-wide", "gemma4-keys", "gemma4-experts", "llama4", "mistral4", "deepseek-v3-heads"]
-"""Families with many special parts: shared keys, inputs and factors by layer, values that are keys, chunks, both kinds
-of experts, latent rows, and many heads on them."""
+"""Families with many special parts.
+
+These are shared keys, per-layer inputs and factors, keys that are also values, chunks, both kinds of experts, and
+latent rows, also shared by 64 heads.
+"""
 
 
 def prompts() -> list[list[int]]:
@@ -158,7 +161,7 @@ def test_a_request_gets_the_same_bits_in_any_company(tmp_path: Path, family: str
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "Q5_0"])
 def test_rows_of_layers_stay_in_their_blocks(tmp_path: Path, kind: str) -> None:
-    """Embeddings by layer are most of a small Gemma 4. All other weights are floats, so nothing else is rounded."""
+    """Per-layer embeddings are most of a small Gemma 4. All other weights are floats, so nothing else is rounded."""
     save(tmp_path / "model", "gemma4-wide")
     form = Form(others={"per_layer_token_embd.weight": getattr(gguf.GGMLQuantizationType, kind)})
     model = described(write_gguf(tmp_path / "m.gguf", "gemma4-wide", tmp_path / "model", form), tmp_path)
@@ -255,7 +258,7 @@ def test_pytorchs_hand_reads_a_prefix_from_pages_of_any_order(tmp_path: Path, fa
 
 def test_layers_that_read_the_keys_of_others_have_no_pages(tmp_path: Path) -> None:
     runner = torch_runner(settings(save(tmp_path / "model", "gemma4"), page_size=4, max_total_tokens=1 << 8))
-    # Four layers have two heads of keys and values: two layers of size 24 and two of 40. Three more layers share them.
+    # Four layers have two key-value heads: two layers of size 24 and two of 40. Three more layers share these pages.
     assert runner.kv.page_bytes == 4 * 4 * 2 * 2 * (2 * 24 + 2 * 40)
     assert [runner.kv.layers[layer].keys.data_ptr() for layer in (4, 5, 6)] == [
         runner.kv.layers[layer].keys.data_ptr() for layer in (2, 3, 3)
@@ -264,7 +267,7 @@ def test_layers_that_read_the_keys_of_others_have_no_pages(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("hand", ["torch", "rust"])
 def test_inputs_in_place_of_tokens_have_the_own_inputs_of_padding(tmp_path: Path, hand: str) -> None:
-    """As transformers does for images: embeddings have no token id, so layers use the inputs of the padding token."""
+    """As transformers does for images: embeddings have no token id, so layers use the per-layer inputs of padding."""
     model, count = model_of("gemma4"), 9
     embeds = torch.randn(count, model.config.hidden_size, generator=torch.Generator().manual_seed(4))
     arena = np.frombuffer(embeds.numpy().tobytes(), np.uint8).copy()

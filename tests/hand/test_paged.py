@@ -145,7 +145,7 @@ def test_a_gate_that_is_part_of_a_product_changes_no_token(monkeypatch: pytest.M
 
 
 class Noted(Sampler):
-    """A sampler in operators that counts its calls."""
+    """A sampler that computes by operators, outside of graphs, and counts its calls."""
 
     used = 0
 
@@ -166,7 +166,7 @@ OF_SLOTS = [
 @GRAPHS
 @pytest.mark.parametrize("lookahead", [0, 1])
 def test_penalties_and_log_probabilities_take_no_operator(lookahead: int, graph_rows: int) -> None:
-    """The device keeps both by slot. Preempted rows are counted again, and other requests reuse slots."""
+    """The device keeps both by slot. After a preemption tokens are counted again, and other requests reuse slots."""
 
     def asked(runner: ModelRunner, tokens: list[list[int]]) -> list[Request]:
         random = np.random.default_rng(11)
@@ -436,7 +436,7 @@ def test_padding_in_a_real_page_shows(mistake: bool) -> None:
     found, right = ([Request(list(range(10, 26)), 12, arrival=2 * n) for n in range(3)] for _ in range(2))
     MiniBrain(runner_of(model_of("llama"))).serve(right)
     brain = MiniBrain(runner, 1, 1)
-    # Page 3 is the first one to be allocated, and padding writes to it.
+    # Page 3 is the first one to be allocated. In the faulty case padding writes to it.
     brain.pages = [*range(4, 60), 3]
     brain.serve(found)
     same = [request.tokens for request in found] == [request.tokens for request in right]

@@ -138,7 +138,7 @@ def invariant(count: int) -> list[Request]:
 
 @cache
 def one_by_one() -> list[list[int]]:
-    """The tokens of each request alone. Its penalties are counted again for each token, as after a preemption."""
+    """The tokens of each request alone. Tokens for penalties are counted again at each token, as after a preemption."""
     runner = runner_of(model_of("llama"), max_total_tokens=8 * 96 * 40)
     brain = MiniBrain(runner)
     found = []
@@ -156,7 +156,7 @@ def one_by_one() -> list[list[int]]:
 @DEVICES
 @pytest.mark.parametrize("chunk", [9, 1000])
 def test_sampling_depends_on_the_request_alone(chunk: int, device: str, lookahead: int) -> None:
-    """Counters are kept by slot, and other requests had the slots before."""
+    """Counters are kept by slot, and other requests have used the slots before."""
     requests = invariant(14)
     runner = runner_of(model_of("llama"), device=device, max_total_tokens=8 * 96 * 4)
     MiniBrain(runner, chunk, lookahead).serve(requests, chunk)

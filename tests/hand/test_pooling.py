@@ -68,7 +68,7 @@ def runner_of(model: Any, pooled: dict[str, Any], **changes: Any) -> ModelRunner
     config = wire_config(hf_config(model.config, type(model).__name__), **changes)
     config["model"]["pooling"] = pooled
     runner = ModelRunner(RunnerConfig.from_dict(config))
-    # A model without a head has parameter names without the root.
+    # Parameter names of a model without a head have no prefix `model.`.
     root = "" if isinstance(runner.model, Bert) or hasattr(model, "lm_head") else "model."
     runner.model.load_weights((root + name, tensor) for name, tensor in model.state_dict().items())
     return runner
@@ -175,7 +175,7 @@ def test_a_causal_model_pools_as_transformers_does(kind: type[Any], config: Any,
 
 
 def parts(slot: int, first_page: int, cuts: Sequence[int], tokens: list[int]) -> list[Plan]:
-    """The plans of a prompt that is cut at these positions. Only the last one asks for the vector."""
+    """The plans of a prompt that is cut at these positions. Only the last one requests the vector."""
     plans = []
     for start, end in pairwise((0, *cuts, len(tokens))):
         builder = PlanBuilder()

@@ -39,7 +39,10 @@ def rounded(x: torch.Tensor, shared: int) -> torch.Tensor:
 
 
 def quantised_torch(monkeypatch: pytest.MonkeyPatch, shared: Callable[[torch.Tensor], int | None]) -> None:
-    """Rounds the inputs of PyTorch's products as the kernels do. `shared`: the elements of a scale, by weight."""
+    """Rounds the inputs of PyTorch's products as the kernels do.
+
+    `shared`: the number of elements per scale, by weight.
+    """
     exact = torch.nn.functional.linear
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -50,7 +53,7 @@ def quantised_torch(monkeypatch: pytest.MonkeyPatch, shared: Callable[[torch.Ten
 
 
 class RoundedOps(HostOps):
-    """Rounds the inputs of experts to 8 bits, with a scale for every `shared` elements. None: for each row."""
+    """Rounds the inputs of experts to 8 bits, with one scale for `shared` elements. None: one scale per row."""
 
     def __init__(self, shared: int | None) -> None:
         self._shared = shared
@@ -82,7 +85,7 @@ def routers(decoder: Decoder) -> set[int]:
 
 
 def round_weights(decoder: Decoder) -> None:
-    """Rounds the rows of all matrices to 8 bits and a scale."""
+    """Rounds all matrices to 8 bits, with one scale per row."""
     for block in decoder.blocks:
         assert isinstance(block.attention, Attention)
         matrices = [block.attention.qkv.weight, block.attention.output.weight]
@@ -279,7 +282,7 @@ def test_a_level_that_is_not_there_is_told(tmp_path: Path, level: str, monkeypat
     monkeypatch.setenv("FOREBAY_KERNELS", level)
     values = checkpoint(tmp_path, "llama")
     if level in built():
-        # The level belongs to another processor, so the hand uses the best level of this one.
+        # If the processor lacks this level, the hand uses the best level that it has.
         assert np.isfinite(of_rust(tmp_path, values)).all()
         return
     with pytest.raises(AssertionError, match="use --hand torch"):

@@ -179,7 +179,7 @@ def test_from_hello_to_shutdown(tmp_path: Path, device: str) -> None:
         tokens.append(g.results().tokens.tolist())
         assert [list(of_slot) for of_slot in zip(*tokens, strict=True)] == one_rank()
 
-        # The hands meet only once.
+        # After the start the hands have sent no store requests.
         assert len(g.meeting.questions) == asked
         g.send(encode(Kind.SHUTDOWN, 0, []))
         assert [hand.wait() for hand in g.hands] == [0, 0]

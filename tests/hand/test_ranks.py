@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wired(model: Any, folder: Path, **changes: Any) -> dict[str, Any]:
-    """The config of a handshake for a checkpoint, which it writes first."""
+    """Writes a checkpoint, unless it exists, and returns the config of a handshake for it."""
     path = folder / f"{id(model)}.safetensors"
     if not path.exists():
         weights = {name: tensor.clone() for name, tensor in hub_weights(model).items()}
@@ -103,7 +103,7 @@ def alone(
     chunk: int = 1000,
     adapters: Sequence[dict[str, Any]] = (),
 ) -> list[dict[str, Any]]:
-    """The results of one rank that computes with PyTorch's operators. `adapters` are those of the case `serve`."""
+    """The results of one rank that computes with PyTorch's operators. `adapters`: as in the case `serve`."""
     runner = ModelRunner(RunnerConfig.from_dict(config))
     runner.load(lambda done, total: None)
     if adapters:
@@ -114,7 +114,7 @@ def alone(
 
 
 def check(given: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """Compares tokens, and all log-probabilities that requests ask for."""
+    """Compares tokens, and all log-probabilities that were requested."""
     for ours, theirs in zip(given, expected, strict=True):
         assert ours["tokens"] == theirs["tokens"]
         for (ids, values), (their_ids, their_values) in zip(ours["logprobs"], theirs["logprobs"], strict=True):

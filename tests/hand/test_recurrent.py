@@ -24,7 +24,7 @@ COUNT = 6
 HANDS = pytest.mark.parametrize("hand", ["torch", "rust"])
 VOCABULARY = 131
 NEAR = 0.25
-"""In few bits, log-probabilities of the same computation may differ by this much. The likeliest token has about -3."""
+"""With rounding to few bits, log-probabilities may differ by this much. That of the likeliest token is about -3."""
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 
 
@@ -125,7 +125,7 @@ def served(runner: Any) -> list[Request]:
     "name", ["qwen3.5-text", "lfm2", "lfm2-moe", "granite4-h", "nemotron-h-biases", "nemotron-3-latent", "falcon-h1"]
 )
 def test_both_hands_are_close_in_bfloat16(tmp_path: Path, name: str) -> None:
-    """The hands round at different places, which may also change the choice of experts."""
+    """The hands round at different points, which may also change the choice of experts."""
     values = settings(save(tmp_path / "model", name), dtype="bfloat16")
     with rust(tmp_path, values) as runner:
         found = served(runner)
@@ -178,7 +178,7 @@ def test_gguf_files_are_computed_as_transformers_does(tmp_path: Path, name: str,
     ],
 )
 def test_blocks_of_a_file_are_computed_as_blocks(tmp_path: Path, name: str, parts: int) -> None:
-    """Also for fused projections, whose parts are rows of one tensor, and for projections with a few rows of floats."""
+    """Covers fused projections, whose parts are rows of one tensor, and projections of which a few rows are floats."""
     values = settings(described(write_gguf(tmp_path / "m.gguf", name, Q8_0), tmp_path), quantization="gguf")
     with rust(tmp_path, values) as runner:
         found, blocks = served(runner), runner.facts["blocks"]
@@ -223,7 +223,7 @@ def check_kept(name: str, runner: Any) -> None:
 
 
 def refused(runner: Any, plan: PlanBuilder, error: str) -> None:
-    """Checks that the hand refuses the plan. A hand in Rust answers with a frame that has the error."""
+    """Checks that the hand refuses the plan. The hand in Rust sends the error in a frame."""
     with pytest.raises((PlanError, AssertionError), match=error):
         runner.launch(plan.build()).collect()
 

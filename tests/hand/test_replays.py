@@ -1,4 +1,4 @@
-"""Graphs give what their kernels give. On this device they are recorded operators. Wrong graphs are noticed."""
+"""Graphs give the results of their kernels. Here a graph is a list of recorded operators. Wrong graphs are noticed."""
 
 from __future__ import annotations
 

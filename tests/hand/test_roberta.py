@@ -24,7 +24,7 @@ from tests.hand.support import PlanBuilder
 from tests.hand.test_pooling import BERT, LENGTHS, pool, pooling, prompts, random_model, reference_states
 from tests.hand.test_rust_hand import rust, settings, torch_runner
 
-# The first two positions are for padding, and 96 are for tokens.
+# The first two of the 98 positions are for padding, and 96 are for tokens.
 SIZES: dict[str, Any] = {**BERT, "max_position_embeddings": 98, "type_vocab_size": 1, "pad_token_id": 1}
 LABEL: dict[str, Any] = {"num_labels": 1}
 MODELS = {

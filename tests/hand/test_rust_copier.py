@@ -18,7 +18,7 @@ from tests.hand.test_rust_hand import RustRunner, in_safetensors, rust, settings
 PAGE = 16
 PROMPT = [(37 * at + 11) % 131 for at in range(2 * PAGE + 5)]
 HOST, LENDERS = 5, 6
-"""Descriptors in the hand: of its host memory, and of the first lender's memory."""
+"""File descriptors in the hand: of its host memory, and of the first lender's memory."""
 
 
 class Tier:
@@ -52,7 +52,7 @@ class Tier:
         return result
 
     def until_ended(self, count: int) -> list[list[int]]:
-        """Waits until this many copies have ended that were not reported yet."""
+        """Waits until this many more copies have ended. Returns their tickets and status codes."""
         while len(self._ended) < count:
             self.step(wait_us=1000)
         ended, self._ended = self._ended, []

@@ -58,7 +58,7 @@ ARENA_BYTES = 1 << 20
 
 @dataclass
 class Answer:
-    """A step that was sent to the hand."""
+    """A plan that was sent to the hand, and whose result can be received."""
 
     runner: RustRunner
     step: int
@@ -103,7 +103,7 @@ class RustRunner:
 def rust(
     folder: Path, values: dict[str, Any], memories: Mapping[int, int] = MappingProxyType({})
 ) -> Iterator[RustRunner]:
-    """A hand that is ready. `memories` are descriptors of host memory {number in the hand: number here}."""
+    """A hand that is ready. `memories`: host memory, as {descriptor in the hand: descriptor here}."""
     ours, theirs = socket.socketpair()
     ours.settimeout(TIMEOUT_S)
     arena = os.memfd_create("arena")
@@ -206,7 +206,7 @@ def check(rust_: Sequence[Request], torch_: Sequence[Request], atol: float = 2e-
 
 
 def check_near(rust_: Sequence[Request], torch_: Sequence[Request]) -> None:
-    """In bfloat16 the hands round at different places, so the bound is on the typical difference."""
+    """In bfloat16 the hands round at different points, so the bound is on the typical difference."""
     pairs = [
         (float(ours[2][0]), float(theirs[2][0]))
         for one, other in zip(rust_, torch_, strict=True)
@@ -401,7 +401,7 @@ def test_files_of_gguf_of_more_families_are_the_same_to_both(tmp_path: Path, fam
 
 
 def vectors(runner: Any, lengths: Sequence[int]) -> npt.NDArray[np.float32]:
-    """The vectors of prompts in two parts. The second part is in one step with the next prompt's first part."""
+    """Computes the vectors of prompts in two chunks. The second chunk is beside the next prompt's first chunk."""
     random = np.random.default_rng(7)
     prompts = [random.integers(0, VOCABULARY, length).tolist() for length in lengths]
     found = []
@@ -445,7 +445,7 @@ def test_both_hands_give_the_same_vectors(tmp_path: Path, family: str, dtype: st
     wanted = vectors(torch_runner(values), lengths)
     if dtype == "float32":
         np.testing.assert_allclose(found, wanted, atol=2e-5)
-    # The hands round at different places.
+    # The hands round at different points.
     assert np.sqrt(np.square(found - wanted).mean()) < 0.03
 
 
@@ -458,7 +458,7 @@ def test_both_hands_give_the_same_vectors_of_encoders(tmp_path: Path, dtype: str
     path = tmp_path / "model.safetensors"
     tensors = {name: tensor.contiguous().clone() for name, tensor in model.state_dict().items()}
     if not scores:
-        # The names in checkpoints of whole models.
+        # In checkpoints of whole models names have this prefix.
         tensors = {f"bert.{name}": tensor for name, tensor in tensors.items()}
     save_file(tensors, path)
     pooled = Pooling(

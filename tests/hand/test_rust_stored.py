@@ -159,7 +159,7 @@ def test_a_flag_that_names_the_checkpoint_changes_nothing(tmp_path: Path) -> Non
 
 
 def test_dummy_weights(tmp_path: Path) -> None:
-    """The checkpoint has no files, and its config says which matrices are quantised."""
+    """The checkpoint has no files, and its config states which matrices are quantised."""
     config = hf_config(reference_model("llama").config, "LlamaForCausalLM")
     model = handshake_model(config | {"quantization_config": FORMATS["packed"].config}, [])
     with rust(tmp_path, settings(model, load_format="dummy")) as runner:

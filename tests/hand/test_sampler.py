@@ -1,4 +1,4 @@
-"""The sampler against a slow one that follows the protocol's text, one row and one token at a time."""
+"""The sampler, compared with a slow one that follows the protocol's text, one row and one token at a time."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""The sanitizer's tests without a GPU: their program runs, and the output of the tool is understood."""
+"""The sanitizer's tests without a GPU: their program runs, and the output of the tool is parsed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def test_the_program_computes_its_steps(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 def tool_of(folder: Path, text: str) -> Path:
-    """A stand-in for the tool. In `text`, `$@` are its arguments, and `run` runs the program in them."""
+    """A stand-in for the tool: the shell script `text`.
+
+    There `$@` are the arguments, and `run` runs the program in them.
+    """
     path = folder / sanitizer.NAME
     path.write_text(f'#!/bin/sh\nrun() {{ while [ "${{1#*python}}" = "$1" ]; do shift; done; "$@"; }}\n{text}\n')
     path.chmod(0o755)

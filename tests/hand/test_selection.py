@@ -67,7 +67,7 @@ def first_of_best(scores: torch.Tensor, start: int, top_k: int) -> list[list[int
 
 
 def any_of_best(scores: torch.Tensor, start: int, top_k: int) -> torch.Tensor:
-    """Without the rule: a library chooses among equal scores."""
+    """The choice without the rule: `topk` chooses arbitrarily among equal scores."""
     at = torch.arange(start, start + len(scores))[:, None]
     seen = scores.masked_fill(torch.arange(scores.shape[1]) > at, -torch.inf)
     return seen.topk(top_k, dim=-1).indices.sort(dim=-1).values
@@ -88,7 +88,7 @@ def test_the_largest_are_kept_and_of_equal_ones_the_lower_positions(
 
 @pytest.mark.parametrize(("rule", "holds"), [(selection.best, True), (any_of_best, False)])
 def test_without_the_rule_ties_go_anywhere(rule: Best, holds: bool) -> None:
-    """The test has many positions, because a library keeps the order of a few anyway."""
+    """The test has many positions, because libraries happen to keep the order of equal scores if there are few."""
     scores = torch.randint(0, 4, (30, 3000), generator=torch.Generator().manual_seed(1)).float()
     expected = first_of_best(scores, 2970, 600)
     assert (rule(scores, 2970, 600).tolist() == expected) is holds

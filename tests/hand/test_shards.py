@@ -46,7 +46,7 @@ def runner_of(model: dict[str, Any], rank: int, world: int, expert_parallel: boo
 
 
 def check(model: dict[str, Any], world: int, expert_parallel: bool = False) -> None:
-    """Each rank gets its parts of all weights, and together they cover each weight."""
+    """Checks that each rank gets its parts of all weights, and that together they cover each weight."""
     whole = dict(iter_weights(model, RunnerConfig.from_dict({**wire_config({}), "model": model}).model_config))
     covered = {name: torch.zeros(tensor.shape) for name, tensor in whole.items()}
     for rank in range(world):

@@ -1,4 +1,4 @@
-"""Sparse attention: chosen rows at any place, pages of two parts, and rows of a step that are divided."""
+"""Sparse attention: chosen rows at any position of a pool, pages of two parts, and rows of a step that are divided."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Case:
         self.kept[:, 0] = True
 
     def attend(self, seed: int, some: slice = slice(None)) -> torch.Tensor:
-        """Attends to rows at random places. The memory between them is NaN."""
+        """Attends to rows at random positions of a pool in which all other rows are NaN."""
         kept, rows = self.kept[some], self.rows[some]
         pool = torch.full((kept.numel() * 2, WIDTH), torch.nan, dtype=rows.dtype)
         place = torch.randperm(len(pool), generator=torch.Generator().manual_seed(seed))[: kept.numel()]

@@ -45,7 +45,10 @@ def test_a_sparse_slot_says_what_transformers_says(family: str, hand: dict[str, 
 @EACH_HAND
 @SPARSE
 def test_a_slot_may_be_sparse_from_its_first_position(family: str, hand: dict[str, Any]) -> None:
-    """As for a preempted request that is larger than the device. Some queries have fewer positions than the top-k."""
+    """This is the case of a preempted request whose pages do not fit on the device.
+
+    Some queries have fewer positions than the top-k.
+    """
     slot = Slot(family, **hand)
     results = []
     for position in range(len(PROMPT) + 6):

@@ -127,7 +127,7 @@ def test_experts(name: str, inner: int, device: str, tmp_path: Path) -> None:
     assert tokens(runner) == greedy_reference(model, PROMPT, COUNT)[0]
     mixture = runner.decoder.blocks[1].mlp
     assert isinstance(mixture, MixtureOfExperts)
-    # Each expert has its own order of inputs.
+    # With `desc_act` each expert has its own order of inputs, so its codes are not kept.
     assert (mixture._kept is not None) == (device == "deferred" and name != "gptq desc_act")
 
 
@@ -176,7 +176,7 @@ def logits_of(runner: ModelRunner) -> torch.Tensor:
 
 @pytest.mark.parametrize("flag", [None, "fp8"])
 def test_activations_become_8_bit_floats(flag: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The checkpoint may also be one without quantisation. The result is near that of bfloat16."""
+    """The checkpoint is quantised or not. The result is close to that in float32."""
     model = reference_model("qwen2")
     checkpoint = quantised(tmp_path, model, fp8_channels()) if flag is None else saved(tmp_path, model)
     called = products_of_floats(monkeypatch)
@@ -214,7 +214,7 @@ def test_integers_are_made_by_the_rust_hand(device: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["blocks", "channels", "gptq desc_act", "packed"])
 def test_dummy_weights(name: str) -> None:
-    """The checkpoint has no files, and its config says which matrices are quantised."""
+    """The checkpoint has no files, and its config states which matrices are quantised."""
     model = reference_model("llama")
     stored = FORMATS[name].config | ({"ignore": ["re:.*down_proj"]} if name == "packed" else {})
     config = hf_config(model.config, "LlamaForCausalLM") | {"quantization_config": stored}

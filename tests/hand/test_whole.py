@@ -115,7 +115,7 @@ def test_scores_and_logits_are_those_of_transformers(tmp_path: Path, name: str, 
     labels = WHOLE[name][1].num_labels
     assert model["pooling"]["task"] == ("score" if labels == 1 else "classify")
     texts = prompts(LENGTHS)
-    # The model ignores the beginning of a second text.
+    # The model ignores `segments`, the positions where second texts begin.
     with hand_of(hand, tmp_path, model) as runner:
         found = pool(runner, texts, segments=[3, 0, 40, 6, 1, 1, 30, 3])
     assert found.shape == (len(texts), labels)

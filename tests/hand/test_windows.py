@@ -44,14 +44,14 @@ def facts_of(runner: Any) -> dict[str, Any]:
 
 @dataclass
 class Run:
-    """A slot's pages of the window part."""
+    """The pages of a slot for the layers with a window."""
 
     first: int = 0
     pages: deque[int] = field(default_factory=deque)
 
 
 class WindowBrain(MiniBrain):
-    """Gives each row its pages of the window part in advance, and frees pages that the window has passed."""
+    """Allocates the pages of window layers before each row, and frees pages that the window has passed."""
 
     def __init__(self, runner: Any, early: int = 0) -> None:
         """`early`: the number of positions by which pages are freed too early."""
@@ -118,7 +118,7 @@ def compare(ours: Sequence[Request], theirs: Sequence[Request]) -> None:
 
 
 def check(runner: Any, plain: Any) -> None:
-    """Compares chunks of several sizes with the results of one pool."""
+    """Compares chunks of several sizes with the results of a runner with one pool."""
     expected = requests()
     MiniBrain(plain, seed=2).serve(expected, 16)
     assert facts_of(runner)["window_page_count"] > 0

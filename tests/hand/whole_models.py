@@ -76,7 +76,7 @@ WHOLE: dict[str, tuple[type[Any], PreTrainedConfig]] = {
 
 @cache
 def model_of(name: str) -> Any:
-    """The model. Its weights and norms are so random that a wrong position changes the output."""
+    """A random model. Its weights and norms vary so much that a wrong position changes the output."""
     kind, config = WHOLE[name]
     torch.manual_seed(7)
     model = kind(config).eval()
@@ -89,7 +89,7 @@ def model_of(name: str) -> Any:
 
 
 def write_gguf(path: Path, name: str, dense: Sequence[torch.Tensor] = ()) -> Path:
-    """The GGUF file of an EmbeddingGemma, as llama.cpp's `convert_hf_to_gguf.py` writes it."""
+    """Writes the GGUF file of an EmbeddingGemma as llama.cpp's `convert_hf_to_gguf.py` does."""
     config, arch = WHOLE[name][1], gguf.MODEL_ARCH.GEMMA_EMBEDDING
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
     _common(writer, config, config.num_hidden_layers)
@@ -116,9 +116,9 @@ def write_gguf(path: Path, name: str, dense: Sequence[torch.Tensor] = ()) -> Pat
 
 
 def save(folder: Path, name: str, modules: tuple[str, ...] = ("Pooling",), **files: Any) -> Path:
-    """A repository of the model. With `modules` after the model it has the layout of sentence-transformers.
+    """Writes a repository of the model. With `modules` after the model it has the layout of sentence-transformers.
 
-    `files` are the configs of modules, and `linear` has the weights of a `Dense` module.
+    `files`: the config of each module, such as `Dense2`, with the tensors `weight` and `bias` of a `Dense` module.
     """
     model_of(name).save_pretrained(folder)
     words = Tokenizer(models.WordLevel({f"w{at}": at for at in range(131)}, unk_token="w3"))

@@ -32,7 +32,7 @@ def test_a_gate_admits_in_order_and_within_its_limit() -> None:
                 await asyncio.sleep(0)
 
         await settle()
-        # The light call after `b` must not overtake it.
+        # The light call `c` comes after `b` and must not overtake it.
         assert (seen, gate.held) == (["a"], 2)
         gate.leave(2)
         await settle()

@@ -19,14 +19,14 @@ Json = dict[str, Any]
 
 
 def whole(body: Json, status: int = 200, *headers: str) -> bytes:
-    """An answer with a length."""
+    """An answer with a `Content-Length`."""
     text = json.dumps(body).encode()
     lines = [f"HTTP/1.1 {status} X", "Content-Type: application/json", f"Content-Length: {len(text)}", *headers]
     return "\r\n".join([*lines, "", ""]).encode() + text
 
 
 def chunked(*chunks: bytes, end: bool = True) -> bytes:
-    """An answer in chunks."""
+    """An answer with chunked transfer encoding. With `end` false, the last chunk is missing."""
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
     return head + b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in chunks) + (b"0\r\n\r\n" if end else b"")
 
@@ -96,7 +96,7 @@ def test_a_connection_is_kept_while_the_server_keeps_it(
     async def story() -> None:
         async with client(tmp_path, whole({"n": 1}), whole({"n": 2}), **options) as (found, fake):
             assert await ask(found) == {"n": 1}
-            # Waits until the server's end of the connection has arrived.
+            # Waits until the server's close of the connection has arrived.
             await asyncio.sleep(0)
             while options.get("closes") and not found._idle[0]._reader.at_eof():
                 await asyncio.sleep(0)
@@ -168,7 +168,7 @@ def test_an_answer_that_is_no_json_is_shown(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("status", [400, 200])
 def test_octets_are_sent_once_the_server_takes_them(tmp_path: Path, status: int) -> None:
-    """A refusal comes before the body, and the server does not read the body then."""
+    """A refusal comes before the body is sent, and then the server does not read the body."""
     body = bytes(range(256)) * 20_000
     received: list[bytes] = []
 

@@ -1,4 +1,4 @@
-"""The library's own server: what it leaves behind, what it shows, and errors without a server."""
+"""The library's own server: the folders that it leaves behind, its progress line, and errors without a server."""
 
 from __future__ import annotations
 

@@ -60,9 +60,9 @@ def serve() -> Iterator[Serve]:
 
 @pytest.fixture
 def open_page(browser: Any) -> Iterator[Open]:
-    """Opens a server's page. Afterwards checks that it asked no other host, and that the console shows no error.
+    """Opens a server's page. Afterwards checks that it contacted no other host, and that the console shows no error.
 
-    `refused`: the statuses that the test provokes. A browser writes each refused request to its console.
+    `refused`: the error statuses that the test provokes. A browser writes each of them to its console.
     """
     contexts = []
     checks: list[Callable[[], None]] = []

@@ -64,11 +64,11 @@ class Replica:
     gap: int = 0
     number: int = 0
     kept: int = 0
-    """The number of pages whose blocks no request holds."""
+    """The number of cached pages that no request holds."""
     running: list[Request] = field(default_factory=list)
     waiting: list[Request] = field(default_factory=list)
     steps: list[list[int]] = field(default_factory=list)
-    """The steps that no tick has reported."""
+    """The steps that no tick has reported yet."""
     busy: int = 0
     """The time at which the device finishes its present work."""
 
@@ -123,7 +123,7 @@ class Engine:
         self.replicas[replica].respawns += 1
 
     def advance(self, seconds: float) -> None:
-        """Runs all replicas for some time."""
+        """Runs all replicas for `seconds` of simulated time."""
         end = self.now + int(seconds * 1e6)
         self._due += self.arrivals * seconds
         while self._due >= 1:

@@ -14,7 +14,7 @@ from tests.page.engine import Engine, Router
 from tests.page.server import PageServer
 
 STEP = "Number(document.querySelector('.timeline')?.dataset.step ?? 0)"
-"""The sum of the numbers of the last steps. 0 until the timeline is there."""
+"""The sum over all replicas of the number of the last drawn step. 0 until the timeline is shown."""
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_the_timeline_advances(page: Any) -> None:
     page.get_by_text("The last steps as a table").click()
     rows = timeline.get_by_role("row")
     rows.nth(12).wait_for()
-    # A held timeline does not move.
+    # A paused timeline does not move.
     page.get_by_role("button", name="Hold the timeline").click()
     page.get_by_role("button", name="Earlier").click()
     page.get_by_role("button", name="Follow the server").click()

@@ -13,7 +13,7 @@ from tests.page.server import Chunk
 from tests.page.test_chat import answer, say
 
 MOST_FROZEN_MS = 1000
-"""A bound, and no goal of speed. Without the page's limits these inputs take tens of seconds or end the tab."""
+"""A bound, not a performance goal. Without the page's limits, these inputs take tens of seconds or crash the tab."""
 
 LAST = "[...document.querySelectorAll('.message.assistant :is(.block, .plain)')].at(-1)"
 

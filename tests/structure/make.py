@@ -24,6 +24,6 @@ def plan(*arguments: str, **variables: str) -> str:
 
 @cache
 def targets() -> frozenset[str]:
-    """The targets that are no paths, and the targets of benchmarks, which one rule makes."""
+    """The targets whose names are not paths, and the targets of benchmarks, which share one rule."""
     explicit = re.findall(r"^([a-z][a-z0-9-]*):", plan("--print-data-base", "help"), re.MULTILINE)
     return frozenset(explicit) | {f"bench-{name}" for name in registry.benchmarks()}

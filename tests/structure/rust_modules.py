@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.structure.repository import rust_code
 
 Names = tuple[str, ...]
-"""A path of Rust in parts, or a module's path below the crate's root."""
+"""The segments of a Rust path, or of a module's path below the crate's root."""
 
 _MODULE_OF_TESTS = re.compile(
     r"#\[cfg\((?:test|all\(test[^\]]*)\)\]\s*(?:#\[[^\]]*\]\s*)*(?:pub(?:\([^)]*\))?\s+)?mod\s+(\w+)\s*([;{])"
@@ -37,7 +37,7 @@ class Module:
 
 
 def without_tests(code: str) -> tuple[str, set[str]]:
-    """`code` without its test modules, and the names of test modules in files."""
+    """`code` without its test modules, and the names of test modules that have their own files."""
     files = set()
     while found := _MODULE_OF_TESTS.search(code):
         end = found.end()
@@ -72,7 +72,7 @@ def leaves(tree: str, prefix: Names = ()) -> Iterator[tuple[Names, str]]:
 
 
 def read_module(file: Path, text: str) -> tuple[Module, set[str]]:
-    """The module in `text`, and the names of its files of tests."""
+    """The module in `text`, and the names of its test modules that have their own files."""
     code, tests = without_tests(rust_code(text))
     module = Module(file)
     module.children = set(_MODULE.findall(code))
@@ -128,7 +128,7 @@ def defined(
 def inside(
     crate: Mapping[Names, Module], place: Names, path: Names, seen: frozenset[tuple[Names, Names]]
 ) -> Path | None:
-    """The file that defines `path` as seen from outside of the module at `place`."""
+    """The file that defines `path` as another module would name it, relative to the module at `place`."""
     module = crate.get(place)
     if module is None:
         return None

@@ -1,7 +1,7 @@
-"""The columns of plans and results, and the words of their records, are spelled in one place.
+"""The columns of plans and results, and the words of their records, are declared only once.
 
-That place is `columns!` and `record!` in crates/protocol. crates/protocol/tests/columns.rs compares the code that they
-make.
+The declarations are `columns!` and `record!` in crates/protocol. crates/protocol/tests/columns.rs compares the code
+that these macros generate.
 """
 
 import re
@@ -17,7 +17,7 @@ from tests.structure.repository import files, inside, read
 MADE = Path("python/forebay/protocol")
 # Masks have their own frame, and its rows are not those of a plan.
 MASKS = Path("crates/protocol/src/masks.rs")
-# The code that writes or reads plans and results. Elsewhere the same words mean other things.
+# The code that writes or reads plans and results. Other code may use the same words for something else.
 READERS = [*(f"crates/{name}/src" for name in ("protocol", "kvcache", "scheduler", "engine", "hand", "cpuhand"))]
 READERS += ["python/forebay"]
 GENERATED = {MADE / "columns.py", MADE / "constants.py"}
@@ -40,7 +40,7 @@ def declared() -> tuple[list[str], list[list[str]]]:
 
 
 def second_spellings(code: str) -> list[str]:
-    """Places in Rust or Python that spell a column's type, or list columns or words in order."""
+    """Code in Rust or Python that repeats a column's type, or lists columns or words in their declared order."""
     columns, records = declared()
     code = _BLOCK.sub("", code)
     name = "|".join(sorted(set(columns)))

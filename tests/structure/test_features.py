@@ -1,6 +1,6 @@
-"""The pages promise only what exists: flags are in the page of commands, and routes in the page of the API.
+"""The pages promise only what exists: docs/cli.md has each flag that they name, and docs/api.md each route.
 
-tests/e2e/test_cli_page.py and tests/e2e/test_api_page.py compare these two pages with the binary.
+tests/e2e/test_cli_page.py and tests/e2e/test_api_page.py compare docs/cli.md and docs/api.md with the binary.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The bound of a parameter is written once: in a table's line, or in the constant that the line names."""
+"""The bound of a parameter is written once: in a row of a table, or in the constant that the row names."""
 
 import re
 from pathlib import Path
@@ -34,7 +34,7 @@ _COMPARISON = re.compile(r"(?<![<>=:-])[<>]=?\s*-?(\d[\d_.]*)\b(?!\s*>)|(\d[\d_.
 _STRUCT = re.compile(r"^(?:pub(?:\(\w+\))? )?struct (\w+) \{\n(.*?)^\}", re.DOTALL | re.MULTILINE)
 _FIELD = re.compile(r"^    (?:pub(?:\(\w+\))? )?(\w+): (Option<.*>),", re.MULTILINE)
 POOLED = {"ClassifyRequest", "EmbeddingRequest", "RerankRequest", "ScoreRequest"}
-"""Requests that generate no tokens, and so have few of the parameters."""
+"""Requests that generate no tokens, and so have only some of the parameters."""
 
 
 def without_tables(text: str) -> str:

@@ -17,7 +17,7 @@ _KIND = re.compile(
 
 
 def questions(code: str) -> list[str]:
-    """Places in Rust code that ask which kind of memory there is."""
+    """The expressions in Rust code that test which kind of memory is used."""
     return _KIND.findall(rust_code(code))
 
 

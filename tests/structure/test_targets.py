@@ -11,7 +11,7 @@ from tests.structure.make import plan, targets
 from tests.structure.repository import ROOT, files, read
 
 NAMED = re.compile(r"`make ([^`\n]+)`")
-"""In text, comments and messages."""
+"""A target in text, comments and messages."""
 IN_BLOCKS = re.compile(r"^(?:\$ )?make ([a-z][^#\n]*)", re.MULTILINE)
 """A command on its own line."""
 

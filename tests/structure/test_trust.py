@@ -12,7 +12,7 @@ from tests.structure.repository import ROOT, read
 
 PAGE = Path("docs/trust.md")
 TESTS: dict[str, list[str]] = json.loads(read(Path("tests/structure/trust.json")))
-"""The tests of each line of the page. Each is a file, or a file and the name of a test."""
+"""The tests of each line of docs/trust.md. Each is a file, or a file and the name of a test."""
 LINE = re.compile(r"^\| ([A-Z]\d+) \|", re.MULTILINE)
 NAMED = re.compile(r"((?:crates|tests)/[^`:]+\.(?:rs|py))(?:::(\w+))?")
 

@@ -140,7 +140,7 @@ HISTORIES: list[list[Json]] = [
 
 
 def decided(source: str, messages: list[Json], render: Render, *, parts: bool) -> list[Json]:
-    """`messages` in the form in which this template gets them."""
+    """`messages` in the form in which the server passes them to this template."""
     nothing, as_text = shape(source, render, parts=parts)
     made = []
     for message in copy.deepcopy(messages):
@@ -184,7 +184,7 @@ def as_parts(message: Json) -> Json:
 def probes(
     render: Render, source: str, content: Any, arguments: Any, *, parts: bool, shown: str = "probe"
 ) -> str | None:
-    """The text of a chat with a call, or None if the template does not show `shown`, the call's argument."""
+    """The text of a chat with a call, or None if the template does not print `shown`, the call's argument."""
     turn: Json = {"role": "assistant", "content": content, "tool_calls": call(arguments)}
     chat = [ASK, turn, RESULT]
     try:
@@ -195,7 +195,7 @@ def probes(
 
 
 def shape(source: str, render: Render, *, parts: bool) -> tuple[str | None, bool | None]:
-    """The value for missing content beside calls, and whether arguments are text (None: no calls are shown)."""
+    """The content for a call without content, and whether arguments are passed as text (None: no calls are printed)."""
     for as_text, arguments in ((False, {"k": "probe"}), (True, '{"k":"probe"}')):
         empty = probes(render, source, "", arguments, parts=parts)
         null = probes(render, source, None, arguments, parts=parts)
@@ -208,13 +208,13 @@ def shape(source: str, render: Render, *, parts: bool) -> tuple[str | None, bool
 
 
 def nothing_of(empty: str | None, null: str | None) -> str | None:
-    """The value for missing content beside calls. The texts are of chats with empty content and with null."""
+    """The content for a call without content. The texts are of chats with empty content and with null."""
     named = [word for word in ("None", "null") if null is not None and word in null and word not in (empty or "")]
     return "" if null is None or named else None
 
 
 def only_null(source: str, render: Render, *, parts: bool) -> bool:
-    """True if the template shows calls only beside null."""
+    """True if the template prints calls only if their content is null."""
     given: tuple[Any, ...] = ({"k": "probe"}, '{"k":"probe"}')
 
     def shows(content: Any) -> bool:

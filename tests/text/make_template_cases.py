@@ -2,8 +2,8 @@
 
 The templates in `templates/` are written for this test in the style of widely used model families. SmolLM2's template
 is the model's own. Each written file holds one template and its cases. A case has either `expected`, the text, or
-`error`, which means that rendering must fail. `expressions.json` holds small templates, which show where a difference
-is. `histories.py` has templates, and histories in which clients leave out fields.
+`error`, which means that rendering must fail. `expressions.json` holds small templates, which locate a difference.
+`histories.py` has templates, and histories in which clients leave out fields.
 
 Run from the repository root: python -m tests.text.make_template_cases
 """

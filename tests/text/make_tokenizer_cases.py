@@ -183,7 +183,7 @@ def suffix_bpe() -> Tokenizer:
 
 
 def cases(tokenizer: Tokenizer) -> dict[str, Any]:
-    """The package's results for every text, and for lists of ids that no text gives."""
+    """The package's results for every text, and for random lists of ids."""
     texts = []
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""One process of crates/vision for all tests of a module."""
+"""One process of the example `prepare` of crates/vision for all tests of a module."""
 
 from collections.abc import Iterator
 

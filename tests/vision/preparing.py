@@ -17,7 +17,7 @@ Pixels = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Family:
-    """How a family of models prepares images.
+    """The parameters with which a family of models prepares images.
 
     If `min_pixels` is 0, each image has `max_pixels` positions, with as many rows as columns.
     """
@@ -48,7 +48,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Prepared:
-    """The size of the upright image, its grid, its patches, and the time of all rounds.
+    """The size of the upright image, its grid, its patches, and the seconds of all rounds together.
 
     Patches are uint8 [patches, 3 * patch * patch].
     """

@@ -14,7 +14,7 @@ from tests.vision.preparing import KINDS, QWEN3, Pixels, Preparing, Refused, pic
 
 # The number of JPEGs of each kind. `make test-image-sizes` tests more.
 JPEGS = 150 if "FOREBAY_IMAGE_SIZES" in os.environ else 12
-# Pillow guesses the length of a progressive JPEG, and fails if a small one is longer.
+# Pillow guesses the encoded length of a progressive JPEG, and fails if a small image needs more.
 ImageFile.MAXBLOCK = 1 << 20
 
 
@@ -31,14 +31,14 @@ def pillow(path: Path) -> Pixels:
 
 
 def difference(vision: Preparing, path: Path) -> int:
-    """The largest difference of a value between both."""
+    """The largest difference of a value between our image and Pillow's."""
     ours, theirs = vision.pixels(path).astype(int), pillow(path).astype(int)
     assert ours.shape == theirs.shape
     return int(np.abs(ours - theirs).max())
 
 
 def some_picture(random: np.random.Generator, longest: int = 300) -> Image.Image:
-    # At least 2, because no side may be more than 200 times the other.
+    # At least 2, because no side may be more than 200 times as long as the other.
     height, width = random.integers(2, longest if random.random() < 0.8 else 18, 2).tolist()
     return Image.fromarray(picture(KINDS[int(random.integers(4))], height, width, random))
 
@@ -70,7 +70,7 @@ def test_jpegs_are_those_of_pillow(vision: Preparing, kind: str, progressive: bo
         path = tmp_path / f"{number}.jpg"
         image.save(path, progressive=progressive, **options)
         if kind == "ycck":
-            # The coefficients stay, and Adobe's segment now declares YCCK.
+            # The coefficients are unchanged, but Adobe's segment now declares YCCK.
             file = bytearray(path.read_bytes())
             file[file.index(b"Adobe") + 11] = 2
             path.write_bytes(file)
@@ -78,7 +78,7 @@ def test_jpegs_are_those_of_pillow(vision: Preparing, kind: str, progressive: bo
 
 
 def test_inks_of_unequal_size_are_close(vision: Preparing, tmp_path: Path) -> None:
-    """Another decoder reads these, because the exact one does not support them. Few values differ by more than 8."""
+    """The exact decoder does not support these files, so another one reads them. Few values differ by more than 8."""
     random = np.random.default_rng(28)
     for subsampling in (1, 2):
         image = Image.fromarray(picture("photograph", 120, 150, random)).convert("CMYK")
@@ -154,7 +154,7 @@ def test_of_an_animation_the_first_frame_is_seen(vision: Preparing, tmp_path: Pa
 
 
 def test_of_sixteen_bits_the_upper_eight_are_kept(vision: Preparing, tmp_path: Path) -> None:
-    """Pillow clips gray values above 255, which would make nearly all of the image white."""
+    """The reference is not Pillow: it clips gray values above 255, which makes nearly all of the image white."""
     deep = np.random.default_rng(34).integers(0, 1 << 16, (20, 30), dtype=np.uint16)
     path = tmp_path / "image.png"
     Image.fromarray(deep).save(path)

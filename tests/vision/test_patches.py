@@ -35,7 +35,7 @@ def processor(family: Family) -> Qwen2VLImageProcessor:
 
 
 def values(patches: np.ndarray, family: Family, times: int = 2) -> torch.Tensor:
-    """The hand's input for patches, by a table: float32 [patches, 3 * times * patch * patch], each patch `times`."""
+    """The hand's input from patches by a table, each patch repeated `times`: float32 [patches, 3 * times * patch^2]."""
     mean, std = torch.tensor(family.mean) * 255, torch.tensor(family.std) * 255
     table = (torch.arange(256, dtype=torch.float32)[None] - mean[:, None]) / std[:, None]
     colours = torch.from_numpy(patches.copy()).view(-1, 3, 1, family.patch**2).long()
@@ -97,7 +97,7 @@ def test_grids_are_those_of_transformers(vision: Preparing, family: Family, tmp_
     random = np.random.default_rng([25, family.patch])
     side = family.patch * family.merge
     sizes = np.exp(random.uniform(0, np.log(7000), (1000, 2))).astype(int).tolist()
-    # Sizes halfway between two grids round to even. Others are where a bound on pixels begins to hold.
+    # Sizes halfway between two grids round to even. Others are at the limits on the number of pixels.
     sizes += [(side * rows // 2, side * columns // 2) for rows in range(1, 24) for columns in range(1, 24)]
     path = tmp_path / "image.png"
     for height, width in sizes:
@@ -110,7 +110,7 @@ def test_grids_are_those_of_transformers(vision: Preparing, family: Family, tmp_
 
 
 def test_an_upright_image_is_resized_as_it_is_seen(vision: Preparing, tmp_path: Path) -> None:
-    """Resizing takes first the rows of the upright image, not those of the stored one."""
+    """The rows of the upright image are resized first, not those of the stored one."""
     random = np.random.default_rng(26)
     stored = Image.fromarray(picture("noise", 333, 411, random))
     exif = Image.Exif()

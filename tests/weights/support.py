@@ -50,11 +50,11 @@ COMPUTED_AS = {
     **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q2_K", "Q3_K"), "Q8_0"),
     **dict.fromkeys(("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0"), "Q8_0"),
 }
-"""GGUF's types, and for each the type in which the hand in Rust computes it."""
+"""Maps each GGUF type to the type in which the Rust hand computes it."""
 
 
 def random_blocks(name: str, count: int, random: np.random.Generator, spread: float = 0.1) -> np.ndarray:
-    """Blocks [count, bytes] of a GGUF type: random bytes, and scales of the size `spread`."""
+    """Random blocks [count, bytes] of a GGUF type, with scales of about `spread`."""
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[name]]
     blocks = random.integers(0, 256, (count, size), dtype=np.uint8)
     for offset in SCALES.get(name, ()):

@@ -170,7 +170,7 @@ LATENT = {
 
 
 def expert_config(path: Path, architecture: str, metadata: dict[str, Any]) -> ModelConfig:
-    """The shape that follows from the metadata. The file's tensors add nothing to it."""
+    """The shape that follows from the metadata alone: the file's tensors do not affect it."""
     return model_config(config_of(tiny_gguf(path, architecture, {**EXPERTS, **metadata})))
 
 
@@ -279,7 +279,7 @@ def test_every_end_of_a_turn_ends_a_generation(tmp_path: Path) -> None:
     types = [1] * 255 + [3, 1, 3]
     named = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     assert config_of(tiny_gguf(tmp_path / "named.gguf", metadata=named))["eos_token_id"] == [257, 255]
-    # In gpt-oss a turn has several messages, so the end of a message does not end it.
+    # In gpt-oss a turn has several messages, so the end of a message does not end the turn.
     tokens = [f"t{number}" for number in range(254)] + ["<|call|>", "<|end|>", "<|return|>", "</s>"]
     channels = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": [1] * 254 + [3, 3, 3, 3]}
     assert config_of(tiny_gguf(tmp_path / "channels.gguf", metadata=channels))["eos_token_id"] == [257, 254, 256]
@@ -290,7 +290,7 @@ LLAMA4 = {**EXPERTS, "interleave_moe_layer_step": 1}
 
 @pytest.mark.parametrize(("changes", "normed"), [({}, True), ({"expert_count": 128}, False)])
 def test_llama_4_is_as_llama_cpp_has_it(tmp_path: Path, changes: dict[str, Any], normed: bool) -> None:
-    """The files contain neither the chunks nor which heads are normalised."""
+    """GGUF files state neither the size of the chunks nor which heads are normalised."""
     metadata = {**LLAMA4, "block_count": 4, "context_length": 1 << 15, **changes}
     found = expert_config(tmp_path / "x.gguf", "llama4", metadata)
     assert [kind.chunk for kind in found.kinds] == [8192, 8192, 8192, None]

@@ -97,7 +97,7 @@ def test_a_mutated_header_is_described_or_refused(whole: bytes, tmp_path: Path, 
     """For any bytes there is a description or one line of error, and memory stays bounded."""
     mutated = bytearray(whole)
     for _ in range(data.draw(st.integers(1, 4))):
-        # A place may hold any field of the header, such as a size, a kind or a count.
+        # A random offset may hit any field of the header, such as a size, a kind or a count.
         place = data.draw(st.integers(0, 3000))
         value = data.draw(st.sampled_from([0, 1, 7, 8, 9, 255, 1 << 31, HUGE, (1 << 64) - 1]))
         width = data.draw(st.sampled_from([1, 4, 8]))

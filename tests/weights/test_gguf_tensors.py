@@ -57,7 +57,7 @@ def q8_0(b: bytes) -> list[float]:
 
 
 def scale_and_minimum(packed: bytes, part: int) -> tuple[int, int]:
-    """One of eight pairs of six bits. The first four are whole, and the others are in nibbles and spare bits."""
+    """One of eight pairs of 6-bit values. The first four pairs are whole, the others in nibbles and spare bits."""
     if part < 4:
         return packed[part] & 63, packed[part + 4] & 63
     return (packed[part + 4] & 15) | (packed[part - 4] >> 6) << 4, packed[part + 4] >> 4 | (packed[part] >> 6) << 4
@@ -97,7 +97,7 @@ def q6_k(b: bytes) -> list[float]:
     return values
 
 
-# Type, offsets of the half-precision scales in a block, and its format's definition, one element at a time.
+# The offsets of the half-precision scales in a block, and the type's definition, one element at a time.
 BLOCKS: dict[str, tuple[list[int], Scalar]] = {
     "Q4_0": ([0], q4_0),
     "Q4_1": ([0, 2], q4_1),
@@ -154,7 +154,7 @@ def test_a_weight_may_be_a_part_of_a_range_and_its_numbers_changed(tmp_path: Pat
     rows = Cut(Part(3, 1, 3), Part(8, 2, 5))
     np.testing.assert_array_equal(read((3, 8), rows, matrix=(6, 8), rows=(1, 2)), odd[1:3, 2:5])
     np.testing.assert_array_equal(read((6, 8), times=0.5, plus=1.0), values * 0.5 + 1)
-    # The head's six rows are stored in the order 0, 3, 1, 4, 2, 5.
+    # The six rows of the head are stored in the order 0, 3, 1, 4, 2, 5.
     np.testing.assert_array_equal(read((6, 8), pairs=1), values[[0, 2, 4, 1, 3, 5]])
 
 

@@ -162,7 +162,7 @@ def test_qwen_is_what_its_ranks_say(qwen: Tokenizer, qwen_ranks: dict[bytes, int
 
 @pytest.fixture(scope="module")
 def smollm2_tokenizers() -> tuple[Tokenizer, Tokenizer]:
-    """transformers' tokenizer, with the original's pre-tokenizer, which it lacks, and Forebay's tokenizer."""
+    """transformers' tokenizer, with the original's splitting of digits, which it omits, and Forebay's tokenizer."""
     path = smollm2()
     reference = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).backend_tokenizer
     document = json.loads(reference.to_str())
@@ -196,7 +196,7 @@ SPACE, NO_SPACE = r"\p{White_Space}", r"\P{White_Space}"
 
 
 def pattern(text: str) -> regex.Pattern[str]:
-    # This library's `\s` has four control characters more than the tokenizers' one.
+    # In this library, `\s` matches four control characters more than in the tokenizers library.
     inside = text.replace(r"[^\s", rf"[^{SPACE}")
     return regex.compile(inside.replace(r"\s", SPACE).replace(r"\S", NO_SPACE))
 
@@ -349,7 +349,7 @@ def spm_metadata(pieces: Sequence[str], *, add_space_prefix: bool = True) -> dic
 
 
 def spm_encode(text: str, metadata: dict[str, Any]) -> list[int]:
-    """SentencePiece's rule: merge the best-scored neighbours, of equals the leftmost. Bytes represent the rest."""
+    """SentencePiece's rule: merge the neighbours of best score, leftmost first on a tie. Bytes represent the rest."""
     tokens = metadata["tokenizer.ggml.tokens"]
     ids = {token: index for index, token in enumerate(tokens) if metadata["tokenizer.ggml.token_type"][index] == 1}
     scores = {token: metadata["tokenizer.ggml.scores"][index] for token, index in ids.items()}
@@ -398,7 +398,7 @@ MERGES = ["▁ ▁", "▁ t", "h e", "▁t he", "l o", "he l", "hel lo", "▁ he
 
 
 def merged_metadata(model: str, pre: str | None) -> dict[str, Any]:
-    """A vocabulary like Gemma 4's: pieces, and merges in order."""
+    """A vocabulary like Gemma 4's: pieces without scores, and merges in order."""
     pieces = [*"▁thelo\n日本", *("".join(merge.split(" ")) for merge in MERGES[:-1])]
     return {
         **spm_metadata(pieces, add_space_prefix=False),

@@ -1,4 +1,4 @@
-"""The shape of a model in the handshake. PyTorch's hand refuses by name the parts that it does not compute."""
+"""The shape of a model in the handshake. The PyTorch hand names each part that it does not support in its error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every number of a config.json: a senseless value gives one line of error that names it, and no traceback."""
+"""Every number of a config.json: an invalid value gives one line of error that names it, and no traceback."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.weights.support import tiny_config
 from tests.weights.test_vision import QWEN3, QWEN25
 
 WRONG: tuple[Any, ...] = (0, -1, 1 << 31, 1 << 64, 10**300, 1e300, 0.5, True, "64", "", [], [1], {}, {"a": 1})
-"""Values that are no sizes. Some keys may have the first value or the empty ones."""
+"""Values that are no valid sizes. Some keys may be 0 or empty."""
 SENSELESS: tuple[Any, ...] = (-1, 1 << 64, 10**300, 0.5, "64", [1], {"a": 1})
-"""Values that no key may have."""
+"""Values that are invalid for every key."""
 
 
 def decoder(kind: type[PretrainedConfig], name: str, **more: Any) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def test_what_is_quantised_here_is_near() -> None:
     values[3] = 0
     values[4] *= 1e-6
     codes = quantised(values)
-    # Half the last place of a number with 3 bits after the leading one, or half the smallest number.
+    # Half the last place of a value with 3 mantissa bits, or half the smallest value.
     allowed = (values.abs() / 16).maximum(codes.scale * 2**-10)
     assert ((codes.values() - values).abs() <= allowed).all()
     assert codes.codes[0].float().abs().max() == 448

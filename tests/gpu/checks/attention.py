@@ -22,11 +22,11 @@ def dense(
     cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends from q [n, heads, dim] to keys, values [positions, kv_heads, any] in float64. Gives two [n, heads, any].
+    """Attends in float64. Returns two [n, heads, any]: the results, and the same sums of absolute values.
 
-    The second result sums absolute values. Query i attends to the first `seen[i]` positions, or to all if `seen` is
-    None, and of these to the last `window`. `cap` is the limit that scores approach, and 0 is none. `sinks` [heads] are
-    scores without values.
+    The shapes are q [n, heads, dim], keys and values [positions, kv_heads, any]. Query i attends to the first `seen[i]`
+    positions, or to all if `seen` is None, and of these to the last `window`. `cap` is the limit that scores approach;
+    0: no limit. `sinks` [heads] are scores without values.
     """
     group = q.shape[1] // keys.shape[1]
     hidden = None
@@ -94,7 +94,7 @@ def check_attend(
     """Rows are (start, length). `padding`: padded rows, and tokens of no row. `widths`: those of a key's two parts.
 
     With `eight_bits` pages hold 8-bit floats, and NaN elsewhere. `sinks` is the largest absolute score of the heads'
-    sinks, and None is no sinks.
+    sinks; None: no sinks.
     """
     (queries, kv_heads), (dim, extra) = heads, widths
     ends, lengths = [start + length for start, length in rows], [length for _, length in rows]

@@ -68,7 +68,7 @@ def check_product(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """Both types represent codes exactly, and sums and scales are float32. So only the result is rounded."""
+    """float32 and bfloat16 represent codes exactly, and sums and scales are float32. So only the result is rounded."""
     matrix, numbers = Codes.random(rows, shape, seed, device), Numbers(device, seed + 1)
     x = numbers.normal(tokens, matrix.inputs, dtype=dtype)
     bias = numbers.normal(rows, dtype=dtype) if biased else None
@@ -129,7 +129,10 @@ def check_experts_of_codes(
 def check_quantise(
     operators: Kernels, tokens: int, inputs: int, dtype: torch.dtype, device: torch.device = CPU, seed: int = 0
 ) -> None:
-    """Each code is a nearest one of its quotient. Some quotients are so small that floats have few bits there."""
+    """Each code is nearest to its quotient (input / scale).
+
+    Some quotients are so small that 8-bit floats have few bits.
+    """
     numbers = Numbers(device, seed)
     x = (numbers.normal(tokens, inputs) * 10.0 ** (numbers.below(9, tokens, inputs) - 6)).to(dtype)
     x[0] = 0
@@ -139,5 +142,6 @@ def check_quantise(
     within(scale, (largest / _LARGEST).clamp(min=1e-12), largest * _DIVISION / _LARGEST + 1e-18)
     quotient = x.double() / scale.double()
     exponent = quotient.abs().clamp(min=2.0**-100).log2().floor().clamp(min=_LEAST_EXPONENT)
-    # A float has four significant bits, so the error is half the last place. In float32 a tie may round the other way.
+    # An 8-bit float has four significant bits, so the error is half the last bit. In float32 a tie may round up or
+    # down.
     within(codes.float(), quotient, 2.0 ** (exponent - 4) + quotient.abs() * _DIVISION)

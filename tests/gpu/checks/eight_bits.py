@@ -14,7 +14,7 @@ from tests.gpu.checks.layers import EPS, angles, weight_of
 from tests.gpu.checks.memory import CPU, Numbers, nan, spaced
 
 ONES = torch.tensor([[0.0, 17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10, -(2.0**-9), 447.9]])
-"""17 and 19 lie between 16, 18 and 20. Two of the small numbers lie between others."""
+"""17 and 19 are halfway between 8-bit floats (16, 18 and 20), and so are the first two of the small numbers."""
 AS_8_BITS = [0, 16, 20, -16, 0, 2.0**-8, -(2.0**-9), 448]
 _EMPTY = 0x7F
 """The code of NaN."""

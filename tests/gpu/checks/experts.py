@@ -26,7 +26,10 @@ def mixture(
     biases: tuple[torch.Tensor, torch.Tensor] | None = None,
     activation: str = "silu",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The weighted sums [tokens, hidden] in float64, and those of absolute terms. `expert` gives its two matrices."""
+    """The weighted sums [tokens, hidden] in float64, and the sums of absolute terms.
+
+    `expert` returns its two matrices.
+    """
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     size = torch.zeros_like(out)
     for number in range(count):
@@ -40,7 +43,7 @@ def mixture(
         weight = weights[token, place].double()[:, None]
         inner = GATES[activation](gates, ups)
         out.index_add_(0, token, weight * (inner @ down.double().T + of_outputs))
-        # A gate's error carries over to its result at any value. SiLU's slope is at most 1.1.
+        # The error of a gate changes the result at any value of the gate. SiLU's slope is at most 1.1.
         factors = gates * (ups if activation == "silu" else ups.abs() + 2)
         of_terms = factors.abs() @ down.double().abs().T
         size.index_add_(0, token, weight * (of_terms + of_outputs.abs()))
@@ -64,7 +67,10 @@ def check_experts(
     first: int = 0,
     clamped: bool = False,
 ) -> None:
-    """`sizes`: hidden and inner. `first`: lower experts belong to another rank. `clamped`: as in gpt-oss."""
+    """`sizes`: hidden and inner. `first`: the rank's first expert; lower ones belong to another rank.
+
+    `clamped`: as in gpt-oss.
+    """
     hidden, inner = sizes
     numbers = Numbers(device, seed)
     x = numbers.normal(tokens, hidden, dtype=dtype)

@@ -14,9 +14,9 @@ EPS = 1e-5
 
 
 def room(dtype: torch.dtype) -> float:
-    """The error of a result relative to its terms. Two roundings are between operators, and one is of the result.
+    """The error of a result relative to its terms: two roundings between operators, and one of the result.
 
-    PyTorch's operators round the norm's result, and so do kernels where they imitate that.
+    PyTorch's operators round the norm's result, and so do kernels that imitate them.
     """
     return 3 * rounding(dtype) + SINGLE
 
@@ -51,7 +51,7 @@ def check_one_row(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """Sums are float32: only the result is rounded. The kernel before writes the row: programs must wait for it."""
+    """Sums are float32: only the result is rounded. The kernel before writes `state`, and programs must wait for it."""
     numbers = Numbers(device, seed)
     weight, x = numbers.normal(rows, inputs, dtype=dtype), numbers.normal(1, inputs, dtype=dtype)
     bias = numbers.normal(rows, dtype=dtype) if biased else None
@@ -130,7 +130,7 @@ def check_gate(
         out = operators.gate(spaced(gate_up), activation)
     gates, ups = gate_up.double().chunk(2, dim=-1)
     expected = GATES[activation](gates, ups)
-    # Near zero, a gate's share is the difference of two numbers near 1.
+    # An activation's factor near zero is the difference of two numbers near 1.
     lost = 0 if activation == "silu" else (gates * ups).abs() * SINGLE
     within(out, expected, expected.abs() * room(dtype) + lost)
 
@@ -179,7 +179,10 @@ def check_latent(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """A row has `rank` normalised elements and `turned` rotated ones, which are `pairs` of neighbours or of halves."""
+    """A row has `rank` normalised elements and `turned` rotated ones.
+
+    `pairs`: whether neighbours are rotated together, or the elements of two halves.
+    """
     numbers, entries = Numbers(device, seed), tokens + 16
     weight, rotation = weight_of(numbers, rank, dtype), angles(numbers, tokens, turned, dtype)
     made = numbers.normal(tokens, rank + turned, dtype=dtype)

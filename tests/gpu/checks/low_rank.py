@@ -23,7 +23,10 @@ def check_add_low_rank(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """`places`: the adapter of each token; `len(ranks)` is none. The stack has rank `most`, or that of the largest."""
+    """`places`: the adapter of each token; `len(ranks)`: none.
+
+    The stack's rank is `most`, or the largest of `ranks`.
+    """
     numbers = Numbers(device, seed)
     rank, modules = most or max(ranks), len(outputs)
     starts = [sum(outputs[:number]) for number in range(modules + 1)]

@@ -1,7 +1,7 @@
 """Memory for the checks of operators: random inputs, pages that must not be read, and tolerances for rounding.
 
-No module of this folder needs Triton or hypothesis. So the interpreter's tests, tests on a GPU, and tests of the
-operators' twins on a CPU call the same checks.
+No module of this folder needs Triton or hypothesis. So the same checks run in the interpreter's tests, in tests on a
+GPU, and, on the PyTorch reference operators, in tests on a CPU.
 """
 
 from __future__ import annotations
@@ -151,7 +151,10 @@ class Paged:
         return cls(histories, pool, table, page_size, stride, count)
 
     def rows(self, lengths: list[int], padding: int = 0) -> PagedRows:
-        """The rows as a step has them, with these numbers of tokens. Padded rows have none."""
+        """Returns the rows of a step with these numbers of tokens: the last ones of each history.
+
+        Padded rows have no tokens.
+        """
         device = self.pool.device
         ends = torch.tensor([len(history) for history in self.histories] + [0] * padding, device=device)
         slots = torch.tensor([*range(len(lengths) - 1, -1, -1), *[len(lengths)] * padding], device=device)

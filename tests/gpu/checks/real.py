@@ -1,7 +1,7 @@
 """Checks of every operator at the shapes of published models.
 
-On a GPU all of them run with Triton's kernels. The `small` ones also run on a CPU with the operators' twins. So no
-check needs a GPU to show its own mistakes.
+On a GPU all of them run with Triton's kernels. The `small` ones also run on a CPU with the PyTorch reference operators.
+So no check needs a GPU to show its own mistakes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Case:
     name: str
     check: Check
     small: bool
-    """True if a CPU's twin takes less than a second."""
+    """True if the reference operators take less than a second on a CPU."""
 
     def __str__(self) -> str:
         return self.name
@@ -65,7 +65,7 @@ EXPERTS, EACH, EXPERT_HIDDEN, EXPERT_INNER = 128, 8, 2048, 768
 
 Rows = list[tuple[int, int]]
 STEPS: dict[str, tuple[Rows, tuple[int, int], bool]] = {
-    # Rows by start and length, padding in rows and tokens, and whether a CPU's twin takes less than a second.
+    # Rows by start and length, padding in rows and tokens, and `Case.small`.
     "one decode row": ([(777, 1)], (0, 0), True),
     "few rows of both kinds": ([(70, 1), (0, 37), (15, 1), (100, 24), (0, 1)], (3, 5), True),
     "64 decode rows": ([(position * 97 % 3000, 1) for position in range(64)], (0, 0), False),
@@ -103,7 +103,10 @@ def case(name: str, check: Callable[..., None], *args: Any, small: bool = False,
 
 
 def attention() -> Iterator[Case]:
-    """Qwen3-8B has the heads of Llama-3.1-8B. Compilation takes most of the time, so float32 has only two models."""
+    """Qwen3-8B is left out: its heads are those of Llama-3.1-8B.
+
+    Compilation takes long, so float32 has only two models.
+    """
     for dtype, type_ in TYPES.items():
         for name in ("Llama-3.1-8B", "Qwen3-0.6B", "SmolLM2-135M"):
             if name == "Llama-3.1-8B" and dtype == torch.float32:
@@ -202,7 +205,7 @@ def of_states() -> Iterator[Case]:
                 end = f"{name} {type_}: {step}"
                 taken = lengths, channels, values["taps"], dtype
                 yield case(f"convolve {end}", recurrent.check_convolve, *taken, padding=padding, small=small)
-                # A CPU's twin takes long for the other models, whose sizes add little.
+                # On a CPU the reference operators take long for the other models, whose sizes add little.
                 small = small and name in ("Qwen3-Next-80B-A3B", "Granite-4.0-H-Tiny")
                 more = {"skip": not shape.delta, "padding": padding}
                 yield case(f"recur {end}", recurrent.check_recur, lengths, shape, dtype, small=small, **more)
@@ -245,7 +248,7 @@ def of_experts() -> Iterator[Case]:
         for tokens in (1, 30, 700):
             args = tokens, EACH, EXPERTS, sizes, dtype
             yield case(f"experts {type_}: {tokens} tokens", experts.check_experts, *args)
-        # gpt-oss-20b has biases and clamped gates. The CPU's twin computes only two experts.
+        # gpt-oss-20b has biases and clamped gates. On a CPU only two experts are computed.
         clamped, sizes_of = experts.check_experts, (2880, 2880)
         yield case(f"experts gpt-oss {type_}: two", clamped, 3, 1, 2, sizes_of, dtype, clamped=True, small=True)
         for tokens in (1, 300):

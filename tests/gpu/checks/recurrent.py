@@ -34,7 +34,10 @@ class Heads:
 
 @dataclass(frozen=True)
 class Lines:
-    """Rows with states in a table. Some begin at position 0, and some keep a state before the end."""
+    """Rows with states in a table.
+
+    Some begin at position 0, and some also store the state before their last position.
+    """
 
     rows: StateRows
     lengths: list[int]
@@ -56,7 +59,7 @@ class Lines:
         more, nobody = padding
         null = 2 * count + 1
         places = torch.tensor([*zip(source, own, target, strict=True), *[(NO_STATE, null, null)] * more])
-        # A step's places have one more column.
+        # In a real step `places` has one more column.
         places = torch.cat((places, places[:, :1] * 0 + 77), dim=1).int().to(device)
         first = torch.tensor([0, *lengths, *[0] * more]).cumsum(0).int().to(device)
         tokens = sum(lengths) + nobody
@@ -92,7 +95,10 @@ def check_convolve(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """With gates (`gated`) or a SiLU. Stored inputs are copied to the bit, except where they are products."""
+    """Checks convolutions with gates (`gated`) or with a SiLU.
+
+    Stored inputs are exact, except for products with a gate.
+    """
     numbers = Numbers(device, seed)
     lines = Lines.make(lengths, padding, numbers)
     tokens, used = len(lines.rows.of_token), sum(lengths)
@@ -235,7 +241,10 @@ def check_gated_norm(
     device: torch.device = CPU,
     seed: int = 0,
 ) -> None:
-    """Inputs of `tokens`, and of `nobody` tokens of no row, whose results are 0. `shared`: groups share a weight."""
+    """`nobody`: the number of padding tokens, without a row, whose results are 0.
+
+    `shared`: whether groups share a weight.
+    """
     numbers = Numbers(device, seed)
     y = numbers.normal(tokens + nobody, values) * 3
     gate = numbers.normal(tokens + nobody, values, dtype=dtype)

@@ -44,7 +44,7 @@ def wishes_of(rows: Sequence[dict[str, float]], bits: torch.Tensor) -> Wishes:
 
 
 def share(bits: torch.Tensor) -> float:
-    """The number from 0 to 1 that 64 bits stand for."""
+    """Converts 64 random bits to a number from 0 to 1."""
     return ((int(bits) % U64) >> 11) * 2.0**-53
 
 
@@ -69,7 +69,7 @@ def expected_tokens(logits: torch.Tensor, wishes: Wishes) -> list[int]:
 
 
 def check_draw(operators: Kernels, logits: torch.Tensor, wishes: Wishes, edge: float = 0.0) -> None:
-    """`edge`: the distance from an edge within which both tokens are right. With 0 only one token is."""
+    """`edge`: the distance from an edge between two tokens within which both are right. 0: only one token is right."""
     with poisoned():
         tokens, finite = operators.greedy(logits)
         operators.draw(logits, wishes, tokens)
@@ -100,7 +100,10 @@ def check_random_draws(
 def check_greedy(
     operators: Kernels, rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device = CPU, seed: int = 0
 ) -> None:
-    """Largest logits are at both ends and elsewhere. The first of equal ones wins. Rows without numbers are found."""
+    """The largest logits are at both ends and elsewhere. Of equal ones the first wins.
+
+    Rows that are not finite are found.
+    """
     numbers = Numbers(device, seed)
     logits = numbers.normal(rows, vocabulary, dtype=dtype)
     expected = numbers.below(vocabulary, rows)
@@ -199,7 +202,7 @@ def penalised(logits: torch.Tensor, counts: torch.Tensor, penalties: torch.Tenso
 def check_penalise(
     operators: Kernels, rows: int, penalised_rows: int, vocabulary: int, device: torch.device = CPU, seed: int = 0
 ) -> None:
-    """Some rows have counts, in lines of any order. The others are unchanged to the bit."""
+    """Some rows have counts, in table lines of any order. All other rows are unchanged to the bit."""
     numbers = Numbers(device, seed)
     logits = numbers.normal(rows, vocabulary) * 4
     own, lines = numbers.order(rows)[:penalised_rows], numbers.order(penalised_rows + 3)[:penalised_rows]
@@ -226,7 +229,7 @@ def by_slot(slots: int, vocabulary: int, numbers: Numbers, device: torch.device)
 
 
 def lines_of(buffers: StepBuffers, numbers: Numbers) -> torch.Tensor:
-    """The line of each row, int32 [r]. The null slot's row and some others have no line (-1)."""
+    """The line of each row in the counts, int32 [r]. The null slot's row and some others have no line (-1)."""
     rows = len(buffers.sampling)
     nobody = (buffers.sampling == rows - 1) | (numbers.below(3, rows) == 0)
     return numbers.order(rows).int().masked_fill(nobody, -1)
@@ -257,11 +260,11 @@ def check_adjust(operators: Kernels, slots: int, vocabulary: int, device: torch.
 def check_count_tokens(
     operators: Kernels, rows: int, vocabulary: int, device: torch.device = CPU, seed: int = 0
 ) -> None:
-    """Adds each row's token to its line, in both halves."""
+    """Adds each row's token to its line, in both halves: all tokens, and generated tokens."""
     numbers = Numbers(device, seed)
     lines = numbers.order(rows).int().masked_fill(numbers.below(3, rows) == 0, -1)
     tokens = numbers.below(vocabulary, rows).int()
-    # The end of a line is next to another line.
+    # These tokens are at the end of a line, next to another line.
     tokens[: rows // 3] = vocabulary - 1
     counts = numbers.below(9, rows, 2, vocabulary).int()
     expected = counts.clone()
@@ -275,7 +278,7 @@ def check_count_tokens(
 def check_tell_likely(
     operators: Kernels, slots: int, vocabulary: int, device: torch.device = CPU, seed: int = 0
 ) -> None:
-    """Each slot gets as many of the likeliest tokens as its record says. Values are compared with float64."""
+    """Each slot gets as many of the likeliest tokens as its record requests. Values are compared with float64."""
     numbers = Numbers(device, seed)
     tables, buffers = by_slot(slots, vocabulary, numbers, device)
     asked = numbers.below(2 + MOST_LIKELY, slots).int() - 1

@@ -32,7 +32,7 @@ def check_choose(
 ) -> None:
     """Rows are (start, length). With `distinct` keys many scores are equal, and the lower positions must win.
 
-    Scores may be chosen or not if float32 cannot distinguish them from the last of the best.
+    A position may be chosen or not if float32 cannot distinguish its score from the lowest of the best scores.
     """
     ends, lengths = [start + length for start, length in rows], [length for _, length in rows]
     paged = Paged.make(ends, 1, dim, page_size, seed, dtype, device, distinct)
@@ -63,7 +63,7 @@ def check_choose(
 def _check_best(
     chosen: torch.Tensor, scores: torch.Tensor, error: torch.Tensor, which: torch.Tensor, top_k: int
 ) -> None:
-    """`which`: the key of each position. `error`: the errors of the scores."""
+    """`which`: the index of each position's key. `error`: the error bounds of the scores."""
     kept = min(top_k, len(scores))
     assert chosen[kept:].eq(-1).all()
     best = chosen[:kept].long()
@@ -110,7 +110,7 @@ class Rig:
         device: torch.device = CPU,
         reads_host: bool = True,
     ) -> None:
-        """`reads_host`: the device reads the host's pinned memory itself, instead of a copy."""
+        """`reads_host`: whether the device reads the host's pinned memory itself, instead of a copy."""
         self.sizes, self.device, self.random = sizes, device, random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
         slots, page = sizes.slots, sizes.page
@@ -139,7 +139,7 @@ class Rig:
         row_of = torch.zeros(slots + 1, sizes.context + 1, dtype=torch.int16).random_(-5, 40, generator=generator)
         self.group = HotRows(row_of.to(device), line, torch.zeros_like(line), hot)
         self.last: list[dict[int, int]] = [{} for _ in range(slots)]
-        """By slot, each position in a hot row with its last use."""
+        """For each slot, the positions in hot rows, each with the step of its last use."""
 
     def rows(self, slot: int, positions: list[int]) -> torch.Tensor:
         """The content of the positions' rows, [positions, width]."""
@@ -163,7 +163,7 @@ class Rig:
                 self.pool[begin : begin + sizes.page] = self.rows(slot, positions)
 
     def step(self, operators: Kernels, wanted: dict[int, list[int]], top_k: int, padding: int = 0) -> None:
-        """Finds the positions that slots want, and checks the results and the state."""
+        """Looks up the chosen positions of slots, and checks the results and the state."""
         sizes = self.sizes
         self.pages.clock[list(wanted)] += 1
         chosen = torch.full((len(wanted) + padding, top_k), -1, dtype=torch.int32)
@@ -204,7 +204,10 @@ class Rig:
 
 
 def check_found(operators: Kernels, rig: Rig, steps: int, top_k: int, working: int) -> None:
-    """In each step slots want `top_k` of `working` positions, or one. The positions and the pages change slowly."""
+    """In each step three slots choose `top_k` of their `working` positions, or one.
+
+    These positions and the pages change slowly.
+    """
     sizes = rig.sizes
     sets = {slot: rig.random.sample(range(sizes.context), working) for slot in range(sizes.slots)}
     for step in range(steps):

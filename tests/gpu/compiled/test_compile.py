@@ -28,7 +28,7 @@ FEW = [
     *(f"8-bit KV of Qwen3-0.6B: {name}" for name in ("decode", "chunks", "layer")),
 ]
 _WAITS = re.compile(r"cp\.async\.wait_group\s+(\d+)")
-# On Hopper these products have at least 64 rows, which only its own instruction multiplies fast.
+# On Hopper these kernels multiply tiles of at least 64 rows, which only Hopper's own instruction (wgmma) does fast.
 LARGE_PRODUCTS = {"chunks_kernel", "gate_up_kernel", "down_kernel", "scores_kernel", "product_kernel"}
 
 
@@ -112,9 +112,10 @@ def test_8_bit_floats_are_read_by_an_instruction_where_there_is_one(arch: int, c
 
 
 def test_other_lengths_compile_nothing_more(compiler: Compiler) -> None:
-    """Numbers that change from step to step are no constants. One variant is for multiples of 16, and one for others.
+    """Numbers that change from step to step are not compiled as constants.
 
-    A step of one token has its own variants, whose kernels overlap.
+    One variant is for multiples of 16, and one for other numbers. A step of one token has its own variants, whose
+    kernels overlap.
     """
     compiler.compile(90, lambda: mixed_step(48, 4))
     compiler.compile(90, lambda: mixed_step(1, 1))
@@ -168,7 +169,7 @@ def test_a_compilation_while_serving_is_an_error(compiler: Compiler) -> None:
     assert counted > 0
     COMPILATIONS.seal()
     try:
-        # Known variants still run. Another architecture is another device.
+        # Compiled variants still run. Another architecture counts as another device.
         compiler.compile(90, operators)
         with pytest.raises(CompiledWhileServingError, match="slots_kernel"):
             compiler.compile(86, operators)

@@ -30,14 +30,14 @@ ROW = st.one_of(
 
 
 def in_parts(programs: Callable[[int], int]) -> Any:
-    """Makes about `programs(rows)` programs read the rows of one token."""
+    """Divides the rows of one token among about `programs(rows)` programs."""
     return patch.object(
         sys.modules["forebay.gpu.kernels.parts"], "programs_of", lambda fill, blocks, rows: programs(rows)
     )
 
 
 def check(operators: Kernels, rows: list[tuple[int, int]], *, parts: int = 2, **changes: Any) -> None:
-    """Reads rows of one token in `parts` on average."""
+    """Reads each row of one token in `parts` parts on average."""
     with in_parts(lambda rows: parts * rows):
         check_attend(operators, rows, **changes)
 
@@ -119,7 +119,10 @@ def test_a_long_row_is_read_by_many_programs() -> None:
     window=st.sampled_from([0, 1, 40, 1000]),
 )
 def test_parts_cover_what_a_row_sees_once(rows: list[tuple[int, int]], programs: int, window: int) -> None:
-    """Rows are (end, length). Rows of several tokens have no parts, and there are enough cells to join all others."""
+    """Rows are (end, length). Rows of several tokens have no parts.
+
+    If a row has several parts, each has its own cell.
+    """
     ends, lengths = [end + length for end, length in rows], [length for _, length in rows]
     with in_parts(lambda count: programs):
         works = parts_of(ends, lengths, window)
@@ -208,7 +211,7 @@ def test_every_8_bit_float_is_read(operators: Kernels) -> None:
     out = operators.attend(torch.randn(3, 1, 256), torch.zeros_like(pool), pool, paged.rows([1, 1]), SCALE)
     expected = codes.view(torch.float8_e4m3fn).float()
     torch.testing.assert_close(out[0, 0], expected, atol=0, rtol=0, equal_nan=True)
-    # One of two positions has a key of zeros, and the other has one code, whose number is the score.
+    # One of two positions has a key of zeros. The key of the other has one code, whose value is the score.
     numbers = codes[codes & 0x7F < 0x7F]
     paged = Paged.make([2] * len(numbers), 1, 16, 2, 0, torch.float32)
     keys, values = torch.zeros(2, len(paged.pool), 1, 16, dtype=torch.uint8)
@@ -300,7 +303,10 @@ def test_sinks_that_are_left_out_are_seen(
 def test_parts_that_are_joined_wrongly_are_seen(
     function: str, user: str, rows: list[tuple[int, int]], parts: int, mutate: Callable[..., ModuleType]
 ) -> None:
-    """A kernel joins parts where most rows have several, and a row's last program joins them where few have."""
+    """If most rows have several parts, a kernel joins them.
+
+    If few have, the last program of each of these rows does.
+    """
     check(kernels, rows, parts=parts)
     mutate("parts", "part * share[:, None]", "part", function, (user,))
     with pytest.raises(AssertionError):

@@ -19,7 +19,7 @@ from forebay.layers.ops import Ops
 from tests.gpu.support import BOTH, WATCHED
 from tests.hand.support import FAMILIES, MiniBrain, Request, Sampling, reference_model, runner_of
 
-# Grouped queries; heads rotated by half, with norms, and experts; latent rows; chosen rows.
+# In order: grouped queries; heads rotated by half, with norms, and experts; latent rows; chosen rows.
 FAMILIES_OF_ONE_LAYER = ["llama", "glm4-moe", "deepseek-v3", "glm-dsa"]
 LATER = Sampling(temperature=0.8, top_p=0.9, top_k=50, seed=5)
 
@@ -64,7 +64,7 @@ def test_a_hand_with_these_operators(operators: Kernels, family: str, monkeypatc
 
 
 def test_steps_whose_plans_the_device_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries choose, penalties and log-probabilities are kept by slot, and kernels move words."""
+    """Queries choose positions, penalties and log-probabilities are kept by slot, and kernels copy the plan's words."""
     model = one_layer("glm-dsa", monkeypatch)
 
     def served(**changes: Any) -> list[Request]:

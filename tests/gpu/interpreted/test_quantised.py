@@ -106,7 +106,7 @@ def test_codes_of_activations_are_the_nearest(operators: Kernels, dtype: torch.d
 
 
 def test_ties_go_to_even_ones() -> None:
-    # 17 and 19 lie between 16, 18 and 20. The 448 makes the scale 1.
+    # 17 and 19 are halfway between 16, 18 and 20. The 448 makes the scale 1.
     x = torch.tensor([[448.0, 17.0, 19.0, -17.0, 2.0**-10, 3 * 2.0**-10, 0.9 * 2.0**-10, 247.9, 248.0]])
     codes, scale = kernels.quantise(x)
     assert scale.item() == 1

@@ -96,7 +96,7 @@ def test_recur_in_bfloat16(operators: Kernels, name: str) -> None:
 
 @pytest.mark.usefixtures("chunks_of_16")
 def test_equal_keys_lose_nothing() -> None:
-    """Powers of the inverted matrix would be as large as binomial coefficients."""
+    """With equal keys, powers of the matrix that is inverted would have elements as large as binomial coefficients."""
     check_recur(kernels, [40], Heads(1, 1, 16, 16), torch.float32, seed=1, alike=True)
 
 

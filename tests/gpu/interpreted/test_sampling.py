@@ -91,7 +91,7 @@ def test_random_logits(
 @BOTH
 @pytest.mark.parametrize("kind", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.6}, {}])
 def test_every_u_gives_its_token(operators: Kernels, kind: dict[str, float]) -> None:
-    """Draws at the edges of the distribution: both sides of each cumulative probability, and both ends."""
+    """Draws with `u` at both ends of its range and at equal distances in between."""
     count = 12
     logits = (torch.randn(1, 40, generator=torch.Generator().manual_seed(1)) * 2).expand(count, -1)
     u = [0, U64 - 1, *(i * U64 // count + 12345 for i in range(count - 2))]

@@ -119,7 +119,7 @@ def test_chosen_positions_are_found(operators: Kernels, hot: int) -> None:
 
 @BOTH
 def test_a_long_life(operators: Kernels) -> None:
-    """Ages are bounded: rows used 31 or more steps ago are evicted in the order of their numbers."""
+    """Ages are bounded: rows used 31 or more steps ago are evicted in the order of their indices."""
     rig = Rig(8, 2)
     rig.step(operators, {0: [0, 1, 2, 3, 4, 5, 6, 7]}, 8)
     rig.pages.clock[0] += 100
@@ -129,7 +129,7 @@ def test_a_long_life(operators: Kernels) -> None:
 
 @BOTH
 def test_both_do_the_same(operators: Kernels) -> None:
-    """Each position gets the same row, and the state is equal too, so that a hand may change between both."""
+    """Each position gets the same row, and the state is equal too, so a hand may switch from one to the other."""
     first, second = Rig(12, 3), Rig(12, 3)
     for step in range(6):
         wanted = {slot: sorted(random.Random(step * 9 + slot).sample(range(CONTEXT), 7)) for slot in (2, 0)}
