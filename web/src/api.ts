@@ -11,7 +11,7 @@ function stored(): string {
   }
 }
 
-/** The API key. It lives as long as the browser's tab and is sent to this server only. */
+/** The API key. It is kept while the browser's tab is open, and is sent to this server only. */
 export const apiKey = signal(stored());
 
 export function setApiKey(key: string): void {
@@ -20,11 +20,11 @@ export function setApiKey(key: string): void {
     if (apiKey.value) sessionStorage.setItem(KEY, apiKey.value);
     else sessionStorage.removeItem(KEY);
   } catch {
-    // A browser that keeps nothing: the key holds until the page is left.
+    // The browser allows no storage: the key lasts until the page is left.
   }
 }
 
-/** What the server said instead of an answer. `status` 0: it said nothing. */
+/** An error response. `status` is 0 if the server sent no response. */
 export class ApiError extends Error {
   constructor(
     readonly status: number,
@@ -49,7 +49,7 @@ const MEANING: Record<number, string> = {
   504: "The server took too long",
 };
 
-/** An error in plain words: what it means, and then what the server says. */
+/** An error in plain words: its meaning, followed by the server's message. */
 export function explain(error: unknown): string {
   if (error instanceof ApiError) {
     if (error.status === 0) return error.message;
@@ -61,7 +61,7 @@ export function explain(error: unknown): string {
   return error instanceof Error ? error.message : String(error);
 }
 
-/** The error in an object of OpenAI's shape, or of the shapes of others. */
+/** The error in a response body in the format of OpenAI or of another API. */
 export function errorOf(status: number, body: unknown): ApiError {
   const outer = (body ?? {}) as Record<string, unknown>;
   const inner = (typeof outer.error === "object" && outer.error ? outer.error : outer) as Record<string, unknown>;
@@ -71,7 +71,7 @@ export function errorOf(status: number, body: unknown): ApiError {
   return new ApiError(code, typeof message === "string" ? message : JSON.stringify(message), param);
 }
 
-/** A request to this server, with the key where there is one. Throws `ApiError` unless it is answered with 2xx. */
+/** Sends a request to this server, with the key if one is set. Throws `ApiError` unless the status is 2xx. */
 export async function request(path: string, options: RequestInit = {}): Promise<Response> {
   const headers = new Headers(options.headers);
   if (apiKey.value) headers.set("Authorization", `Bearer ${apiKey.value}`);
@@ -97,7 +97,7 @@ export interface Stream {
   events: AsyncGenerator<ServerEvent>;
 }
 
-/** A request that is answered with server-sent events. */
+/** Sends a request whose response is a stream of server-sent events. */
 export async function stream(path: string, body: unknown, signal: AbortSignal): Promise<Stream> {
   const options: RequestInit = { signal, headers: { Accept: "text/event-stream" } };
   if (body !== undefined) {
@@ -110,18 +110,18 @@ export async function stream(path: string, body: unknown, signal: AbortSignal): 
   return { headers: response.headers, events: events(response.body) };
 }
 
-/** A model of the list. Servers of one model, and those of others, say neither state nor size. */
+/** A model of the list. Other engines, and servers of a single model, report neither state nor size. */
 export interface ModelCard {
   id: string;
   state?: string;
-  /** Bytes of its files. */
+  /** The size of the model's files in bytes. */
   size?: number;
 }
 
-/** What the page has to know of the server, and of the chosen model. */
+/** The facts about the server and the chosen model that the page uses. */
 export interface Server {
   models: ModelCard[];
-  /** Whether the model takes images, and tools; null where the server does not say. */
+  /** Whether the model accepts images, and tools; null if the server does not report it. */
   images: boolean | null;
   tools: boolean | null;
 }
@@ -136,7 +136,7 @@ const UNKNOWN: Server = { models: [], images: null, tools: null };
 export const server = signal<Server>(UNKNOWN);
 export const serverError = signal("");
 
-/** Asks for the models, loaded or not. */
+/** Requests the list of models, whether loaded or not. */
 export async function loadModels(): Promise<void> {
   try {
     const list = await getJson<{ data?: ModelCard[] }>("v1/models");
@@ -148,7 +148,7 @@ export async function loadModels(): Promise<void> {
   }
 }
 
-/** Asks whether a model takes images and tools. A model that is not loaded does not say. */
+/** Requests whether a model accepts images and tools. The server does not report it for an unloaded model. */
 export async function loadFacts(model: string): Promise<void> {
   server.value = { ...server.value, images: null, tools: null };
   try {
@@ -159,6 +159,6 @@ export async function loadFacts(model: string): Promise<void> {
       tools: info.config?.chat?.template_takes_tools ?? null,
     };
   } catch {
-    // Servers of others, and keys that may not ask: all is offered, and the server refuses by name.
+    // Another engine, or a key without access: the page offers all inputs, and the server's errors name a rejected one.
   }
 }

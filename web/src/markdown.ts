@@ -1,10 +1,10 @@
 import DOMPurify from "dompurify";
 import { Marked, type Tokens } from "marked";
 
-// A model's text is hostile input. Three walls: marked makes no raw HTML and no images, DOMPurify lets
-// few elements through, and the content security policy runs no script that got past both.
+// A model's text is hostile input. There are three defences: marked emits no raw HTML and no images, DOMPurify
+// allows only a few elements, and the content security policy runs no script that passed both.
 
-/** Larger blocks are shown as plain text: the time of marked and of the layout is bounded so. */
+/** Larger blocks are shown as plain text, which bounds the time of parsing and layout. */
 const LONGEST_BLOCK = 16 * 1024;
 const LONGEST_LINE = 4 * 1024;
 const MOST_NESTING = 12;
@@ -45,11 +45,11 @@ purify.addHook("afterSanitizeAttributes", (element) => {
     element.setAttribute("target", "_blank");
     element.setAttribute("rel", "noopener noreferrer nofollow");
   }
-  // Wide tables and code scroll, also from the keyboard.
+  // Wide tables and code can be scrolled with the keyboard.
   if (element.tagName === "PRE" || element.tagName === "TABLE") element.setAttribute("tabindex", "0");
 });
 
-/** Whether markdown of this block would cost more than it is worth. */
+/** Whether rendering this block as markdown would take too long. */
 function excessive(text: string): boolean {
   if (text.length > LONGEST_BLOCK) return true;
   let cells = 0;
@@ -63,15 +63,15 @@ function excessive(text: string): boolean {
   return cells > MOST_CELLS;
 }
 
-/** More marks on one letter than any script writes: to lay out thousands of them takes seconds. */
+/** More combining marks on one letter than any script uses. The layout of thousands of them takes seconds. */
 const PILE = /(\p{M}{16})\p{M}+/gu;
 
-/** Text that the browser lays out in time linear in its length. */
+/** Removes excess combining marks, so that the layout takes time linear in the length. */
 export function tamed(text: string): string {
   return text.replace(PILE, "$1");
 }
 
-/** The elements of a block of markdown; null: it is to be shown as plain text. */
+/** The elements of a block of markdown; null if it has to be shown as plain text. */
 export function render(text: string): DocumentFragment | null {
   if (excessive(text)) return null;
   try {
@@ -84,8 +84,8 @@ export function render(text: string): DocumentFragment | null {
 const FENCE = /^ {0,3}(`{3,}|~{3,})(.*)$/;
 
 /**
- * Cuts a growing text at blank lines into blocks that never change again, so that a stream's next
- * piece renders the last block only. Linear: each line is looked at once.
+ * Divides a growing text at blank lines into blocks. Only the last block can change, so that a stream's next
+ * chunk renders only this one. Takes linear time: each line is read once.
  */
 export class Blocks {
   readonly blocks: string[] = [];
@@ -95,7 +95,7 @@ export class Blocks {
   private fence = "";
   private nested = false;
 
-  /** All blocks of `text`. If it begins with the one before, only what is new is read. */
+  /** All blocks of `text`. If it begins with the previous text, only the added part is read. */
   update(text: string): readonly string[] {
     if (text.length < this.text.length || !text.startsWith(this.text)) this.reset();
     this.text = text;
@@ -131,7 +131,7 @@ export class Blocks {
     } else if (fence && !(fence[1]!.startsWith("`") && fence[2]!.includes("`"))) {
       this.fence = fence[1]!;
     } else if (line.trim() === "") {
-      // What follows a blank line may still belong to a list, if it is indented: the next line decides.
+      // After a blank line, an indented line still belongs to the list: the next line decides.
       this.nested = true;
       return;
     } else if (this.nested && !/^(\s|[-*+] |\d{1,9}[.)] )/.test(line)) {

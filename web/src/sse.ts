@@ -7,8 +7,8 @@ export interface ServerEvent {
 /**
  * Reads server-sent events out of chunks of text, in time linear in their length.
  *
- * A line that spans many chunks is kept as a list of pieces: to search one growing string again
- * for each chunk would be quadratic.
+ * A line that spans many chunks is kept as a list of pieces: searching one growing string again
+ * for each chunk would take quadratic time.
  */
 export class EventParser {
   private pieces: string[] = [];
@@ -16,7 +16,7 @@ export class EventParser {
   private data: string[] = [];
   private afterReturn = false;
 
-  /** The events that end in `chunk`. */
+  /** Adds a chunk; returns the events that it completes. */
   push(chunk: string): ServerEvent[] {
     const found: ServerEvent[] = [];
     let start = 0;
@@ -57,7 +57,7 @@ export class EventParser {
   }
 }
 
-/** The events of a response's body, as they come. Ends with the body. */
+/** Yields the events of a response's body as they arrive, until the body ends. */
 export async function* events(body: ReadableStream<Uint8Array>): AsyncGenerator<ServerEvent> {
   const parser = new EventParser();
   const reader = body.getReader();
@@ -69,7 +69,7 @@ export async function* events(body: ReadableStream<Uint8Array>): AsyncGenerator<
       yield* parser.push(decoder.decode(value, { stream: true }));
     }
   } finally {
-    // A consumer that leaves early hangs up, so that the server stops computing.
+    // A consumer that stops early closes the connection, so that the server stops computing.
     void reader.cancel().catch(() => undefined);
   }
 }

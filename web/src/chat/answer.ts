@@ -38,7 +38,7 @@ function noStats(): Stats {
   };
 }
 
-/** Takes one chunk into `node`. True: it brought a part of the answer. */
+/** Adds one chunk to `node`. Returns true if the chunk contained a part of the answer. */
 export function take(node: Node, stats: Stats, chunk: Chunk): boolean {
   if (chunk.error) throw errorOf(0, chunk);
   const { usage } = chunk;
@@ -73,7 +73,7 @@ export function take(node: Node, stats: Stats, chunk: Chunk): boolean {
 /**
  * Streams the answer to `body` into `node`, and calls `changed` after each chunk.
  *
- * Never throws: what goes wrong is in `node.error`. A stop by `signal` is no error.
+ * Never throws: an error is stored in `node.error`. A stop by `signal` is no error.
  */
 export async function answer(node: Node, body: unknown, signal: AbortSignal, changed: () => void): Promise<void> {
   const stats = noStats();

@@ -7,7 +7,7 @@ import type { Node, ToolCall } from "./types";
 const LONGEST_PRETTY = 64 * 1024;
 const LONGEST_NAME = 200;
 
-/** Arguments with line breaks, once they are whole. */
+/** Indents the arguments of a call, once they are complete JSON. */
 function pretty(text: string): string {
   if (text.length > LONGEST_PRETTY) return `${text.slice(0, LONGEST_PRETTY)}…`;
   try {
@@ -49,7 +49,7 @@ function Card({ call, result, waiting, onResult }: CardProps): JSX.Element {
   );
 }
 
-/** The calls of an answer, with results that can be typed, changed and sent on. */
+/** The tool calls of an answer, with results that the user can type, edit and send. */
 export function Calls({ node, waiting }: { node: Node; waiting: boolean }): JSX.Element {
   const next = shown.value.nodes[shown.value.shown[node.id] ?? ""];
   const sent = next?.role === "tool" ? next.results : [];

@@ -18,7 +18,7 @@ function dataUrl(file: File): Promise<string> {
   });
 }
 
-/** The files that are images, as data URLs. */
+/** Reads those files that are images, as data URLs. */
 async function readImages(files: Iterable<File>): Promise<string[]> {
   const found: string[] = [];
   for (const file of files) {
@@ -29,11 +29,11 @@ async function readImages(files: Iterable<File>): Promise<string[]> {
   return found;
 }
 
-/** What is written and not yet sent; it outlives a look at the other tab. */
+/** The text that is not sent yet. It is kept while the other tab is shown. */
 const draft = signal("");
 const attached = signal<string[]>([]);
 
-/** Where the user writes. `last` is the message that the next one follows. */
+/** The input box. `last` is the id of the message that the new one follows. */
 export function Composer({ last }: { last: string | null }): JSX.Element {
   const text = draft.value;
   const images = attached.value;
@@ -59,7 +59,7 @@ export function Composer({ last }: { last: string | null }): JSX.Element {
     attached.value = [];
   };
   const onKeyDown = (event: KeyboardEvent) => {
-    // Enter also ends what an input method composes.
+    // While an input method composes a character, Enter only confirms it.
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
       send();

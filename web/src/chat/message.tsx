@@ -12,10 +12,10 @@ import type { Node, Stats } from "./types";
 
 interface Props {
   node: Node;
-  /** The ids of the branches at this place, this one's among them. */
+  /** The ids of this message and of its siblings, the other branches. */
   branches: string[];
   waiting: boolean;
-  /** Changes whenever the message does. */
+  /** Changes whenever the message changes. */
   stamp: number | string;
 }
 
@@ -34,7 +34,7 @@ function Branches({ node, branches }: { node: Node; branches: string[] }): JSX.E
   );
 }
 
-/** Tokens a second: those after the first, over the time from the first piece to the last. */
+/** Tokens per second: those after the first, over the time from the first chunk to the last. */
 function rate({ tokens, elapsed }: Stats): string {
   if (tokens === null || tokens < 2 || elapsed < 1) return "";
   return `${((tokens - 1) / (elapsed / 1000)).toFixed(1)} tokens/s`;
@@ -189,7 +189,7 @@ function Results({ node, branches }: Props): JSX.Element {
   );
 }
 
-/** A message. Those that do not change are not drawn again while another one grows. */
+/** A message. While one message grows, the unchanged ones are not rendered again. */
 export class Message extends Component<Props> {
   override shouldComponentUpdate(next: Props): boolean {
     const { node, branches, waiting, stamp } = this.props;

@@ -38,7 +38,7 @@ function Key(): JSX.Element {
   );
 }
 
-/** A model's name, with its state and its size where the server says them. */
+/** A model's name, with its state and size if the server reports them. */
 function described(card: ModelCard): string {
   const more = [card.state, card.size === undefined ? undefined : bytes(card.size)].filter(Boolean);
   return more.length ? `${card.id} (${more.join(", ")})` : card.id;
@@ -179,7 +179,7 @@ function ToolChoice(): JSX.Element {
   );
 }
 
-/** Everything that a request says beside its messages. */
+/** The settings of requests: everything except the messages. */
 export function Panel(): JSX.Element {
   const id = useId();
   void version.value;

@@ -5,7 +5,7 @@ type Json = Record<string, unknown>;
 
 const WHOLE = new Set<keyof Sampling>(["top_k", "max_tokens", "seed"]);
 
-/** A message as the chat API takes it; a node of results is several. */
+/** The messages of a node in the form of the chat API. A node of tool results becomes several messages. */
 function messages(node: Node): Json[] {
   if (node.role === "tool") {
     return node.results.map(({ id, content }) => ({ role: "tool", tool_call_id: id, content }));
@@ -15,7 +15,7 @@ function messages(node: Node): Json[] {
     const images = node.images.map((url) => ({ type: "image_url", image_url: { url } }));
     return [{ role: "user", content: [...images, { type: "text", text: node.content }] }];
   }
-  // What failed or was stopped before it said anything is no message.
+  // An answer that failed or was stopped before its first token is left out.
   if (!node.content && !node.calls.length) return [];
   const message: Json = { role: "assistant", content: node.content || null };
   if (node.reasoning) message.reasoning_content = node.reasoning;
@@ -45,7 +45,7 @@ function sampling(values: Sampling): Json {
   return found;
 }
 
-/** The body of the request that continues `path`. Throws where a setting cannot be sent. */
+/** The body of the request that continues `path`. Throws if a setting is invalid. */
 export function body(path: Node[], system: string, settings: Settings, model: string): Json {
   const made: Json = { model, messages: path.flatMap(messages) };
   if (system.trim()) (made.messages as Json[]).unshift({ role: "system", content: system });
@@ -71,7 +71,7 @@ export function body(path: Node[], system: string, settings: Settings, model: st
   return made;
 }
 
-/** The same request for a shell. The key is a variable: copied text ends up in many places. */
+/** The same request as a curl command. The key is a shell variable, because copied text may be shared. */
 export function asCurl(request: Json, withKey: boolean): string {
   const quoted = JSON.stringify(request, null, 2).replaceAll("'", `'\\''`);
   const lines = [`curl -N ${location.origin}/v1/chat/completions`, `-H 'Content-Type: application/json'`];
@@ -98,12 +98,12 @@ const CLIENT_KNOWS = new Set([
   "stream_options",
 ]);
 
-/** A JSON value as Python writes it. */
+/** A JSON value as a Python literal. */
 export function python(value: unknown, indent: string): string {
   if (value === null || value === undefined) return "None";
   if (value === true) return "True";
   if (value === false) return "False";
-  // JSON's escapes are Python's too.
+  // Python reads JSON's escapes too.
   if (typeof value !== "object") return JSON.stringify(value);
   const inner = `${indent}    `;
   const items = Array.isArray(value)
@@ -113,7 +113,7 @@ export function python(value: unknown, indent: string): string {
   return items.length ? `${open}\n${items.join("")}${indent}${close}` : `${open}${close}`;
 }
 
-/** The same request for OpenAI's client; what it does not know by name goes into `extra_body`. */
+/** The same request for OpenAI's Python client. Fields that it has no argument for go into `extra_body`. */
 export function asPython(request: Json, withKey: boolean): string {
   const known: string[] = [];
   const extra: Json = {};

@@ -65,20 +65,20 @@ export function change(part: Partial<Settings>): void {
   remember("settings", settings.value);
 }
 
-/** The model that requests name: the chosen one while it is served, else the first. */
+/** The model of requests: the chosen one if it is served, else the first. */
 export function model(): string {
   const chosen = settings.value.model;
   const names = server.value.models.map((card) => card.id);
   return names.includes(chosen) ? chosen : (names[0] ?? chosen);
 }
 
-/** Asks for the models, and what the one that requests name takes. */
+/** Requests the list of models, and the inputs that the model of requests accepts. */
 export async function loadServer(): Promise<void> {
   await loadModels();
   if (server.value.models.length) await loadFacts(model());
 }
 
-/** What is wrong with a text that has to be JSON; "" where nothing is. */
+/** The error in a text that has to be a JSON array or object; "" if it is valid. */
 export function jsonError(text: string, kind: "array" | "object"): string {
   let value: unknown;
   try {

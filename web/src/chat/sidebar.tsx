@@ -3,7 +3,7 @@ import { useRef } from "preact/hooks";
 import { download, Icon, IconButton } from "../ui/parts";
 import { begin, conversations, exported, forget, load, open, shown, version } from "./store";
 
-/** The conversations of this browser. `onChoice` is called when one was chosen. */
+/** The conversations of this browser. `onChoice` is called after the user chose one. */
 export function Sidebar({ onChoice }: { onChoice: () => void }): JSX.Element {
   const picker = useRef<HTMLInputElement>(null);
   void version.value;

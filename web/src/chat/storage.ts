@@ -23,7 +23,7 @@ async function run<T>(mode: IDBTransactionMode, act: (store: IDBObjectStore) => 
   });
 }
 
-/** All conversations that this browser keeps, the newest first. */
+/** Loads all conversations stored in this browser, the newest first. */
 export async function loadAll(): Promise<Conversation[]> {
   const all = await run<Conversation[]>("readonly", (store) => store.getAll());
   return all.sort((a, b) => b.updated - a.updated);
@@ -37,7 +37,7 @@ export async function remove(id: string): Promise<void> {
   await run("readwrite", (store) => store.delete(id));
 }
 
-/** A value that localStorage keeps under `key`; null where it keeps none. */
+/** The value under `key` in localStorage; null if there is none. */
 export function recall<T>(key: string): T | null {
   try {
     return JSON.parse(localStorage.getItem(`forebay.${key}`) ?? "null") as T | null;
@@ -50,6 +50,6 @@ export function remember(key: string, value: unknown): void {
   try {
     localStorage.setItem(`forebay.${key}`, JSON.stringify(value));
   } catch {
-    // A browser that keeps nothing: the value holds until the page is left.
+    // The browser allows no storage: the value lasts until the page is left.
   }
 }

@@ -9,18 +9,18 @@ import type { Conversation, Node, ToolResult } from "./types";
 
 const LONGEST_TITLE = 60;
 
-/** The conversations, the newest first. Their content changes in place: `version` counts the changes. */
+/** The conversations, the newest first. They are changed in place, and `version` counts the changes. */
 export const conversations = signal<Conversation[]>([]);
 const current = signal("");
 export const version = signal(0);
 export const notice = signal("");
 
-/** The answers that are under way, by the id of their node. */
+/** The controllers of running answers, by the id of their node. */
 const running = signal(new Map<string, AbortController>());
 
 const fresh = signal(emptyConversation(storage.recall<string>("system") ?? ""));
 
-/** The conversation that is shown: one of the list, or a new one that has no message yet. */
+/** The shown conversation: one of the list, or a new one without messages. */
 export const shown = computed<Conversation>(
   () => conversations.value.find(({ id }) => id === current.value) ?? fresh.value,
 );
@@ -29,7 +29,7 @@ export function isRunning(node: Node): boolean {
   return running.value.has(node.id);
 }
 
-/** The node of the shown conversation that is being answered; null: none. */
+/** The node of the shown conversation whose answer is running; null if there is none. */
 export const answering = computed<Node | null>(() => {
   for (const id of running.value.keys()) {
     const node = shown.value.nodes[id];
@@ -40,7 +40,7 @@ export const answering = computed<Node | null>(() => {
 
 let frame = 0;
 
-/** Shows what has changed, at most once a frame. */
+/** Renders the changes, at most once per frame. */
 function touch(): void {
   if (frame) return;
   const show = () => {
@@ -50,7 +50,7 @@ function touch(): void {
     version.value += 1;
   };
   frame = requestAnimationFrame(show);
-  // A tab in the background has no frames.
+  // A tab in the background gets no animation frames.
   const late = setTimeout(show, 500);
 }
 
@@ -94,7 +94,7 @@ export function setSystem(text: string): void {
   if (conversations.value.includes(shown.value)) void keep(shown.value);
 }
 
-/** The shown conversation, which is in the list from now on. */
+/** Adds the shown conversation to the list if it is new; returns it. */
 function adopt(): Conversation {
   const conversation = shown.value;
   if (!conversations.value.includes(conversation)) {
@@ -104,7 +104,7 @@ function adopt(): Conversation {
   return conversation;
 }
 
-/** Answers `parent` with a new branch. */
+/** Generates an answer to `parent` as a new branch. */
 async function generate(conversation: Conversation, parent: Node): Promise<void> {
   const node = emptyNode("assistant", parent.id);
   node.model = model();
@@ -129,7 +129,7 @@ async function generate(conversation: Conversation, parent: Node): Promise<void>
   if (conversations.value.includes(conversation)) await keep(conversation);
 }
 
-/** Sends what the user says as a new branch below `parent`; null: as a first message. */
+/** Sends the user's message as a new branch below `parent`; null: as the first message. */
 export async function say(parent: string | null, content: string, images: string[]): Promise<void> {
   const conversation = adopt();
   const node = emptyNode("user", parent);
@@ -143,7 +143,7 @@ export async function say(parent: string | null, content: string, images: string
   await generate(conversation, node);
 }
 
-/** Sends what the calls of `node` gave. */
+/** Sends the results of the tool calls of `node`. */
 export async function giveResults(node: Node, results: ToolResult[]): Promise<void> {
   const conversation = shown.value;
   const made = emptyNode("tool", node.id);
@@ -152,7 +152,7 @@ export async function giveResults(node: Node, results: ToolResult[]): Promise<vo
   await generate(conversation, made);
 }
 
-/** Answers the message before `node` once more. */
+/** Generates another answer to the message before `node`. */
 export async function regenerate(node: Node): Promise<void> {
   const parent = node.parent === null ? undefined : shown.value.nodes[node.parent];
   if (parent) await generate(shown.value, parent);
@@ -163,14 +163,14 @@ export function stop(): void {
   if (node) running.value.get(node.id)?.abort();
 }
 
-/** Shows another branch. */
+/** Shows the branch `id` in place of `node`. */
 export function show(node: Node, id: string): void {
   shown.value.shown[node.parent ?? ""] = id;
   version.value += 1;
   void keep(shown.value);
 }
 
-/** The request that an answer came from, or comes from now. */
+/** The request of an answer, with the present settings. */
 export function requestOf(node: Node): Record<string, unknown> {
   return body(ancestry(shown.value, node.parent), shown.value.system, settings.value, node.model || model());
 }
@@ -183,7 +183,7 @@ export function exported(): Blob {
   return new Blob([JSON.stringify(file)], { type: "application/json" });
 }
 
-/** Adds the conversations of a file that `exported` made. */
+/** Adds the conversations of a file that `exported` has written. */
 export async function load(file: File): Promise<void> {
   let found: Conversation[];
   try {

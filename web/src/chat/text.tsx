@@ -5,17 +5,17 @@ import { whole } from "../ui/format";
 import { download } from "../ui/parts";
 import type { TokenLogprob } from "./types";
 
-/** More markdown than this is shown as plain text. */
+/** The longest text that is shown as markdown; a longer one is shown as plain text. */
 const MOST_MARKDOWN = 128 * 1024;
 const MOST_BLOCKS = 2000;
-/** Of a longer plain text the end is shown: the browser's layout of one line of megabytes takes seconds. */
+/** The longest plain text; of a longer one only the end is shown, because the layout of megabytes takes seconds. */
 const MOST_PLAIN = 64 * 1024;
 
 interface BlockProps {
   text: string;
 }
 
-/** How much of a frame blocks may take, in milliseconds; those behind wait for the next one. */
+/** The time per frame for rendering blocks, in milliseconds. The remaining blocks wait for the next frame. */
 const FRAME_MS = 12;
 let spent = 0;
 let frame = 0;
@@ -38,14 +38,14 @@ function timed(block: Block): void {
   spent += performance.now() - began;
 }
 
-/** Fills a block, now or in one of the next frames. */
+/** Renders a block, now or in one of the next frames. */
 function fillSoon(block: Block): void {
   frame ||= requestAnimationFrame(nextFrame);
   if (spent > FRAME_MS) late.add(block);
   else timed(block);
 }
 
-/** A block of markdown, which is made anew only if its text changes. */
+/** A block of markdown, which is rendered again only if its text changes. */
 class Block extends Component<BlockProps> {
   private element = createRef<HTMLDivElement>();
 
@@ -78,7 +78,7 @@ class Block extends Component<BlockProps> {
   }
 }
 
-/** A model's text as markdown, while it grows too. */
+/** A model's text as markdown, also while it grows. */
 export function Markdown({ text }: { text: string }): JSX.Element {
   const blocks = useRef<Blocks | null>(null);
   if (text.length > MOST_MARKDOWN) return <Plain text={text} />;
@@ -94,7 +94,7 @@ export function Markdown({ text }: { text: string }): JSX.Element {
   );
 }
 
-/** Text as it is; of a very long one its end. */
+/** Plain text; only the end if it is very long. */
 export function Plain({ text }: { text: string }): JSX.Element {
   if (text.length <= MOST_PLAIN) return <div class="plain">{tamed(text)}</div>;
   return (
@@ -117,7 +117,7 @@ export function Plain({ text }: { text: string }): JSX.Element {
 const MOST_TOKENS = 16_384;
 const TOKENS_A_RUN = 128;
 
-/** The classes p0 to p9: how likely the model found a token, by tenths. */
+/** The number of a token's class, p0 to p9: its probability in tenths. */
 function likelihood(logprob: number): number {
   return Math.min(9, Math.max(0, Math.floor(Math.exp(logprob) * 10)));
 }
@@ -138,7 +138,7 @@ interface RunProps {
   to: number;
 }
 
-/** Tokens that are drawn once: those before the last run never change. */
+/** A run of tokens, rendered once: only the last run of a text changes. */
 class Run extends Component<RunProps> {
   override shouldComponentUpdate(next: RunProps): boolean {
     return next.to !== this.props.to || next.tokens !== this.props.tokens;

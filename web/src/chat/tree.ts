@@ -39,12 +39,12 @@ export function add(conversation: Conversation, node: Node): void {
   conversation.updated = Date.now();
 }
 
-/** The branches beside a node, itself included. */
+/** The ids of a node and its siblings. */
 export function branches(conversation: Conversation, node: Node): string[] {
   return conversation.children[node.parent ?? ""] ?? [];
 }
 
-/** The messages that are shown, from the first one on. */
+/** The shown messages, from the first to the last. */
 export function path(conversation: Conversation): Node[] {
   const found: Node[] = [];
   for (let parent = ""; ; ) {
@@ -57,7 +57,7 @@ export function path(conversation: Conversation): Node[] {
   }
 }
 
-/** The messages from the first one to `id`, which is the last. */
+/** The messages from the first one to `id`, both included. */
 export function ancestry(conversation: Conversation, id: string | null): Node[] {
   const found: Node[] = [];
   for (let node = id === null ? undefined : conversation.nodes[id]; node; ) {
@@ -82,9 +82,9 @@ function objects(value: unknown): Shape[] {
 }
 
 /**
- * A conversation out of a file, which may say anything. Null: it is none.
+ * A conversation from a file, whose content may be anything. Null if it is invalid.
  *
- * Nodes that no path reaches are dropped, so links in circles cannot be.
+ * Nodes that no path reaches are dropped, so the result has no cycles.
  */
 export function imported(value: unknown): Conversation | null {
   if (typeof value !== "object" || value === null) return null;

@@ -1,4 +1,4 @@
-/** A call of a tool, as the chat API writes it. */
+/** A tool call, as the chat API returns it. */
 export interface ToolCall {
   id: string;
   name: string;
@@ -16,10 +16,10 @@ export interface TokenLogprob {
   top: { token: string; logprob: number }[];
 }
 
-/** How an answer came about. Times are milliseconds. */
+/** Measurements of an answer. Times are in milliseconds. */
 export interface Stats {
   ttft: number | null;
-  /** From the first to the last piece of the answer. */
+  /** The time from the first to the last chunk of the answer. */
   elapsed: number;
   promptTokens: number | null;
   cachedTokens: number | null;
@@ -39,7 +39,7 @@ export interface Node {
   images: string[];
   reasoning: string;
   calls: ToolCall[];
-  /** Of role `tool`: what the calls of the parent gave. */
+  /** For the role `tool`: the results of the parent's calls. */
   results: ToolResult[];
   logprobs: TokenLogprob[];
   stats: Stats | null;
@@ -55,13 +55,13 @@ export interface Conversation {
   updated: number;
   system: string;
   nodes: Record<string, Node>;
-  /** The children of a node in the order of their making, by its id; "" for those without a parent. */
+  /** The children of a node in order of creation, by its id. The key "" has the nodes without a parent. */
   children: Record<string, string[]>;
-  /** Which child is shown, by the parent's id. */
+  /** The id of the shown child, by the parent's id. */
   shown: Record<string, string>;
 }
 
-/** Sampling parameters as they are typed: an empty one is not sent. */
+/** Sampling parameters as the user typed them. An empty one is not sent. */
 export interface Sampling {
   temperature: string;
   top_p: string;

@@ -15,7 +15,7 @@ import { branches, path } from "./tree";
 const NEAR = 80;
 const WIDE = matchMedia("(min-width: 1100px)");
 
-/** Which of the two sides is open. On a narrow page they lie over the messages, one at a time. */
+/** Whether each side panel is open. On a narrow page they cover the messages, one at a time. */
 const listOpen = signal(WIDE.matches && (recall<boolean>("list") ?? true));
 const panelOpen = signal(WIDE.matches && (recall<boolean>("panel") ?? true));
 

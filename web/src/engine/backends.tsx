@@ -36,7 +36,7 @@ function Row({ backend }: { backend: Backend }): JSX.Element {
   );
 }
 
-/** What a router knows of its backends. */
+/** The state of a router's backends. */
 export function Backends(): JSX.Element | null {
   void ticks.value;
   const state = engine.value;

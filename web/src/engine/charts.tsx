@@ -12,7 +12,7 @@ type Column = Exclude<keyof History, "time">;
 interface Line {
   column: Column;
   label: string;
-  /** A custom property of the style sheet. */
+  /** The name of a custom property of the style sheet. */
   colour: string;
   fill?: boolean;
 }
@@ -21,19 +21,19 @@ interface Props {
   title: string;
   unit: string;
   lines: Line[];
-  /** The least that the axis reaches to. */
+  /** The smallest upper end of the axis. */
   least?: number;
-  /** Whether nothing was measured at some times, and lines go on behind them. */
+  /** Whether some times have no value, and lines bridge them. */
   gaps?: boolean;
 }
 
-/** Seconds before now, for the axis of time. */
+/** The labels of the time axis, in seconds before now. */
 function ago(plot: uPlot, splits: number[]): string[] {
   const now = plot.data[0].at(-1) ?? 0;
   return splits.map((time) => (now - time < 0.05 ? "now" : `−${Number((now - time).toFixed(1))} s`));
 }
 
-/** Places of labels at whole steps before now, so that they stand still while time goes on. */
+/** Tick positions at whole steps before now, so that the labels stay in place while time passes. */
 function back(_: uPlot, __: number, least: number, most: number, step: number): number[] {
   const count = Math.floor((most - least) / step);
   return Array.from({ length: count + 1 }, (_, index) => most - (count - index) * step);
@@ -171,7 +171,7 @@ const CHARTS: Props[] = [
   },
 ];
 
-/** The last two minutes, over all replicas. */
+/** Charts of the last two minutes, over all replicas. */
 export function Charts(): JSX.Element {
   return (
     <>

@@ -7,7 +7,7 @@ export type FeedState =
   | { kind: "off" }
   | { kind: "connecting" }
   | { kind: "live" }
-  /** The server has no feed, or gives it to nobody without a key: to ask again is of no use. */
+  /** The server has no feed, or requires a key for it. A retry is useless. */
   | { kind: "refused"; status: number; message: string }
   | { kind: "lost"; message: string };
 
@@ -15,7 +15,7 @@ export const feed = signal<FeedState>({ kind: "off" });
 
 const FIRST_WAIT_MS = 500;
 const LONGEST_WAIT_MS = 10_000;
-/** The feed has four events a second: after so long without one the connection is dead. */
+/** The feed sends four events per second. After this time without an event the connection is dead. */
 const SILENCE_MS = 10_000;
 const FINAL = new Set([401, 403, 404, 405, 501]);
 
@@ -31,7 +31,7 @@ function sleep(milliseconds: number, signal: AbortSignal): Promise<void> {
   });
 }
 
-/** Reads one connection to its end, which is always an error. Calls `live` once it has begun. */
+/** Reads one connection until it fails, and then throws. Calls `live` once the feed has begun. */
 async function read(outer: AbortSignal, live: () => void): Promise<never> {
   const inner = new AbortController();
   const leave = () => inner.abort();
@@ -77,7 +77,7 @@ async function follow(signal: AbortSignal): Promise<void> {
   }
 }
 
-/** Follows the feed from now on, with the key of now. */
+/** Connects to the feed with the present key, in place of any earlier connection. */
 export function connect(): void {
   wanted?.abort();
   wanted = new AbortController();

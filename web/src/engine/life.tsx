@@ -20,7 +20,7 @@ const SENTENCES: Record<string, string> = {
   finished: "finished",
 };
 
-/** An event in words; one that is not known is shown as it is. */
+/** An event in words. An unknown event is shown unchanged. */
 function sentence(event: LifeEvent): string {
   if (event.what === "prefill") return `prefill of ${whole(Number(event.tokens))} tokens`;
   if (event.what === "tokens") return `${whole(Number(event.count))} tokens`;
@@ -64,7 +64,7 @@ function Events({ events }: { events: LifeEvent[] }): JSX.Element {
   );
 }
 
-/** A request's life, from received to its last token; it grows while the request runs. */
+/** The events of a request, from its arrival to its last token. The list grows while the request runs. */
 export function LifeDialog({ id, onClose }: { id: string; onClose: () => void }): JSX.Element {
   const [life, setLife] = useState<Life | null>(null);
   const [error, setError] = useState("");

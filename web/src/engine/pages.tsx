@@ -23,7 +23,7 @@ function tiers({ now, facts }: Replica): Tier[] {
 }
 
 /**
- * How many cells each kind gets of `cells`, by the largest remainder. A kind that has pages gets a cell.
+ * Divides `cells` among kinds of pages by the largest remainder. Each kind that has pages gets at least one cell.
  */
 export function shares(counts: number[], cells: number): number[] {
   const total = counts.reduce((sum, count) => sum + count, 0);
@@ -99,7 +99,7 @@ function TierMap({ tier }: { tier: Tier }): JSX.Element {
   );
 }
 
-/** What the pages of each tier are used for. */
+/** The use of the pages of each tier. */
 export function Pages(): JSX.Element | null {
   void ticks.value;
   const state = engine.value;

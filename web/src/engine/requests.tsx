@@ -9,17 +9,17 @@ const opened = signal("");
 
 const ORDER = { decode: 0, prefill: 1, queued: 2 };
 
-/** What runs before what waits, each in the order of its coming. */
+/** Running requests before waiting ones, each group in order of arrival. */
 function inOrder(state: Engine): Request[] {
   return [...state.requests.values()].sort((a, b) => ORDER[a.state] - ORDER[b.state] || a.since_us - b.since_us);
 }
 
-/** Words for those who do not see the columns. */
+/** Text for screen readers only. */
 function Heard({ children }: { children: string }): JSX.Element {
   return <span class="hidden">{children}</span>;
 }
 
-/** Cached, computed and total, as parts of the tokens that the request may get to. */
+/** A bar of cached, computed and generated tokens, out of the most tokens that the request may have. */
 function Bar({ request }: { request: Request }): JSX.Element {
   const { prompt, cached, computed, generated, max_tokens } = request;
   const total = prompt + Math.max(generated, max_tokens);
@@ -77,7 +77,7 @@ function Rows({ rows, state, label }: { rows: Request[]; state: Engine; label: s
   );
 }
 
-/** Who runs, who waits, and who has gone lately. */
+/** The running, waiting and recently ended requests. */
 export function Requests(): JSX.Element | null {
   void ticks.value;
   const state = engine.value;

@@ -1,9 +1,9 @@
 import { signal } from "@preact/signals";
 import type { BackendTick, ReplicaFacts, ReplicaTick, RequestRow, Start, Step, StepColumns, Tick } from "./types";
 
-/** Steps that are kept of each replica: as many as the server's ring has. */
+/** The number of steps kept per replica: the size of the server's ring buffer. */
 const MOST_STEPS = 4096;
-/** Points of the charts: two minutes at four a second. */
+/** The number of points in the charts: two minutes at four per second. */
 const MOST_POINTS = 480;
 const MOST_ENDED = 24;
 
@@ -15,7 +15,7 @@ export interface Replica {
   lost: number;
 }
 
-/** A request of the list; `ended` once the server says that it is gone. */
+/** A request of the list. `ended` is true once the server has reported its end. */
 export interface Request extends RequestRow {
   ended: boolean;
 }
@@ -24,16 +24,16 @@ export interface Backend {
   index: number;
   url: string;
   now: BackendTick | null;
-  /** Requests a second since the tick before. */
+  /** Requests per second since the previous tick. */
   rate: number;
 }
 
-/** Columns of the charts, over all replicas; `time` in seconds of the server's clock. */
+/** The columns of the charts, over all replicas. `time` is in seconds of the server's clock. */
 export interface History {
   time: number[];
   generated: (number | null)[];
   prefilled: (number | null)[];
-  /** Percent of the prompt tokens that were cached, of the last second; null where no prompt came. */
+  /** The percentage of prompt tokens of the last second that were cached; null if no prompt arrived. */
   hits: (number | null)[];
   running: number[];
   waiting: number[];
@@ -53,7 +53,7 @@ export interface Engine {
   window: Growth[];
 }
 
-/** What the feed has said so far; it changes in place, and `ticks` counts the changes. */
+/** The state received from the feed. It is changed in place, and `ticks` counts the changes. */
 export const engine = signal<Engine | null>(null);
 export const ticks = signal(0);
 
@@ -65,7 +65,7 @@ function isStart(value: Partial<Start>): value is Start {
   return typeof value.now_us === "number";
 }
 
-/** A feed has begun. What was drawn before stays, unless it is of another server. */
+/** Handles the first event of a feed. Earlier data is kept unless it is of another server. */
 export function began(start: Start): void {
   if (!isStart(start)) throw new Error("The feed begins with something else.");
   const before = engine.value;
@@ -98,7 +98,7 @@ function median(sorted: number[]): number | null {
   return sorted.length ? sorted[sorted.length >> 1]! : null;
 }
 
-/** What has come, and by how much the counters of all replicas have grown, since the tick before. */
+/** The growth of the counters of all replicas since the previous tick. */
 interface Growth {
   seconds: number;
   decoded: number;
@@ -109,7 +109,7 @@ interface Growth {
   hits: number;
 }
 
-/** Rates and shares are over so many seconds: from one tick to the next they jump. */
+/** The seconds over which rates and shares are averaged: from tick to tick they would jump. */
 const WINDOW_S = 1;
 
 function sum(window: Growth[]): Growth {
@@ -148,7 +148,7 @@ function readReplicas(state: Engine, tick: Tick, seconds: number): void {
     const replica = state.replicas.find(({ facts }) => facts.index === now.index);
     if (!replica) continue;
     const before = replica.now;
-    // Counters of a replica that began again are smaller than before.
+    // After a restart of a replica its counters are smaller than before.
     if (before && now.device_us >= before.device_us) {
       grown.device += now.device_us - before.device_us;
       grown.gaps += Math.max(0, now.gap_us - before.gap_us);
@@ -160,7 +160,7 @@ function readReplicas(state: Engine, tick: Tick, seconds: number): void {
     for (const columns of now.steps) {
       const made = step(columns);
       replica.steps.push(made);
-      // The first tick brings the steps of minutes, and its time is that since the start.
+      // The first tick contains steps from before the connection: they are not counted in rates.
       if (made.done < state.start.now_us) continue;
       fresh.push(made);
       grown.decoded += made.decode;
@@ -193,7 +193,7 @@ function readBackends(state: Engine, tick: Tick, seconds: number): void {
   }
 }
 
-/** Takes what has changed since the tick before. */
+/** Applies the changes since the previous tick. */
 export function ticked(tick: Tick): void {
   const state = engine.value;
   if (!state) return;

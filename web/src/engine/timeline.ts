@@ -1,7 +1,7 @@
 import type { Replica } from "./store";
 import type { Step } from "./types";
 
-/** What the timeline is drawn with; taken from the style sheet, so that it follows the colour scheme. */
+/** The colours of the timeline, read from the style sheet, so that they follow the colour scheme. */
 export interface Palette {
   decode: string;
   prefill: string;
@@ -25,14 +25,14 @@ const AXIS = 18;
 const PLAN_LANE = 16;
 const DEVICE_LANE = 34;
 const SPACE = 14;
-/** The width of a step from which on a line leads to it from its plan. */
+/** The smallest width of a step, in pixels, at which a line connects it to its plan. */
 const ROOM_FOR_ARROWS = 10;
 
 export function height(replicas: number): number {
   return AXIS + replicas * (PLAN_LANE + DEVICE_LANE + SPACE);
 }
 
-/** When the device began with a step: its end is known as the time when the result was applied. */
+/** The time at which the device began a step: the time when its result was applied, less its duration. */
 export function began(step: Step): number {
   return step.done - step.device;
 }
@@ -60,7 +60,7 @@ function position(view: View, time: number): number {
   return LEFT + ((time - view.from) / (view.to - view.from)) * (view.width - LEFT);
 }
 
-/** The step that is drawn at a place of the canvas. */
+/** The step at a point of the canvas. */
 export function stepAt(replicas: Replica[], view: View, x: number, y: number): { replica: Replica; step: Step } | null {
   const lane = Math.floor((y - AXIS) / (PLAN_LANE + DEVICE_LANE + SPACE));
   const replica = replicas[lane];
@@ -98,7 +98,7 @@ function box(context: CanvasRenderingContext2D, colour: string, x: number, y: nu
 function drawStep(context: CanvasRenderingContext2D, view: View, step: Step, top: number, colours: Palette): void {
   const clip = (x: number) => Math.min(view.width, Math.max(LEFT, x));
   const at = (time: number) => clip(position(view, time));
-  // The planning: in time where the device still had a step, late where it had none.
+  // The planning: `ahead` while the device still had a step in flight, `late` if it had none.
   const plan = at(step.planned - step.plan);
   const colour = step.inFlight > 0 ? colours.ahead : colours.late;
   box(context, colour, plan, top + 3, Math.max(1, at(step.planned) - plan), PLAN_LANE - 6);
@@ -108,22 +108,22 @@ function drawStep(context: CanvasRenderingContext2D, view: View, step: Step, top
   const end = at(step.done);
   if (step.gap > 0) {
     const gap = at(began(step) - step.gap);
-    // No least width: gaps of microseconds would look like an idle device from afar.
+    // No minimum width: gaps of microseconds would look like an idle device in a zoomed-out view.
     box(context, colours.gap, gap, lane + DEVICE_LANE / 2 - 3, from - gap, 6);
   }
   if (end - from > ROOM_FOR_ARROWS) {
-    // From the plan to the step that it is of.
+    // A line from the plan to its step.
     context.strokeStyle = colour;
     context.beginPath();
     context.moveTo(at(step.planned), top + PLAN_LANE - 3);
     context.lineTo(from, lane);
     context.stroke();
   }
-  // Neighbours stay apart where there is room for it.
+  // Leave a pixel between neighbouring steps if they are wide enough.
   const wide = Math.max(0.75, end - from > 3 ? end - from - 1 : end - from);
   const rows = step.decode + step.prefill;
   const share = rows > 0 ? step.prefill / rows : 0;
-  // A prefill of one row among many is worth seeing.
+  // A prefill of one row among many stays visible.
   const upper = step.prefill === 0 ? 0 : Math.max(8, share * DEVICE_LANE);
   const lower = step.decode === 0 ? 0 : Math.max(8, DEVICE_LANE - upper);
   if (step.prefill > 0) box(context, colours.prefill, from, lane, wide, DEVICE_LANE - lower);

@@ -9,10 +9,10 @@ import type { Step } from "./types";
 
 const SPANS = [0.25, 1, 5, 30];
 const span = signal(5);
-/** The time at the right edge while it stands still; null: it follows the server. */
+/** The time at the right edge while the timeline is paused; null while it follows the server. */
 const frozen = signal<number | null>(null);
 
-/** The width of an element, also when it changes. */
+/** The current width of an element. */
 export function useWidth(element: { current: HTMLElement | null }): number {
   const [width, setWidth] = useState(0);
   useEffect(() => {
@@ -36,7 +36,7 @@ function describe(step: Step, index: number): string[] {
   ];
 }
 
-/** The steps within `seconds` before `to`, for those who see no canvas. */
+/** A summary of the steps since `view.from`, for screen readers. */
 function summary(state: Engine, view: View): string {
   const steps = state.replicas.flatMap((replica) => replica.steps.filter((step) => step.done >= view.from));
   const busy = steps.reduce((total, step) => total + step.device, 0);
@@ -93,7 +93,7 @@ const LEGEND: [string, string][] = [
   ["late", "planned while idle"],
 ];
 
-/** What the brain planned and the device computed, step by step. */
+/** The timeline of the brain's plans and the device's steps. */
 export function Timeline(): JSX.Element | null {
   const holder = useRef<HTMLDivElement>(null);
   const canvas = useRef<HTMLCanvasElement>(null);

@@ -1,25 +1,25 @@
-// The events of /v1/live. Times are microseconds of the server's monotonic clock.
+// The events of /v1/live. Times are in microseconds of the server's monotonic clock.
 
 /** number, planned_us, done_us, device_us, gap_us, decode_rows, prefill_rows, tokens, plan_us, in_flight */
 export type StepColumns = [number, number, number, number, number, number, number, number, number, number];
 
 export interface Step {
   number: number;
-  /** When the plan was handed over. */
+  /** The time at which the plan was sent. */
   planned: number;
-  /** When the result was applied. */
+  /** The time at which the result was applied. */
   done: number;
-  /** The time from its start on the device to its end. */
+  /** The duration of the step on the device. */
   device: number;
-  /** The time from the end of the step before to the start of this one, if there was work. */
+  /** The time from the end of the previous step to the start of this one, if there was work. */
   gap: number;
   decode: number;
   prefill: number;
-  /** Positions that it computed. */
+  /** The number of computed positions. */
   tokens: number;
-  /** How long the planning took. */
+  /** The duration of the planning. */
   plan: number;
-  /** Steps that were in flight when it was planned: 1 or more is lookahead. */
+  /** The number of steps in flight when this one was planned: 1 or more is lookahead. */
   inFlight: number;
 }
 
@@ -80,7 +80,7 @@ export interface BackendTick {
   in_flight: number;
   waiting: number;
   running: number;
-  /** Pages that nobody holds, and tokens of work left, as the backend reported last. Null: it reports neither. */
+  /** Free pages, and tokens of remaining work, by the backend's last report. Null if it reports neither. */
   pages_free: number | null;
   tokens: number | null;
   sent: number;

@@ -11,7 +11,7 @@ import { Requests } from "./requests";
 import { engine } from "./store";
 import { Timeline } from "./timeline_view";
 
-/** What is said while there is nothing to see, or nothing new. */
+/** The message shown while the feed is not live. */
 function Banner(): JSX.Element | null {
   const state = feed.value;
   if (state.kind === "live") return null;
@@ -57,7 +57,7 @@ function Trace(): JSX.Element {
   );
 }
 
-/** What the server does now; of a router: what its backends do. */
+/** The current activity of the server, or of a router's backends. */
 export function EngineView(): JSX.Element {
   const start = engine.value?.start;
   return (

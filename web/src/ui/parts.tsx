@@ -35,7 +35,7 @@ interface IconButtonProps {
   pressed?: boolean;
 }
 
-/** A button that shows an icon, and says `label` to those who do not see it. */
+/** A button with an icon. `label` is its text for screen readers. */
 export function IconButton({ icon, label, pressed, class: kind = "", ...rest }: IconButtonProps): JSX.Element {
   return (
     <button type="button" class={`icon-button ${kind}`} aria-label={label} title={label} aria-pressed={pressed} {...rest}>
@@ -44,7 +44,7 @@ export function IconButton({ icon, label, pressed, class: kind = "", ...rest }: 
   );
 }
 
-/** Copies text. Falls back to a selection where the page has no secure context, as on a plain http host. */
+/** Copies text. Falls back to a selection if the page has no secure context, as over plain HTTP. */
 export async function copy(text: string): Promise<boolean> {
   try {
     await navigator.clipboard.writeText(text);
@@ -60,7 +60,7 @@ export async function copy(text: string): Promise<boolean> {
   }
 }
 
-/** A button that copies what `text` gives, and says so. */
+/** A button that copies the result of `text`, and then shows whether that succeeded. */
 export function CopyButton({ label, text }: { label: string; text: () => string }): JSX.Element {
   const [said, say] = useState("");
   const timer = useRef(0);
@@ -70,7 +70,7 @@ export function CopyButton({ label, text }: { label: string; text: () => string 
     try {
       done = await copy(text());
     } catch {
-      // The text cannot be made of these settings.
+      // `text` throws if the settings are invalid.
     }
     say(done ? "Copied" : "Not copied");
     clearTimeout(timer.current);
@@ -92,7 +92,7 @@ export function download(blob: Blob, name: string): void {
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
 
-/** A modal dialog that Escape and a click beside it close. Focus stays inside, and returns. */
+/** A modal dialog. Escape or a click outside closes it. Focus stays inside, and returns afterwards. */
 export function Dialog(props: { label: string; onClose: () => void; children: ComponentChildren }): JSX.Element {
   const dialog = useRef<HTMLDialogElement>(null);
   useEffect(() => {
