@@ -200,7 +200,7 @@ ROWS = [
             ),
             Panel(
                 "Log lines dropped",
-                "Because nobody read them in time.",
+                "Because they were not read in time.",
                 {"dropped": rate("forebay:log_lines_dropped_total", BRAIN)},
             ),
         ],

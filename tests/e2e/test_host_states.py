@@ -115,4 +115,4 @@ def test_a_prefill_replica_lends_the_state_with_the_blocks(model: Model, serve: 
 def test_without_kept_states_a_tier_is_refused(model: Model, serve: Serve) -> None:
     server = serve(model, *FLAGS, *TIER, "--disable-state-cache", healthy=False)
     assert server.process.wait(30) != 0
-    assert "--disable-state-cache has nobody go on behind one" in server.log()
+    assert "Leave out --disable-state-cache" in server.log()

@@ -327,7 +327,7 @@ def test_other_wrong_images(server: Server) -> None:
 
     refused(chat(*[part(PNG)] * 17), "messages[0].content[16]", "at most 16 images")
     refused(chat({"type": "image_url"}), "messages[0].content[0].image_url", "required")
-    refused(chat(part(PNG), prompt_logprobs=1), "prompt_logprobs", "a prompt with images has none")
+    refused(chat(part(PNG), prompt_logprobs=1), "prompt_logprobs", "not supported for prompts with images")
     refused(chat({"type": "input_audio"}), "messages[0].content[0].type=input_audio", "not supported")
     # The file is larger than a body without images may be.
     refused(chat(part(PNG[:60] + bytes(5 << 20))), "messages[0].content[0]", "PNG file is damaged")

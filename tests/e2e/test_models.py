@@ -383,7 +383,7 @@ def test_kept_responses_outlive_the_sleep_of_their_model(start: Any, tiny: Model
         (("{tiny}", "{tiny}"), "means two models"),
         (("{tiny}", "{tiny}", "--router-key", "x"), "--router-key is for a server of one model"),
         (("--models-dir", "{empty}"), "there is no model to serve"),
-        (("--models-config", "{pinned}", "--models-max", "1"), "pinned models have all the places of --models-max"),
+        (("--models-config", "{pinned}", "--models-max", "1"), "as many pinned models as --models-max allows"),
     ],
 )
 def test_what_cannot_be_served_is_said_at_the_start(

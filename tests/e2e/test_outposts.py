@@ -237,7 +237,7 @@ def test_strangers_are_refused_with_one_line(serve: Serve, tiny: Model, gate: Ga
     eventually(gate.token.is_file, "the token is made", 60)
     right = gate.token.read_text().strip()
     for text, words in (
-        (right[:-1] + ("0" if right[-1] != "0" else "1"), "the secret of the token is another one"),
+        (right[:-1] + ("0" if right[-1] != "0" else "1"), "the token has another secret"),
         (right.replace(right.split(".")[1], "0" * 64), "another certificate than the token names"),
         ("nothing", "no token"),
     ):
@@ -246,7 +246,7 @@ def test_strangers_are_refused_with_one_line(serve: Serve, tiny: Model, gate: Ga
         worker = gate.worker()
         assert worker.ends() == 1
         assert words in worker.log().splitlines()[-1]
-    assert "the secret of the token is another one" in server.log()
+    assert "the token has another secret" in server.log()
     assert server.http.get("/health").status_code == 503
 
 

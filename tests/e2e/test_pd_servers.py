@@ -308,7 +308,7 @@ def test_blocks_are_for_servers_with_the_key(start: Start, tiny: Model) -> None:
     [
         ((), "--cache-secret-file has to be the same for all of its servers"),
         (("secret",), "a decode server needs prefill servers that it may ask"),
-        (("secret", "--router-key", KEY, "--tp-size", "2"), "--tp-size: the parts of ranks are not sent yet"),
+        (("secret", "--router-key", KEY, "--tp-size", "2"), "--tp-size above 1 is not supported yet"),
         (("secret", "--router-key", KEY, "--pd", "1:1"), "cannot be used with"),
     ],
 )

@@ -108,8 +108,8 @@ def test_the_plan_of_a_traffic_finds_the_replicas_itself(tmp_path: Path) -> None
     trace.write_text('{"timestamp": 0, "input_length": 300, "output_length": 9, "hash_ids": [1]}\n')
     traffic = ("--trace", trace, "--sim-profile", "h100-llama-3.1-8b", "--slo", "ttft:500")
     for flags, told in (
-        (("--dp-size", "2"), "the plan of a traffic finds the number of replicas"),
-        (("--tp-size", "2", "--enable-expert-parallel"), "--enable-expert-parallel is for --model"),
+        (("--dp-size", "2"), "a plan for traffic computes the number of replicas"),
+        (("--tp-size", "2", "--enable-expert-parallel"), "--enable-expert-parallel needs --model"),
         (("--device-memory", "80"), "cannot be used with"),
         (("--dtype", "float32"), "cannot be used with"),
     ):

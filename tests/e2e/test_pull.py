@@ -312,7 +312,7 @@ def test_models_are_listed_and_removed(hub: Hub, tmp_path: Path) -> None:
     assert (listed["name"], listed["format"]) == (NAME, "safetensors")
     assert listed["bytes"] == sum(file.stat().st_size for file in hub.directory.iterdir())
 
-    assert "nobody can be asked" in message(run(hub, tmp_path, "rm", NAME))
+    assert "can't ask whether to remove" in message(run(hub, tmp_path, "rm", NAME))
     assert "is not in the cache; `forebay ls` shows what is" in message(run(hub, tmp_path, "rm", "-y", "org/other"))
     done = run(hub, tmp_path, "rm", "--yes", NAME)
     assert done.stdout.startswith(f"removed {NAME}, ")

@@ -236,7 +236,7 @@ def test_a_head_changes_no_token(
     server = serve(tiny, "--dtype", "float32", *drafts, *device, *pages)
     if not device:
         eventually(
-            lambda: "does not have draft models, or heads that draft" in server.log(),
+            lambda: "does not have draft models, or draft heads" in server.log(),
             "the banner gives the reason for PyTorch's hand",
         )
     answers = native_together(server, asked(tiny), held=True)
@@ -299,10 +299,10 @@ def test_where_no_head_is_served_is_said(serve: Serve, tiny: Model, tmp_path: Pa
     other = eagle3(tiny, tmp_path / "other", vocab_size=2000)
     algorithm = ("--speculative-algorithm", "eagle3", "--speculative-draft-model-path")
     for flags, why in (
-        ((*algorithm, str(head), "--hand", "rust"), "does not have draft models, or heads that draft"),
-        ((*algorithm, str(head), "--device", "sim"), "heads that draft are not served with a simulated device"),
-        ((*algorithm, str(head), "--enable-lora"), "heads that draft are not served with adapters"),
-        ((*algorithm, str(head), "--tp-size", "2"), "heads that draft are not served with several ranks"),
+        ((*algorithm, str(head), "--hand", "rust"), "does not have draft models, or draft heads"),
+        ((*algorithm, str(head), "--device", "sim"), "draft heads are not served with a simulated device"),
+        ((*algorithm, str(head), "--enable-lora"), "draft heads are not served with adapters"),
+        ((*algorithm, str(head), "--tp-size", "2"), "draft heads are not served with several ranks"),
         ((*algorithm, str(other)), "is of another model: it has a vocabulary of 2000, not 2048"),
         ((*algorithm, str(tiny.path)), "LlamaForCausalLM of"),
     ):
@@ -317,7 +317,7 @@ def test_where_no_head_is_served_is_said(serve: Serve, tiny: Model, tmp_path: Pa
         ((*NONE, "--draft-max", "4"), "--speculative-algorithm ngram turns them on"),
         (("--hand", "torch", "--draft-max", "4"), "--speculative-algorithm ngram turns them on"),
         ((*NGRAM, "--enable-dp-attention", "--dp-size", "2", "--tp-size", "2"), "speculation has to be off"),
-        (("--speculative-algorithm", "medusa"), "such heads are not there"),
+        (("--speculative-algorithm", "medusa"), "is not supported; use"),
         (("--speculative-algorithm", "EAGLE3"), "an EAGLE-3 head has to be named"),
         (("--speculative-algorithm", "EAGLE", "-md", "x"), "an MTP layer is in the model's own files"),
         (("--speculative-algorithm", "NEXTN"), "no hand serves an MTP layer of LlamaForCausalLM"),

@@ -111,4 +111,4 @@ def test_a_page_that_nobody_wrote_ends_the_hand_in_one_line() -> None:
     assert found.returncode
     last = found.stderr.strip().splitlines()[-1]
     # The step's error word reports the missing page, so the hand ends without an assertion on the device.
-    assert "PlanError: a plan that the tables contradict" in last
+    assert "PlanError: the plan contradicts the tables" in last

@@ -62,13 +62,17 @@ def other_keys(given: Call) -> None:
         ("llama", lambda given: given.update(is_causal=False), "attends to positions behind its own"),
         ("llama", not_causal, "attends to positions behind its own"),
         ("llama", lambda given: given.update(attention_mask=torch.ones(1, 1, 7, 7)), "attention mask of its own"),
-        ("llama", lambda given: given.update(args=(0.5,)), "wants more than attention and states give: TypeError"),
+        ("llama", lambda given: given.update(args=(0.5,)), "needs more than attention and states provide: TypeError"),
         ("llama", lambda given: given.update(scaling=torch.ones(1)), "passes a tensor as scaling"),
         ("llama", other_keys, "attends to keys that are not the step's"),
-        ("mistral", lambda given: given.pop("sliding_window"), "makes a mask that its call of attention does not say"),
-        ("mistral", lambda given: given.update(sliding_window=9), "makes a mask that its call"),
-        ("gpt_oss", lambda given: given.pop("s_aux"), "computes something that its call of attention does not say"),
-        ("gpt_oss", lambda given: given.update(s_aux=given["s_aux"][:2]), "wants more"),
+        ("mistral", lambda given: given.pop("sliding_window"), "uses an attention mask that its call"),
+        ("mistral", lambda given: given.update(sliding_window=9), "uses an attention mask that its call"),
+        (
+            "gpt_oss",
+            lambda given: given.pop("s_aux"),
+            "computes something that its call of attention does not describe",
+        ),
+        ("gpt_oss", lambda given: given.update(s_aux=given["s_aux"][:2]), "needs more"),
     ],
 )
 def test_what_a_call_does_not_say_is_refused(
@@ -88,7 +92,7 @@ def test_scores_that_own_code_changes_are_compared(tmp_path: Path, monkeypatch: 
         return eager_attention_forward(*args, **{**named, "softcap": 2.0})
 
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", capped)
-    with pytest.raises(UnsupportedModelError, match="the own code of LlamaAttention computes something"):
+    with pytest.raises(UnsupportedModelError, match="the code of LlamaAttention computes something"):
         calls_of("llama", tmp_path)
 
 
@@ -99,7 +103,7 @@ def test_a_mask_of_two_functions_is_compared(tmp_path: Path, monkeypatch: pytest
         return create_causal_mask(**named, and_mask_function=sliding_window_overlay(3))
 
     monkeypatch.setattr(modeling_llama, "create_causal_mask", create)
-    with pytest.raises(UnsupportedModelError, match="LlamaAttention makes a mask that its call of attention"):
+    with pytest.raises(UnsupportedModelError, match="LlamaAttention uses an attention mask that its call of attention"):
         calls_of("llama", tmp_path)
 
 
@@ -126,12 +130,12 @@ def test_a_token_that_reaches_another_row_is_found_at_the_load(tmp_path: Path, m
 
     model = model_of("llama")
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", forward)
-    with pytest.raises(UnsupportedModelError, match="computes a token with others"):
+    with pytest.raises(UnsupportedModelError, match="mixes tokens"):
         called_runner(model, tmp_path)
 
 
 def test_states_that_several_tokens_do_not_continue_are_found_at_the_load(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="FalconMambaMixer does not go on from its state"):
+    with pytest.raises(UnsupportedModelError, match="FalconMambaMixer can't continue from its state"):
         called_runner(model_of("falcon_mamba"), tmp_path)
 
 

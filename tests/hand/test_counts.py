@@ -91,5 +91,5 @@ def test_a_slot_is_written_once_a_plan() -> None:
     builder = PlanBuilder()
     builder.slot(3, [1])
     builder.slot(3, [2])
-    with pytest.raises(PlanError, match="not each another"):
+    with pytest.raises(PlanError, match="are not distinct"):
         write(SlotTables(CONFIG, VOCABULARY, DEVICE), builder)

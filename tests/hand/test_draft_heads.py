@@ -374,7 +374,7 @@ def test_memory_is_what_was_planned(name: str, dtype: str) -> None:
 
 def test_it_is_refused_where_nothing_verifies() -> None:
     model = model_of("llama")
-    with pytest.raises(ConfigError, match="heads that draft are not served here"):
+    with pytest.raises(ConfigError, match="draft heads are not served here"):
         headed(model, eagle(model), lora={"places": 2, "rank": 4, "kept": 0})
 
 

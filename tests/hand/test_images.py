@@ -311,7 +311,7 @@ def two(first: Wrong, second: Wrong) -> Wrong:
 
 WRONG: dict[str, tuple[Wrong, str]] = {
     "an unknown page": (lambda p, b: p.tower(b, *WHOLE, pages=[5, 64]), "image page 5..64 is not within 0..64"),
-    "a page twice": (lambda p, b: p.tower(b, *WHOLE, pages=[5, 5]), "are not each another"),
+    "a page twice": (lambda p, b: p.tower(b, *WHOLE, pages=[5, 5]), "are not distinct"),
     "too few pages": (lambda p, b: p.tower(b, *WHOLE, pages=[5]), "1 pages for layers 0..4 of 4 and 72 positions"),
     "pages too early": (lambda p, b: p.tower(b, 0, 2, pages=[5, 2]), "2 pages for layers 0..2 of 4"),
     "too many layers": (lambda p, b: p.tower(b, 0, 5, pages=[5, 2]), "layers 0..5 of 4"),

@@ -1,9 +1,9 @@
 //! Checks a request's `Host` and `Origin` headers against the allowed hosts and origins.
 //!
 //! A page open in a browser can send requests to any server that the user's machine can reach.
-//! Three headers reveal such a request. `Host` is the name under which the page reached the server;
-//! a page can make its own domain resolve to this machine. `Origin` names the page. A browser sends
-//! `Content-Type: application/json` only after a preflight request.
+//! Three headers help to detect such requests. `Host` is the name under which the page reached the
+//! server; a page can make its own domain resolve to this machine. `Origin` names the page. A
+//! browser sends `Content-Type: application/json` only after a preflight request.
 
 use http::header::{HOST, ORIGIN};
 use http::{HeaderMap, Uri, Version};
@@ -15,8 +15,8 @@ const ANY: &str = "*";
 /// The hosts and origins whose requests are served.
 #[derive(Debug, Clone, Default)]
 pub struct Access {
-    /// Host names that requests may use for the server. `*.example.com` means all of its
-    /// subdomains, and `*` any host. `None` allows any.
+    /// Host names by which requests may address the server. `*.example.com` means all of its
+    /// subdomains, and `*` any host. `None` allows any host.
     pub allowed_hosts: Option<Vec<String>>,
     /// Origins that may send requests from a browser, such as `https://example.com`; `*` means any.
     pub allowed_origins: Vec<String>,
@@ -51,7 +51,7 @@ impl Access {
             return Err(invalid("HTTP/1.1 needs it"));
         }
         let host = host.map(|host| host.to_str().map_err(|_| invalid("not a name"))).transpose()?;
-        // A request with an absolute URL names the host in the URL too.
+        // The URL of a request may be absolute, and then contains the host too.
         let named = uri.authority().map(|authority| authority.as_str());
         if let Some(allowed) = &self.allowed_hosts
             && let Some(other) = [host, named].into_iter().flatten().find(|h| !matches(allowed, h))
@@ -64,7 +64,9 @@ impl Access {
         {
             let origin = origin.to_str().unwrap_or_default();
             if !self.allows_origin(origin) && !host.is_some_and(|host| is_own(origin, host)) {
-                let reason = format!("pages of `{origin}` are none of --allowed-origins");
+                let reason = format!(
+                    "web pages of `{origin}` may not use this server: the origin is not in --allowed-origins"
+                );
                 return Err(ApiError::Forbidden { reason, code: "origin_not_allowed" });
             }
         }
@@ -78,7 +80,7 @@ fn bare(host: &str) -> &str {
         return address;
     }
     match host.rsplit_once(':') {
-        // A second colon: an IPv6 address without brackets.
+        // With a second colon, the host is an IPv6 address without brackets and without a port.
         Some((name, _)) if !name.contains(':') => name,
         _ => host,
     }

@@ -52,8 +52,8 @@ impl<'de, T: Deserialize<'de>> Deserialize<'de> for TextOr<T> {
     }
 }
 
-/// A field whose type depends on the kind of its object; in objects of a skipped kind it may have
-/// any type.
+/// A field whose type depends on the kind of its object. In objects of kinds that are skipped, a
+/// field may have any type.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Loose<T> {
     /// A value of the expected type.

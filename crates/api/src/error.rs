@@ -118,7 +118,9 @@ pub enum ApiError {
         param: Option<&'static str>,
     },
     /// No request has this id, or its timestamps are no longer kept.
-    #[error("Nothing is known of request `{id}`, or not any more: only the last are remembered.")]
+    #[error(
+        "Request `{id}` is unknown: it never existed, or is too old (only the last requests are kept)."
+    )]
     UnknownRequest {
         /// The request's id, as the client wrote it.
         id: String,
@@ -142,7 +144,7 @@ pub enum ApiError {
     /// The API key is missing or wrong.
     #[error("Incorrect API key provided; send it as `Authorization: Bearer KEY`.")]
     Unauthorized,
-    /// The request comes from a host or page that is not allowed.
+    /// The request comes from a host or web page that is not allowed.
     #[error("{reason}")]
     Forbidden {
         /// The reason, in one line, with the name of the flag.
@@ -150,7 +152,8 @@ pub enum ApiError {
         /// A machine-readable code.
         code: &'static str,
     },
-    /// A browser sent the body with a content type that pages can send without a preflight.
+    /// A browser sent the body with a content type that web pages can send without a CORS
+    /// preflight.
     #[error("a request from a browser needs `Content-Type: application/json`")]
     UnsupportedMediaType,
     /// The body has a content encoding that is not supported.
@@ -262,9 +265,9 @@ pub enum ApiError {
         /// The engine's state, as a machine-readable code.
         code: &'static str,
     },
-    /// Backends of a router died while they computed the request, which may be the cause.
+    /// Backends of a router died while they computed the request. The request may be the cause.
     #[error(
-        "{deaths} servers died while they had this request; it is not tried again, as it may be what they died of"
+        "{deaths} servers died while they computed this request. It may be the cause, so it is not retried"
     )]
     BackendDied {
         /// The number of backends that died while they computed the request.
@@ -306,7 +309,7 @@ fn quoted(names: &[String]) -> String {
     if names.is_empty() { "no model".to_owned() } else { names.join(", ") }
 }
 
-/// The question that suggests a similar path.
+/// Returns a question that suggests a similar path.
 fn hint(near: &Option<String>) -> String {
     near.as_ref().map_or_else(String::new, |near| format!("Did you mean {near}? "))
 }
@@ -488,8 +491,8 @@ impl From<Refusal> for ApiError {
             Refusal::Full { all, own, more, limit } => {
                 let reason = format!(
                     "requests in flight take {all} of {limit} bytes (--max-request-bytes-in-flight), \
-                     {own} of them this client's, which may have half beside others, and this one \
-                     needs {more}"
+                     {own} of them for this client. While others are active, a client gets at most \
+                     half, and this request needs {more} more"
                 );
                 Self::Overloaded { reason }
             }

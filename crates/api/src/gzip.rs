@@ -72,7 +72,7 @@ impl Inflater {
         let out = std::mem::take(self.decoder.get_mut());
         self.written += out.len();
         if self.read > self.written.saturating_add(IDLE) {
-            let reason = "it is longer compressed than it is".to_owned();
+            let reason = "its compressed data is longer than the text".to_owned();
             return Err(ApiError::BrokenBody { reason });
         }
         Ok(out)
@@ -103,7 +103,8 @@ mod tests {
         encoder.finish().expect("memory")
     }
 
-    /// Returns the inflated data, and the size of the largest step's output.
+    /// Inflates `data` in chunks of `piece` bytes. Returns the output, and the size of the largest
+    /// step's output.
     fn inflate(data: &[u8], piece: usize) -> Result<(Vec<u8>, usize), ApiError> {
         let (mut inflater, mut all, mut most) = (Inflater::new(), Vec::new(), 0);
         for mut piece in data.chunks(piece) {

@@ -62,7 +62,7 @@ pub struct ImagePart {
     pub url: String,
 }
 
-/// The images of a prompt found so far.
+/// The images that were found in a prompt so far.
 pub(crate) struct Images {
     most: u32,
     pub(crate) found: Vec<ImagePart>,

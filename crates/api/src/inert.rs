@@ -5,7 +5,7 @@
 use serde::de::{Deserialize, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::value::RawValue;
 
-/// Parameters of other servers that this server ignores. Their default on those servers is true, so
+/// Parameters that this server ignores. On the servers that read them their default is true, so
 /// `false` would have an effect.
 const TRUE_BY_DEFAULT: [&str; 14] = [
     "activation",
@@ -24,12 +24,12 @@ const TRUE_BY_DEFAULT: [&str; 14] = [
     "use_mmap",
 ];
 
-/// True if a value switches off an unread parameter that is on by default.
+/// True if a value switches off an ignored parameter that is on by default.
 pub(crate) fn switches_off(name: &str, value: &RawValue) -> bool {
     value.get() == "false" && TRUE_BY_DEFAULT.contains(&name)
 }
 
-/// A value that is not kept, only whether it would have an effect.
+/// Whether a value would have an effect. The value itself is not kept.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Inert(bool);
 

@@ -5,8 +5,8 @@
 //! with vLLM's common extensions, Anthropic's messages, and the APIs of Ollama, llama.cpp and
 //! SGLang. Their requests become one validated [`Generation`]. After that, only the length of the
 //! prompt is unchecked: it is known once the text is tokenised ([`Generation::room`]). Pooling
-//! models have requests of their own: OpenAI's embeddings, Jina's and Cohere's rerank, vLLM's score
-//! and classify.
+//! models have separate request types: OpenAI's embeddings, Jina's and Cohere's rerank, vLLM's
+//! score and classify.
 //!
 //! A parameter is declared once. `parameter::generation` declares those that several APIs share,
 //! each with its name, bound, description and target field. An API accepts such a parameter by a

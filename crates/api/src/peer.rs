@@ -11,8 +11,8 @@ use thiserror::Error;
 
 /// The request header that identifies a router and its dispatch: [`RouterTag`].
 pub const ROUTER_HEADER: &str = "x-forebay-router";
-/// The request header with a router's key. A brain with a key serves only routers that send the
-/// key.
+/// The request header with a router's key. A brain with a router key reveals its load and blocks
+/// only to senders of the key.
 pub const ROUTER_KEY_HEADER: &str = "x-forebay-router-key";
 /// The response header with the number of backends that died while they computed the request. The
 /// request must not be sent again.

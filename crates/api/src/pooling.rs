@@ -16,7 +16,7 @@ pub(crate) fn check_inputs(param: &str, count: usize) -> Result<(), ApiError> {
     Err(ApiError::invalid(param, reason))
 }
 
-/// Returns the number of tokens that prompts are cut to, or `None` for no cut.
+/// Returns the number of tokens to which prompts are truncated, or `None` for no truncation.
 pub(crate) fn check_truncate(
     asked: Option<i64>,
     limits: Limits,

@@ -139,7 +139,7 @@ pub struct ResponseMessage {
     pub content: Option<String>,
     /// Always null.
     pub refusal: Option<String>,
-    /// The reasoning, if the model writes it apart.
+    /// The reasoning, if it is separated from the text.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reasoning: Option<String>,
     /// The reasoning under its other name.

@@ -107,10 +107,10 @@ pub(crate) struct StructuredOutputs {
     pub whitespace_pattern: Option<String>,
     /// True if JSON must not contain white space.
     pub disable_any_whitespace: Option<bool>,
-    /// Accepted, without an effect: there is one backend.
+    /// Accepted without effect: there is only one backend.
     #[expect(dead_code, reason = "its type is checked, and nothing else")]
     pub disable_fallback: Option<bool>,
-    /// Only false is served.
+    /// Only false is supported.
     pub disable_additional_properties: Option<bool>,
 }
 
@@ -169,7 +169,7 @@ impl Found {
         let Some(form) = form else { return Ok(()) };
         if form.is_empty() {
             // With an empty form any text would match, which the client can't have intended.
-            let reason = format!("`{param}`: a form of answers must not be empty");
+            let reason = format!("`{param}`: must not be empty");
             return Err(ApiError::invalid(param, reason));
         }
         if let Some(first) = &self.0 {
@@ -444,7 +444,7 @@ mod tests {
         }
     }
 
-    /// To ignore the form and return free text would be wrong.
+    /// An empty form is an error. It is not ignored, because the client did not request free text.
     #[test]
     fn an_empty_form_is_refused() {
         let in_outputs = |name: &str, value: Value| json!({"structured_outputs": {name: value}});

@@ -70,7 +70,7 @@ pub struct OfferedTools {
     pub skipped: Vec<String>,
 }
 
-/// The names of tools and their fields in an API, for errors.
+/// The names that an API uses for tools and their fields, for errors.
 #[derive(Clone, Copy)]
 pub(crate) struct ToolNames<'a> {
     /// The path of each function; `None` for the paths of the chat API.
@@ -135,7 +135,7 @@ impl OfferedTools {
             let path = api.function(index);
             let function = function(&path, api.schema, &tool)?;
             if !names.insert(function.name.clone()) {
-                return Err(wrong(&format!("{path}.name"), "another tool has it"));
+                return Err(wrong(&format!("{path}.name"), "another tool has this name"));
             }
             offered.functions.push(function);
             offered.described.push(Value::Object(tool));
@@ -164,8 +164,8 @@ impl OfferedTools {
         Ok(offered)
     }
 
-    /// Sets the forms of tools' inputs, by tool name. They take effect only if the request does not
-    /// restrict calls otherwise.
+    /// Sets the forms of tools' inputs, by tool name. The forms take effect only if the request
+    /// does not restrict calls otherwise.
     pub(crate) fn bind(&mut self, texts: Vec<(String, TextForm)>) {
         for (name, text) in texts {
             let callable = (0..self.functions.len()).collect();
@@ -266,7 +266,7 @@ impl OfferedTools {
         let path = format!("{path}{place}");
         let name = name.ok_or_else(|| wrong(&path, "required and missing"))?;
         let tool = self.functions.iter().position(|tool| tool.name == name);
-        tool.ok_or_else(|| wrong(&path, "no tool has it"))
+        tool.ok_or_else(|| wrong(&path, "no tool has this name"))
     }
 }
 

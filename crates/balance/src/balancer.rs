@@ -14,8 +14,8 @@ pub enum Method {
     ShortestQueue,
     /// The target with the least work left, including the request's own uncached tokens.
     TotalTokens,
-    /// The target whose cached tokens save the most work, if that outweighs the prompts and
-    /// requests already there. Otherwise the target with the fewest requests.
+    /// The target whose cached tokens save the most work, if the saved work outweighs the prompts
+    /// and requests that are already at that target. Otherwise the target with the fewest requests.
     #[default]
     PrefixAware,
 }
@@ -43,14 +43,14 @@ impl Ask<'_> {
     }
 }
 
-/// The number of requests that a fully cached prompt is worth. A target that has all of it may have
-/// this many requests more than a target with none of it.
+/// The number of requests that a fully cached prompt is worth. A target that has the whole prompt
+/// cached may have this many more requests than a target that has none of it.
 const WHOLE_PROMPT: u64 = 16;
 /// [`WHOLE_PROMPT`] grows by one for every `CROWD` requests at the target with the shortest queue:
 /// a few additional requests matter less if there are many already.
 const CROWD: u64 = 2;
 
-/// A policy, and the target whose turn it is among equal ones.
+/// A policy, and the next target in turn, which decides between equal targets.
 #[derive(Debug, Clone)]
 pub struct Balancer {
     method: Method,
@@ -105,8 +105,8 @@ impl Balancer {
 }
 
 /// The tokens saved by choosing target `at` instead of the one with the shortest queue. They are
-/// the tokens that only `at` has cached, minus the prefill ahead of the request at `at`, minus a
-/// price for each additional request at `at`.
+/// the additional tokens that `at` has cached, minus the prefill ahead of the request at `at`,
+/// minus a price for each additional request at `at`.
 fn worth(loads: &[Load], shortest: usize, at: usize, ask: &Ask<'_>) -> i64 {
     let signed = |tokens: u64| i64::try_from(tokens).unwrap_or(i64::MAX);
     let (here, there) = (&loads[at], &loads[shortest]);

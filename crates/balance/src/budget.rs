@@ -2,12 +2,12 @@
 
 use std::collections::VecDeque;
 
-/// A list of turns, one per request to dispatch, which levels out the reported loads. Each report
-/// replaces the list.
+/// A list of targets, one per request to dispatch. Dispatching along the list levels out the
+/// reported loads. Each report replaces the list.
 ///
-/// A data-parallel controller without exact loads works like this, as did SGLang's before each
-/// output contained a load report. A new report replaces the list even if it does not count the
-/// requests dispatched last.
+/// A data-parallel controller without exact loads works like this. SGLang's controller did, until
+/// each output contained a load report. A new report replaces the list even if it does not count
+/// the requests dispatched last.
 #[derive(Debug, Clone, Default)]
 pub struct Budget {
     turns: VecDeque<usize>,
@@ -27,8 +27,8 @@ impl Budget {
         }
     }
 
-    /// The next of `targets` among the `open` ones: one with a turn left, otherwise the next in
-    /// order. `None`: none is open.
+    /// Returns an `open` target: the next open one in the list, otherwise the next open one of all
+    /// `targets` in order. `None`: none is open.
     pub fn take(&mut self, targets: usize, open: impl Fn(usize) -> bool) -> Option<usize> {
         while let Some(at) = self.turns.pop_front() {
             if open(at) {

@@ -7,7 +7,7 @@ use rustc_hash::FxBuildHasher;
 /// The work of one request, in tokens.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Work {
-    /// Tokens to compute before the first output token: the uncached ones of the prompt.
+    /// Tokens to compute before the first output token: the prompt's uncached tokens.
     pub prefill: u64,
     /// An estimate of the tokens to generate.
     pub decode: u64,
@@ -43,8 +43,8 @@ struct Entry {
     started: bool,
 }
 
-/// Exact loads. A request counts from its send to its end, and nothing else changes a count. Every
-/// operation is O(1).
+/// Exact loads. A request counts from the time at which it is sent until it ends, and its work
+/// decreases as tokens are generated. Every operation is O(1).
 #[derive(Debug, Clone)]
 pub struct Ledger {
     loads: Vec<Load>,

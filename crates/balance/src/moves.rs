@@ -74,7 +74,7 @@ mod tests {
     }
 
     proptest! {
-        /// If only moves that pay off are made, there are finitely many: no request moves in
+        /// If only moves that pay off are made, the number of moves is finite: no request moves in
         /// circles.
         #[test]
         fn moves_end(works in prop::collection::vec((0..5_usize, 1..10_000_u64), 1..60)) {

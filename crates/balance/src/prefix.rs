@@ -5,7 +5,8 @@ use std::hash::Hash;
 
 use rustc_hash::FxBuildHasher;
 
-/// The state of a block at a target: `stored` is set, or `expected` is not 0.
+/// The state of a block at a target. An entry exists only while `stored` is true or `expected` is
+/// not 0.
 #[derive(Debug, Clone, Copy)]
 struct Place {
     target: usize,
@@ -14,8 +15,8 @@ struct Place {
     expected: u32,
 }
 
-/// The blocks of each target. They are known from its events, and from requests that were sent
-/// there. `N` is the name of a block, which identifies everything up to its end.
+/// The blocks of each target. They are known from the target's events, and from the requests that
+/// were sent to it. `N` is the name of a block, which identifies everything up to its end.
 #[derive(Debug, Clone)]
 pub struct PrefixIndex<N> {
     targets: usize,

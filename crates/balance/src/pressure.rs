@@ -1,5 +1,4 @@
-//! Back-pressure: compares requests that were handed on and wait for pages with the pages
-//! available.
+//! Back-pressure: compares the pages for which handed-on requests wait with the available pages.
 //!
 //! While decode targets have fewer free pages than the requests waiting for them need, prefill
 //! targets admit no further request that is to be handed on. So the number of waiting requests is
@@ -39,7 +38,8 @@ impl Pressure {
         }
     }
 
-    /// Removes a request that no longer waits. Returns its target and its tokens.
+    /// Removes a request from the waiting ones. Returns its target and its tokens; `None`: it was
+    /// not waiting.
     pub fn gone(&mut self, id: u64) -> Option<(usize, u64)> {
         let (at, tokens) = self.waiting.remove(&id)?;
         self.ahead[at] -= tokens;

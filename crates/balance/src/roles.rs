@@ -44,7 +44,7 @@ impl Role {
     }
 }
 
-/// The reason why one target serves a request alone although there are roles.
+/// The reason why one target serves a request completely although targets have roles.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum LocalReason {
     /// The decode target has little left to compute.
@@ -78,9 +78,9 @@ pub struct RoleRule<'a> {
 }
 
 impl RoleRule<'_> {
-    /// Narrows the `open` targets to those that the request may go to. Returns the reason if the
-    /// request is to stay at its target, whichever is chosen. `lends`: whether its keys and values
-    /// can be lent.
+    /// Narrows the `open` targets to those that the request may go to. Returns a reason if the
+    /// request is to stay at its target, whichever target is chosen. `lends`: whether its keys and
+    /// values can be lent.
     pub fn narrow(&self, ask: &Ask<'_>, lends: bool, open: &mut [bool]) -> Option<LocalReason> {
         let is_open = |at: usize| open[at];
         let any =

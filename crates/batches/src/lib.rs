@@ -24,5 +24,5 @@ pub use store::{BatchConfig, BatchStore, NewBatch, Owner, StoreError, Upload};
 
 /// The largest size of an answer in bytes.
 pub const ANSWER: usize = 512 << 20;
-/// The largest size in bytes of the rest of an output line: names, and the text of errors.
+/// The largest size in bytes of an output line without its answer: ids, and the text of errors.
 const ENVELOPE: usize = 128 << 20;

@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, ErrorKind, Result};
 
-/// Reads lines. Only the length of a line that exceeds the bound is returned.
+/// Reads lines. If a line exceeds the bound, only its length is returned.
 pub(crate) struct Lines<R> {
     reader: R,
     buffer: Vec<u8>,
@@ -23,7 +23,7 @@ pub(crate) struct Text<'a> {
 }
 
 impl<R: BufRead> Lines<R> {
-    /// Creates a reader of the lines of `reader`, which may have at most `longest` bytes each.
+    /// Creates a reader of lines of at most `longest` bytes each.
     pub(crate) fn new(reader: R, longest: usize) -> Self {
         Self { reader, buffer: Vec::new(), longest, number: 0 }
     }

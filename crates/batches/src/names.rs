@@ -7,8 +7,8 @@ use std::collections::HashSet;
 pub enum LineIdentity<'a> {
     /// The `custom_id` of a request.
     Name(&'a str),
-    /// The number of a line that is not a valid request, and has no `custom_id` or the `custom_id`
-    /// of another line.
+    /// The number of an invalid line that has no `custom_id`, or the same `custom_id` as another
+    /// line.
     Line(u64),
 }
 
@@ -41,7 +41,7 @@ impl BatchNames {
         self.0.contains(&key(identity))
     }
 
-    /// Adds the ids of `other`, the answers of another output.
+    /// Adds the ids of `other`, which are those of the answers in another output.
     pub fn add_all(&mut self, other: Self) {
         self.0.extend(other.0);
     }

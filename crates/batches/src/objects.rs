@@ -33,7 +33,7 @@ enum FileKind {
     File,
 }
 
-/// The state of a file. A file's lines are checked only by the batch that uses it.
+/// The state of a file. The file's lines are not checked until a batch uses the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum FileStatus {

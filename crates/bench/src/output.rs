@@ -94,7 +94,7 @@ pub struct Latencies {
     pub e2e_latency: Stats,
     /// The time from sending the request to the first token.
     pub ttft: Stats,
-    /// The time from the intended arrival to the first token.
+    /// The time from the intended arrival of the request to the first token.
     pub ttft_intended: Stats,
     /// Time per output token after the first.
     pub tpot: Stats,
@@ -292,11 +292,11 @@ pub struct Details {
     pub input_lens: Vec<u32>,
     /// The number of generated tokens of each request.
     pub output_lens: Vec<u32>,
-    /// The times from the send to the first token; 0 if there was no token.
+    /// The times from sending a request to its first token; 0 if there was no token.
     pub ttfts: Vec<f64>,
     /// Gaps between tokens.
     pub itls: Vec<Vec<f64>>,
-    /// The times of the sends, relative to the start of the run.
+    /// The times at which the requests were sent, relative to the start of the run.
     pub start_times: Vec<f64>,
     /// The intended arrival times, relative to the start of the run.
     pub intended_times: Vec<f64>,

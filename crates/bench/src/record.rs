@@ -3,7 +3,8 @@
 /// A request and its response, from the intended arrival to the end.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Record {
-    /// The planned time of sending. In a closed loop: the time at which another request ended.
+    /// The planned time of sending. In a closed loop: the time at which another request ended and
+    /// so made room for this one.
     pub intended_us: u64,
     /// The time at which sending began, which includes the set-up of a new connection if one was
     /// needed.
@@ -32,7 +33,8 @@ pub struct Chunk {
     pub at_us: u64,
     /// Bytes of text in the chunk.
     pub text_bytes: u32,
-    /// Tokens in the chunk. If the server does not report them, they are computed after the run.
+    /// Tokens in the chunk. If the server does not report this number, it is computed after the
+    /// run.
     pub tokens: u32,
 }
 

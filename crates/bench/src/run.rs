@@ -62,7 +62,8 @@ pub(crate) struct Driven {
 }
 
 /// Creates a runtime with `threads` threads. A single thread gets a runtime without work stealing.
-/// Unless the run has to be `precise`, busy threads sleep briefly before they wait.
+/// Unless the run has to be `precise`, a thread under load sleeps briefly before it waits, so that
+/// it finds more data per wake-up.
 ///
 /// # Errors
 /// The system has no threads or file descriptors left.
@@ -182,7 +183,7 @@ impl Run {
     }
 }
 
-/// The thread that wakes at each arrival. It stops when this is dropped.
+/// A handle of the thread that wakes at each arrival. The thread stops when the handle is dropped.
 struct Pacer {
     _stop: Sender<()>,
 }

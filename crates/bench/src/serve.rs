@@ -141,8 +141,8 @@ fn options(args: &ServeArgs, model: &Model) -> RequestOptions {
     }
 }
 
-/// Sends the first request several times at once. Then, if flags require it, flushes the server's
-/// cache and pauses.
+/// Sends several copies of the first request at the same time. Then, if flags require it, flushes
+/// the server's cache and pauses.
 fn warm_up(
     args: &ServeArgs,
     client: &Arc<Client>,

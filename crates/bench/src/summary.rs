@@ -226,9 +226,10 @@ fn distributions(good: &[&Record], times: &[Times]) -> (Latencies, BTreeMap<Stri
     (latencies, histograms)
 }
 
-/// Edges per factor of ten.
+/// The number of bin edges of a histogram per factor of ten.
 const EDGES_A_DECADE: f64 = 20.0;
-/// Smaller values count as this value, which is in milliseconds: the clock can't distinguish them.
+/// The lowest bin edge, in milliseconds. Smaller values count as this one, since the clock can't
+/// distinguish them.
 const SMALLEST_EDGE: f64 = 1e-3;
 
 /// Counts sorted values in bins. The edges are on the same grid in every run, so that runs can be

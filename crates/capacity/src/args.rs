@@ -131,8 +131,9 @@ pub enum Router {
     RoundRobin,
     /// The replica with the fewest requests, waiting or running.
     LeastLoaded,
-    /// The replica whose cached tokens save the most work, if that outweighs the prompts and
-    /// requests already there. Otherwise the replica with the fewest requests.
+    /// The replica whose cached tokens save the most work, if the saved work outweighs the prompts
+    /// and requests that are already at that replica. Otherwise the replica with the fewest
+    /// requests.
     PrefixAware,
 }
 

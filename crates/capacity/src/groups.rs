@@ -2,8 +2,8 @@
 //! wait for those of the others.
 //!
 //! While a request waits for its first token, its replica computes prompts of other requests. For
-//! each pair of groups, the mean number of these tokens shows how long one group waits for the
-//! other.
+//! each pair of groups, this counts the second group's prompt tokens that are computed while a
+//! request of the first group waits. The mean shows how long the first group waits for the second.
 
 use std::collections::BTreeSet;
 
@@ -56,8 +56,8 @@ pub(crate) struct Waits {
     groups: Groups,
     /// Prompt tokens computed so far, by replica and group.
     computed: Vec<Vec<u64>>,
-    /// For each request: its replica's counts when it arrived, and its own prompt tokens computed
-    /// so far.
+    /// For each request: the counts of its replica at the request's arrival, and the prompt tokens
+    /// of the request that were computed so far.
     since: Vec<(Vec<u64>, u64)>,
     /// For each pair of groups: prompt tokens of the second group that were computed while requests
     /// of the first group waited.

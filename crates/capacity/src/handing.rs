@@ -156,7 +156,7 @@ mod tests {
 
     #[test]
     fn steps_beside_decode_stay_short_while_prompts_are_computed_elsewhere() {
-        // Eight streams, and occasionally a long prompt with a short answer.
+        // Eight requests with long answers, and occasionally a long prompt with a short answer.
         let streams = (0..8_u32).map(|at| arrival(0, 100, 900, &[at]));
         let prompts = (0..20_u32).map(|at| {
             let blocks: Vec<u32> = (0..4).map(|block| 100 + 4 * at + block).collect();
@@ -175,7 +175,8 @@ mod tests {
         assert_eq!(pd(&run).handed, 20);
         // At most half of the host tier is lent at the same time.
         assert!(pd(&run).lent_tokens > 18 * 2000, "{}", pd(&run).lent_tokens);
-        // The gap contains the copies of the prompt and one step.
+        // The gap between the first and the second token includes the copies of the prompt and one
+        // step.
         let second = |life: &Life| life.second_us - life.first_us;
         let handed = run.lives.iter().filter(|life| life.handed);
         assert!(handed.clone().count() == 20 && handed.clone().all(|life| second(life) > 12_500));

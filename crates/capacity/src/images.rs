@@ -48,7 +48,7 @@ impl ImageArgs {
     /// Returns the settings for images; `None`: the traffic has no images.
     ///
     /// # Errors
-    /// The profile has no time for the vision tower, or the largest image does not fit in all image
+    /// The profile has no time for the vision tower, or the largest image does not fit in the image
     /// pages.
     pub(crate) fn resolve(
         &self,

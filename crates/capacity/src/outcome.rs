@@ -56,8 +56,8 @@ pub(crate) struct Outcome {
     /// The share of prompt tokens that were found in the host tier. It is a part of
     /// `prefix_hit_rate`.
     pub(crate) host_hit_rate: f64,
-    /// The share of the time from the first arrival to the end of the last request in which the
-    /// devices computed.
+    /// The share of the makespan in which the devices computed. The makespan is the time from the
+    /// first arrival to the end of the last request.
     pub(crate) utilisation: f64,
     /// The largest number of simultaneously waiting requests at one replica.
     pub(crate) queue_peak: usize,
@@ -90,8 +90,8 @@ impl Outcome {
         self.pd.as_ref().map_or(0, |pd| pd.split.prefill)
     }
 
-    /// A score that is larger for the better of two outcomes. It compares goodput first, then the
-    /// 90th percentile of TTFT.
+    /// Returns a score, which is larger for a better outcome. Scores compare goodput first, then
+    /// the 90th percentile of TTFT.
     pub(crate) fn score(&self) -> (f64, f64) {
         (self.goodput, -self.ttft_ms.p90.unwrap_or(f64::INFINITY))
     }
@@ -196,8 +196,8 @@ fn meets(life: &Life, slo: &Slo) -> bool {
     latency_ms(life, slo.metric).is_none_or(|value| value <= slo.limit_ms)
 }
 
-/// The smallest of the sorted values that at least `p` percent of the values do not exceed (nearest
-/// rank); 0 if there are no values.
+/// The nearest-rank percentile: the smallest of the sorted values such that at least `p` percent of
+/// the values are at most as large. 0 if there are no values.
 fn percentile(sorted: &[f64], p: f64) -> f64 {
     let rank = (sorted.len() as f64 * p / 100.0).ceil() as usize;
     sorted.get(rank.max(1) - 1).copied().unwrap_or(0.0)

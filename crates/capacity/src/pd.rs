@@ -87,7 +87,7 @@ pub(crate) struct Division {
     pub(crate) local_tokens: u32,
 }
 
-/// The results of a split, in addition to those of every run.
+/// The results of a split, besides the results that every run has.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub(crate) struct PdOutcome {
     /// The split.

@@ -168,7 +168,7 @@ impl Replica {
         Some(request)
     }
 
-    /// Lends a leading part of these blocks, as far as they are cached.
+    /// Lends the leading blocks of `names` that the host tier has; `None`: nothing can be lent.
     pub(crate) fn lend(&mut self, names: &[BlockHash]) -> Option<Arc<Loan>> {
         let lent = self.scheduler.lend(names)?;
         Some(self.loan(lent))
@@ -193,7 +193,7 @@ impl Replica {
         self.scheduler.hold_leaving(held);
     }
 
-    /// The number of tokens that fit in free and cached pages.
+    /// The number of tokens for which free or cached pages have room.
     pub(crate) fn room(&self) -> u64 {
         let stats = self.scheduler.stats();
         (stats.pages_free + stats.pages_cached) as u64 * self.page_size

@@ -13,7 +13,7 @@ use crate::pd::PdSplit;
 use crate::sparse::SparseArgs;
 use crate::traffic::Traffic;
 
-/// If devices compute for a smaller share of the time, more devices would not help to meet an
+/// If devices compute for less than this share of the time, more devices would not help to meet an
 /// objective.
 const IDLE: f64 = 0.25;
 
@@ -40,7 +40,7 @@ pub(crate) struct PlanFile {
     step_shares: bool,
     decode_gap_ms: DecodeGap,
     queue_moves: bool,
-    /// Host pages per page of the device.
+    /// Host pages per hot page.
     host_ratio: f64,
     hicache_write_policy: WritePolicy,
     sparse: SparseArgs,

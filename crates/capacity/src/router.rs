@@ -114,8 +114,8 @@ impl Routing {
         drifted(self.ledger.loads(), |_| true)
     }
 
-    /// Records the move of a waiting request, if it pays off. Returns false if the request should
-    /// stay.
+    /// Decides whether the move of a waiting request pays off, and if so, records the move. Returns
+    /// false if the request is to stay.
     pub(crate) fn moves(&mut self, from: usize, to: usize, request: &QueuedRequest<'_>) -> bool {
         let held = self.index.as_ref().map(|index| index.lookup(request.names));
         let blocks = held.and_then(|held| held.get(to).copied()).unwrap_or(0);
@@ -129,7 +129,7 @@ impl Routing {
         pays
     }
 
-    /// Updates the index after changes of the prefix cache of replica `at`.
+    /// Updates the index with the changes of the prefix cache of replica `at`.
     pub(crate) fn changed(&mut self, at: usize, events: &mut Vec<BlockEvent>) {
         let Some(index) = &mut self.index else { return };
         for event in events.drain(..) {

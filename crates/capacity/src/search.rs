@@ -29,7 +29,7 @@ pub(crate) fn least(most: u32, mut enough: impl FnMut(u32) -> bool) -> Option<u3
 
 /// The number of equal parts into which the first, coarse search divides the replicas.
 const COARSE: u32 = 8;
-/// The last, finest step of the search is the number of replicas divided by this.
+/// The smallest step size of the search is the number of replicas divided by this.
 const FINEST: u32 = 64;
 
 /// The number of prefill replicas, of `replicas` in total, with the largest score of those tried:

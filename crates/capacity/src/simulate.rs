@@ -306,8 +306,8 @@ pub(crate) fn run(setup: &Setup, traffic: &Traffic, replicas: u32) -> Run {
 }
 
 impl Simulation {
-    /// Advances time to `to_us`. A step that ends at that time is completed before a request that
-    /// arrives then.
+    /// Advances time to `to_us`. A step that ends exactly then is completed before a request that
+    /// arrives then is handled.
     fn until(&mut self, to_us: u64) {
         while let Some(&Reverse((now_us, at, turn))) = self.turns.peek() {
             if now_us > to_us {
@@ -386,7 +386,7 @@ impl Simulation {
                         }
                         2 => {
                             life.second_us = now_us;
-                            // Its second replica counts the request as generating from now on.
+                            // On its second replica, the request counts as generating from now on.
                             self.routing.first_token(id);
                         }
                         _ => {}

@@ -501,8 +501,8 @@ fn the_real_engine_takes_the_same_time_for_everything() {
     for lookahead in [0, 1] {
         for pages in [130, 400] {
             let model = DeviceModel { jitter_sigma: 0.2, ..MODEL };
-            // With lookahead, the second step depends on which prompts are waiting when it is
-            // planned.
+            // With lookahead, shares would make the second step depend on which prompts are already
+            // waiting when it is planned.
             let step_shares = lookahead == 0;
             let setup = Setup { pages, lookahead, step_shares, ..setup(model) };
             let planned = run(&setup, &traffic, 1);

@@ -112,8 +112,8 @@ impl Conversation {
     /// far stays in the conversation. With `styled`, reasoning is written too, in faint text.
     ///
     /// # Errors
-    /// The server returns an error or closes the connection, in which case the user's last message
-    /// is removed. Writing to `out` fails.
+    /// The server returns an error or closes the connection: then the user's last message is
+    /// removed. Or writing to `out` fails.
     pub(crate) async fn answer(
         &mut self,
         link: &Link,

@@ -62,7 +62,7 @@ enum Job {
         ticket: u32,
         manifest: Arc<Value>,
     },
-    /// Drops matrices here, because freeing their memory takes time too.
+    /// Drops matrices on this thread, because freeing their memory takes time too.
     Drop(Arc<AdapterMatrices>),
 }
 

@@ -247,7 +247,7 @@ impl Queue {
         state.brought.extend(copy.hot.zip(done.flatten()));
         state.busy[usize::from(!copy.direction.is_save())] += taken;
         drop(state);
-        // The write fails only if the counter is full, in which case it is readable anyway.
+        // The write fails only if the counter of the eventfd is full. `news` is readable then too.
         let _ = rustix::io::write(&self.news, &1_u64.to_ne_bytes());
     }
 }

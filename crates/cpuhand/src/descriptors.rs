@@ -104,7 +104,8 @@ unsafe impl Send for PageMemory {}
 
 impl PageMemory {
     /// Creates the memory of `rooms`. Each room holds one part of all `pages` pages, or is empty.
-    /// `memory` is a further room from the same call of [`Room::parts`], and keeps them mapped.
+    /// `memory` is a further room from the same call of [`Room::parts`], and keeps all rooms
+    /// mapped.
     pub(crate) fn new<'a>(
         rooms: impl IntoIterator<Item = &'a mut Room>,
         pages: usize,

@@ -10,11 +10,11 @@ use crate::tables::{Slot, Tables};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Run {
     pub(crate) slot: usize,
-    /// The position of its first token.
+    /// The position of the row's first token.
     pub(crate) position: usize,
     /// The number of drafts after the first position.
     pub(crate) drafts: usize,
-    /// The index of its first logits among the logits of all rows.
+    /// The index of the row's first logits among the logits of all rows.
     pub(crate) first: usize,
 }
 
@@ -24,9 +24,9 @@ impl Run {
         1 + self.drafts
     }
 
-    /// Samples the row's tokens. `sample` gets the index of the logits, the position, and the slot
-    /// with the tokens before that position. It returns the token, or `None` to end the row before
-    /// that token.
+    /// Samples the row's tokens, and accepts or rejects its drafts. `sample` gets the index of the
+    /// logits, the position, and the slot with the tokens before that position. It returns the
+    /// token, or `None` to end the row before that token.
     pub(crate) fn verify(
         &self,
         tables: &Tables,

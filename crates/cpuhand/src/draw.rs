@@ -130,7 +130,8 @@ fn most_likely(scaled: &[f32], how: &Draw, values: &mut Vec<f32>) -> Kept {
     let mut kept = 0;
     for &value in values.iter() {
         let weight = f64::from(exp(value));
-        // `sum - weight` below has the same rounding as a sum that includes the weight.
+        // The mass before the token is computed as `sum - weight`, as in the PyTorch hand, so that
+        // both round it in the same way.
         let sum = before + weight;
         if sum - weight < goal {
             kept += 1;
@@ -142,8 +143,8 @@ fn most_likely(scaled: &[f32], how: &Draw, values: &mut Vec<f32>) -> Kept {
     Kept { above, equals: kept.max(1) - larger }
 }
 
-/// The smallest set of most likely tokens with a probability mass of at least `top_p`, which is
-/// below 1.
+/// Applies top-p: returns the smallest set of most likely tokens with a probability mass of at
+/// least `top_p`, which is below 1.
 ///
 /// Nothing is sorted, because the size of the set is unknown. The bits of a token's distance from
 /// the largest logit have the same order as the distance. Two tables, by the upper and the lower

@@ -42,7 +42,8 @@ pub(crate) struct HostCounts {
 /// memory. `free`: bytes that weights and hot pages leave; `None` if unknown.
 ///
 /// # Errors
-/// If the model has no pages, less than a page is requested, or more than the available memory.
+/// If the model has no pages, if the requested tier is smaller than a page, or if it is larger than
+/// the available memory.
 pub(crate) fn host_counts(
     config: &HandConfig,
     pages: PoolSize,

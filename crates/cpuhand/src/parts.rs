@@ -1,6 +1,6 @@
-//! The components of a decoder that the kernels support, and the reasons why others are refused. A
-//! layer has attention, a recurrence, both or neither, followed by a dense network, experts or
-//! nothing.
+//! The components of a decoder that the kernels support, and the reasons why other components are
+//! refused. A layer has attention, a recurrence, both or neither, followed by a dense network,
+//! experts or nothing.
 
 use forebay_kernels::{
     AttentionSizes, ExpertSizes, Factors, GateKind, LatentSizes, LayerInputSizes, RecurrenceSizes,

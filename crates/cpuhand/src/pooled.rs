@@ -52,7 +52,7 @@ impl Pooler {
         Self::of(kind, 0, 0).is_some()
     }
 
-    /// The tokens whose states this pooling needs, in ascending order.
+    /// The indices of the tokens whose states this pooling needs, in ascending order.
     fn wants(&self, columns: &Columns) -> Vec<i64> {
         match self {
             Self::Last => columns.last_tokens(),

@@ -19,7 +19,7 @@ pub(crate) fn slice_rows(vocabulary: usize) -> usize {
     (SLICE_BYTES / (4 * vocabulary)).max(1)
 }
 
-/// Bytes reserved for slices, in steps of this many positions.
+/// Bytes reserved for slices, if a step has `positions` positions.
 pub(crate) fn slice_bytes(vocabulary: usize, positions: usize) -> u64 {
     (SLICES * 4 * vocabulary * slice_rows(vocabulary).min(positions)) as u64
 }

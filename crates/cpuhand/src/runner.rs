@@ -207,7 +207,8 @@ impl Runner {
         let of_device = PoolSize { count: sizes.page_count as u64, bytes: page_bytes };
         let of_states = PoolSize { count: pages, bytes: state_bytes };
         let host_pages = host_counts(config, of_device, of_states, left)?;
-        // The last room is empty and belongs to no layer: its owner keeps the memory mapped.
+        // The last room is empty and belongs to no layer. As long as `memory` holds it, the memory
+        // of all rooms stays mapped.
         let mut rooms = Room::parts(pools.iter().copied().chain([0]))?;
         let memory = rooms.pop();
         let mut rooms = rooms.into_iter();
@@ -499,7 +500,8 @@ pub(crate) fn sizes_of_parts(config: &HandConfig, parts: &DecoderParts<'_>, dtyp
     }
 }
 
-/// The sizes of a decoder with as many pages as fit.
+/// Sizes the KV cache (`--gpu-memory-utilization`): returns the sizes of a decoder with as many
+/// pages as fit.
 pub(crate) fn sizes(
     config: &HandConfig,
     parts: &DecoderParts<'_>,

@@ -1,5 +1,5 @@
-//! The models and settings that this hand supports, and the reasons why others are refused. It is
-//! the only list of features that this hand lacks.
+//! The models and settings that this hand supports, and the reasons why others are refused. This
+//! module is the only list of the features that the hand lacks.
 
 use forebay_kernels::Sizes;
 use forebay_protocol::HandConfig;
@@ -99,7 +99,7 @@ pub fn serves(asked: &Asked<'_>) -> Result<(), ModelError> {
         return lacks("adapters of models that pool");
     }
     if asked.draft_model {
-        return lacks("draft models, or heads that draft");
+        return lacks("draft models, or draft heads");
     }
     if let Some(why) = why_no_codes(asked).or_else(|| why_not_stored(asked)) {
         return Err(ModelError::Broken(why));
@@ -216,7 +216,7 @@ mod tests {
         for (asked, why) in [
             (Asked { pooling: Some("cls"), ..good }, "the pooling \"cls\""),
             (Asked { sees: true, ..good }, "images"),
-            (Asked { draft_model: true, ..good }, "draft models, or heads that draft"),
+            (Asked { draft_model: true, ..good }, "draft models, or draft heads"),
             (Asked { device: "cuda", ..good }, "the device cuda"),
             (Asked { ranks: 2, ..good }, "several ranks"),
             (Asked { sparse: true, ..good }, "sparse decoding"),

@@ -43,11 +43,11 @@ impl StateMemory {
     }
 }
 
-/// The states of a plan's rows, and the copies before and after them.
+/// The states of a plan's rows, and the copies of states before and after the rows are computed.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct StateSteps {
-    /// For each row, the table row with the state before it, and the table row for the state after
-    /// it.
+    /// For each row of the plan, two rows of the state tables: the one with the state before the
+    /// row, and the one for the state after the row.
     pub(crate) rows: Vec<[i64; 2]>,
     /// Table rows to be cleared, because the plan's rows that use them begin at position 0.
     fresh: Vec<usize>,
@@ -160,8 +160,8 @@ impl States {
         slot + if self.half[slot] { self.slots } else { 0 }
     }
 
-    /// Returns the table row with the state before position `start` of a slot. It becomes the
-    /// slot's current row.
+    /// Returns the table row with the state before position `start` of a slot. This table row
+    /// becomes the slot's current one.
     fn source(&mut self, slot: usize, start: u32) -> Result<usize, PlanError> {
         if start > 0 && self.seen[slot] != Some(start) {
             if self.other[slot] != Some(start) {

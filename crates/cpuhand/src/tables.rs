@@ -98,8 +98,8 @@ pub(crate) struct Tables {
     /// `[slots, page_stride]`: the page table of each slot. -1 marks entries that the brain has not
     /// written, so that using one is an error instead of an access to another request's page.
     pub(crate) pages: Vec<i32>,
-    /// The same for the window part, with `null_page` in place of -1: a query that reads the null
-    /// page is an error. Empty without a window part.
+    /// The page tables of the window part, with `null_page` in place of -1: a query that reads the
+    /// null page is an error. Empty without a window part.
     pub(crate) window: Vec<i32>,
     null_page: i32,
     pub(crate) page_stride: usize,

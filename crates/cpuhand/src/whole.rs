@@ -144,7 +144,7 @@ impl WholeRunner {
             && columns.sampling.len() == columns.slot.len()
             && columns.slot.iter().all(|slot| seen.insert(slot));
         if !whole {
-            return wrong("a part of a prompt, of a model whose positions see what is behind them");
+            return wrong("a part of a prompt, of a model with bidirectional attention");
         }
         let mut pages = 0..self.page_count as i32;
         for (&slot, &length) in columns.slot.iter().zip(&columns.length) {
@@ -199,8 +199,8 @@ impl Executes for WholeRunner {
     }
 }
 
-/// Returns the model's own files, and the layers after its pooling. The files of these layers
-/// follow the model's own in the configuration.
+/// Returns the model's own files, and the layers after its pooling. In the configuration, the files
+/// of these layers come after the model's own files.
 fn layers_behind(
     config: &HandConfig,
 ) -> Result<(Vec<std::path::PathBuf>, Vec<VectorLayer>), HandError> {

@@ -10,7 +10,8 @@ pub(crate) struct Reasoning {
     pub(crate) aliases: &'static [&'static str],
     pub(crate) open: &'static str,
     pub(crate) close: &'static str,
-    /// True if the model starts with reasoning even if the prompt does not open it.
+    /// True if an answer starts with reasoning even if neither the prompt nor the answer contains
+    /// the opening mark.
     pub(crate) begins: bool,
     /// True if the marks are special tokens, which ordinary text never contains.
     pub(crate) special: bool,
@@ -35,7 +36,7 @@ pub(crate) struct Calls {
     /// The character with which an answer may start a call without a mark; `None` if calls need a
     /// mark.
     pub(crate) bare: Option<char>,
-    /// True if an answer that is a single object may be a call without any mark.
+    /// True if an answer that consists of a single JSON object may be a call without any mark.
     pub(crate) alone: bool,
     pub(crate) body: Body,
     pub(crate) ids: Ids,
@@ -44,17 +45,18 @@ pub(crate) struct Calls {
 /// The format of a single call.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Body {
-    /// `{"name": ..., "arguments": {...}}`, with the key that is used for `arguments`.
+    /// `{"name": ..., "arguments": {...}}`. The parameter is the key that the family writes in
+    /// place of `arguments`.
     Object(&'static str),
-    /// A list of such objects.
+    /// A JSON list of objects as in `Object`, with the same parameter.
     List(&'static str),
     /// The name, a mark, and the arguments as JSON.
     Named(Named),
-    /// One element in tags per argument.
+    /// Each argument is an element between tags.
     Tagged(Tagged),
     /// `name(a=1, b="x")`.
     Python,
-    /// `call:name{a:1,b:<quote>x<quote>}`, with the text that quotes strings.
+    /// `call:name{a:1,b:<quote>x<quote>}`. The parameter is the text that is written for `<quote>`.
     Unquoted(&'static str),
     /// Messages to other recipients, in OpenAI's Harmony format.
     Channels,
@@ -62,9 +64,9 @@ pub(crate) enum Body {
 
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Named {
-    /// The text that a grammar requires before the name.
+    /// The text before the name that a grammar makes the model write.
     pub(crate) before: &'static str,
-    /// The mark up to which all text before the name is skipped.
+    /// The last mark before the name. The parser skips all text up to this mark.
     pub(crate) skip: &'static str,
     /// The mark after the name.
     pub(crate) name_end: &'static str,
@@ -175,7 +177,7 @@ pub(crate) const MISTRAL: Calls = Calls {
     ..NO_MARKS
 };
 
-/// The format of Mistral's models with tokenizers since 2025.
+/// The format of Mistral's models whose tokenizers are from 2025 or later.
 pub(crate) const MISTRAL_NAMED: Calls = Calls {
     name: "mistral",
     call: ("[TOOL_CALLS]", ""),
@@ -328,8 +330,8 @@ pub(crate) const FUNCTION_GEMMA: Calls = Calls {
 pub(crate) const HARMONY: Calls =
     Calls { name: "openai", aliases: &["gpt-oss", "gpt_oss"], body: Body::Channels, ..NO_MARKS };
 
-/// All formats of calls. If several have the same name, the name selects the first one, unless the
-/// evidence points to another.
+/// All formats of calls. If several formats have the same name, the name selects the one that the
+/// model's template or vocabulary points to, or else the first one.
 pub(crate) const CALLS: &[&Calls] = &[
     &HERMES,
     &QWEN3_CODER,
@@ -376,7 +378,7 @@ pub(crate) const THINK: Reasoning = Reasoning {
     special: false,
 };
 
-/// The reasoning of models that reason even if the prompt does not open it.
+/// The reasoning of models whose answers start with reasoning, even without the opening mark.
 pub(crate) const THINK_FIRST: Reasoning = Reasoning {
     name: "deepseek_r1",
     aliases: &["deepseek-r1", "minimax_m2", "minimax", "minimax_m2_append_think"],
@@ -436,7 +438,8 @@ impl Calls {
         let mut marks = vec![self.section.0, self.section.1, self.call.0, self.call.1];
         match &self.body {
             Body::Named(named) => {
-                // Older Mistral tokenizers write the id of the call between name and arguments.
+                // Models with older Mistral tokenizers write the id of the call between name and
+                // arguments.
                 marks.extend([named.before, named.skip, named.name_end, "[CALL_ID]"]);
             }
             Body::Tagged(tags) => {

@@ -25,8 +25,8 @@ pub enum Instead {
     Content,
 }
 
-/// The grammar of an answer in llguidance's dialect of Lark. The caller adds the rules of
-/// arguments.
+/// The grammar of an answer in llguidance's dialect of Lark. The caller adds the rules for the
+/// tools' arguments.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CallGrammar {
     /// The rules of the grammar, starting with the rule `start`.
@@ -46,7 +46,7 @@ pub enum ArgumentStyle {
     Python,
     /// The style `a:1,b:<quote>x<quote>`, with this text as `<quote>`.
     Quoted(&'static str),
-    /// One element in tags per argument.
+    /// Each argument is an element between tags.
     Tagged(ArgumentTags),
 }
 
@@ -96,9 +96,9 @@ impl Marks {
         parts.join(" ")
     }
 
-    /// Returns a rule for text that matches the terminal `text`, followed by `close`, which the
-    /// text does not contain. The result has the definition of the terminal `name`, and the right
-    /// side for text and `close` together.
+    /// Creates a rule for text that matches the terminal `text`, followed by `close`. The text
+    /// itself must not contain `close`. Returns the definition of the terminal `name`, and the
+    /// right side of the rule, which uses that terminal.
     pub fn until(&self, name: &str, text: &str, close: &str) -> (String, String) {
         // One terminal covers the text and the start of `close`. With two terminals, the longest
         // match of the first would end inside `close`.
@@ -153,8 +153,8 @@ impl Dialect {
     /// times. `None` if the family has no calls, or if there are no tools.
     ///
     /// Reasoning precedes the calls. It is part of the grammar if `thinks` is given, and always in
-    /// Harmony. `thinks` is the part of the answer in which generation starts; `None` if the
-    /// constraint tracks reasoning by the tokens of its marks.
+    /// Harmony. `thinks` states in which part of the answer generation starts. `None`: the
+    /// constraint recognises reasoning by the tokens of its marks.
     pub fn call_grammar(
         &self,
         tools: &[&str],
@@ -355,8 +355,8 @@ impl Writer<'_> {
         }
     }
 
-    /// Returns the right side for all calls within `frame`. `said` is the start of the frame that
-    /// was already written.
+    /// Returns the right side for all calls within `frame`. `said` is leading text of the frame
+    /// that has already been written; the result does not repeat it.
     fn run(&self, frame: &Frame, said: &str, parallel: bool) -> String {
         let Frame { open, before, after, close } = frame;
         let first = format!("{open}{before}");

@@ -1,5 +1,5 @@
-//! Determines the family of a model from its template and vocabulary, or from a flag with the names
-//! that other servers use.
+//! Determines the family of a model from its template and vocabulary, or from the value of a flag.
+//! The flag accepts the names that other servers use.
 
 use crate::family::{self, Body, CALLS, Calls, REASONING, Reasoning};
 use crate::schema::Tools;
@@ -11,7 +11,7 @@ pub struct Dialect {
     pub(crate) reasoning: Option<&'static Reasoning>,
 }
 
-/// The value of the flag for the format of calls or that of reasoning.
+/// The value of a flag that selects the format of calls or the format of reasoning.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Choice {
     /// The family is detected.
@@ -64,8 +64,8 @@ impl Evidence<'_> {
     }
 
     fn calls(&self) -> Option<&'static Calls> {
-        // Marks that only one family writes are tested first, and `<tool_call>`, which many
-        // families write, last.
+        // Marks that only one family writes are tested first. `<tool_call>` is tested last, because
+        // many families write it.
         let found: &Calls = if self.has("<|channel|>") && self.has("<|message|>") {
             &family::HARMONY
         } else if self.has("<|tool_call>") {

@@ -5,9 +5,10 @@ use crate::lookup::{DraftMatch, DraftSource};
 
 /// The largest match length of each class except the last.
 const CLASSES: [u32; 6] = [2, 3, 4, 6, 9, 15];
-/// The share of first drafts that were right, measured over 59 requests (ADR 86).
+/// For each class, the share of first drafts that were right, measured over 59 requests (ADR 86).
 const FIRST: [f64; CLASSES.len() + 1] = [0.52, 0.59, 0.90, 0.78, 0.62, 0.89, 0.97];
-/// The share of further drafts that were right, given that all drafts before them were.
+/// For each class, the share of further drafts that were right, given that all drafts before them
+/// were.
 const FURTHER: [f64; CLASSES.len() + 1] = [0.74, 0.74, 0.77, 0.80, 0.88, 0.94, 0.98];
 /// The weight of these shares, as a number of measured drafts.
 const PRIOR: f64 = 4.0;

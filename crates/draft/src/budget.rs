@@ -6,15 +6,15 @@ use crate::acceptance::Acceptance;
 use crate::costs::StepCosts;
 use crate::lookup::DraftMatch;
 
-/// The gain in tokens per microsecond that a step needs to have drafts.
+/// The factor by which drafts must raise a step's expected tokens per microsecond.
 const GAIN: f64 = 1.03;
-/// The gain that is required while drafts have cost more time than they saved.
+/// The factor that is required while drafts have lost more than [`DEBT`] of all time.
 const GAIN_IN_DEBT: f64 = 1.22;
 /// The share of all time that drafts may lose before the required gain rises.
 const DEBT: f64 = 0.005;
 /// The share of all time that drafts may lose before only forced drafts are sent.
 const LOST: f64 = 0.01;
-/// The share of the balance that is left after a step.
+/// The factor on saved and spent times at each step, so that old steps count less.
 const FADING: f64 = 1.0 - 1.0 / 4096.0;
 /// The lowest probability at which a draft is sent. Below it the gain is smaller than the error of
 /// measured times.
@@ -28,7 +28,7 @@ const WAITS: f64 = 15.0;
 /// The drafts that a row could have.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DraftOffer {
-    /// The match that they come from.
+    /// The match that the drafts come from.
     pub found: DraftMatch,
     /// The number of these drafts.
     pub most: u32,
@@ -108,7 +108,7 @@ impl DraftBudget {
                 Ordering::Equal => *first,
                 Ordering::Greater => *further,
             };
-            // More positions never make a step shorter, whatever was measured.
+            // More positions never make a step shorter, even if a shorter time was measured.
             let us = self.costs.us(rows + drafts).map(|us| us.max(alone) + self.wait_us);
             let rate = us.map_or(0.0, |us| tokens / us);
             if rate > best {
@@ -139,7 +139,7 @@ impl DraftBudget {
         (self.saved_us, self.spent_us) = (self.saved_us * FADING, self.spent_us * FADING);
         self.spent_us += f64::from(us);
         if let Some(waited) = waited_us {
-            // A wait longer than the step has other reasons.
+            // A wait beyond the length of a step has other reasons, so it does not count.
             let waited = f64::from(waited.min(us));
             self.saved_us -= waited;
             self.wait_us = (self.wait_us * WAITS + waited) / (WAITS + 1.0);

@@ -2,8 +2,8 @@
 //! in a step. Pure: no clock, no I/O.
 //!
 //! A hand computes the positions of a request's drafts together with its last token, and samples a
-//! token for each as always. A draft stays if it equals the sampled token, so drafts change no
-//! token. They save steps where they are right, and cost time where they are not.
+//! token at each position as usual. A draft is accepted if it equals the sampled token, so drafts
+//! change no token. They save steps where they are right, and cost time where they are not.
 //!
 //! - [`Lookup`] finds drafts: the tokens that followed the last occurrence of the last few tokens.
 //! - [`SharedHistory`] has the texts of other requests, in which lookups may find drafts too.

@@ -54,7 +54,7 @@ impl Clone for Box<dyn Proposer> {
     }
 }
 
-/// Positions, each found by the n-gram before it: one table for each of [`LENGTHS`]. A table keeps
+/// Tables that find a position by the n-gram before it, one for each of [`LENGTHS`]. A table keeps
 /// only the newest position of each n-gram.
 #[derive(Debug, Clone, Default)]
 struct Places([HashTable<u32>; LENGTHS.len()]);
@@ -149,7 +149,8 @@ pub struct Lookup {
     /// The tokens after the history.
     tokens: Vec<i32>,
     places: Places,
-    /// The request's text in the shared history; `None`: the request takes no part in it.
+    /// The request's text in the shared history; `None`: the request neither publishes tokens there
+    /// nor drafts from it.
     shared: Option<SharedText>,
 }
 
@@ -232,7 +233,7 @@ impl Lookup {
         {
             length += 1;
         }
-        // If the earlier occurrence overlaps the end, the draft repeats it periodically.
+        // Drafts beyond the last known token repeat the tokens since the earlier occurrence.
         let period = end - place;
         drafts.extend((0..most).map(|at| tokens.at(place + at % period)));
         let predicted = place < self.history.predicted;

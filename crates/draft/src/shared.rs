@@ -20,7 +20,8 @@ const LENGTHS: [usize; 2] = [8, 4];
 pub(crate) const ENOUGH: u32 = LENGTHS[0] as u32;
 /// The number of tokens that a request publishes at a time.
 const BATCH: usize = 16;
-/// The number of tokens kept from before a text, so that its beginning is found too.
+/// The number of tokens kept from before a text, so that lookups also find matches at the text's
+/// beginning.
 const CONTEXT: usize = LENGTHS[0];
 /// Bytes of a token: its id in a vector with as much spare room, and an entry in each table. A
 /// table has at most 32/7 buckets per entry, each of 8 bytes and one control byte, so that it never
@@ -81,8 +82,8 @@ impl Texts {
         }
     }
 
-    /// Appends tokens to a text. A text that was evicted starts again, after `context`. Returns its
-    /// number.
+    /// Appends tokens to a text. A text that was evicted starts again, after `context`. Returns the
+    /// text's number.
     fn extend(&mut self, number: Option<u32>, salt: u64, context: &[i32], tokens: &[i32]) -> u32 {
         let number = number.filter(|it| self.texts.peek(it).is_some_and(|it| it.salt == salt));
         let number = number.unwrap_or_else(|| {
@@ -192,7 +193,7 @@ impl SharedHistory {
 pub struct SharedText {
     history: Arc<SharedHistory>,
     salt: u64,
-    /// Its number in the history; `None`: it was evicted, or has no tokens yet.
+    /// The text's number in the history; `None`: the text was evicted, or has no tokens yet.
     number: Option<u32>,
     /// The number of the request's tokens that have been published.
     kept: usize,

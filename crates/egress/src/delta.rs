@@ -112,7 +112,7 @@ pub struct Delta {
     pub cached_tokens: Option<u32>,
     /// Why the choice ended; set in the last delta.
     pub end: Option<End>,
-    /// True if the choice ended with a complete tool call that the client did not force.
+    /// True if the choice ended with a complete tool call, unless the client forced that call.
     pub called: bool,
 }
 

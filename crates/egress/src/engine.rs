@@ -28,10 +28,11 @@ pub trait Engine: Send + Sync + 'static {
     fn replicas(&self) -> Vec<ReplicaReport>;
     /// The handles of the replicas, in the order of [`Self::replicas`].
     fn handles(&self) -> Vec<EngineHandle>;
-    /// Drains a replica, or lets it take new requests again. False if there is no such replica.
+    /// Drains a replica, or if `drained` is false, lets it take new requests again. Returns false
+    /// if there is no such replica.
     fn drain_replica(&self, replica: usize, drained: bool) -> bool;
-    /// Changes the role of a replica. False if there is no such replica, or if replicas have no
-    /// roles.
+    /// Changes the role of a replica. Returns false if there is no such replica, or if replicas
+    /// have no roles.
     fn set_role(&self, replica: usize, role: Role) -> bool;
     /// True if replicas have roles.
     fn has_roles(&self) -> bool;
@@ -41,11 +42,13 @@ pub trait Engine: Send + Sync + 'static {
     fn block_names(&self, salt: u64, prompt: &[i32]) -> Vec<BlockHash>;
     /// The largest number of tokens in these leading blocks that any one replica has cached.
     fn cached(&self, names: &[BlockHash]) -> u64;
-    /// Informs the engine of an adapter that later requests may use, or that no later request uses.
+    /// Informs the engine that later requests may use an adapter, or that no later request will use
+    /// it.
     fn adapter(&self, order: &AdapterOrder);
-    /// The engine's facts; `None` until the engine is ready.
+    /// The facts that the hand reported, and limits derived from them; `None` until the engine is
+    /// ready.
     fn facts(&self) -> Option<Facts>;
-    /// Runs `work` on the engine's thread, which blocks the steps meanwhile.
+    /// Runs `work` on the engine's thread. No step is planned while it runs.
     fn run(&self, work: Box<dyn FnOnce() + Send>);
     /// Makes the engine refuse new requests from now on.
     fn drain(&self);

@@ -87,7 +87,7 @@ pub struct Chunks {
     prompt_token_ids: Option<Vec<i32>>,
 }
 
-/// An encoded event, split at the value of its only text field.
+/// An encoded event, split where the value of its only text field belongs.
 pub struct Cut {
     before: Vec<u8>,
     after: Vec<u8>,

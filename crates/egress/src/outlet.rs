@@ -10,7 +10,8 @@ use crate::delta::Delta;
 use crate::events;
 use crate::tally::Tally;
 
-/// Encodes the events of one API. Deltas that end in an error are handled elsewhere.
+/// Encodes the events of one API. For a delta that ends in an error, the caller uses
+/// [`EventEncoder::fail`].
 pub trait EventEncoder: Send + 'static {
     /// Appends the events of a delta. The encoder may take content out of the delta.
     fn delta(

@@ -68,7 +68,8 @@ impl Drop for Last {
     }
 }
 
-/// The receiving end, for the server. The thread ends when all clones and sinks are dropped.
+/// The receiving end, for the server. The thread ends when all clones of this value and all sinks
+/// are dropped.
 #[derive(Debug, Clone)]
 pub struct Pooled {
     lane: Sender<Message>,

@@ -40,8 +40,8 @@ impl PromptLogprobList {
         self.ranks.clear();
     }
 
-    /// The size in memory in bytes. The size in the response is known in advance:
-    /// `Submission::repeated`.
+    /// The size in memory in bytes. This is not the size in the response, which
+    /// `Submission::repeated` in the server contains.
     pub fn weight(&self) -> usize {
         self.tokens.candidates() * size_of::<Candidate>() + self.ranks.len() * 2 * size_of::<i32>()
     }
@@ -80,7 +80,7 @@ impl PromptLogprobList {
 /// Holds back the deltas of a stream's choices until the log-probabilities of their prompts are
 /// complete.
 pub struct PromptLogprobGate {
-    /// Per choice: the index of its prompt, and true if it delivers that prompt's
+    /// For each choice, the index of its prompt, and whether this choice delivers the prompt's
     /// log-probabilities.
     choices: Vec<(usize, bool)>,
     prompts: Vec<ToldPrompt>,

@@ -32,7 +32,7 @@ struct Reader {
     fresh: Parts,
 }
 
-/// Why an answer ends before the engine ends it.
+/// Why an answer is complete before the engine has ended the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EarlyEnd {
     /// The stop string with this index was found.
@@ -62,7 +62,7 @@ impl Speller {
     }
 
     /// Appends the text of a token. `ends` is true for the stop token that ended the request.
-    /// `fresh` is a reusable buffer.
+    /// `fresh` is a buffer, whose content is overwritten.
     pub fn push(
         &mut self,
         id: i32,

@@ -50,7 +50,8 @@ fn note(criterion: &mut Criterion) {
                 let done_us = planned_us + 300;
                 notes.done(step, done_us, 250, 0);
                 (0..rows).for_each(|row| {
-                    // Requests have different ages, so each step reports one in 64 of them.
+                    // Requests have different numbers of tokens, so each step reports about one in
+                    // 64 of them.
                     let nth = 1 + (step as u32 + row) % 1000;
                     notes.token(black_box(row.into()), nth + 1, done_us);
                 });

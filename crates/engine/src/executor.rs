@@ -74,7 +74,7 @@ pub trait Executor: Send {
     fn carry(&mut self, _member: usize, _payload: &Arc<dyn Payload>, there: There) {
         there();
     }
-    /// Waits for the next signal, at most `timeout_us` microseconds (`None`: without a limit).
+    /// Waits for the next signal, at most `timeout_us` microseconds; `None` means no limit.
     fn wait(&mut self, timeout_us: Option<u64>) -> Signal;
     /// Requests the group to end, and waits until it has ended. Idempotent.
     fn stop(&mut self);

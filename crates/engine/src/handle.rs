@@ -104,7 +104,7 @@ impl EngineHandle {
         self.send(self.enter(request)?)
     }
 
-    /// Checks a request, and enters it into the waiting queue.
+    /// Checks a request, and enters it into the waiting queue. A full queue is answered with 429.
     ///
     /// # Errors
     /// The errors of [`Self::submit`].
@@ -188,7 +188,7 @@ impl EngineHandle {
         self.order(Order::Abort(id));
     }
 
-    /// Allows later requests to use an adapter, or announces that none will any more.
+    /// Announces an adapter that later requests may use, or one that no later request will use.
     pub fn adapter(&self, order: AdapterOrder) {
         self.order(Order::Adapter(order));
     }
@@ -297,8 +297,8 @@ impl EngineHandle {
         self.order(Order::Look(reply));
     }
 
-    /// True if a request fits into the pages of this replica's hand, or if the number of pages is
-    /// not known yet.
+    /// True if a request fits into the pages of this replica's hand, or if their number is not
+    /// known yet.
     #[must_use]
     pub fn fits(&self, request: &EngineRequest) -> bool {
         let room = self.shared.room.load(Ordering::Acquire);

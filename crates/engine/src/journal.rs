@@ -185,7 +185,8 @@ pub struct Notes {
     planned: VecDeque<StepNote>,
     steps: Vec<StepNote>,
     moments: Vec<Moment>,
-    /// The request of the newest token, and the number of that token within the request.
+    /// The id of the request whose token was noted last, and the number of that token within the
+    /// request, from 1 on.
     last: (u64, u32),
 }
 

@@ -36,8 +36,8 @@ pub trait Payload: Debug + Send + Sync {
     fn read(&self, at: usize, into: &mut [u8]) -> io::Result<usize>;
 }
 
-/// A callback for a carried payload. It is called when the payload has arrived in the hand's
-/// memory, and is dropped if it never will.
+/// A callback for a payload that is copied to a hand's machine. It is called when the payload has
+/// arrived in the hand's memory, and is dropped if the payload will never arrive.
 pub type There = Box<dyn FnOnce() + Send>;
 
 /// Prompt embeddings, used in place of token ids.

@@ -3,11 +3,11 @@
 /// The decision after a death.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Verdict {
-    /// Start the hand again at this time.
+    /// Start the hand again at this time, in microseconds.
     RestartAt(u64),
     /// Give the hand up. If other replicas are serving, the owner tries once more at this time.
     GiveUp {
-        /// The time of the next start.
+        /// The time of the next start, in microseconds.
         again_at: u64,
     },
 }

@@ -26,8 +26,8 @@ pub struct Hooks {
     pub sink: Box<dyn OutputSink>,
     /// Receives every change of the prefix cache. `None` costs nothing.
     pub blocks: Option<Box<dyn BlockObserver>>,
-    /// Access to the replicas that take over requests when the hand dies. `None`: requests wait for
-    /// its respawn.
+    /// Access to the replicas that take over requests when the hand dies. `None`: requests wait
+    /// until the hand is respawned.
     pub peers: Option<Box<dyn Peers>>,
     /// Counts submitted requests that are not admitted yet. Engines that share this counter also
     /// share its limit.

@@ -3,7 +3,7 @@
 use std::fmt::Debug;
 use std::io;
 
-/// The memory of a host tier, whose pages hands copy from and to. docs/protocol.md describes its
+/// The memory of a host tier. Hands copy from and to its pages. docs/protocol.md describes its
 /// layout. A reader of a page holds a [`crate::Loan`] of it. Pages for blocks of other servers are
 /// written only by this process.
 pub trait TierMemory: Debug + Send + Sync {

@@ -48,12 +48,12 @@ pub struct Preference {
     /// Requests with the same key go to the same replica, as long as that replica is up. `None`: no
     /// key.
     pub key: Option<Arc<str>>,
-    /// The number of the requested replica; `None`: any.
+    /// The index of the requested replica; `None`: any.
     pub replica: Option<u32>,
 }
 
-/// A request that moves to another replica: because its hand has died, because the other replica
-/// would serve it sooner, or because it is handed on as planned.
+/// A request that moves to another replica: this replica's hand has died, the other replica would
+/// serve the request sooner, or the request is handed on as planned.
 #[derive(Debug)]
 pub struct Orphan {
     /// The request, with the tokens that it has generated so far.
@@ -131,7 +131,7 @@ pub trait Peers: Send {
     fn move_pays(&self, to: usize, request: &QueuedRequest<'_>) -> bool;
     /// Moves a waiting request to replica `to`. Returns the request if that replica takes none now.
     fn take(&self, to: usize, orphan: Orphan) -> Option<Orphan>;
-    /// The number of the engine's replica.
+    /// The index of the engine's replica.
     fn replica(&self) -> u32 {
         0
     }
@@ -292,7 +292,7 @@ pub trait BlockObserver: Send {
 pub enum SubmitError {
     /// `max_queued_requests` requests are waiting, or the client has used up its share of the
     /// queue: answer 429.
-    #[error("the waiting queue is full ({limit} requests, and a part of them for one client)")]
+    #[error("the waiting queue, or this client's share of it, is full ({limit} requests in all)")]
     QueueFull {
         /// The largest number of waiting requests.
         limit: usize,
@@ -301,7 +301,7 @@ pub enum SubmitError {
     },
     /// The request needs more than a step's plan can carry: answer 400.
     #[error(
-        "the request does not fit into a step: with its prompt, answer, `{param}` and pages it comes to {words} words, and {limit} are the most"
+        "the request is too large for a step: its prompt, answer, `{param}` and pages take {words} words, and at most {limit} are allowed"
     )]
     TooLarge {
         /// The request parameter, apart from the prompt, that takes the most words.

@@ -13,8 +13,8 @@ const LONGEST_S: u64 = 60;
 /// Counts the requests that were submitted and not admitted yet, for all engines that share this
 /// counter.
 ///
-/// Clients share the entries of the queue ([`Shares`]). A quarter more is reserved for clients with
-/// only a few waiting requests.
+/// Clients share the entries of the queue ([`Shares`]). In addition, a quarter of the limit is
+/// reserved for clients with only a few waiting requests.
 #[derive(Debug, Default)]
 pub struct WaitingPlaces(Mutex<Inner>);
 

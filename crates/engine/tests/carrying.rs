@@ -1,5 +1,5 @@
-//! A hand to which payloads are copied first. No plan names a payload that has not arrived, and
-//! requests without a payload do not wait for one.
+//! Tests hands on other machines, to which payloads have to be copied. No plan names a payload that
+//! has not arrived, and requests without a payload do not wait for one.
 
 use std::collections::{HashMap, HashSet};
 use std::io;
@@ -67,7 +67,7 @@ impl Picture for Shown {
     }
 }
 
-/// Payloads that have arrived at the live hands, by member.
+/// Payloads that have arrived at the live hands, each as the member and the arena offset.
 type Reached = Arc<Mutex<HashSet<(usize, u32)>>>;
 
 /// A payload that is being copied.
@@ -158,7 +158,7 @@ impl Rig {
         Self::group(vec![hook])
     }
 
-    /// Starts replicas that share a group of hands, one per hook.
+    /// Starts one replica per hook. The replicas share a group of hands.
     fn group(hooks: Vec<Hook>) -> Self {
         let clock = SimClock::virtual_time();
         let sim = SimConfig {
@@ -225,7 +225,7 @@ impl Rig {
         handle.submit(EngineRequest { request, ..entering }).expect("room");
     }
 
-    /// Waits for the next payload that is being copied.
+    /// Waits until the copy of another payload begins, and returns the payload.
     fn next(&self) -> Cargo {
         self.cargo.recv_timeout(PATIENCE).expect("no payload was carried")
     }
@@ -360,7 +360,7 @@ fn everybody_ends_as_if_alone_while_hands_die_and_payloads_come_late() {
     }
 }
 
-/// Runs requests of all kinds on this many members. Their hands are killed now and then.
+/// Runs requests of all kinds on `members` members. Their hands are killed now and then.
 fn end_as_if_alone(members: u64) {
     let seen = Arc::new(AtomicUsize::new(0));
     let hook = |_| -> Hook {

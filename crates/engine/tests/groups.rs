@@ -24,7 +24,7 @@ const PAGE_SIZE: u32 = 4;
 /// Pages of each member's host tier, if it has one.
 const HOST_PAGES: u32 = 150;
 
-/// For each start of the group, the steps of each rank.
+/// For each start of the group, and each rank: the numbers of its steps.
 type Lives = Arc<Mutex<Vec<Vec<Vec<u64>>>>>;
 
 /// Records the plans and results of each rank.
@@ -32,7 +32,7 @@ struct Watched {
     inner: SimExecutor,
     ranks: usize,
     given: Lives,
-    /// The last step that returned a result since the start.
+    /// The number of the last step that returned a result since the group was started.
     answered: u64,
 }
 
@@ -490,8 +490,8 @@ fn run(members: usize, config: EngineConfig, seed: u64, events: Vec<(u64, Event)
     let (mut next, mut due_at) = (0_usize, 0_u64);
     let (mut queue, homes) = (VecDeque::from(events), arrivals.clone());
     let hook: Hook = Box::new(move |rig, seen| {
-        // When all requests have ended there are no more outputs, so the next event happens at
-        // once.
+        // When all requests have ended, no outputs follow that would trigger the next event, so it
+        // happens at once.
         while let Some((after, _)) = queue.front()
             && (seen.outputs >= due_at + after || seen.ends == next as u64 + 1)
         {
@@ -524,8 +524,8 @@ fn run(members: usize, config: EngineConfig, seed: u64, events: Vec<(u64, Event)
         match &story.end {
             Some(FinishReason::Length) => assert_eq!(story.tokens, whole, "request {id}"),
             Some(FinishReason::Abort) => {}
-            // An innocent request may be given up too, if the hand is killed again during its
-            // trial.
+            // A request that did not kill the hand may be given up too, if the hand is killed again
+            // while it computes that request alone.
             Some(FinishReason::Error(RequestError::Poisoned)) if deaths > 1 => {}
             other => panic!("request {id} ended with {other:?}"),
         }
@@ -540,7 +540,7 @@ fn run(members: usize, config: EngineConfig, seed: u64, events: Vec<(u64, Event)
     lives.iter().map(|ranks| ranks[0].len() as u64).sum()
 }
 
-/// `FOREBAY_GROUP_CASES` sets the number of cases.
+/// The environment variable `FOREBAY_GROUP_CASES` sets the number of random cases.
 #[test]
 fn ranks_execute_the_same_steps_whatever_happens() {
     let cases = std::env::var("FOREBAY_GROUP_CASES").map_or(24, |count| count.parse().unwrap());

@@ -21,7 +21,8 @@ const PAD: i32 = 5;
 const TAIL: [i32; 6] = [7; 6];
 const GRID: Grid = Grid { rows: 5, columns: 7 };
 
-/// The number of images with patches in the arena, and the images whose patches were requested.
+/// A simulated arena: counts the images with patches in it, and records the images whose patches
+/// were requested.
 #[derive(Debug, Default)]
 struct Arena {
     used: AtomicUsize,

@@ -252,8 +252,8 @@ fn what_no_plan_can_carry_is_refused_at_the_door() {
     assert!(words > limit && limit < 1 << 26);
 }
 
-/// Submits `count` requests of the largest length. Memory runs out in hands with more than `enough`
-/// pages.
+/// Submits `count` requests of the largest length. A hand with more than `enough` pages runs out of
+/// memory. Returns the outcomes as `follow` does.
 fn starved(rig: &Rig, enough: u32, count: u64) -> HashMap<u64, (usize, FinishReason)> {
     rig.control.starve(enough);
     let room = rig.handle.facts().expect("ready").context_length;

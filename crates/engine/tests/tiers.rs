@@ -12,7 +12,7 @@ use forebay_sim::testing::{self, Hook, RigParts, Story, VOCAB, alone, request, t
 use forebay_sim::{CopyModel, DeviceModel, PageBytes, SimClock, SimConfig, Timing};
 
 const PAGE: u32 = 4;
-/// The number of pages on the device: enough for two prompts of these tests, and some more.
+/// The number of pages on the device: enough for two prompts of these tests, plus a few pages.
 const PAGES: u32 = 40;
 
 struct Rig(testing::Rig);

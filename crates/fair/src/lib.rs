@@ -12,9 +12,9 @@ use std::collections::HashMap;
 
 /// The rule by which clients share a limited amount: places, or bytes.
 ///
-/// A client that is alone may have all of it. As soon as other clients need some, it gets at most
-/// half. Beyond the limit there is a reserve for clients that hold little. So only the clients that
-/// fill the limit are refused.
+/// A client that is alone may have all of it. As soon as other clients need some, each client gets
+/// at most half. Beyond the limit there is a reserve for clients that hold little. So only the
+/// clients that fill the limit are refused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shares {
     /// The amount for all clients together.
@@ -33,7 +33,7 @@ impl Shares {
         Self { limit, reserve: (limit / 4).max(1), little: (limit / 16).max(1) }
     }
 
-    /// The largest amount for a client while other clients hold some.
+    /// The largest amount that a client may hold while other clients hold some.
     #[must_use]
     pub fn half(self) -> usize {
         (self.limit / 2).max(1)

@@ -26,7 +26,7 @@ use crate::place::Place;
 /// The timeout of connecting to one address, before the next address is tried.
 const ATTEMPT: Duration = Duration::from_secs(3);
 
-/// The smallest number of bytes that is reserved for a file.
+/// The smallest allocation for a file in bytes, unless the file is known to be smaller.
 const LEAST: usize = 64 << 10;
 
 /// A function that is called before a file's buffer grows to a total number of bytes. It returns
@@ -60,8 +60,9 @@ impl Answer {
         self.response.headers().get(name)?.to_str().ok()
     }
 
-    /// Reads the body if it has at most `limit` bytes and `room` accepts its size. At most twice
-    /// the received bytes are allocated, whatever length the response declares.
+    /// Reads the body if it has at most `limit` bytes and `room` accepts its size. Whatever length
+    /// the response declares, it allocates at most twice the received bytes, or 64 KiB if that is
+    /// more.
     pub(crate) async fn body(mut self, limit: usize, room: Room<'_>) -> Result<Bytes, FetchError> {
         let encoding = self.response.headers().get(CONTENT_ENCODING);
         if encoding.is_some_and(|encoding| !encoding.as_bytes().eq_ignore_ascii_case(b"identity")) {

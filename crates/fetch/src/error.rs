@@ -22,7 +22,7 @@ pub enum FetchError {
     #[error("a URL with a user name or a password is not fetched")]
     Credentials,
     /// The host is not one of the allowed domains.
-    #[error("{0} is none of the domains that this server fetches from")]
+    #[error("{0} is not a domain that this server fetches from")]
     Domain(String),
     /// The port is not 80 or 443.
     #[error("port {0} is not asked: 80 and 443 are")]

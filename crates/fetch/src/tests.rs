@@ -126,7 +126,7 @@ async fn say(stream: &mut (impl AsyncWrite + Unpin), text: &str) {
     let _ = stream.write_all(text.as_bytes()).await;
 }
 
-/// Starts a server that sends the same text for all requests.
+/// Starts a server that sends the same text for all requests. Returns the port.
 async fn saying(text: &'static str) -> u16 {
     serve(move |mut stream, _| async move { say(&mut stream, text).await }).await
 }
@@ -267,7 +267,8 @@ async fn one_private_address_among_several_is_enough() {
     assert_eq!(error, FetchError::NotPublic("both.test".into()));
 }
 
-/// The name server returns one address for the checked lookup and another for the next.
+/// The name server returns one address for the lookup that is checked, and another address for the
+/// next lookup.
 #[tokio::test]
 async fn the_address_that_was_checked_is_dialled() {
     let port = saying("HTTP/1.1 200 OK\r\n\r\nfile").await;
@@ -283,8 +284,8 @@ async fn the_address_that_was_checked_is_dialled() {
     );
 }
 
-/// Fetches `/`, which redirects to `to`, with `PORT` replaced by the server's port. Every other
-/// path is a file.
+/// Fetches `/`, which redirects to `to`. In `to`, `PORT` is replaced by the server's port. Every
+/// other path returns a file.
 async fn redirected(to: &'static str) -> Result<String, FetchError> {
     let port = serve(move |mut stream, head| async move {
         let port = stream.local_addr().unwrap().port();

@@ -62,7 +62,7 @@ pub enum FleetRefusal {
         /// The largest number of bytes that the model may take.
         most: u64,
     },
-    /// Pinned models take up the whole allowed number of models.
+    /// The number of pinned models has already reached the limit on models in memory.
     NoPlace,
     /// The last load failed, or the model died, a short while ago.
     Paused {
@@ -328,8 +328,8 @@ impl Fleet {
         std::mem::take(&mut self.decided)
     }
 
-    /// Reopens all models that were closed for another one, because this is decided anew at each
-    /// poll. Closes dismissed and idle models.
+    /// Reopens all models that were closed to make room for others: each poll decides anew which to
+    /// close for that. Closes dismissed and idle models.
     fn close_and_open(&mut self, now_ms: u64) {
         for member in &mut self.members {
             let dismissed = member.dismissed;

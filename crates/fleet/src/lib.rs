@@ -6,12 +6,13 @@
 //!
 //! - The loaded models stay within limits on memory and on their number.
 //! - A model leaves only when none of its requests is running.
-//! - Clients take turns at loads. The model of the client's oldest waiting request is loaded, so no
-//!   request starves. While a client waits, at most one load begins for each other client.
+//! - Clients take turns at loads. In a client's turn, the model of its oldest waiting request is
+//!   loaded, so no request starves. While a client waits, at most one load begins for each other
+//!   client.
 //! - Idle models make room first, in the order of their last use. After a while busy models are
 //!   closed too: their running requests finish, and new ones wait.
-//! - A model stays for a minimum time, and at least as long as its load took. So alternating
-//!   requests spend at most half of the time with loads.
+//! - A model stays for a minimum time, and at least as long as its load took. So even if requests
+//!   alternate between models, loads take at most half of the time.
 //!
 //! ```
 //! use forebay_fleet::{Fleet, FleetAction, FleetBounds, FleetEntry, FleetModel};

@@ -55,7 +55,7 @@ pub(crate) enum Phase {
     Loading {
         began_ms: u64,
     },
-    /// The model is in memory since `since_ms`, and takes requests unless `closed`.
+    /// The model has been in memory since `since_ms`, and takes requests unless `closed` is set.
     In {
         since_ms: u64,
         stay_ms: u64,

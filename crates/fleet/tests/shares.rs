@@ -32,7 +32,8 @@ struct Story {
     /// The client of each model.
     clients: Vec<usize>,
     waiting: HashMap<Ticket, usize>,
-    /// For each waiting client: the number of loads begun meanwhile for each other client.
+    /// For each waiting client: the number of loads that have begun for each other client since the
+    /// client waits.
     begun: Vec<Vec<usize>>,
     /// The number of loads for each client.
     loads: Vec<usize>,
@@ -69,7 +70,7 @@ impl Story {
         self.timers.insert((at, self.serial), timer);
     }
 
-    /// Whether each client waits for a model that could be loaded now.
+    /// Returns for each client whether it waits for a model that could be loaded now.
     fn could_load(&self) -> Vec<bool> {
         let mut found = vec![false; self.loads.len()];
         for &model in self.waiting.values() {

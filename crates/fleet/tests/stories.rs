@@ -33,7 +33,7 @@ enum Fate {
     Over,
 }
 
-/// A caller that follows the rules of the fleet's interface, and checks its decisions.
+/// A caller that follows the rules of the fleet's interface, and checks the fleet's decisions.
 struct Story {
     rng: StdRng,
     fleet: Fleet,

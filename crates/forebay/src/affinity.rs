@@ -68,13 +68,17 @@ impl AffinityFlag {
         match self {
             Self::Auto => {
                 let each = cores.len() / count;
-                ensure!(each > 0, "--cpu-affinity auto: {} cores for {count} hands", cores.len());
+                ensure!(
+                    each > 0,
+                    "--cpu-affinity auto needs a core for each hand: {} cores, {count} hands",
+                    cores.len()
+                );
                 let hands = cores.chunks(each).take(count).map(<[_]>::concat).collect();
                 Ok(Affinity { brain: Vec::new(), hands })
             }
             Self::Lists { brain, replicas } => {
-                /// Extends `given` to `count` values. It must have `count` values, or one value for
-                /// all.
+                /// Extends `given` to `count` values. `given` must have `count` values, or one
+                /// value for all.
                 fn spread<T: Clone>(given: &[T], count: usize, of: &str) -> Result<Vec<T>> {
                     match given {
                         [one] => Ok(vec![one.clone(); count]),

@@ -4,7 +4,8 @@ use anyhow::{Result, bail};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::warn;
 
-/// The largest default number of connections. More of them need several front-end processes.
+/// The largest default number of connections. More connections would need several front-end
+/// processes.
 const MOST_CONNECTIONS: u64 = 65_536;
 /// Descriptors for files, logs and thread wake-ups, for connections over the limit until they get
 /// their error, and for new connections that are not counted yet.

@@ -145,7 +145,8 @@ fn write_all(
         }
         let now = dropped.load(Ordering::Relaxed);
         if now > said {
-            let line = format!("{} log lines were dropped: nobody read them in time\n", now - said);
+            let line =
+                format!("{} log lines were dropped: they were not read in time\n", now - said);
             let _ = out.write_all(line.as_bytes());
             said = now;
         }
@@ -230,7 +231,7 @@ mod tests {
         let said: Vec<&str> = text.lines().collect();
         assert_eq!((said[0], said.len()), ("line 0000", 13), "{text}");
         assert_eq!(said.iter().filter(|line| line.starts_with("line ")).count(), 10);
-        assert!(said.contains(&"990 log lines were dropped: nobody read them in time"), "{text}");
+        assert!(said.contains(&"990 log lines were dropped: they were not read in time"), "{text}");
         assert!(said.contains(&"a panic"));
         assert_eq!(said[12], "990 log lines were dropped in all");
         // There is room in the queue again.

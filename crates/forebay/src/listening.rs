@@ -112,7 +112,7 @@ fn unix(path: &Path) -> Result<(UnixListener, SocketFile)> {
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                 fs::remove_file(path)?;
             }
-            Ok(_) => bail!("somebody listens there"),
+            Ok(_) => bail!("another process listens there"),
             Err(error) => return Err(error.into()),
         },
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
@@ -134,7 +134,7 @@ mod tests {
         fs::create_dir_all(&folder).unwrap();
         let path = folder.join("socket");
         let (listener, file) = unix(&path).unwrap();
-        assert!(unix(&path).unwrap_err().to_string().contains("somebody listens"));
+        assert!(unix(&path).unwrap_err().to_string().contains("another process listens"));
         // Leave the socket file in place, as a killed process does.
         drop(listener);
         let (_listener, next) = unix(&path).unwrap();

@@ -98,8 +98,8 @@ pub(crate) struct Mark {
 
 impl Mark {
     /// Returns the template with the mark replaced. The template is changed rather than its output,
-    /// because a client may have written the mark in the output. A mark next to expressions becomes
-    /// an expression, so that its white space is kept.
+    /// because the output may also contain the mark as text of a client. A mark next to expressions
+    /// becomes an expression, so that its white space is kept.
     pub(crate) fn replaced(&self, template: &str) -> String {
         let (mut text, mut last) = (String::with_capacity(template.len()), 0);
         for (at, mark) in template.match_indices(&self.written) {

@@ -132,7 +132,7 @@ pub(crate) fn remove(flags: &RemoveFlags) -> Result<()> {
     if !flags.yes {
         ensure!(
             io::stdin().is_terminal(),
-            "nobody can be asked whether to remove {} ({bytes}): --yes removes it",
+            "can't ask whether to remove {} ({bytes}): use --yes",
             flags.model
         );
         eprint!("remove {} ({bytes})? [y/N] ", flags.model);

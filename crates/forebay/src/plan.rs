@@ -96,10 +96,10 @@ pub(crate) fn run(flags: &PlanFlags) -> Result<()> {
     let arrangement = flags.ranks.arrangement()?;
     let Some(name) = &flags.plan.model else {
         if arrangement.replicas > 1 {
-            bail!("--dp-size is for --model: the plan of a traffic finds the number of replicas");
+            bail!("--dp-size needs --model: a plan for traffic computes the number of replicas");
         }
         if arrangement.expert_parallel {
-            bail!("--enable-expert-parallel is for --model: a profile has the times of its ranks");
+            bail!("--enable-expert-parallel needs --model: a profile's times include its ranks");
         }
         return forebay_capacity::plan(&flags.plan, arrangement.ranks);
     };

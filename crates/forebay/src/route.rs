@@ -186,7 +186,7 @@ struct KeyFlags {
 }
 
 impl KeyFlags {
-    /// All keys of clients.
+    /// Returns all client keys, from `--api-key` and from the file.
     fn all(&self) -> Result<Vec<String>> {
         keys("--api-key", &self.api_key, self.api_key_file.as_deref())
     }
@@ -385,7 +385,7 @@ pub(crate) fn run(flags: &RouteFlags) -> Result<()> {
     let address = listener.local_addr()?;
     let loopback = listening::loopback(address.ip());
     let config = flags.config(descriptors::raise(), loopback.as_deref())?;
-    // This runtime counts signals, also while the router is being stopped.
+    // This runtime counts signals. It keeps running while the router is being stopped.
     let runtime = Builder::new_multi_thread()
         .worker_threads(1)
         .thread_name("signals")

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 use crate::flags::GenerationConfig;
 
 /// llama.cpp's defaults, for GGUF files. Most GGUF files have weights of few bits and no
-/// recommended parameters. At temperature 1 without filters, such a model rambles.
+/// recommended parameters. At temperature 1 without filters, such a model produces incoherent text.
 const OF_GGUF: GenerationDefaults = GenerationDefaults {
     temperature: Some(0.8),
     top_p: Some(0.95),

@@ -9,7 +9,7 @@ use forebay_sim::Script;
 use forebay_text::Tokenizer;
 use serde::Deserialize;
 
-/// The scripted answers, and the prompt text that triggers each.
+/// The scripted answers, each with the prompt text that triggers it.
 pub(crate) struct Answers {
     answers: Vec<Answer>,
     tokenizer: Arc<Tokenizer>,

@@ -24,7 +24,7 @@ pub(crate) fn namer(file: Option<&Path>) -> Result<Namer> {
     let mode = opened.metadata().with_context(named)?.permissions().mode();
     opened.take(LONGEST + 1).read_to_end(&mut secret).with_context(named)?;
     if secret.len() as u64 > LONGEST {
-        bail!("{}: more than {LONGEST} bytes are no secret", named());
+        bail!("{}: a secret has at most {LONGEST} bytes", named());
     }
     // An editor may have added a newline.
     let secret = secret.trim_ascii_end();

@@ -9,7 +9,8 @@ use tokio::sync::watch;
 /// SIGHUP's bit in the signal masks of `/proc/self/status`.
 const HANGUP_BIT: u64 = 1;
 
-/// Starts counting signals on the current runtime, which has to keep running.
+/// Starts a task that counts signals, and returns a receiver of the count. The count only grows
+/// while the current runtime runs.
 pub(crate) fn count() -> io::Result<watch::Receiver<u32>> {
     // A server started with `nohup` has to keep running after the terminal closes.
     let mut hangup = match hangup_is_ignored() {

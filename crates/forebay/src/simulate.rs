@@ -15,9 +15,11 @@ use crate::model::{Model, Pooling};
 use crate::resolve::{HostSize, Resolved, Simulated, hot_row_tokens, sim_tower};
 use crate::script::Answers;
 
-/// With fewer words the text would be monotonous; then other tokens are added.
+/// The smallest number of words. If a vocabulary has fewer, other tokens are added, since the text
+/// would be monotonous.
 const MIN_WORDS: usize = 64;
-/// More words would only add rarer ones: vocabularies are roughly sorted by frequency.
+/// The largest number of words. More words would only add rare ones, since vocabularies are roughly
+/// sorted by frequency.
 const MAX_WORDS: usize = 2048;
 
 /// Creates the configuration of the simulated device that replaces a group's hands.
@@ -129,7 +131,7 @@ pub(crate) struct FitFlags {
     /// context and step_us (optionally decode_rows and attention).
     #[arg(required = true, value_name = "FILE")]
     files: Vec<PathBuf>,
-    /// File for the profile. The profile gets the file's name [default: print it].
+    /// File for the profile, which is named after the file [default: print the profile].
     #[arg(short, long, value_name = "FILE.toml")]
     output: Option<PathBuf>,
     /// The device that was measured.

@@ -6,12 +6,13 @@ use anyhow::{Context, Result};
 use forebay_hand::take_short_turns;
 use rustix::thread::Pid;
 
-/// Name prefixes of threads for which a step or a token waits. They run for microseconds at a time.
+/// Name prefixes of the threads that delay a step or a token if they wait. Such a thread runs for
+/// microseconds at a time.
 const FIRST: [&str; 2] = ["engine", "egress"];
 
 /// Lets the engine and egress threads preempt other threads during long work, such as reading
-/// bodies, tokenising, or computing a model on the CPU. Otherwise they wait up to 3 ms on a machine
-/// with few processors.
+/// bodies, tokenising, or computing a model on the CPU. Without this, an engine or egress thread
+/// waits up to 3 ms for a processor if a machine has few.
 pub(crate) fn shorten_turns() -> Result<()> {
     for task in fs::read_dir("/proc/self/task").context("/proc/self/task")? {
         let task = task?;

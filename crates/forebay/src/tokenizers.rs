@@ -23,7 +23,8 @@ impl TokenizerFinder for Tokenizers {
         if path.extension().is_some_and(|ending| ending == "json") && path.is_file() {
             return read(path);
         }
-        // An existing file needs no interpreter.
+        // A folder with a tokenizer is read directly. Only the search for a model needs the Python
+        // interpreter.
         let inside = path.join("tokenizer.json");
         if inside.is_file() {
             return read(&inside);

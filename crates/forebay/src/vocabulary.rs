@@ -9,8 +9,9 @@ use crate::model::Model;
 /// The largest number of tokens that a warning lists.
 const NAMED: usize = 8;
 
-/// Control tokens that end a text in GGUF files. Files declare only some of their end tokens. This
-/// is llama.cpp's list, including its tokens for code between files.
+/// Control tokens that end a text. GGUF files declare only some of their end tokens, so these are
+/// added. This is llama.cpp's list, including its padding, repository and file separator tokens of
+/// code models.
 const GGUF_ENDS: [&str; 33] = [
     "<|eot_id|>",
     "<|im_end|>",
@@ -47,8 +48,9 @@ const GGUF_ENDS: [&str; 33] = [
     "<|file_sep|>",
 ];
 
-/// Exceptions: a token of the list above, and groups of tokens. If the vocabulary contains all
-/// tokens of a group, the token does not end texts but is a mark inside them.
+/// Exceptions: each is a token of the list above with groups of other tokens. If the vocabulary
+/// contains all tokens of any of its groups, the token does not end texts but is a mark inside
+/// them.
 const NO_GGUF_ENDS: [(&str, &[&[&str]]); 2] = [
     ("<|end|>", &[&["<|return|>", "<|call|>"], &["<|flush|>", "<|calls|>"]]),
     ("</s>", &[&["<|tool_response>"]]),
@@ -84,7 +86,8 @@ pub(crate) fn check(tokenizer: &Tokenizer, model: &Model) -> Result<Vec<i32>> {
     ends(&named, model.vocab_size, model.pooling.is_none())
 }
 
-/// End tokens that only the tokenizer declares: its own, and the known ones of a GGUF file.
+/// Returns the tokenizer's own end token and, for a GGUF file, the control tokens of [`GGUF_ENDS`]
+/// that the tokenizer has.
 fn tokenizer_ends(tokenizer: &Tokenizer, eos_token: Option<&str>, format: &str) -> Vec<i32> {
     let mut found: Vec<i32> =
         eos_token.and_then(|token| tokenizer.token_to_id(token)).into_iter().collect();

@@ -49,10 +49,11 @@ pub(crate) async fn loading(engine: &Replicas) -> bool {
     }
 }
 
-/// The banner's line about weights that are computed in a file's quantised blocks; empty if there
-/// are none.
+/// The banner's line about weights that stay in their file's quantised blocks during computation;
+/// empty if there are none.
 ///
-/// `otherwise`: the data type in which `--quantization none` would compute them; `None`: it can't.
+/// `otherwise`: the data type in which these weights would be computed with `--quantization none`.
+/// `None`: the line does not mention that flag.
 pub(crate) fn blocks_line(blocks: &str, otherwise: Option<&str>) -> String {
     let hint = otherwise.map(|dtype| format!(" (--quantization none: in {dtype})"));
     match blocks {
@@ -78,7 +79,7 @@ pub(crate) fn windows_line(facts: &Ready, why_one_pool: &str) -> String {
     }
 }
 
-/// The banner's line about drafts from text; empty if these are off.
+/// The banner's line about speculative decoding with n-grams; empty if that is off.
 pub(crate) fn drafts_line(drafts: bool) -> &'static str {
     if !drafts {
         return "";

@@ -96,7 +96,7 @@ pub(crate) fn run(flags: &WorkerFlags) -> Result<()> {
     })
 }
 
-/// Returns the function that starts hands, in the same form as `serve` does.
+/// Returns the function that starts a hand for an order of the server, like `serve` starts its own.
 fn spawn(python: PathBuf, gpus: Gpus, interface: Option<String>) -> Spawn {
     Arc::new(move |order: &HandOrder, arena: &Arena| {
         let (program, arguments) = program(&order.hand, &python)?;

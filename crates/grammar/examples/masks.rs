@@ -1,9 +1,9 @@
 //! Measures masks for `benchmarks/mask_times.py`:
 //! `masks TOKENIZER.json VOCABULARY SOURCES.json SEED`.
 //!
-//! `SOURCES.json` is a list of JSON schemas. For each schema, one line is printed. It has the
-//! microseconds from the request to the first mask, and then those of each mask of a random walk,
-//! in which each token is drawn from the mask. A schema that is rejected has no line.
+//! `SOURCES.json` is a list of JSON schemas. One line is printed per schema: the microseconds from
+//! the request to the first mask, then the microseconds of each further mask of a random walk. The
+//! walk draws each token from the mask. A schema that is rejected has no line.
 
 use std::io::{self, Write};
 use std::path::Path;

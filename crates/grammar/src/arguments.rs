@@ -35,7 +35,7 @@ pub(crate) struct Arguments<'a> {
     /// The index of the tool. The names of the tool's rules start with this index.
     tool: usize,
     lines: Vec<String>,
-    /// The names of the rules of references, by the references' targets.
+    /// The name of the rule for each referenced schema, by the reference's target.
     references: HashMap<String, String>,
     any: Option<String>,
     notation: Notation,
@@ -45,7 +45,7 @@ pub(crate) struct Arguments<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Notation {
     Python,
-    /// The text that quotes strings.
+    /// Strings are enclosed in this text.
     Quoted(&'static str),
 }
 
@@ -183,7 +183,12 @@ impl<'a> Arguments<'a> {
             if !fields.iter().any(|field| field.name == name) {
                 let path = format!("{path}.required");
                 let Some(schema) = others else {
-                    return Err(GrammarError::at(path, format!("there can't be any {name}")));
+                    return Err(GrammarError::at(
+                        path,
+                        format!(
+                            "{name} is required, but other properties than those listed are not allowed"
+                        ),
+                    ));
                 };
                 fields.push(Field { name, schema, path, required: true });
             }
@@ -235,8 +240,9 @@ impl<'a> Arguments<'a> {
         Ok(format!("{required}{}", after(&optional, &comma)))
     }
 
-    /// Writes one or more of `optional`, in their order. The rules of each half are shared: to
-    /// write out what may follow each field would take text of quadratic length.
+    /// Writes one or more of `optional`, in their order. The list is halved recursively, and the
+    /// rules of each half are shared: a list of all that may follow each field would have quadratic
+    /// length.
     fn some(&mut self, optional: &[String], comma: &str) -> Written {
         let (left, right) = match optional {
             [] => return Ok(String::new()),
@@ -257,7 +263,7 @@ impl<'a> Arguments<'a> {
         if !field.name.is_empty() && field.name.chars().all(fits) {
             return Ok(());
         }
-        let why = "the model's notation of calls has no way to write this name";
+        let why = "the model's format of tool calls can't express this name";
         Err(GrammarError::at(field.path.clone(), why))
     }
 
@@ -516,7 +522,7 @@ impl<'a> Arguments<'a> {
             let fits = |c: char| !c.is_control() && !matches!(c, '<' | '>' | '"' | '\u{ff5c}');
             let name = field.name;
             if name.is_empty() || name.trim() != name || !name.chars().all(fits) {
-                let why = "the model's notation of calls has no way to write this name";
+                let why = "the model's format of tool calls can't express this name";
                 return Err(GrammarError::at(field.path.clone(), why));
             }
             let name = self.marks.literal(name);

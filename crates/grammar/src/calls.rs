@@ -14,7 +14,7 @@ use crate::source::{CallForm, CallText, Form, Whitespace};
 use crate::tag::{self, below};
 use crate::work::Work;
 
-/// A parsed schema, and the path that its errors start with.
+/// The path that the errors of a schema start with, and the parsed schema.
 pub(crate) type Named = (String, Value);
 
 /// The grammar of a form of calls.
@@ -66,7 +66,8 @@ pub(crate) fn to_lark(
                 let rules = writer.rules();
                 match body {
                     Ok(body) => break format!("{}: {body}\n{rules}", tool.rule),
-                    // The notation cannot enforce the schema.
+                    // The notation cannot express a keyword: it is removed, and the schema is tried
+                    // again.
                     Err(GrammarError::Invalid { path, .. })
                         if !tool.strict && faults::leave_out(&mut schema, &path) =>
                     {
@@ -132,7 +133,7 @@ fn text_rules(
             Ok(format!("{rule}: {before} {until}\n{definition}{rules}"))
         }
         ArgumentStyle::Python | ArgumentStyle::Quoted(_) => {
-            let why = "the model's notation of calls has no way to keep the form of a text";
+            let why = "the model's format of tool calls can't constrain a tool's text";
             Err(GrammarError::invalid(why))
         }
     }

@@ -134,7 +134,7 @@ impl Template {
                 GrammarError::Invalid { path: found, .. } => found != path,
                 _ => false,
             };
-            // The first error with a path in its schema is reported.
+            // Reports the first error whose path names a keyword within a schema.
             let found = errors.zip(&parsed).find(|(error, (path, _))| named(error, path));
             found.map_or_else(|| GrammarError::invalid(brief(said)), |(error, _)| error)
         };

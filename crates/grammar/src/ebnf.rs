@@ -164,7 +164,7 @@ impl Reader<'_> {
         Ok(if items.is_empty() { literal("") } else { items.join(" ") })
     }
 
-    /// True if the next name starts a new rule, even after an empty right side.
+    /// True if the next name starts a new rule. The rule before it may have an empty right side.
     fn begins_rule(&mut self) -> bool {
         let before = self.chars.clone();
         let begins = self.name().is_ok() && {

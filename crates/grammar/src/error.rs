@@ -32,7 +32,7 @@ pub enum GrammarError {
         compiles: usize,
     },
     /// The source was not compiled in time, because others were compiled first.
-    #[error("the grammar was not compiled within {seconds} s, as others were")]
+    #[error("the grammar waited {seconds} s while others were compiled")]
     Late {
         /// The time that the request has waited, in seconds.
         seconds: u64,

@@ -25,7 +25,8 @@ const CLASSES: usize = 2048;
 /// Rejects a grammar whose compilation would take too much memory.
 pub(crate) fn check(text: &str) -> Result<(), GrammarError> {
     if text.len() > TEXT {
-        let reason = format!("written out it takes {} bytes, more than {TEXT}", text.len());
+        let reason =
+            format!("after expansion it has {} bytes; at most {TEXT} are allowed", text.len());
         return Err(GrammarError::invalid(reason));
     }
     classes(text)?;
@@ -173,7 +174,7 @@ impl<'a> Definitions<'a> {
                 size.bytes = size.bytes.saturating_add(definition.bytes);
                 if growth > GROWTH {
                     let reason = format!(
-                        "its terminals take more than {GROWTH} bytes more when the names in {} are written out",
+                        "expanding the names in {} adds more than {GROWTH} bytes to its terminals",
                         definition.name
                     );
                     return Err(GrammarError::invalid(reason));
@@ -195,7 +196,7 @@ fn body(rest: &[(Token<'_>, usize)]) -> Option<usize> {
     let mark =
         |at: usize, byte: u8| rest.get(at).is_some_and(|(found, _)| *found == Token::Mark(byte));
     let mut at = 0;
-    // A priority such as `.3` is a mark and a name of digits. A parameter is `::_`.
+    // A priority such as `.3` is read as a mark and a name of digits. A parameter is written `::_`.
     if mark(at, b'.') {
         at += 2;
     }
@@ -299,7 +300,7 @@ mod tests {
         check(&doubled(10, 2)).unwrap();
         for (lines, times) in [(19, 2), (60, 2), (3, 1000), (2, 100_000)] {
             let error = check(&doubled(lines, times)).unwrap_err().to_string();
-            assert!(error.contains("when the names in T"), "{error}");
+            assert!(error.contains("expanding the names in T"), "{error}");
         }
         // Rules are not expanded, unless attributes make them expressions.
         let rules = doubled(60, 2).replace('T', "t");

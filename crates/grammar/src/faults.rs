@@ -188,8 +188,8 @@ fn faults_of(
     Ok(())
 }
 
-/// Removes the keyword at `path` from a schema; `oneOf` is replaced by `anyOf`. False if there is
-/// no such keyword, or if it cannot be removed.
+/// Removes the keyword at `path` from a schema; `oneOf` is replaced by `anyOf`. Returns false if
+/// there is no such keyword, or if it cannot be removed.
 pub(crate) fn leave_out(root: &mut Value, path: &str) -> bool {
     let mut found = false;
     each_mut(root, &mut String::new(), &mut |schema, at| {

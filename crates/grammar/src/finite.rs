@@ -107,8 +107,8 @@ impl<'a> Finite<'a> {
         Ok(true)
     }
 
-    /// Returns the path at which a schema without a finite value leads back to itself, or to
-    /// `false`.
+    /// Returns the path of the part that leaves the schema without a finite value. The flag is true
+    /// if this part leads back to a schema on its path, and false if no value is valid there.
     fn place(
         &self,
         schema: &'a Value,

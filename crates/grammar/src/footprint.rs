@@ -1,7 +1,7 @@
 //! Estimates the memory of a compiled grammar.
 //!
 //! The parser reports how many states, expressions and table entries its lexer has, but not their
-//! sizes. So each is counted with a measured size, once per copy.
+//! sizes. So the number of each is multiplied by a measured size, for every copy.
 //! `crates/server/tests/resources/grammars.rs` compares the estimate with real allocations: it is
 //! never lower, and rarely more than double.
 

@@ -12,7 +12,7 @@ const DATE: &str = concat!(
     // Leap years: divisible by 4, but by 100 only if by 400.
     r"|(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)-02-29)",
 );
-/// Matches a time of day with its offset, without leap seconds.
+/// Matches a time of day with its UTC offset, without leap seconds.
 const TIME: &str = concat!(
     r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?",
     r"(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])",

@@ -33,8 +33,8 @@ impl Growth {
 }
 
 impl Grown {
-    /// Records by how many bytes this matcher has grown so far. False if the limit is reached and
-    /// this matcher has grown by more than its share.
+    /// Records by how many bytes this matcher has grown so far. Returns false if all matchers
+    /// together exceed the limit and this matcher has grown by more than an equal share of it.
     pub(crate) fn note(&mut self, own: usize) -> bool {
         let Growth { limit, bytes, matchers } = &*self.all;
         let more = own.saturating_sub(self.own);

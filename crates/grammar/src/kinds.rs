@@ -204,7 +204,7 @@ impl Kinds {
     }
 
     /// Returns a regular expression for text that is read as a value of one of these kinds, except
-    /// strings. With `begin`, it matches all text that starts like such a value.
+    /// strings. If `begin`, the expression matches all text that starts like such a value.
     pub(crate) fn written(self, begin: bool) -> Option<String> {
         let nested = self.has(Kind::Array) || self.has(Kind::Object);
         let ways = [

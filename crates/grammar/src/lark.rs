@@ -1,12 +1,12 @@
-//! Writes pieces of Lark text, in llguidance's dialect of Lark.
+//! Writes parts of grammars in llguidance's dialect of Lark.
 
 use std::fmt::Write as _;
 
 use crate::error::GrammarError;
 
-/// Returns a string literal.
+/// Returns `text` as a string literal.
 pub(crate) fn literal(text: &str) -> String {
-    // Lark's string literals are those of JSON.
+    // Every JSON string is a valid string literal of Lark.
     serde_json::Value::from(text).to_string()
 }
 

@@ -59,8 +59,8 @@ pub(crate) enum Place {
     Tags,
 }
 
-/// Returns the right side of a terminal for texts of `form`, and the terminals that it uses, whose
-/// names start with `prefix`.
+/// Returns the right side of a terminal for texts of `form`, and the definitions of further
+/// terminals that it uses. The names of these start with `prefix`.
 pub(crate) fn terminal(
     form: &Form,
     place: Place,
@@ -210,7 +210,7 @@ impl<'a> Rewriter<'a> {
         if self.rest.starts_with('i') && !self.rest[1..].starts_with(in_name) {
             self.take(1);
             if json != text {
-                let why = "a string with escapes is written in one way only: without `i`";
+                let why = "the flag `i` is not supported on a string with escapes";
                 return Err(GrammarError::invalid(why));
             }
             self.out.push_str(&lark::literal(&json));

@@ -17,7 +17,7 @@ pub struct Bounds {
     /// The ids that may follow where the grammar can end: the model's end-of-sequence ids, and the
     /// stop ids of the request.
     pub ends: Arc<[i32]>,
-    /// The smallest number of tokens of the answer, which is ignored if only end tokens are
+    /// The smallest number of tokens of the answer. This limit is ignored if only end tokens are
     /// possible.
     pub min_tokens: u32,
     /// The only allowed ids, ascending; `None` if all are allowed.
@@ -216,8 +216,8 @@ impl Constraint for Rules {
             if made.last() == Some(&Allowed::Some) && !get(last, draft) {
                 break;
             }
-            // A draft that cannot be continued matters only for the row that begins there, if there
-            // is one.
+            // No token can follow this draft. The error is left to the row that begins there, if
+            // there is one.
             let Ok(allowed) = self.accept(draft).and_then(|()| self.next(words)) else { break };
             made.push(allowed);
             last = words;
@@ -290,7 +290,8 @@ impl Rules {
             return Ok(forced);
         }
         let before = self.grammar.as_ref().map_or(0, |grammar| grammar.said.len());
-        // A token is certain only if the token before it is: text may have several tokenisations.
+        // Only the first token is taken each time, because the text after it may have several
+        // tokenisations.
         while forced.len() < most
             && let Ok(Some(running)) = self.matcher()
             && let Some(&token) = running.counted.matcher.compute_ff_tokens().first()
@@ -447,7 +448,7 @@ impl RunningMatcher {
         let mask = self.counted.matcher.compute_mask_or_eos().map_err(broken)?;
         let grown = self.counted.bytes().saturating_sub(self.begin);
         if !self.grown.note(grown) {
-            let why = "all that run have grown to their limit (--grammar-cache-bytes)";
+            let why = "all grammars that run have together grown to --grammar-cache-bytes";
             return Err(ConstraintError(format!(
                 "the grammar: {why}, and this one by {grown} bytes"
             )));

@@ -16,8 +16,8 @@ use crate::work::Work;
 const OPTIONS: &str = "x-guidance";
 /// Bounds on numbers, for which llguidance uses signed 64-bit integers.
 const BOUNDS: [&str; 4] = ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"];
-/// The largest double that fits into a signed 64-bit integer. A larger bound, such as a language's
-/// largest integer, counts as no bound.
+/// The largest double that fits into a signed 64-bit integer. A larger bound, such as the largest
+/// integer of a programming language, counts as no bound.
 const WIDE: i64 = 9_223_372_036_854_774_784;
 /// Keywords whose value is a schema.
 pub(crate) const ONE: [&str; 14] = [
@@ -57,7 +57,7 @@ pub(crate) fn read(text: &str, work: &mut Work) -> Result<Value, GrammarError> {
 }
 
 /// Rejects a value that is not a schema, is too large, has options for llguidance, or has no finite
-/// value. Returns a schema with the same finite values that llguidance handles better.
+/// value. Returns a schema with the same finite values, in a form that llguidance handles better.
 pub(crate) fn prepare(mut schema: Value, work: &mut Work) -> Result<Value, GrammarError> {
     if !schema.is_object() && !schema.is_boolean() {
         return Err(GrammarError::invalid("a schema is an object or a boolean"));

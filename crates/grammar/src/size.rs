@@ -44,8 +44,8 @@ impl<'de> DeserializeSeed<'de> for Count<'_> {
         if *self.values > SCHEMA_VALUES {
             return Err(D::Error::custom("too many values"));
         }
-        // Deeper values are reported later, with their path. So this pass accepts more than the
-        // allowed depth, up to a bound.
+        // A later check reports values that are nested too deeply, with their path. So this count
+        // follows values to twice the allowed depth.
         if self.depth > 2 * SCHEMA_DEPTH {
             return deserializer.deserialize_ignored_any(IgnoredAny).map(drop);
         }

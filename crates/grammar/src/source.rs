@@ -60,8 +60,8 @@ pub struct CallForm {
     pub marks: Arc<Marks>,
     /// The arguments of each tool.
     pub arguments: Vec<CallArguments>,
-    /// The form of output that may replace calls, with the parameter that requires it, for errors.
-    /// `None` if calls are required.
+    /// The request parameter that requires a form for output without calls (for errors), and that
+    /// form. `None` if calls are required.
     pub content: Option<(Arc<str>, Form)>,
 }
 

@@ -23,12 +23,13 @@ const DEPTH: usize = 32;
 /// The largest number of alternatives for the strings of one schema.
 const MOST: usize = 4096;
 
-/// Returns the regular expression for the string keywords of a schema, without listed values.
+/// Returns the right side of a terminal for `minLength`, `maxLength`, `pattern` and `format`;
+/// `None` if the schema has none of these. Listed values are ignored.
 fn bounds(schema: &Map<String, Value>) -> Result<Option<String>, GrammarError> {
     let mut parts = Vec::new();
     let number = |name: &str| match schema.get(name) {
         None => Ok(None),
-        // 3.0 counts as an integer too.
+        // A length of 3.0 counts as an integer too.
         Some(value) => {
             match value.as_f64().filter(|x| x.fract() == 0.0 && (0.0..1e6).contains(x)) {
                 Some(number) => Ok(Some(number as u64)),
@@ -172,7 +173,9 @@ fn both(left: &Text, right: &Text) -> Text {
 
 fn product(left: &[Text], right: &[Text], work: &mut Work) -> Result<Vec<Text>, GrammarError> {
     if left.len() * right.len() > MOST {
-        return Err(GrammarError::invalid(format!("more than {MOST} ways to be a string")));
+        return Err(GrammarError::invalid(format!(
+            "more than {MOST} alternative forms of a string"
+        )));
     }
     pairs(left, right, work)
 }

@@ -96,7 +96,7 @@ impl Writer<'_> {
             }
             "any_text" if last => Ok(ANY.to_owned()),
             "any_text" => {
-                let why = "any text is for the end, or for the content of a tag with an end";
+                let why = "any text must come last, or be the content of a tag with an end";
                 Err(GrammarError::at(path, why))
             }
             "sequence" => {
@@ -110,7 +110,7 @@ impl Writer<'_> {
             "tag" => self.tag(format, path, None, last, depth + 1),
             "triggered_tags" => {
                 if !last {
-                    let why = "tags in free text are for the end: nothing tells where it ends";
+                    let why = "tags in free text must come last, because nothing marks where the text ends";
                     return Err(GrammarError::at(path, why));
                 }
                 let tags = numbered(format, path, "tags")?;
@@ -139,8 +139,8 @@ impl Writer<'_> {
         }
     }
 
-    /// Writes the formats of `elements` in sequence. `last` is true if nothing follows them.
-    /// Returns true if nothing follows the final element.
+    /// Writes the formats of `elements` in sequence. `last` returns true if nothing follows an
+    /// element, given whether the element is the final one.
     fn elements(
         &mut self,
         format: &Value,
@@ -166,14 +166,14 @@ impl Writer<'_> {
         last: bool,
         depth: usize,
     ) -> Result<String, GrammarError> {
-        // Each trigger has its own copies of the tags that begin with it.
+        // Each trigger has separate copies of the tags that begin with the trigger.
         self.work.copy(tag)?;
         let begin = text(tag, path, "begin")?;
         let begin = literal(&begin[said.unwrap_or_default().len()..]);
         let end = text(tag, path, "end")?;
         let content = match (tag.get("content"), tag.get("schema")) {
             (Some(content), _) => Some((content, format!("{path}.content"))),
-            // This is the older notation.
+            // A `schema` without `content` is the older notation.
             (None, Some(schema)) => {
                 let schema = self.schema(schema, &format!("{path}.schema"))?;
                 return Ok(format!("({begin} {schema} {})", literal(end)));
@@ -241,7 +241,7 @@ impl Writer<'_> {
     }
 }
 
-/// Returns a regular expression for the right side of a rule.
+/// Returns `pattern` as a regular expression for the right side of a rule.
 pub(crate) fn regex(pattern: &str) -> Result<String, GrammarError> {
     Ok(format!("/{}/", llguidance::regex_to_lark(unanchored(pattern), "")))
 }

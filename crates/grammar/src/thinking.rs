@@ -105,9 +105,9 @@ impl Thinking {
         }
     }
 
-    /// Records a sampled token. True if it belongs to the reasoning, false if it belongs to the
-    /// answer. `answers` is true if the answer may begin with this token; then the token opens no
-    /// reasoning, unless reasoning may begin at any time.
+    /// Records a sampled token. Returns true if the token belongs to the reasoning, false if it
+    /// belongs to the answer. `answers` is true if the answer may begin with this token; then the
+    /// token opens no reasoning, unless reasoning may begin at any time.
     pub(crate) fn accept(&mut self, token: i32, answers: bool) -> bool {
         let Markers { open, close } = &self.markers;
         match &mut self.state {

@@ -12,15 +12,16 @@ use llguidance::toktrie::{
 
 use crate::error::GrammarError;
 
-/// Texts that the tokenizer must encode losslessly. Only then is it used to tokenise forced text.
+/// The tokenizer is used for forced text only if it encodes all of these texts losslessly.
 const SAMPLES: [&str; 6] = ["a", " a", "{\"name\": \"", "\n\n  x", "</think>", "naïve 7.5"];
 
 /// The limits on compiling a source and computing a mask. The largest known public schemas, those
-/// of FHIR, take 500 000 of the lexer's fuel and 200 000 symbols.
+/// of FHIR, take 500 000 units of lexer fuel and 200 000 symbols.
 const LIMITS: ParserLimits = ParserLimits {
     max_items_in_row: 2000,
     initial_lexer_fuel: 600_000,
-    // With these two limits, computing a mask takes at most about 15 ms.
+    // With the limits `step_lexer_fuel` and `step_max_items`, computing a mask takes at most about
+    // 15 ms.
     step_lexer_fuel: 200_000,
     step_max_items: 50_000,
     // Each state takes one or two kilobytes.
@@ -71,7 +72,7 @@ impl Vocabulary {
     }
 }
 
-/// Returns the bytes of a token. Those of a special token start with a marker, so that no text
+/// Returns the bytes of a token. The bytes of a special token start with a marker, so that no text
 /// matches them.
 fn word(tokenizer: &Tokenizer, id: usize) -> Vec<u8> {
     let Ok(id) = i32::try_from(id) else { return Vec::new() };

@@ -4,7 +4,8 @@ use serde_json::Value;
 
 use crate::error::GrammarError;
 
-/// The units for one form. Expanding the largest allowed schema once takes only some of them.
+/// The number of units of work that one form may take. Expanding the largest allowed schema once
+/// takes only a part of them.
 const MOST: usize = 16 << 20;
 /// The units for visiting a schema or copying a JSON value. Writing a byte takes one unit.
 const STEP: usize = 32;
@@ -28,7 +29,7 @@ impl Work {
     /// Counts the visit of a schema.
     ///
     /// # Errors
-    /// The budget is used up. The same holds for the other methods.
+    /// The budget is used up. The other methods fail in the same case.
     pub(crate) fn visit(&mut self) -> Result<(), GrammarError> {
         self.spend(STEP)
     }
@@ -38,7 +39,7 @@ impl Work {
         self.spend(size(value, self.left))
     }
 
-    /// Counts `bytes` written bytes.
+    /// Counts the writing of `bytes` bytes.
     pub(crate) fn write(&mut self, bytes: usize) -> Result<(), GrammarError> {
         self.spend(bytes)
     }

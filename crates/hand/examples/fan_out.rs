@@ -1,5 +1,5 @@
-//! Measures the CPU time for sending a step to the ranks of a group and taking their results, for
-//! `benchmarks/fan_out.py`: `fan_out PYTHON FAKE_HAND ROWS STEPS RANKS...`.
+//! Measures the CPU time for sending a step to the ranks of a group and receiving their results,
+//! for `benchmarks/fan_out.py`: `fan_out PYTHON FAKE_HAND ROWS STEPS RANKS...`.
 //!
 //! The hands compute nothing. For each number of ranks, prints a line with the median CPU time, in
 //! microseconds per step, of the engine's thread: for submitting the plan, and for taking and

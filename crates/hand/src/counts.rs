@@ -14,7 +14,8 @@ pub(crate) fn keep(config: &mut HandConfig, facts: &Ready) {
 }
 
 /// Limits the next hand to `pages` pages and `host_pages` host pages, and its state pages in
-/// proportion. On a GPU only host memory has run out, so the device's page count does not change.
+/// proportion. On a GPU only the host's memory has run out, so the number of hot pages does not
+/// change.
 pub(crate) fn lower(config: &mut HandConfig, pages: u32, host_pages: u32) {
     if config.device != "cuda" {
         let tokens = u64::from(pages) * u64::from(config.page_size);

@@ -1,7 +1,7 @@
 //! Damages messages, for tests of the code that reads them, in this crate and in `outpost`.
 //!
-//! A message is either a list of little-endian words, of which the first may be a length, or JSON
-//! after such a word.
+//! A message is either a list of little-endian words, of which the first may be a length, or a word
+//! with a length and then JSON.
 
 use proptest::prelude::Rng as _;
 use proptest::test_runner::{RngAlgorithm, TestRng};

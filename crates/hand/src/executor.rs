@@ -83,7 +83,7 @@ struct Rank {
     writer: FrameWriter,
     /// The rank's facts; `None`: the rank is not ready yet.
     facts: Option<Ready>,
-    /// Results for which the results of other ranks are missing.
+    /// Results of this rank for steps whose results from other ranks have not arrived yet.
     results: VecDeque<StepResult>,
     last_words: Option<String>,
 }
@@ -188,10 +188,11 @@ impl HandExecutor {
         HandConfig { rank: rank as u32, arena_bytes, ..self.spec.config.clone() }.encode()
     }
 
-    /// Ends the whole group, because the connection to `rank` failed with `error`.
+    /// Ends the whole group, because the connection to `rank` failed with `error`, as in a crash.
     fn group_died(&mut self, rank: usize, error: &StreamError) {
         let mut ranks: Vec<Rank> = self.ranks.drain(..).collect();
-        // If the kernel killed a rank, other ranks fail too, and their errors may arrive first.
+        // If the kernel killed a rank because memory ran out, other ranks fail too, and their
+        // errors may arrive first.
         let starved = ranks.iter().position(|rank| rank.process.starved());
         let rank = starved.unwrap_or(rank);
         let Rank { process, last_words, socket: _socket, .. } = ranks.swap_remove(rank);
@@ -199,7 +200,7 @@ impl HandExecutor {
         ranks.iter().for_each(|other| other.process.doom());
         let mut out_of_memory = false;
         let reason = if let StreamError::Disagreement { .. } | StreamError::Pools(_) = error {
-            // Any of the ranks may be wrong.
+            // Each of the ranks may be the faulty one, so no rank is named.
             process.doom();
             error.to_string()
         } else {
@@ -214,7 +215,8 @@ impl HandExecutor {
         };
         drop(ranks);
         self.regions.clear();
-        // A GPU's pages are not in host memory, so a lower page count would not help.
+        // Without a host tier, a GPU's pages are not in host memory, so a lower page count would
+        // not help.
         let pages_on_host = self.spec.config.device != "cuda" || !self.host.is_empty();
         self.signals.push_back(match out_of_memory && pages_on_host {
             true => Signal::OutOfMemory(reason),
@@ -293,9 +295,10 @@ impl HandExecutor {
         Ok(())
     }
 
-    /// Reports the group's facts once every rank has sent its own. They are the first rank's, but
-    /// with the smallest number of tokens per row, and bytes summed over the ranks. Except in a
-    /// step group, the size of a page is summed over the ranks that store different parts of it.
+    /// Reports the group's facts once every rank has sent its own. The group's facts are those of
+    /// the first rank, but `tokens_a_row` is the smallest of all ranks, and sizes in bytes are sums
+    /// over the ranks. Except in a step group, the size of a page is the sum over the ranks with
+    /// separate host tiers, which store different parts of a page.
     fn group_ready(&mut self) -> Result<(), StreamError> {
         let all: Option<Vec<&Ready>> = self.ranks.iter().map(|rank| rank.facts.as_ref()).collect();
         let Some(all) = all else { return Ok(()) };
@@ -338,8 +341,9 @@ impl HandExecutor {
         Ok(())
     }
 
-    /// Writes the frame in the buffer to the arena if that saves work, in a region of the current
-    /// step. Returns a frame with its offset; `None`: the frame is to be sent through the sockets.
+    /// If there are several local `readers` and the frame in the buffer is long, writes the frame
+    /// to the arena, in a region of the current step. Returns a short frame that contains the
+    /// offset; `None`: send the frame in the buffer through the sockets.
     fn share(&mut self, readers: usize) -> Option<&[u8]> {
         let apart = self.spec.site.is_some();
         if apart || readers < 2 || self.buffer.len() < SHARED_BYTES {

@@ -13,7 +13,7 @@ use forebay_protocol::{
 use crate::damage::{Damage, Peak, messages};
 use crate::frames::FrameReader;
 
-/// The number of frames in the ordinary test.
+/// The number of frames in an ordinary run. `make test-fuzz-outposts` sets another number.
 const FRAMES: u64 = 20_000;
 
 /// Decodes a frame completely, as the executor does. Returns true if the frame is accepted.

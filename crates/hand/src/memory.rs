@@ -8,10 +8,10 @@ use forebay_engine::TierMemory;
 use rustix::fs::{MemfdFlags, fstat, ftruncate, memfd_create};
 use rustix::io::{Errno, pread, pwrite};
 
-/// The file descriptor, in a hand, of the memory of its host tier.
+/// The file descriptor under which a hand finds the memory of its host tier.
 pub(crate) const HOST_FD: i32 = 5;
-/// The file descriptor, in a hand, of the first lender's memory. The other lenders' descriptors
-/// follow.
+/// The file descriptor under which a hand finds the first lender's memory. The memories of the
+/// other lenders have the following descriptors.
 const LENDERS_FD: i32 = 6;
 
 /// The memory of host tiers that several rank groups map. By default no memory is shared.

@@ -62,7 +62,7 @@ pub(crate) struct ResultMerger {
     places: Ends,
     /// The total time of copies, per rank.
     busy: Vec<CopyTimes>,
-    /// The part of the longest time that has been reported already.
+    /// The largest total times of any rank at the last report.
     told: CopyTimes,
 }
 
@@ -116,8 +116,8 @@ impl ResultMerger {
         Ok(vec![joined])
     }
 
-    /// Returns by how much the largest total of all ranks has grown since the last report, for
-    /// saves and for restores.
+    /// Returns, for saves and for restores, the increase since the last report of the largest total
+    /// time of any rank.
     fn tell_busy(&mut self) -> CopyTiming {
         let longest =
             |of: fn(&CopyTimes) -> u64| self.busy.iter().map(of).max().unwrap_or_default();

@@ -82,13 +82,14 @@ fn explains(explained: &AtomicU64, before: u64, now: u64) -> bool {
     explained.fetch_update(Ordering::Relaxed, Ordering::Relaxed, take).is_ok()
 }
 
-/// The variable with the number of bytes that a hand may allocate. The brain reads it from control
-/// groups, and the Python hand has no other source.
+/// The environment variable with the number of bytes that a hand may allocate. The brain computes
+/// the number from the limits of control groups. The Python hand does not read these limits itself.
 const AVAILABLE: &str = "FOREBAY_AVAILABLE_BYTES";
-/// The variable with the number of OpenMP threads.
+/// The environment variable with the number of OpenMP threads.
 const THREADS: &str = "OMP_NUM_THREADS";
 
-/// Sets a hand's limits on this machine. If the user has set a number of threads, it is kept.
+/// Sets the environment variables with a hand's limits on this machine. A number of threads that
+/// the user has set is kept.
 fn limit(command: &mut Command, machine: &Machine, cpus: &[usize]) {
     if let Some(bytes) = machine.memory().available {
         command.env(AVAILABLE, bytes.to_string());
@@ -181,7 +182,7 @@ impl RankProcess {
         matches!(poll(&mut fds, Some(&limit)), Ok(1))
     }
 
-    /// Ends a rank whose connection failed. Returns how it ended.
+    /// Ends a rank whose connection failed. Returns how the rank ended.
     #[must_use]
     pub fn bury(mut self) -> Exit {
         let by_itself = self.ended_within(LAST_BREATH);
@@ -206,7 +207,8 @@ impl RankProcess {
         self.kills.zip(self.machine.memory_kills())
     }
 
-    /// True if an out-of-memory kill explains the end of the process. Each kill explains one end.
+    /// True if an out-of-memory kill explains the end of the process. Each kill explains the end of
+    /// only one process.
     fn is_explained(&self) -> bool {
         self.kills().is_some_and(|(before, now)| explains(&EXPLAINED, before, now))
     }

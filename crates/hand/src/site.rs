@@ -52,7 +52,7 @@ pub trait Distant: Send {
     fn bury(self: Box<Self>) -> Exit;
 }
 
-/// Splits a callback into `count` callbacks: the one that is called last runs it.
+/// Splits `there` into `count` callbacks. The last of them to be called runs `there`.
 pub(crate) fn last_of(count: usize, there: There) -> impl Iterator<Item = There> {
     let (left, there) = (AtomicUsize::new(count), Mutex::new(Some(there)));
     let shared = Arc::new((left, there));
@@ -104,7 +104,7 @@ impl Process {
         }
     }
 
-    /// Ends ranks that have been ordered to exit, all at the same time: waits a little, sends
+    /// Ends all ranks at the same time. They must have been ordered to exit. Waits a little, sends
     /// SIGTERM, waits again, and sends SIGKILL.
     pub(crate) fn end(processes: Vec<Self>) {
         for (patience, signal) in PATIENCE.into_iter().zip([Signal::TERM, Signal::KILL]) {

@@ -1,4 +1,4 @@
-//! Short scheduler slices, for threads for which other threads wait.
+//! Gives short time slices to threads for which other threads wait.
 
 use std::io;
 

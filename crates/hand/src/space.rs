@@ -29,7 +29,7 @@ impl Space {
         self.free.values().sum()
     }
 
-    /// Reserves at least `bytes` bytes; `None`: no free range is large enough.
+    /// Reserves a range of at least `bytes` bytes; `None`: no free range is large enough.
     pub(crate) fn take(&mut self, bytes: usize) -> Option<Range> {
         let rounded = bytes.max(1).checked_next_multiple_of(ALIGN)?;
         let (offset, length) = self.find(rounded).or_else(|| self.find(bytes.max(1)))?;

@@ -22,8 +22,8 @@ impl EventWaker {
         self.fd.as_fd()
     }
 
-    /// Returns true if `wake` was called since the last `take`. Call it before reading the data of
-    /// the threads that wake, so that a later wake sets the flag again.
+    /// Returns true if `wake` was called since the last `take`. Must be called before reading the
+    /// data of the waking threads. Data that arrives later then sets the flag again.
     pub(crate) fn take(&self) -> bool {
         self.pending.swap(false, Ordering::AcqRel)
     }

@@ -107,7 +107,7 @@ fn plans_go_out_two_deep_and_results_come_back_in_order() {
 fn long_prompts_travel_through_the_arena() {
     let mut executor = executor(spec("good"));
     ready(&mut executor);
-    // In total many times the size of the arena, so regions have to be freed.
+    // The plans together are many times as large as the arena, so its regions have to be freed.
     for step in 1..=40 {
         executor.submit(&[plan(step, &[step as i32; 100_000])]);
         assert_eq!(result(&mut executor).tokens, [step as i32]);
@@ -260,7 +260,8 @@ fn large_orders_about_adapters_come_whole_to_all_ranks() {
     let mut group = executor(ranks("is told", 2));
     ready(&mut group);
     group.submit(&[plan(1, &[5; 3])]);
-    // The order belongs to no step, and arena regions are only held while a step is in flight.
+    // The order belongs to no step. So it is not sent through the arena, whose regions are in use
+    // only while a step is in flight.
     let manifest = serde_json::json!({ "files": ["x".repeat(100_000)] });
     group.adapter(0, &AdapterOrder::Know { id: 1, manifest });
     assert_eq!(result(&mut group).tokens, [0]);
@@ -304,7 +305,7 @@ fn a_copy_of_ranks_has_ended_when_all_have_ended_it() {
     group.submit(&[saves(3, &[])]);
     assert_eq!(result(&mut group).copied, [CopyEnd { ticket: 6, error: COPY_OK }]);
 
-    // The next hands have the same host memory, but no ended copies.
+    // The next hands have the same host memory, but report no copies of the previous hands.
     group.submit(&[saves(4, &[5])]);
     assert!(result(&mut group).copied.is_empty());
     group.kill();

@@ -4,8 +4,8 @@
 //! request is charged for its memory before the memory is allocated. A request that does not fit is
 //! rejected at once.
 //!
-//! Clients share the budget as they share the queue ([`Shares`]). While less than half of it is
-//! used, a charge is two atomic additions. Beyond that, a charge needs a lock.
+//! Clients share the budget by the same rule as the queue ([`Shares`]). While less than half of it
+//! is used, a charge is two atomic additions. Beyond that, a charge needs a lock.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,13 +20,13 @@ use tokio::time::Instant;
 
 use crate::client::ClientId;
 
-/// The step by which the charge of an unexpectedly long response grows, in bytes.
+/// The step in bytes by which a charge grows if a response is longer than was charged in advance.
 const GROWTH: usize = 256 << 10;
 
-/// The reserve is the budget divided by `RESERVE`.
+/// The part of the budget that is reserved for clients that hold little is 1 / `RESERVE`.
 const RESERVE: usize = 8;
-/// A client holds little if it has at most the budget divided by `LITTLE`, or the size of a few
-/// chats.
+/// A client holds little if its charges are at most the budget divided by `LITTLE`, or
+/// `LEAST_LITTLE`, the size of a few chats. The limit is at most a quarter of the reserve.
 const LITTLE: usize = 1024;
 const LEAST_LITTLE: usize = 256 << 10;
 /// How long a client counts as active after a request.
@@ -52,7 +52,8 @@ struct Inner {
 struct Askers([Option<(ClientId, Instant)>; 2]);
 
 impl Askers {
-    /// Records a request of a client. Returns true if another client has requested bytes recently.
+    /// Records that a client requests bytes. Returns true if another client has requested bytes
+    /// recently.
     fn ask(&mut self, client: ClientId, now: Instant) -> bool {
         let [last, before] = &mut self.0;
         if last.is_some_and(|(asker, _)| asker != client) {
@@ -89,7 +90,7 @@ impl Inner {
 }
 
 impl ByteBudget {
-    /// Creates a budget of `limit` bytes, of which a part is the reserve.
+    /// Creates a budget of `limit` bytes. A part of it is reserved for clients that hold little.
     #[must_use]
     pub fn new(limit: usize) -> Self {
         let reserve = limit / RESERVE;
@@ -228,7 +229,7 @@ impl Charge {
         let Account { client, bytes, budget } = &*self.account;
         let all = budget.used.fetch_add(more, Ordering::Relaxed);
         let own = bytes.fetch_add(more, Ordering::Relaxed);
-        // While less than half is used, no client has more than half.
+        // At most half of the budget is used, so no client has more than half.
         if all.saturating_add(more) <= budget.shares.half() {
             return Ok(());
         }

@@ -144,7 +144,8 @@ pub trait HasClients: Send + Sync + 'static {
     fn clients(&self) -> (&Clients, &Keys);
 }
 
-/// Identifies the client of a request once. Later calls return the same result.
+/// Identifies the client of a request. The result is stored in the request's extensions, and later
+/// calls return it.
 fn identified<S: HasClients>(parts: &mut Parts, state: &S) -> (ClientId, KeyId) {
     if let Some(known) = parts.extensions.get() {
         return *known;

@@ -67,8 +67,8 @@ pub(crate) async fn run(
         }
     };
     tokio::select! {
-        // A request that can be answered at once is answered before checking whether its client has
-        // disconnected.
+        // Poll in this order, so that a request that can be answered at once is answered even if
+        // its client has already disconnected.
         biased;
         () = answering => {}
         () = left_alone(&line, &seat) => tracing::debug!("a client has left"),
@@ -114,13 +114,14 @@ async fn answer(
     }
 }
 
-/// Completes once the client has closed its side while a request is being answered. hyper notices
-/// that only if no bytes are unread, and a single extra byte would keep the request running.
+/// Completes once the client has closed its side while a request is being answered. hyper notices a
+/// closed side only if no bytes are unread. Without this function, a single extra byte of the
+/// client would keep the request running.
 async fn left_alone(line: &Line, seat: &Seat) {
     let mut closed = pin!(line.closed());
     let mut is_closed = false;
-    // Polled with the connection, so this also covers a request that begins after the client has
-    // closed its side.
+    // This future is polled together with the connection. So it also covers a request that begins
+    // after the client has closed its side.
     poll_fn(move |context| {
         is_closed = is_closed || closed.as_mut().poll(context).is_ready();
         if is_closed && seat.is_busy() { Poll::Ready(()) } else { Poll::Pending }

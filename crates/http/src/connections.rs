@@ -35,8 +35,8 @@ pub struct Connections {
     tasks: JoinSet<()>,
 }
 
-/// A file that is closed for a moment when there are no descriptors left, so that a waiting
-/// connection can be accepted and closed.
+/// A file that reserves a descriptor. When no descriptors are left, the file is closed for a
+/// moment, so that a waiting connection can be accepted and closed.
 struct Spare(Option<File>);
 
 impl Connections {

@@ -17,7 +17,7 @@ const BUSY: u8 = 1;
 /// The response is complete, but not all of it was passed to the system.
 const WRITING: u8 = 2;
 
-/// The seats of one kind of a listener's connections.
+/// The seats for connections of one kind, and which of these connections are idle.
 #[derive(Debug)]
 pub(crate) struct Places {
     limit: usize,
@@ -95,8 +95,8 @@ impl Places {
 }
 
 impl Seat {
-    /// Waits until another connection needs the seat. If a request has arrived in the meantime, the
-    /// connection stays, and the limit is exceeded for a moment.
+    /// Waits until another connection needs the seat. If a request has arrived before the
+    /// connection could close, the connection stays, and the limit is exceeded for a moment.
     pub(crate) async fn told_to_go(&self) {
         loop {
             self.place.go.notified().await;
@@ -122,10 +122,11 @@ impl Seat {
         self.place.state.store(WRITING, Ordering::Release);
     }
 
-    /// Records that everything was passed to the system.
+    /// Records that all written bytes were passed to the system. If the response is complete, the
+    /// connection is idle.
     pub(crate) fn flushed(&self) {
         let state = &self.place.state;
-        // Checked first, because a stream is flushed often but ends once.
+        // Check before taking the lock, because a stream is flushed often but ends only once.
         if state.load(Ordering::Acquire) == WRITING {
             state.store(IDLE, Ordering::Release);
             self.places.inner.lock().rest(&self.place);

@@ -53,8 +53,8 @@ impl Socket {
     }
 
     /// Waits until the peer has closed its side, even if earlier bytes are unread. It makes no
-    /// system calls: it waits for EPOLLRDHUP. tokio reports that together with urgent data, which
-    /// nothing here uses.
+    /// system calls: it waits for EPOLLRDHUP. tokio reports EPOLLRDHUP and urgent data as the same
+    /// event, but no protocol here uses urgent data.
     pub(crate) async fn closed(&self) -> io::Result<()> {
         either!(self, socket => socket.ready(Interest::PRIORITY).await.map(drop))
     }

@@ -1,8 +1,8 @@
 //! A time limit for clients that stop reading.
 //!
 //! A client that stops reading would hold a descriptor, a task and its unsent text for an unlimited
-//! time. So a blocked write has a time limit, which every sent byte renews: slow readers are
-//! served, stopped ones are not. At the limit, the write fails. The error closes the connection and
+//! time. So a blocked write has a time limit, which every sent byte renews: a slow client is
+//! served, a stopped one is not. At the limit, the write fails. The error closes the connection and
 //! drops its response, which aborts the request.
 
 use std::io::{self, IoSlice};
@@ -15,8 +15,8 @@ use tokio::time::{Sleep, sleep};
 
 /// The socket of a connection, or a wrapper of it.
 pub(crate) trait Transport: AsyncRead + AsyncWrite + Unpin {
-    /// Returns the number of buffered bytes that are sent before a new write. A blocked write may
-    /// send some of them, which only this number shows.
+    /// Returns the number of buffered bytes, which are sent before the bytes of a new write. A
+    /// blocked write may send some of the buffered bytes. Only a change of this number shows that.
     fn backlog(&self) -> usize;
     /// Makes the system drop unsent bytes when the connection is closed.
     fn give_up(&self);

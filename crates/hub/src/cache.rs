@@ -35,7 +35,7 @@ impl RepositoryFolder {
         self.path.join("snapshots").join(commit)
     }
 
-    /// Returns the commit that `revision` referred to at the last request to the hub; `None`: no
+    /// Returns the commit that `revision` referred to at the last request to the hub; `None` if no
     /// file of this commit is cached.
     pub(crate) fn commit_of(&self, revision: &str) -> Option<String> {
         if !is_inside(revision) {
@@ -123,8 +123,8 @@ pub(crate) struct Lock {
 }
 
 impl Lock {
-    /// Tries to take the lock. Returns true if it was taken. On a file system without locks this
-    /// always succeeds. Then two downloads may write the same bytes to the same file, which only
+    /// Tries to take the lock. Returns true if it was taken. On a file system without locks, this
+    /// always succeeds: two downloads may then write the same bytes to the same file, which only
     /// wastes time.
     pub(crate) fn try_take(&self) -> bool {
         !matches!(self.file.try_lock(), Err(TryLockError::WouldBlock))

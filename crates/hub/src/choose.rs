@@ -24,7 +24,7 @@ const SMALL_FILES: [&str; 12] = [
     "modules.json",
     "sentence_bert_config.json",
 ];
-/// The configuration file of an adapter, and the error for a model that is an adapter.
+/// The configuration file of an adapter. `IS_ADAPTER` is the error for a model that is an adapter.
 pub(crate) const ADAPTER: &str = "adapter_config.json";
 pub(crate) const IS_ADAPTER: &str =
     "is an adapter, which has no weights of its own: merge it into its base model, or serve that";
@@ -96,8 +96,8 @@ fn other_tokenizers(names: &[String]) -> Vec<String> {
     names.iter().filter(is_one).cloned().collect()
 }
 
-/// Returns the weight files, including those of modules after the model. `index` is the content of
-/// [`INDEX`]; `None`: the repository has no index.
+/// Returns the weight files, including those of `Dense` modules, which follow the model. `index` is
+/// the content of [`INDEX`]; `None` if the repository has no index.
 pub(crate) fn weights(
     repository: &str,
     names: &[String],
@@ -127,7 +127,8 @@ fn of_model(
         HubError::Repository(format!("{INDEX} of {repository} is no index of shards: {error}"))
     })?;
     let shards: BTreeSet<String> = index.weight_map.into_values().collect();
-    // Only paths in the list of files are accepted: these have been checked.
+    // Only paths in the repository's list of files are accepted, because that list has been
+    // checked.
     let missing: Vec<&str> =
         shards.iter().map(String::as_str).filter(|shard| !has(names, shard)).collect();
     if shards.is_empty() || !missing.is_empty() {
@@ -234,7 +235,7 @@ pub(crate) fn is_companion(name: &str) -> bool {
     COMPANIONS.iter().any(|word| has_word(&file.replace('_', "-"), word))
 }
 
-/// Returns the stem and both numbers of `stem-00002-of-00003.gguf`; `None`: the name has another
+/// Returns the stem and both numbers of `stem-00002-of-00003.gguf`; `None` if the name has another
 /// form.
 pub(crate) fn part(name: &str) -> Option<(&str, u32, u32)> {
     let number = |text: &str| {

@@ -79,7 +79,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Has to be called in the context of a tokio runtime.
+    /// Creates a client. Must be called in the context of a tokio runtime.
     pub(crate) fn new(settings: &Settings) -> Self {
         let proxies = Arc::new(Proxies::from_env());
         let connector = Connector::new(Arc::clone(&proxies), settings.patience);
@@ -118,7 +118,7 @@ impl Client {
     }
 
     /// Sends GET for the content from byte `start` on, and follows all redirects. Returns the
-    /// response, and true if it comes from the hub rather than another server.
+    /// response, and true if the response comes from the hub rather than another server.
     pub(crate) async fn get(
         &self,
         path: &str,
@@ -152,7 +152,7 @@ impl Client {
         Ok(body)
     }
 
-    /// Reads the next bytes of a body; `None`: the body is complete.
+    /// Reads the next bytes of a body; `None` if the body is complete.
     pub(crate) async fn next(
         &self,
         response: &mut Response<Incoming>,
@@ -219,27 +219,27 @@ impl Client {
         let encoding = response.headers().get(CONTENT_ENCODING);
         if encoding.is_some_and(|encoding| !encoding.as_bytes().eq_ignore_ascii_case(b"identity")) {
             return Err(Trouble::Lie(format!(
-                "{host} answers in an encoding that nobody asked for"
+                "{host} answers in an encoding that was not requested"
             )));
         }
         Ok(response)
     }
 }
 
-/// Returns the URL to which `response` redirects; `None`: it is not a redirect.
+/// Returns the URL to which `response` redirects; `None` if `response` is not a redirect.
 fn redirect(response: &Response<Incoming>, from: &Url) -> Result<Option<Url>, Trouble> {
     if !matches!(response.status().as_u16(), 301 | 302 | 303 | 307 | 308) {
         return Ok(None);
     }
     let location = header(response, LOCATION)
-        .ok_or_else(|| Trouble::Lie(format!("{} sends nowhere", host(from))))?;
+        .ok_or_else(|| Trouble::Lie(format!("{} redirects without an address", host(from))))?;
     let to = from
         .join(location)
-        .map_err(|_| Trouble::Lie(format!("{} sends to {location:?}", host(from))))?;
+        .map_err(|_| Trouble::Lie(format!("{} redirects to {location:?}", host(from))))?;
     let fits = to.scheme() == "https" || (to.scheme() == "http" && from.scheme() == "http");
     if !fits || to.host().is_none() {
         return Err(Trouble::Lie(format!(
-            "{} sends to an address that begins with {}:, which is not followed",
+            "{} redirects to an address that begins with {}:, which is not followed",
             host(from),
             to.scheme()
         )));
@@ -252,7 +252,7 @@ fn host(url: &Url) -> &str {
 }
 
 fn endless(url: &Url) -> Trouble {
-    Trouble::Lie(format!("{} sends elsewhere for ever", host(url)))
+    Trouble::Lie(format!("{} redirects too often", host(url)))
 }
 
 fn accepted(response: Response<Incoming>) -> Result<Response<Incoming>, Trouble> {
@@ -269,7 +269,7 @@ fn accepted(response: Response<Incoming>) -> Result<Response<Incoming>, Trouble>
     }))
 }
 
-/// Returns a header as text; `None`: it is missing or not text.
+/// Returns a header as text; `None` if it is missing or not text.
 pub(crate) fn header(response: &Response<Incoming>, name: HeaderName) -> Option<&str> {
     response.headers().get(name)?.to_str().ok()
 }

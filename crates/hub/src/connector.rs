@@ -27,7 +27,7 @@ type Cause = Box<dyn Error + Send + Sync>;
 #[derive(Debug, Clone)]
 pub(crate) struct Connector {
     tcp: HttpConnector,
-    /// `None`: the machine has no CA certificates to verify servers.
+    /// `None` if the machine has no CA certificates to verify servers.
     tls: Option<Arc<ClientConfig>>,
     proxies: Arc<Proxies>,
     patience: Duration,
@@ -163,7 +163,7 @@ impl Write for Stream {
 }
 
 /// Returns a TLS configuration that trusts the system's certificate authorities, or those of
-/// `SSL_CERT_FILE`; `None`: there are none.
+/// `SSL_CERT_FILE`; `None` if there are none.
 fn tls() -> Option<ClientConfig> {
     let mut roots = RootCertStore::empty();
     // A certificate that can't be parsed is not trusted.

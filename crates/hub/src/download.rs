@@ -28,7 +28,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(30);
 /// The hub's description of a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RemoteFile {
-    /// The ETag of its content: a SHA-256 or Git's SHA-1 on the hub, any text on mirrors.
+    /// The ETag of the file's content: a SHA-256 or Git's SHA-1 on the hub, any text on mirrors.
     pub(crate) etag: String,
     /// The size in bytes.
     pub(crate) size: u64,
@@ -37,8 +37,8 @@ pub(crate) struct RemoteFile {
 /// Why an attempt failed.
 enum Failure {
     Trouble(Trouble),
-    /// The bytes differ from the announced ones. `fresh` is true if all of them were downloaded
-    /// just now, rather than by an earlier run.
+    /// The bytes differ from the announced ones. `fresh` is true if no byte comes from an earlier
+    /// run.
     Other {
         cause: String,
         fresh: bool,
@@ -233,7 +233,8 @@ impl Downloader<'_> {
         let (mut response, own) = response;
         let etag =
             header(&response, LINKED_ETAG).or_else(|| header(&response, ETAG).filter(|_| own));
-        // The ETag is compared only if the announced ETag is not a hash, which is a stronger check.
+        // The ETag is compared only if the announced ETag is not a hash. With a hash, the content
+        // itself is checked, which is stronger.
         if let Some(etag) = etag.map(plain)
             && state.hashes.contexts.is_empty()
             && etag != announced.etag
@@ -259,7 +260,8 @@ impl Downloader<'_> {
         }
         while let Some(data) = self.client.next(&mut response).await? {
             if data.len() as u64 > announced.size - state.position {
-                return Err(state.other(format!("more comes than {}", size(announced.size))));
+                return Err(state
+                    .other(format!("more was sent than the announced {}", size(announced.size))));
             }
             state.write(&data).map_err(Failure::Disk)?;
         }
@@ -360,8 +362,8 @@ impl<'a> State<'a> {
             self.hashes.restart();
             self.progress.restart();
             self.position = 0;
-            // Truncating is safe: no other process has the file open, or (without locks) it writes
-            // the same bytes.
+            // Truncating is safe: no other process has the file open. Without locks, another
+            // process may have it open, but that process writes the same bytes.
             let _ = self.partial.file.set_len(0);
         }
         self.fresh = true;
@@ -393,7 +395,7 @@ impl<'a> State<'a> {
     }
 }
 
-/// The hashes that the announced ETag may be; empty: the ETag is not a hash.
+/// The running hashes, one of which the announced ETag may be; empty if the ETag is not a hash.
 #[derive(Clone)]
 struct Hashes {
     contexts: Vec<Context>,
@@ -424,7 +426,7 @@ impl Hashes {
         self.contexts.clone_from(&self.at_start);
     }
 
-    /// Compares the file's hash with the announced ETag. The error states both.
+    /// Compares the file's hash with the announced ETag. The error states both values.
     fn check(&self, announced: &RemoteFile) -> Result<(), String> {
         let found: Vec<String> =
             self.contexts.iter().map(|context| hex(context.clone().finish().as_ref())).collect();

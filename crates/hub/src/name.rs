@@ -23,11 +23,11 @@ pub enum ModelName {
 pub struct HubName {
     /// `org/name`.
     pub repository: String,
-    /// A branch, tag or commit; `None`: `main`.
+    /// A branch, tag or commit; `None` means `main`.
     pub revision: Option<String>,
-    /// The path of a GGUF file in the repository; `None`: no file was named.
+    /// The path of a GGUF file in the repository; `None` if no file was named.
     pub file: Option<String>,
-    /// A word in a GGUF file's name, such as `Q4_K_M`; `None`: no word was given.
+    /// A word in a GGUF file's name, such as `Q4_K_M`; `None` if no word was given.
     pub quant: Option<String>,
 }
 
@@ -52,8 +52,8 @@ impl ModelName {
 }
 
 impl HubName {
-    /// Parses `text`. `revision` overrides a revision in the text. `None`: the text does not have
-    /// the form of a hub name.
+    /// Parses `text`. `revision` overrides a revision in the text. Returns `None` if the text does
+    /// not have the form of a hub name.
     #[must_use]
     pub fn parse(text: &str, revision: Option<&str>) -> Option<Self> {
         match page(text) {

@@ -18,7 +18,7 @@ pub(crate) struct Proxies {
 struct Exception {
     /// A name, which includes all its subdomains, or an address; `*`: any host.
     host: String,
-    /// `None`: any port.
+    /// The port; `None` means any port.
     port: Option<u16>,
 }
 
@@ -29,7 +29,7 @@ impl Proxies {
         Self { matcher: Matcher::from_env(), exceptions: exceptions(&list.unwrap_or_default()) }
     }
 
-    /// Returns the proxy for requests to `to`; `None`: the server is reached directly.
+    /// Returns the proxy for requests to `to`; `None` if the server is reached directly.
     pub(crate) fn intercept(&self, to: &Uri) -> Option<Intercept> {
         // Entries that are networks, such as `10.0.0.0/8`, are handled by the matcher.
         let excepted = self.exceptions.iter().any(|exception| exception.takes(to));

@@ -47,9 +47,9 @@ pub(crate) struct Repository {
     name: HubName,
     folder: RepositoryFolder,
     commit: String,
-    /// The paths of the repository's files. Offline, only those of files in the cache.
+    /// The paths of the repository's files. If offline, only the paths of files in the cache.
     pub(crate) names: Vec<String>,
-    /// The client for requests to the hub; `None`: offline.
+    /// The client for requests to the hub; `None` if offline.
     client: Option<Client>,
     at_a_time: usize,
 }
@@ -110,7 +110,7 @@ impl Repository {
         })
     }
 
-    /// True if nothing is downloaded.
+    /// True if offline: only files in the cache are used.
     pub(crate) fn offline(&self) -> bool {
         self.client.is_none()
     }
@@ -227,8 +227,9 @@ async fn list(name: &HubName, client: &Client) -> Result<(String, Vec<String>), 
     // There is only one attempt: without a network, the cache should be used immediately.
     let (response, _) = client.get(&path, 0).await?;
     let body = client.body(response, LONGEST_LIST).await?;
-    let info: Info = serde_json::from_slice(&body)
-        .map_err(|_| Trouble::Broken("what answers does not speak as the hub does".to_owned()))?;
+    let info: Info = serde_json::from_slice(&body).map_err(|_| {
+        Trouble::Broken("the response is not that of a Hugging Face hub".to_owned())
+    })?;
     if !is_name(&info.sha) {
         return Err(Trouble::Lie(format!("{:?} as a commit", info.sha)));
     }
@@ -289,7 +290,8 @@ fn files_below(directory: &Path, prefix: &str, into: &mut Vec<String>) -> std::i
     Ok(())
 }
 
-/// Sets the files' access times, even if the file system does not update them.
+/// Sets the files' access times to the current time, because the file system may not update them at
+/// each read.
 fn touch(directory: &Path, names: &[String]) {
     let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
     let as_it_is = Timespec { tv_sec: 0, tv_nsec: UTIME_OMIT };

@@ -23,7 +23,7 @@ pub struct StoredModel {
     pub format: Format,
     /// Bytes on disk, including unfinished downloads. Models of one repository may share bytes.
     pub bytes: u64,
-    /// When its files were last read or written, in seconds since 1970; `None`: unknown.
+    /// When the model's files were last read or written, in seconds since 1970; `None` if unknown.
     pub last_used: Option<u64>,
     /// The model's folder or file.
     pub path: PathBuf,
@@ -170,8 +170,8 @@ pub fn remove(removal: &Removal) -> Result<u64, HubError> {
     Ok(removal.bytes)
 }
 
-/// Takes the lock of each download. If another process holds a lock, a download is in progress, and
-/// this fails.
+/// Takes the lock of each download. Fails if another process holds a lock, because a download is
+/// then in progress.
 fn hold_locks(repository: &RepositoryFolder) -> Result<Vec<File>, HubError> {
     let Ok(entries) = fs::read_dir(repository.locks()) else { return Ok(Vec::new()) };
     let mut held = Vec::new();
@@ -284,7 +284,8 @@ impl Content {
         ggufs.into_iter().map(of).collect()
     }
 
-    /// Finds the files that belong to a revision or a GGUF file; `None`: none is in the cache.
+    /// Finds the files that belong to a revision or a GGUF file; `None` if none of them is in the
+    /// cache.
     fn removal(&self, name: &HubName, repository: &RepositoryFolder) -> Option<Removal> {
         let commit = match &name.revision {
             Some(revision) => Some(repository.commit_of(revision)?),

@@ -14,8 +14,8 @@ use crate::rows::{Rows, Wanted};
 use crate::sizes::Sizes;
 use crate::weights::Weights;
 
-/// A decoder of either element type, which computes with the kernels of the current instruction
-/// level.
+/// A decoder with float32 or bfloat16 elements. It computes with the kernels of the current
+/// instruction level.
 pub(crate) enum AnyModel {
     Float32(Model<f32>),
     Bfloat16(Model<Bf16>),
@@ -63,7 +63,8 @@ impl AnyModel {
         }
     }
 
-    /// Computes logits `[count, vocabulary]` of `count` states.
+    /// Computes logits `[count, vocabulary]` of `count` states. `states` is their address and
+    /// count.
     ///
     /// # Safety
     /// The conditions of [`Model::head`] must hold, except that the count may be 0.
@@ -88,8 +89,8 @@ unsafe fn compute<E: Number>(
     groups: Option<&Groups<'_>>,
 ) -> Result<(), StepError> {
     let level = Level::current();
-    // SAFETY: the caller upholds the contract, each member calls `compute` once, and the processor
-    // supports the instruction level.
+    // SAFETY: the caller upholds the contract, each thread calls `E::compute` once, and the
+    // processor supports the instruction level.
     unsafe {
         model.step(rows, wanted, groups, |threads, view| {
             threads.compute(|member| E::compute(level, (view, &member)));
@@ -99,8 +100,8 @@ unsafe fn compute<E: Number>(
 
 unsafe fn head<E: Number>(model: &mut Model<E>, states: (*const f32, usize), logits: *mut f32) {
     let level = Level::current();
-    // SAFETY: the caller upholds the contract, each member calls `compute` once, and the processor
-    // supports the instruction level.
+    // SAFETY: the caller upholds the contract, each thread calls `E::compute` once, and the
+    // processor supports the instruction level.
     unsafe {
         model.head(states, logits, |threads, view| {
             threads.compute(|member| E::compute(level, (view, &member)));

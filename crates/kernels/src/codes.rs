@@ -15,8 +15,8 @@ pub(crate) const SHARED: usize = 32;
 /// The largest code of activations.
 pub(crate) const LARGEST: f32 = 127.0;
 
-/// The factor that maps numbers of magnitude up to `largest` to codes. It is 0, and so are all
-/// codes, if `largest` is zero, NaN, or so small that the inverse would be infinite.
+/// The factor that maps numbers of magnitude up to `largest` to codes. The factor, and so every
+/// code, is 0 if `largest` is zero, NaN, or so small that the inverse would be infinite.
 #[inline(always)]
 pub(crate) fn inverse_of(largest: f32) -> f32 {
     if largest > 1e-36 { LARGEST / largest } else { 0.0 }

@@ -1,7 +1,7 @@
 //! The public interface of a decoder.
 //!
-//! [`Decoder::new`] and [`Decoder::step`] check the form of weights, pages and tables and return an
-//! error if it is wrong. Every call in this module is safe.
+//! [`Decoder::new`] and [`Decoder::step`] check the sizes and formats of weights, pages and tables,
+//! and return an error if one is wrong. So every public function of this module is safe.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -78,8 +78,8 @@ impl Decoder {
     }
 
     /// The state tables of all layers; tables of layers without state are empty, others have the
-    /// same number of rows. They are for callers that copy rows which no other call reads or writes
-    /// at that time.
+    /// same number of rows. A caller may copy rows of these tables, but only while no other call
+    /// reads or writes these rows.
     pub fn state_tables(&mut self) -> impl Iterator<Item = &mut Room> {
         self.model.states().iter_mut().flatten()
     }
@@ -130,7 +130,7 @@ impl Decoder {
         let count = rows.check(&self.sizes)?;
         self.check_states(rows)?;
         if self.sizes.both_ways() && rows.start.iter().any(|&start| start > 0) {
-            return unfit("a part of a prompt, of a model whose queries see what is behind them");
+            return unfit("a part of a prompt, of a model with bidirectional attention");
         }
         let &Sizes { vocabulary, hidden, .. } = &self.sizes;
         let sampled = rows.sample.len();

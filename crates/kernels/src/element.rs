@@ -7,8 +7,8 @@ pub(crate) struct Bf16(pub(crate) u16);
 
 /// An element in memory; arithmetic is done in `f32`.
 pub(crate) trait Element: Copy + Default + Send + Sync + 'static {
-    /// The number of adjacent inner positions that are stored side by side in a packed panel, as
-    /// the dot-product instruction requires.
+    /// The number of adjacent inner positions that a packed panel stores side by side. The
+    /// dot-product instruction determines this number.
     const PAIR: usize;
     /// Converts to `f32`, which is exact.
     fn to_f32(self) -> f32;
@@ -43,7 +43,7 @@ impl Element for Bf16 {
     }
 }
 
-/// Converts the elements of a checkpoint's vector to floats.
+/// Converts a vector of a checkpoint, given as bytes of elements `E`, to `f32`.
 pub(crate) fn widened<E: Element>(bytes: &[u8]) -> Vec<f32> {
     let numbers = bytes.chunks_exact(size_of::<E>());
     // SAFETY: each chunk has the element's size, and all bit patterns are valid.

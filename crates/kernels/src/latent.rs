@@ -37,8 +37,8 @@ pub(crate) struct Latent {
 }
 
 impl Latent {
-    /// Creates latent attention from checked weights; `kind` is the index of its sizes. `None` if
-    /// attention of this kind is not latent.
+    /// Creates latent attention from checked weights; `kind` is the index of the attention's sizes.
+    /// `None` if attention of this kind is not latent.
     pub(crate) fn new<E: Element>(of: &LatentWeights, kind: usize, all: &Sizes) -> Option<Self> {
         let attention = &all.attentions[kind];
         let (heads, sizes) = (attention.heads, attention.latent?);

@@ -38,14 +38,15 @@ pub(crate) struct Layer<E> {
     pub(crate) latent: Option<Latent>,
     /// True if the layer reads the keys and values of another layer and stores none itself.
     pub(crate) reads_others: bool,
-    /// The component that reads the layer's own input ([`OwnInput`]). `None` if the layer has none.
+    /// The component that reads the per-layer input ([`OwnInput`]). `None` if the layer has no such
+    /// input.
     input: Option<OwnInput>,
     /// The factor of the layer's output.
     factor: f32,
 }
 
-/// The weights that process a layer's own input: the per-layer input of Gemma 3n and Gemma 4,
-/// beside the hidden states.
+/// The weights that process the per-layer input: the input that each layer of Gemma 3n and Gemma 4
+/// has in addition to the hidden states.
 struct OwnInput {
     products: [Owned; 2],
     norm: Vec<f32>,
@@ -65,8 +66,8 @@ pub(crate) struct MixerPart<'a> {
     pub(crate) output: &'a Owned,
     /// The norm of the output; empty if there is none.
     pub(crate) norm: &'a [f32],
-    /// Indices of its queues among those of the layer: for both projections, and for the work
-    /// between them.
+    /// Indices of this part's queues among the layer's queues: for both projections, and for the
+    /// work between the projections.
     pub(crate) queues: [usize; 3],
 }
 
@@ -76,14 +77,15 @@ pub(crate) struct FeedPart<'a> {
     /// The norm of the input, as in [`MixerPart`].
     pub(crate) before: Option<&'a [f32]>,
     pub(crate) kind: FeedKind<'a>,
-    /// The projections around it; the second one's result is added to the residual stream. `None`
-    /// if experts read the normalised input and add their outputs themselves.
+    /// The projections before and after the computation `kind`. The second projection's result is
+    /// added to the residual stream. `None` if experts read the normalised input and add their
+    /// outputs themselves.
     pub(crate) products: Option<&'a [Owned; 2]>,
     /// The norm of the output; empty if there is none.
     pub(crate) norm: &'a [f32],
     /// The factor of the residual stream after the output is added.
     pub(crate) factor: f32,
-    /// Indices of the queues of its projections among those of the layer.
+    /// Indices of the projections' queues among the layer's queues.
     pub(crate) queues: [usize; 2],
 }
 
@@ -94,7 +96,7 @@ pub(crate) enum FeedKind<'a> {
     Experts(&'a Mixture),
     /// An activation.
     Dense,
-    /// A gate for the layer's own input.
+    /// A gate for the per-layer input.
     Input,
 }
 
@@ -196,7 +198,7 @@ impl<E: Element> Layer<E> {
     }
 
     /// The components after the mixers, in order: the experts, the dense network, and the component
-    /// that reads the layer's own input.
+    /// that reads the per-layer input.
     #[inline]
     pub(crate) fn feeds(&self) -> [Option<FeedPart<'_>>; 3] {
         // With parallel components, the residual stream is already normalised.

@@ -384,7 +384,7 @@ pub(crate) fn rotate<V: Vector>(head: &mut [f32], cos: &[f32], sin: &[f32]) {
     }
 }
 
-/// Rounds to elements.
+/// Rounds the numbers of `from` to elements in `to`.
 #[inline(always)]
 pub(crate) fn narrow<E: Element, K: Kernel<E>>(from: &[f32], to: &mut [E]) {
     let (from, from_rest) = from.as_chunks::<LANES>();

@@ -96,7 +96,8 @@ impl Room {
         Ok(places.into_iter().map(part).collect())
     }
 
-    /// An empty room of the same mapping, which keeps the memory of all its rooms allocated.
+    /// Returns an empty room of the same mapping. As long as it exists, the memory of all rooms of
+    /// the mapping stays allocated.
     #[must_use]
     pub fn keeper(&self) -> Self {
         Self { mapping: self.mapping.clone(), first: self.first, bytes: 0 }
@@ -122,7 +123,7 @@ impl DerefMut for Room {
 }
 
 /// Memory that another process writes and this one reads. The writer announces a part of it for
-/// reading. It writes that part again only after this process has reported that the part was read.
+/// reading. The writer overwrites that part only after this process has reported that it was read.
 pub struct Shared(Option<Mapping>);
 
 impl Shared {

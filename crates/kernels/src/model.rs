@@ -45,11 +45,12 @@ pub(crate) struct Model<E> {
     /// The largest size, over all layers, of an attention's output, or of a recurrence's values or
     /// low ranks.
     attended: usize,
-    /// Inputs of the widest product, except for those of experts, adapters and heads.
+    /// The number of inputs of the widest product; products of experts, adapters and heads are not
+    /// counted.
     widest: usize,
     /// The inner size of the widest layer.
     intermediate: usize,
-    /// Computes the layers' own inputs; `None` if layers have none.
+    /// Computes the per-layer inputs of Gemma 3n and 4; `None` if the model has none.
     rows_of_layers: Option<RowsOfLayers>,
     /// The sizes of the experts; `None` if no layer has experts.
     experts: Option<ExpertSizes>,
@@ -109,7 +110,7 @@ impl Kind {
     }
 }
 
-/// From this number of rows per member on, the heads of a row are not divided among members.
+/// With at least this many rows per member, the heads of a row are not divided among members.
 const ROWS_A_MEMBER: usize = 4;
 
 /// Buffers of a step, reused from step to step.
@@ -123,13 +124,13 @@ struct Work<E> {
     qkv: Vec<f32>,
     attended: Vec<E>,
     mixed: Vec<f32>,
-    /// Low ranks of gates and of decays, and the outputs of their up projections.
+    /// Outputs of the low-rank down projections of gates and decays, and of their up projections.
     low_ranks: Vec<E>,
     low: Vec<f32>,
     gated: Vec<E>,
     /// The output of a component that is followed by a norm, `[tokens, hidden]`.
     part: Vec<f32>,
-    /// Layers' own inputs `[tokens, layers, size]`.
+    /// Per-layer inputs `[tokens, layers, size]`.
     inputs: Vec<f32>,
     tokens: Vec<Token<E>>,
     state_rows: Vec<StateRow>,
@@ -148,7 +149,7 @@ struct Work<E> {
 }
 
 impl<E: Element> Model<E> {
-    /// Creates a model of the element type `E`; its sizes and weights were checked.
+    /// Creates a model of the element type `E`. The caller must have checked sizes and weights.
     pub(crate) fn new(
         sizes: &Sizes,
         weights: Arc<Weights>,
@@ -242,9 +243,9 @@ impl<E: Element> Model<E> {
     /// sampled tokens. Adapters change the rows of their `groups`.
     ///
     /// # Safety
-    /// Rows lie within the tables and within the model's positions. No two rows share a state, and
-    /// the wanted outputs have room. Adapters have the model's sizes. `run` makes every member of
-    /// the team compute its share.
+    /// Rows must lie within the tables and within the model's positions. No two rows may share a
+    /// state, and the wanted outputs must have room. Adapters must have the model's sizes. `run`
+    /// must make every member of the team compute its share.
     pub(crate) unsafe fn step(
         &mut self,
         rows: &Rows<'_>,
@@ -265,7 +266,7 @@ impl<E: Element> Model<E> {
         let work = &mut self.work;
         grow(&mut work.x, count * self.hidden, 0.0);
         grow(&mut work.sampled_x, sampled * self.hidden, 0.0);
-        // Vector operations on layers' inputs and gates write past the end of the last row.
+        // Vector operations on per-layer inputs and gates write past the end of the last row.
         grow(&mut work.qkv, count * projected + NR, 0.0);
         grow(&mut work.inputs, count * self.layers.len() * of_input + NR, 0.0);
         grow(&mut work.attended, count * self.attended, zero);
@@ -331,7 +332,8 @@ impl<E: Element> Model<E> {
     /// computed.
     ///
     /// # Safety
-    /// The conditions of [`Self::step`] hold; `states` and `logits` have room for `count` rows.
+    /// The conditions of [`Self::step`] must hold. `states` must have `count` rows, and `logits`
+    /// room for as many.
     pub(crate) unsafe fn head(
         &mut self,
         (states, count): (*const f32, usize),
@@ -512,8 +514,8 @@ impl<E: Element> Model<E> {
                     None => unsafe { embedding.add(id * hidden) },
                 };
                 let is_given = given.is_some();
-                // If an input embedding was given in place of a token, the layer's own input is
-                // that of the padding token, as in transformers.
+                // If an input embedding was given in place of a token, the per-layer input is that
+                // of the padding token, as in transformers.
                 let id = if is_given { 0 } else { id };
                 work.tokens.push(Token { id, input, is_given, position, entries });
             }

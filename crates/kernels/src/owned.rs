@@ -15,8 +15,8 @@ pub(crate) struct Owned {
 }
 
 impl Owned {
-    /// Creates a matrix that was checked to have these outputs and inputs. Biases are of the type
-    /// `E`.
+    /// Creates a matrix. The caller must have checked that `matrix` has these outputs and inputs.
+    /// The elements of `bias` are of the type `E`.
     pub(crate) fn new<E: Element>(
         matrix: &weights::Matrix,
         (outputs, inputs): (usize, usize),

@@ -172,7 +172,7 @@ impl Whole {
     /// Packs the matrix.
     ///
     /// # Safety
-    /// `source` is a whole matrix, `packed` has room for [`packed_len`] elements.
+    /// `source` must be a whole matrix, and `packed` must have room for [`packed_len`] elements.
     unsafe fn pack(self, dtype: Dtype) {
         let level = Level::current();
         // SAFETY: the caller upholds the contract; the processor has the level.
@@ -187,7 +187,8 @@ impl Whole {
     /// Quantises the matrix to int8 with one scale per output, and packs it.
     ///
     /// # Safety
-    /// `source` is a whole matrix, and `packed` has room for [`quantised_bytes`], which is not 0.
+    /// `source` must be a whole matrix, and `packed` must have room for [`quantised_bytes`], which
+    /// must not be 0.
     unsafe fn quantise(self, dtype: Dtype) {
         unsafe fn typed<E: Element>(whole: &Whole) {
             let (outputs, inputs, interleaved) = whole.shape;

@@ -1,8 +1,8 @@
 //! The permanent threads that compute steps.
 //!
 //! Members wait for each other hundreds of times per step, some microseconds apart, so a waiting
-//! member spins at first. After some tenths of a millisecond it sleeps, since other programs need
-//! the processors too.
+//! member spins at first. After 150 microseconds it sleeps, since other programs need the
+//! processors too.
 
 use std::cell::UnsafeCell;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -46,7 +46,8 @@ impl Meeting {
             self.come.store(0, Ordering::Relaxed);
             self.turn.store(turn.wrapping_add(1), Ordering::SeqCst);
             if self.asleep.load(Ordering::SeqCst) > 0 {
-                // A member that is about to sleep holds the lock until it sleeps.
+                // A member holds the lock from its last check of `turn` until it sleeps. Taking the
+                // lock ensures that no member misses the notification.
                 drop(self.lock.lock().unwrap_or_else(PoisonError::into_inner));
                 self.over.notify_all();
             }
@@ -192,8 +193,8 @@ impl Drop for Threads {
 fn member(common: &Common, index: usize) {
     loop {
         common.meeting.wait();
-        // SAFETY: the job was written before this barrier, and is not written again before the next
-        // but one.
+        // SAFETY: the job was written before this barrier, and is not written again until the next
+        // barrier has passed.
         let Some(job) = (unsafe { *common.job.get() }) else { return };
         let guard = Abort;
         // SAFETY: the owner keeps the job until the next barrier has passed.

@@ -22,7 +22,8 @@ macro_rules! levels {
                 }
             }
 
-            /// The processor's fastest level, whether or not the program has kernels for it.
+            /// The processor's fastest instruction level, whether or not the program has kernels
+            /// for it.
             pub(crate) fn fastest() -> Self {
                 let mut levels = Self::ALL.iter();
                 let fastest = levels.find(|level| level.is_in_processor() && level.is_fast());

@@ -36,11 +36,11 @@ pub struct Rows<'a> {
     pub pages: &'a [i32],
     /// The number of pages per slot.
     pub page_stride: usize,
-    /// The page table of slots in the window part, `[slots, page_stride]`. It has the null page
-    /// ([`crate::Sizes::window_page_count`]) where no query sees the positions any more. Empty
+    /// The page table of slots in the window part, `[slots, page_stride]`. An entry is the null
+    /// page ([`crate::Sizes::window_page_count`]) if no query sees its positions any more. Empty
     /// without a window part.
     pub window_pages: &'a [i32],
-    /// The tokens that are sampled: ascending indices over the tokens of all rows.
+    /// The tokens whose output is requested: ascending indices over the tokens of all rows.
     pub sample: &'a [i64],
     /// For each row, the rows of the state tables with the state before its first token and after
     /// its last token. Empty without recurrent layers.
@@ -51,7 +51,8 @@ pub struct Rows<'a> {
 pub enum Wanted<'a> {
     /// Logits, `[sampled, vocabulary]`.
     Logits(&'a mut [f32]),
-    /// The first index of the largest logit, and 1 if all logits are finite: `[sampled]` each.
+    /// The index of the largest logit (the first of equal ones), and 1 if all logits are finite,
+    /// otherwise 0: `[sampled]` each.
     Best(&'a mut [i32], &'a mut [u8]),
     /// States for [`crate::Decoder::head`], `[sampled, hidden]`.
     States(&'a mut [f32]),

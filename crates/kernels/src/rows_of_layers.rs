@@ -1,5 +1,5 @@
-//! Computes layers' own inputs: an embedding row of the token, plus a projection of the token's
-//! input (Gemma 3n, 2025; Gemma 4, 2026).
+//! Computes the per-layer inputs of Gemma 3n (2025) and Gemma 4 (2026). For each layer, this
+//! is an embedding row of the token, plus a projection of the model's input at this token.
 
 use crate::element::Element;
 use crate::math;
@@ -11,14 +11,15 @@ use crate::weights::{LayerInputWeights, Table};
 /// The factor that keeps the sum of two terms of equal variance at that variance.
 const MEAN_OF_TWO: f32 = std::f32::consts::FRAC_1_SQRT_2;
 
-/// The weights from which layers' own inputs are computed.
+/// The weights from which the per-layer inputs are computed.
 pub(crate) struct RowsOfLayers {
     table: Table,
-    /// The number of tokens that have rows. Other ids use the row of the padding token.
+    /// The number of tokens that have rows in `table`. Other ids use row 0, that of the padding
+    /// token.
     tokens: usize,
     pub(crate) projection: Owned,
     norm: Vec<f32>,
-    /// Elements of a layer's input.
+    /// The number of elements of the additional input of one layer.
     pub(crate) size: usize,
     /// The factor of the projection: the square root of 1 / hidden.
     scale: f32,
@@ -38,8 +39,8 @@ impl RowsOfLayers {
         }
     }
 
-    /// Computes the inputs `[layers, size]` of a token. `inputs` has the projection of the token's
-    /// input and is overwritten.
+    /// Computes the per-layer inputs `[layers, size]` of a token. `inputs` contains the projection
+    /// of the model's input, and is overwritten with the result.
     #[inline(always)]
     pub(crate) fn finish<E: Element, V: Vector>(&self, token: usize, eps: f32, inputs: &mut [f32]) {
         for part in inputs.chunks_exact_mut(self.size) {

@@ -32,24 +32,26 @@ pub(crate) trait Vector: Copy {
     fn div(self, other: Self) -> Self;
     /// Returns `self * factor + term`, rounded once if the processor has an instruction for it.
     fn fused(self, factor: Self, term: Self) -> Self;
-    /// The larger of each pair of lanes; if one of them is NaN, the result is unspecified.
+    /// The larger of each pair of lanes; if one lane of a pair is NaN, the pair's result is
+    /// unspecified.
     fn larger(self, other: Self) -> Self;
     /// The larger of each lane and `bound`. NaN stays NaN.
     fn at_least(self, bound: f32) -> Self;
     /// The smaller of each lane and `bound`. NaN stays NaN.
     fn at_most(self, bound: f32) -> Self;
-    /// Rounds to the nearest integer, for values below 2^22.
+    /// Rounds each lane to the nearest integer. The absolute values must be below 2^22.
     fn round(self) -> Self;
-    /// `self * 2^n` for integers `n` from -200 to 127; 0 below -126.
+    /// `self * 2^n`; where `n` is below -126, the result is 0. The lanes of `n` must be integers
+    /// from -200 to 127.
     fn times_power(self, n: Self) -> Self;
     /// Replaces the lanes from `count` on by minus infinity.
     fn only(self, count: usize) -> Self;
     /// The sum of all lanes, in a fixed order.
     fn sum(self) -> f32;
-    /// The largest lane, if no lane is NaN.
+    /// The largest lane. If a lane is NaN, the result is unspecified.
     fn largest(self) -> f32;
     fn is_finite(self) -> bool;
-    /// Stores the lanes, integers from -128 to 127, as bytes.
+    /// Stores the lanes as bytes. They must be integers from -128 to 127.
     ///
     /// # Safety
     /// `to` can be written for [`LANES`] bytes.
@@ -83,7 +85,7 @@ pub(crate) trait Vector: Copy {
 }
 
 /// Work that is compiled once per kind of vector, and called from the kernels of all instruction
-/// levels. Otherwise every compiled version of a step would contain code that few models use.
+/// sets. Otherwise every compiled version of a step would contain code that few models use.
 pub(crate) trait VectorWork {
     /// # Safety
     /// The processor has the instructions of `V`, and the work's own conditions hold.

@@ -96,8 +96,8 @@ fn pages(criterion: &mut Criterion) {
                 assert_eq!(found, 0, "the prompt is new");
             });
         });
-        // Each allocated page held the oldest block, and then gets the newest one. So the pool
-        // stays full of named blocks.
+        // Each allocated page held the oldest block, and gets a new block here. So the pool stays
+        // full of named blocks.
         let mut held = allocate(&mut pool, BLOCKS);
         let namer = Namer::open();
         let mut parent = namer.root(1);

@@ -13,11 +13,12 @@ pub enum Place {
     Both,
 }
 
-/// A change of the tiers' content. A reader that applies all events in order can list their blocks.
+/// A change of the tiers' content. A reader that applies all events in order can list the blocks of
+/// the tiers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum BlockEvent {
-    /// The block is in these tiers from now on, or will be when the planned steps are done. It may
-    /// have been there before.
+    /// The block is in these tiers from now on, or will be when the planned steps are done. An
+    /// earlier event may have stated the same.
     Stored(BlockHash, Place),
     /// No tier holds the block any more. It may have been stored and dropped since the last events
     /// were taken.

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use xxhash_rust::xxh3::{xxh3_64_with_secret, xxh3_128_with_secret, xxh3_128_with_seed};
 
-/// The number of tokens hashed at a time, in a stack buffer. A page of the usual size fits into one
-/// chunk.
+/// The number of tokens that are hashed at a time, in a stack buffer. The buffer suffices for a
+/// page of the usual size.
 const CHUNK: usize = 64;
 /// Bytes of a name.
 const NAME: usize = 16;
@@ -60,7 +60,8 @@ impl Namer {
         Self::new(&[])
     }
 
-    /// A number that is equal for namers with equal names. It does not reveal the secret.
+    /// A number that identifies the secret: it is equal for namers with the same secret. It does
+    /// not reveal the secret.
     #[must_use]
     pub fn id(&self) -> u64 {
         xxh3_64_with_secret(b"forebay namer 2", &*self.0)

@@ -57,8 +57,8 @@ impl ImagePool {
         Some(ImageLease(found))
     }
 
-    /// Leases `pages` pages without content. `None`, and no page is leased: too many pages are
-    /// held.
+    /// Leases `pages` pages without content. Returns `None` and leases no page if too many pages
+    /// are held.
     pub fn allocate(&mut self, pages: u32) -> Option<ImageLease> {
         (self.pages.available() >= pages).then(|| {
             let leases = (0..pages).map_while(|_| self.pages.allocate());

@@ -9,9 +9,9 @@ use crate::hash::{BlockHash, BuildNameHasher};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct LoanId(pub u64);
 
-/// Blocks in the host tier of another replica, whose pages keep their content until the loan is
-/// dropped. The request that may read the blocks holds a reference, and so does each copy that
-/// reads a block.
+/// Blocks in the host tier of another replica. Their pages keep their content until the loan is
+/// dropped. The request that may read the blocks holds a reference to the loan, and so does each
+/// copy operation that reads a block.
 pub struct Loan {
     lender: u32,
     pages: HashMap<BlockHash, u32, BuildNameHasher>,
@@ -21,8 +21,9 @@ pub struct Loan {
 }
 
 impl Loan {
-    /// Creates a loan of these blocks on these pages, by the replica with number `lender`.
-    /// `give_back` is called once, on any thread, when no reader is left.
+    /// Creates a loan of blocks by the replica with number `lender`. `pages` contains the name and
+    /// the host page of each block. `give_back` is called once, on any thread, when no reader is
+    /// left.
     #[must_use]
     pub fn new(
         lender: u32,
@@ -33,8 +34,8 @@ impl Loan {
         Self { lender, pages, states, give_back: Some(give_back) }
     }
 
-    /// Returns the same loan, extended by the states after some of its blocks, on these state
-    /// pages.
+    /// Adds recurrent states to the loan. `states` contains the state page of each state, by the
+    /// name of the block that the state follows.
     #[must_use]
     pub fn with_states(mut self, states: Vec<(BlockHash, u32)>) -> Self {
         self.states = states.into_iter().collect();

@@ -1,7 +1,7 @@
 //! A doubly linked list threaded through an array: O(1) push, pop and removal from the middle, no
 //! allocation.
 
-/// The value that means that there is no page.
+/// The value in place of a page number where there is no page.
 const NIL: u32 = u32::MAX;
 
 #[derive(Debug, Clone, Copy)]

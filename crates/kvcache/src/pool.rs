@@ -82,8 +82,8 @@ pub struct PagePool<T = Hot> {
     pages: Vec<Page>,
     named: HashMap<BlockHash, u32, BuildNameHasher>,
     free: Vec<u32>,
-    /// Cached pages: first those whose block no other tier holds, then those whose block another
-    /// tier holds too.
+    /// Cached pages, in two lists: those whose block no other tier holds, and those whose block
+    /// another tier holds too.
     cached: [Lru; 2],
     /// Blocks that were added or lost; `None`: changes are not recorded.
     changed: Option<Vec<BlockHash>>,
@@ -115,9 +115,9 @@ impl<T> PagePool<T> {
         self.changed.get_or_insert_default().drain(..)
     }
 
-    /// Leases a page without content. It takes a free page first, then the least recently used page
-    /// whose block another tier holds too, then the least recently used page. The page's block is
-    /// evicted, and is in the result. `None`: every page is held.
+    /// Leases a page without content. A free page is used if there is one. Otherwise it is the
+    /// least recently used page whose block another tier holds too, or else the least recently used
+    /// page. Its block is then evicted, and is returned with the lease. `None`: every page is held.
     #[must_use]
     pub fn allocate(&mut self) -> Option<(Lease<T>, Option<Evicted>)> {
         let mut evicted = None;
@@ -183,7 +183,8 @@ impl<T> PagePool<T> {
         self.pages[lease.page as usize].name
     }
 
-    /// The number of current leases of the page of a block; `None`: no page holds it.
+    /// The number of current leases of the page that holds a block; `None`: no page holds the
+    /// block.
     #[must_use]
     pub fn leases_of(&self, name: BlockHash) -> Option<u32> {
         self.named.get(&name).map(|&page| self.pages[page as usize].leases)
@@ -252,7 +253,7 @@ impl<T> PagePool<T> {
         true
     }
 
-    /// Frees a KV page: gives one lease back. After its last lease a page stays cached as the most
+    /// Gives one lease of a page back. After its last lease a page stays cached as the most
     /// recently used one, or becomes free if it holds no named block.
     pub fn release(&mut self, lease: Lease<T>) {
         let page = lease.into_page();

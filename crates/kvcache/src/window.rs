@@ -61,7 +61,7 @@ impl WindowPool {
         tail.iter().map(share).collect()
     }
 
-    /// Leases a page without content; `None`: every page is held.
+    /// Leases a page without content; `None`: every page is leased.
     #[must_use]
     pub fn allocate(&mut self) -> Option<Lease<WindowTier>> {
         self.pool.allocate().map(|(lease, _)| lease)
@@ -95,7 +95,7 @@ impl WindowPool {
         self.pool.forget(name)
     }
 
-    /// Forgets every block without a lease. True if no block is left.
+    /// Forgets every block without a lease. Returns true if no block is left.
     pub fn flush(&mut self) -> bool {
         self.pool.flush();
         self.pool.blocks() == 0
@@ -149,7 +149,7 @@ mod tests {
         Namer::open().chain(0, &vec![1; 4 * count], 4)
     }
 
-    /// Creates a pool in which a request has passed all of these blocks.
+    /// Creates a pool that caches these blocks, after the window of a request has moved past them.
     fn passed(pages: u32, window: u32, names: &[BlockHash]) -> WindowPool {
         let mut pool = WindowPool::new(pages, 4, window);
         for &name in names {

@@ -14,15 +14,16 @@ const PAGE: u32 = 2;
 
 #[derive(Debug, Clone)]
 enum Op {
-    /// A request allocates a page with its host page and computes it. The flag decides whether it
-    /// also names the block.
+    /// A request allocates a hot page with its host page, and computes the block with this name, or
+    /// one without a name. The flag decides whether the request also names the block.
     Compute(Option<usize>, bool),
     /// A request names a page that it has computed.
     Name(usize),
-    /// A request finds a block and has it restored: the whole block, or only its index keys.
+    /// A request finds a block and has it restored: the whole block if the flag is true, otherwise
+    /// only its index keys.
     Find(usize, bool),
     Look(usize),
-    /// A request gives up its hot page and keeps the host page, if it can.
+    /// A request that can do so gives up its hot page, and keeps the host page.
     Drop(usize),
     TakeOver(usize),
     Release(usize),
@@ -67,8 +68,8 @@ struct Held {
     content: Option<usize>,
     /// Copies that have to end before the content is valid.
     pending: HashSet<u32>,
-    /// While the block is being computed: the rows that were saved one by one. The plan that
-    /// computes a row saves it, so this happens before the block has its name.
+    /// The rows that were saved one by one; `None` once the block has its name. The plan that
+    /// computes a row saves it, so before the block is named.
     rows: Option<HashSet<u32>>,
 }
 

@@ -15,25 +15,25 @@ const NAMES: usize = 6;
 
 #[derive(Debug, Clone)]
 enum Op {
-    /// A request computes a block at a replica and has it saved; the flag decides whether it then
-    /// ends.
+    /// A request at a replica computes a block, given by its index, and has it saved. The flag
+    /// decides whether the request then ends.
     Compute(usize, usize, bool),
     Release(usize, usize),
     SendSaves(usize),
     SendRestores(usize),
     /// A copy ends: the replica, the copy's index, and whether it succeeded.
     Ended(usize, usize, bool),
-    /// A replica lends the blocks from this index on.
+    /// A replica lends the blocks from an index on.
     Lend(usize, usize),
-    /// A request at a replica borrows a block of a loan.
+    /// A request at a replica borrows from a loan: the loan's index and the block's index.
     Borrow(usize, usize, usize),
     DropLoan(usize),
-    /// A lender takes back a returned loan.
+    /// A lender takes back a returned loan, given by its index.
     TakeBack(usize),
     Forget(usize, usize),
     Flush(usize),
     Died(usize),
-    /// The worker restarts with new memory.
+    /// The hand of a replica restarts with new memory.
     Resized(usize),
 }
 
@@ -61,17 +61,18 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
 /// A page of host memory: the replica, the number of its host memory, and the page.
 type Place = (usize, usize, u32);
 
-/// A copy under way: the content of its source when it began, and its page of host memory.
+/// A copy under way, the content of its source when it began, and the host page that it reads or
+/// writes.
 type Sent = (PageCopy, Option<usize>, Place);
 
 struct Replica {
     tiers: Tiers,
     hot: Vec<Option<usize>>,
-    /// The number of the host memory, which changes when the tier is resized.
+    /// The number of the current host memory. It increases when the tier is resized.
     memory: usize,
     leases: Vec<(Lease<Hot>, usize, Option<u32>)>,
     sent: BTreeMap<u32, Sent>,
-    /// The memory that borrowing copies read from.
+    /// The host page that each borrowing copy reads, by ticket.
     sources: BTreeMap<u32, Place>,
     ended: bool,
 }

@@ -39,11 +39,11 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
 /// The state of pages, as the documentation describes it.
 #[derive(Debug, Default)]
 struct Model {
-    /// Number of leases, and the name, of each page.
+    /// The number of leases of each page, and the name of its block.
     pages: Vec<(u32, Option<usize>)>,
     /// Cached pages, the least recently used first.
     cached: Vec<u32>,
-    /// The names of blocks cached here that another tier also has.
+    /// The names of the cached blocks that another tier has too.
     saved: HashSet<usize>,
 }
 

@@ -12,7 +12,8 @@ const NAMES: usize = 8;
 
 #[derive(Debug, Clone)]
 enum Op {
-    /// A request allocates a page, computes it, and names it or not.
+    /// A request allocates a page and computes a block: the block with this name, or one that gets
+    /// no name.
     Compute(Option<usize>),
     /// A request finds a block and has it restored.
     Find(usize),
@@ -51,7 +52,7 @@ fn ops() -> impl Strategy<Value = Vec<Op>> {
     prop::collection::vec(op, 1..200)
 }
 
-/// Contents of pages; `None` if unknown.
+/// The content of each page, as the index of a block; `None` if it is not known.
 struct Memory {
     hot: Vec<Option<usize>>,
     host: Vec<Option<usize>>,
@@ -61,7 +62,7 @@ struct World {
     tiers: Tiers,
     names: Vec<BlockHash>,
     memory: Memory,
-    /// Leases of requests, with the expected content, and the copy to wait for.
+    /// Leases of requests, each with the expected content, and the ticket of the copy to wait for.
     leases: Vec<(Lease<Hot>, Option<usize>, Option<u32>)>,
     /// Copies under way, with the content of their sources when they began.
     sent: BTreeMap<u32, (PageCopy, Option<usize>)>,

@@ -27,8 +27,8 @@ impl Group {
         fs::read_to_string(self.folder.join(name)).ok()
     }
 
-    /// Reads a file that contains one number; `None`: there is no number. `max` and -1, which mean
-    /// no limit, also give `None`.
+    /// Reads a file that contains one number. Returns `None` if there is no number, and for `max`
+    /// and -1, which mean no limit.
     pub(crate) fn number(&self, name: &str) -> Option<u64> {
         self.text(name)?.trim().parse().ok()
     }
@@ -59,7 +59,7 @@ struct Mount {
     options: Vec<String>,
     /// The path of the group whose folder is mounted.
     top: PathBuf,
-    /// The path at which it is mounted.
+    /// The path at which the folder is mounted.
     at: PathBuf,
 }
 
@@ -142,8 +142,8 @@ fn usual(version: Version, controller: &str) -> Vec<Mount> {
 }
 
 /// Returns the mount that contains the most groups above the process. If no mount contains the
-/// process, because its path belongs to another namespace, returns any mount: its top is a group
-/// above the process.
+/// process, because the process's path belongs to another namespace, returns any mount. The top of
+/// such a mount is a group above the process.
 fn best<'a>(mounts: &[&'a Mount], path: &Path) -> Option<&'a Mount> {
     let above = mounts.iter().filter(|mount| path.starts_with(&mount.top));
     let widest = above.min_by_key(|mount| mount.top.components().count());

@@ -3,7 +3,7 @@
 //!
 //! The kernel divides a machine among control groups (cgroups), in two versions that may be mounted
 //! at the same time. The process's group and each group above it may have a limit, and the tightest
-//! limit applies. Only this crate reads these files, for `doctor`, the brain and the hands.
+//! limit applies. `doctor`, the brain and the hands all use this crate to read the limits.
 //!
 //! Every file is read at its usual path below a root folder. A missing or damaged file counts as no
 //! limit.
@@ -23,8 +23,8 @@ use std::path::{Path, PathBuf};
 pub use memory::MachineMemory;
 pub use processors::{Processors, cpu_list, stand_back};
 
-/// The variable with the root folder of another machine's files, for tests. It contains `proc` and
-/// `sys` as `/` does.
+/// The environment variable that names the root folder of another machine's files, for tests. The
+/// folder contains `proc` and `sys`, as `/` does.
 pub const ROOT_VARIABLE: &str = "FOREBAY_MACHINE_ROOT";
 
 /// The files in which the kernel describes the machine and this process.
@@ -72,7 +72,7 @@ impl Machine {
         fs::read_to_string(self.path(Path::new(path))?).ok()
     }
 
-    /// Moves an absolute path below the root; `None`: the path contains `..`.
+    /// Moves an absolute path below the root; `None` if the path contains `..`.
     fn path(&self, path: &Path) -> Option<PathBuf> {
         let inner = path.strip_prefix("/").ok()?;
         groups::stays_inside(inner).then(|| self.root.join(inner))

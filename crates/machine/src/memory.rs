@@ -3,15 +3,15 @@
 use crate::Machine;
 use crate::groups::{Group, Version, field, find};
 
-/// Sizes of memory in bytes. `None`: the system does not report the size.
+/// Sizes of memory in bytes; `None` if the system does not report the size.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct MachineMemory {
     /// The memory of the machine.
     pub total: Option<u64>,
-    /// The tightest limit of a control group; `None`: no limit is below the total.
+    /// The tightest limit of a control group; `None` if no limit is below the total.
     pub limit: Option<u64>,
-    /// Memory that can still be allocated without a kill and without throttling. Files in the page
-    /// cache count as free, because the kernel drops them when memory is needed.
+    /// Memory that can still be allocated before the kernel kills or throttles the process. Files
+    /// in the page cache count as free, because the kernel drops them when memory is needed.
     pub available: Option<u64>,
 }
 
@@ -72,7 +72,8 @@ fn charged(machine: &Machine) -> Vec<Group> {
 
 fn limit_of(group: &Group) -> Option<u64> {
     match group.version {
-        // The second value includes the limits of groups above that are not mounted here.
+        // `hierarchical_memory_limit` includes the limits of groups above that are not mounted
+        // here.
         Version::One => least(
             group.number("memory.limit_in_bytes"),
             group.field("memory.stat", "hierarchical_memory_limit"),

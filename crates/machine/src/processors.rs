@@ -15,21 +15,21 @@ const NICENESS: i32 = 10;
 pub struct Processors {
     /// CPU numbers, grouped by core: hardware threads share a core.
     pub cores: Vec<Vec<usize>>,
-    /// The tightest control group limit on CPU time, in CPUs; `None`: there is no limit.
+    /// The tightest control group limit on CPU time, in CPUs; `None` if there is no limit.
     pub quota: Option<f64>,
 }
 
 impl Processors {
     /// The number of threads to compute with: one per core, and at most the CPU quota, rounded up.
-    /// More threads would only take CPU time from the other threads, which wait for all threads at
-    /// every barrier.
+    /// More threads would only take CPU time from each other, and at every barrier all threads wait
+    /// for the slowest.
     #[must_use]
     pub fn threads(&self) -> usize {
         self.threads_on(&[])
     }
 
-    /// Like [`Self::threads`], for a thread that may only run on some of these CPUs; empty: on any
-    /// CPU.
+    /// Like [`Self::threads`], for a thread that may run only on the CPUs in `cpus`; on any CPU if
+    /// `cpus` is empty.
     #[must_use]
     pub fn threads_on(&self, cpus: &[usize]) -> usize {
         let on = |core: &&Vec<usize>| cpus.is_empty() || core.iter().any(|cpu| cpus.contains(cpu));
@@ -39,8 +39,8 @@ impl Processors {
     }
 }
 
-/// Lowers the calling thread's priority, so that it waits if all CPUs are busy. For long
-/// computations beside threads that pass messages.
+/// Lowers the calling thread's priority, so that it waits if all CPUs are busy. Used for long
+/// computations, which must not delay threads that pass messages.
 pub fn stand_back() {
     // Every process is allowed to do this. If it fails anyway, nothing else can be done.
     let _ = rustix::process::nice(NICENESS);

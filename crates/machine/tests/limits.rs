@@ -1,5 +1,5 @@
-//! Tests with machines as folders of files: cgroup versions, mounts, nested groups, namespaces,
-//! damaged files.
+//! Tests with machines that are simulated by folders of files: cgroup versions, mounts, nested
+//! groups, namespaces, damaged files.
 
 use std::fs;
 use std::path::Path;
@@ -186,8 +186,8 @@ fn hybrid_mounts_count_in_both_versions() {
 fn containers_have_their_limits_at_the_top() {
     let limit = "sys/fs/cgroup/memory.max|1073741824\n";
     let half = "sys/fs/cgroup/cpu.max|50000 100000\n";
-    // The group's path in its own namespace, for a group moved from outside (twice), and on the
-    // host without a namespace.
+    // Paths of a group: as seen in its own cgroup namespace, as seen after it was moved from
+    // outside (two forms), and without a namespace.
     for group in ["0::/\n", "0::/../..\n", "0::/../other\n", "0::/docker/0123\n"] {
         let group = format!("proc/self/cgroup|{group}");
         let files = [UNIFIED, &group, limit, half];
@@ -200,7 +200,7 @@ fn containers_have_their_limits_at_the_top() {
         "proc/self/cgroup|4:memory:/docker/0123/inner\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes|2147483648\n",
         "sys/fs/cgroup/memory/inner/memory.limit_in_bytes|1073741824\n",
-        // The process is not in this group.
+        // A wrong path: the mounted folder already is `/docker/0123`.
         "sys/fs/cgroup/memory/docker/0123/inner/memory.limit_in_bytes|1\n",
     ];
     assert_eq!(limits(&files).0, Some(GIB));
@@ -329,8 +329,8 @@ const WHOLE: [(&str, &str); 16] = [
     ("sys/fs/cgroup/unified/a/b/cpu.max", "150000 100000\n"),
 ];
 
-/// A change to one file: the file's index, the position, the number of bytes, and what replaces
-/// them.
+/// A change to one file: the file's index, the position and number of the replaced bytes, and the
+/// new bytes.
 fn damage() -> impl Strategy<Value = (usize, usize, usize, Vec<u8>)> {
     let numbers =
         prop::sample::select(vec!["18446744073709551615", "-1", "/../..", " - ", "4294967295"]);

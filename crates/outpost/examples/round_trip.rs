@@ -1,6 +1,5 @@
-//! Measures the round trip of a step to a local hand and to the same hand on an outpost,
-//! alternating between them, for `benchmarks/outposts.py`: `round_trip PYTHON FAKE_HAND ROWS
-//! STEPS`.
+//! Measures the round trip of a step to a local hand, and to the same hand on an outpost, for
+//! `benchmarks/outposts.py`. Its command line is `round_trip PYTHON FAKE_HAND ROWS STEPS`.
 //!
 //! The hand computes nothing, and the outpost is on the loopback interface. Prints one line for
 //! each hand: the median and the 99th percentile in microseconds, from submitting the plan to its

@@ -1,4 +1,4 @@
-//! A separate thread for bulk data, which no step waits for.
+//! A separate thread for bulk data. No step waits for this thread.
 
 use std::io;
 use std::thread;
@@ -6,8 +6,8 @@ use std::thread;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 
-/// The niceness of the thread, like that of threads that prepare large requests. If CPU time is
-/// short, payloads are delayed and steps are not.
+/// The niceness of the thread. The threads that prepare large requests have the same niceness. If
+/// CPU time is short, payloads are delayed and steps are not.
 const NICENESS: i32 = 10;
 
 /// A thread for tasks that would delay the relaying of frames: encrypting and copying a payload

@@ -34,9 +34,10 @@ use crate::tls::acceptor;
 
 type Stream = TlsStream<TcpStream>;
 
-/// How long an outpost may take from the order for a hand to the rank's connection.
+/// The largest time between the order for a hand and the outpost's connection for the rank.
 const STARTING: Duration = Duration::from_secs(30);
-/// How long to wait for an outpost's report on a hand's end, which arrives on another connection.
+/// How long to wait for an outpost's report on how a hand ended, after the rank's connection was
+/// closed. The report arrives on another connection.
 const LAST_WORDS: Duration = Duration::from_millis(300);
 /// The longest time for which a killed hand is assumed to occupy its device.
 const BURIAL: Duration = Duration::from_secs(10);
@@ -58,7 +59,7 @@ pub struct Outposts {
 
 pub(crate) struct Shared {
     state: Mutex<State>,
-    /// The thread on which bulk connections run.
+    /// The thread that runs the tasks of bulk connections.
     aside: Aside,
     /// Signals that an outpost has joined, or that one of its hands is free again.
     pub(crate) changed: Notify,
@@ -76,7 +77,7 @@ struct State {
 /// A rank, from its order until it has ended.
 struct OrderedRank {
     life: Arc<Life>,
-    /// The channel to the task that waits for the rank's connection, until it is used.
+    /// The channel to the task that waits for the rank's connection; `None`: the channel was used.
     connection: Option<oneshot::Sender<Stream>>,
 }
 
@@ -103,10 +104,11 @@ impl Member {
 /// The ranks of a group that is to run on outposts.
 struct Group {
     hand: String,
-    /// The network interface for their collectives; `None`: all ranks have to be on one outpost.
+    /// The network interface for the ranks' collectives; `None`: all ranks have to be on one
+    /// outpost.
     interface: Option<String>,
     ranks: Vec<Rank>,
-    /// The relays' ends of the hands' sockets, one for each rank.
+    /// The relay's end of each rank's socket. The executor has the other end.
     near: Vec<Socket>,
 }
 
@@ -117,8 +119,8 @@ struct Rank {
 }
 
 impl Outposts {
-    /// Accepts outposts that have the token. The second value is a future that does all the work;
-    /// it has to be polled on a Tokio runtime.
+    /// Accepts outposts that have the token. Also returns the future that serves them, which has to
+    /// be polled on a Tokio runtime.
     ///
     /// # Errors
     /// The certificate can't be used.
@@ -266,7 +268,7 @@ fn line(text: &str, characters: usize) -> String {
 fn admit(bytes: &[u8; KNOCK_BYTES], secret: &[u8; 32]) -> Result<(), String> {
     let knock = Knock::read(bytes).ok_or("the other end is not an outpost")?;
     if !bool::from(knock.secret[..].ct_eq(&secret[..])) {
-        return Err("the secret of the token is another one".into());
+        return Err("the token has another secret".into());
     }
     if knock.versions != Knock::VERSIONS {
         return Err(format!(
@@ -325,7 +327,7 @@ async fn member(stream: Stream, name: String, hands: usize, shared: Arc<Shared>)
         match timeout(SILENCE, write(&mut writing, &message)).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => break said(&error),
-            Err(_) => break "it takes nothing more".to_owned(),
+            Err(_) => break "it reads no more messages".to_owned(),
         }
     };
     listening.abort();
@@ -335,7 +337,7 @@ async fn member(stream: Stream, name: String, hands: usize, shared: Arc<Shared>)
     member.gone.send_replace(true);
 }
 
-/// Reads an outpost's messages until there is an error, which is passed on too.
+/// Sends an outpost's messages to `heard`, up to and including the first error.
 async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<FromOutpost>>) {
     loop {
         let message = read(&mut reading).await;
@@ -364,8 +366,8 @@ impl Shared {
         }
     }
 
-    /// Makes an outpost mirror an arena of `bytes` bytes. The order precedes that of its first
-    /// hand.
+    /// Orders an outpost to mirror an arena of `bytes` bytes, unless this was ordered before. Must
+    /// be called before the outpost's first hand is ordered.
     fn mirror(&self, member: &Member, bytes: u32) {
         if bytes == 0 || !member.mirror.is_to_be_ordered() {
             return;
@@ -377,7 +379,7 @@ impl Shared {
         state.bulk.insert(id, sender);
         drop(state);
         self.aside.run(Arc::clone(&member.mirror).run(connection));
-        // An outpost that is lost has closed its mirror.
+        // This fails only if the outpost is lost, which also closes the mirror.
         let _ = member.orders.send(ToOutpost::Mirror { id, bytes });
     }
 
@@ -390,13 +392,14 @@ impl Shared {
         }
     }
 
-    /// Claims `count` hands. Unless `apart`, they have to be on one outpost.
+    /// Claims `count` hands; `None`: too few are free. The hands may be on several outposts only if
+    /// `apart` is true.
     fn claim(self: &Arc<Self>, count: usize, apart: bool) -> Option<Claim> {
         Claim::take(&self.state.lock().members, count, apart, self)
     }
 
-    /// The number of free hands: on the outpost with the most, or on all outposts if a group may be
-    /// `apart`.
+    /// The number of free hands on all outposts if a group may be `apart`, otherwise on the outpost
+    /// with the most free hands.
     fn free(&self, apart: bool) -> usize {
         let state = self.state.lock();
         let free = state.members.iter().map(|member| member.free());
@@ -551,7 +554,7 @@ mod tests {
             assert!(with(version).contains("they are of different releases"), "{version}");
         }
         for secret in [8, 39] {
-            assert!(with(secret).contains("the secret of the token is another one"), "{secret}");
+            assert!(with(secret).contains("the token has another secret"), "{secret}");
         }
     }
 

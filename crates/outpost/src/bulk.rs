@@ -47,7 +47,7 @@ impl Head {
 }
 
 /// Sends a payload in chunks, and returns its size in bytes. Before each chunk is sent, `written`
-/// is called with the number of bytes up to the end of this chunk.
+/// is called with the total size of the data so far, this chunk included.
 ///
 /// # Errors
 /// The connection broke, or the arena can't be read.

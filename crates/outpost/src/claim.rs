@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use crate::brain::{Member, Shared};
 
-/// Hands on outposts that a group has claimed. Dropping the claim frees all of them at once, so
-/// that the next start of the group finds them free together.
+/// The hands that a group has claimed, on one or several outposts. Dropping the claim frees all of
+/// them at once, so that the next start of the group can claim them again.
 pub(crate) struct Claim {
     /// The claimed hands in rank order. Hands on the same outpost are adjacent.
     pub(crate) hands: Vec<(Arc<Member>, u32)>,
@@ -14,8 +14,8 @@ pub(crate) struct Claim {
 }
 
 impl Claim {
-    /// Claims `count` free hands on these outposts, on several outposts only if `apart`. The caller
-    /// has to prevent concurrent claims.
+    /// Claims `count` free hands on these outposts; `None`: too few are free. The hands may be on
+    /// several outposts only if `apart` is true. The caller has to prevent concurrent claims.
     pub(crate) fn take(
         members: &[Arc<Member>],
         count: usize,
@@ -60,10 +60,11 @@ impl Drop for Claim {
     }
 }
 
-/// Returns how many hands to take from each outpost, given the numbers of free hands. The outpost
-/// with the fewest free hands that suffice provides all of them. If none has enough and the group
-/// may be `apart`, the outpost with the most provides all its free hands, and the rule applies
-/// again to the rest.
+/// Returns the outposts to take hands from, each as its index in `free` and a number of hands;
+/// `None`: too few are free. `free` contains the number of free hands of each outpost. Of the
+/// outposts with at least `count` free hands, the one with the fewest provides all hands. If none
+/// has enough and the group may be `apart`, the outpost with the most provides all its free hands,
+/// and the rule applies again to the rest.
 fn shares(free: &[usize], count: usize, apart: bool) -> Option<Vec<(usize, usize)>> {
     let mut shares = Vec::new();
     let mut left: Vec<(usize, usize)> = free.iter().copied().enumerate().collect();

@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::token::JoinToken;
 
-/// The host name in the certificate, which nobody checks.
+/// The host name in the certificate. No outpost checks it.
 pub(crate) const NAME: &str = "forebay";
 
 /// The brain's certificate with its private key, and the token for outposts.
@@ -22,8 +22,8 @@ pub struct Credentials {
     pub(crate) key: Vec<u8>,
 }
 
-/// The content of the file beside the token, which stays on the brain's machine. Both fields are
-/// base64.
+/// The content of the key file, which is beside the token's file and stays on the brain's machine.
+/// Both fields are base64.
 #[derive(Serialize, Deserialize)]
 struct Kept {
     certificate: String,
@@ -80,7 +80,7 @@ impl Credentials {
     }
 }
 
-/// The path of the file with the certificate and its key.
+/// Returns the path of the file with the certificate and its key, for the path of the token's file.
 fn neighbour(token: &Path) -> PathBuf {
     let mut name = token.as_os_str().to_owned();
     name.push(".key");

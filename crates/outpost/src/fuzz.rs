@@ -12,7 +12,7 @@ use crate::messages::{
     write,
 };
 
-/// The number of messages in the ordinary test.
+/// The number of messages in an ordinary run. `make test-fuzz-outposts` sets another number.
 const MESSAGES: u64 = 20_000;
 
 /// Reads messages of one kind until the first error. Returns the number of messages.

@@ -7,7 +7,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-/// The version of these messages, and of the protocol of the relayed frames.
+/// The version of these messages. The relayed frames have a separate version.
 const OWN_VERSION: u16 = 3;
 /// The first bytes of every connection.
 const MAGIC: [u8; 4] = *b"fbw1";
@@ -52,7 +52,8 @@ impl Knock {
 pub(crate) enum Answer {
     /// The connection is accepted.
     Welcome,
-    /// The outpost must not continue, because another attempt would fail too.
+    /// The connection is refused. The outpost must not try again, because another attempt would
+    /// fail too.
     Refused(String),
 }
 

@@ -22,7 +22,7 @@ use tracing::warn;
 use crate::bulk::send;
 use crate::relay::said;
 
-/// How long an outpost may take from the order for a mirror to its bulk connection.
+/// The largest time between the order for a mirror and the outpost's bulk connection.
 const OPENING: Duration = Duration::from_secs(30);
 /// How long an outpost may go without acknowledging writes.
 const STALLED: Duration = Duration::from_secs(30);
@@ -46,8 +46,8 @@ struct State {
     payloads: HashMap<usize, Known>,
     sweep_at: usize,
     queue: VecDeque<(usize, Arc<dyn Payload>)>,
-    /// Payloads that were sent but are not written yet, oldest first. Each has the total number of
-    /// bytes that were sent up to its end.
+    /// Payloads that were sent but are not written yet, oldest first. Each entry has the total
+    /// number of bytes sent up to the payload's end, the payload's memory address, and the payload.
     sent: VecDeque<(u64, usize, Arc<dyn Payload>)>,
     /// The total numbers of bytes sent, and of bytes that the outpost has written.
     bytes: Counts,
@@ -83,8 +83,8 @@ impl Mirror {
         !std::mem::replace(&mut self.state.lock().ordered, true)
     }
 
-    /// Sends a payload unless it was sent before, and calls `there` when it has arrived. If the
-    /// outpost is lost first, `there` is dropped without being called.
+    /// Queues a payload to be sent, unless it was queued before. Calls `there` when the payload has
+    /// arrived. If the outpost is lost first, `there` is dropped without being called.
     pub(crate) fn carry(&self, payload: &Arc<dyn Payload>, there: There) {
         let mut state = self.state.lock();
         if state.closed {
@@ -282,8 +282,8 @@ mod tests {
         runtime.unwrap().block_on(work)
     }
 
-    /// A mirror of an arena, and an outpost that writes it. The connection between them accepts
-    /// only a few bytes at a time.
+    /// An arena, the mirror of it, and the task of the outpost that writes to the mirror. The
+    /// connection between them accepts only a few bytes at a time.
     struct Pair {
         near: Arena,
         far: Arena,

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 
 use crate::mirror::Mirror;
 
-/// How long to wait for a report on how a rank ended after its connection broke.
+/// How long to wait, after a rank's connection broke, for the report on how the rank ended.
 const LAST_BREATH: Duration = Duration::from_millis(500);
 
 /// The state of a rank.
@@ -20,7 +20,7 @@ pub(crate) struct Life {
     /// How the hand ended; `None`: it is still running.
     ended: Mutex<Option<Exit>>,
     changed: Condvar,
-    /// Requests that the hand be stopped.
+    /// Signals that the hand has to be stopped.
     pub(crate) doom: Notify,
     /// The outpost's report on how the hand ended.
     pub(crate) report: watch::Sender<Option<Exit>>,

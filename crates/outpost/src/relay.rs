@@ -32,8 +32,8 @@ pub(crate) fn prepare(stream: &TcpStream) -> io::Result<()> {
     Ok(rustix::net::sockopt::set_tcp_user_timeout(stream, limit)?)
 }
 
-/// Describes why a connection was lost. A killed process does not close its TLS session, for which
-/// TLS has a long error message.
+/// Describes why a connection was lost. A killed process does not close its TLS session. The TLS
+/// library's long message for that error is replaced by a short one.
 pub(crate) fn said(error: &io::Error) -> String {
     match error.kind() {
         io::ErrorKind::UnexpectedEof => "its connection ended".to_owned(),

@@ -10,7 +10,8 @@ use parking_lot::Mutex;
 const STRANGERS: usize = 256;
 /// The limit for one address. An outpost opens one connection for each of its hands.
 const AT_ONE_ADDRESS: usize = 16;
-/// The length of the prefix of an IPv6 address that its owner can't choose, in bits.
+/// The length of the prefix of an IPv6 address, in bits. The owner of the address can't choose the
+/// prefix.
 const PREFIX_BITS: u32 = 64;
 
 /// The unauthenticated connections. Connections from one address can't take all permits.
@@ -54,7 +55,7 @@ impl Drop for Place {
     }
 }
 
-/// Returns an address that represents all addresses from which one owner can choose.
+/// Returns one address for all addresses among which the owner of `address` can choose.
 fn owner(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         IpAddr::V6(address) => {

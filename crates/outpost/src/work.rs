@@ -44,8 +44,9 @@ pub struct WorkSettings {
     pub hands: u32,
 }
 
-/// Starts a hand with this arena. Returns the process, and this end of the socket to it. It is
-/// called on the thread that runs [`work`], and the kernel kills the process when that thread ends.
+/// A function that starts a hand with this arena. Returns the process, and this end of the socket
+/// to the process. The function is called on the thread that runs [`work`]. When that thread ends,
+/// the kernel kills the process.
 pub type Spawn = Arc<dyn Fn(&HandOrder, &Arena) -> io::Result<(RankProcess, Socket)> + Send + Sync>;
 
 /// Why an outpost stops. Losing the connection is not a reason, because the outpost then joins
@@ -216,7 +217,7 @@ async fn session(door: &Door, spawn: &Spawn, aside: &Aside) -> Over {
         match timeout(SILENCE, write(&mut writing, &message)).await {
             Ok(Ok(())) => {}
             Ok(Err(error)) => break error.into(),
-            Err(_) => break Over::Lost("it takes nothing more".into()),
+            Err(_) => break Over::Lost("it reads no more messages".into()),
         }
     };
     gone.send_replace(true);
@@ -227,7 +228,7 @@ async fn session(door: &Door, spawn: &Spawn, aside: &Aside) -> Over {
     over
 }
 
-/// Reads the brain's messages until there is an error, which is passed on too.
+/// Sends the brain's messages to `heard`, up to and including the first error.
 async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<ToOutpost>>) {
     loop {
         let message = tokio::select! {
@@ -241,7 +242,8 @@ async fn listen(mut reading: ReadHalf<Stream>, heard: mpsc::Sender<io::Result<To
     }
 }
 
-/// Writes bytes that the brain sends into the mirror, until the connection or the session ends.
+/// Receives bytes from the brain and writes them to the mirror, until the bulk connection is closed
+/// or the session ends.
 async fn reflect(door: &Door, id: u64, arena: &Arena, mut gone: watch::Receiver<bool>) -> Over {
     let receiving = async {
         match door.open(&Purpose::Bulk { id }).await {
@@ -301,5 +303,5 @@ async fn run(
         drop(process);
         ended.into()
     });
-    buried.await.unwrap_or_else(|_| "nobody knows how".into())
+    buried.await.unwrap_or_else(|_| "its exit status is unknown".into())
 }

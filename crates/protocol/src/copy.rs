@@ -4,8 +4,8 @@ use crate::columns::record;
 
 /// The number of words of a record in a plan's `copies` column.
 pub const COPY_WORDS: usize = CopyRecord::WORDS;
-/// The longest wait of a plan without rows, in microseconds. It bounds the delay of a request that
-/// arrives meanwhile.
+/// The longest wait of a plan without rows, in microseconds. The limit bounds the delay of a
+/// request that arrives while the plan waits.
 pub const MAX_WAIT_US: u32 = 1000;
 /// The number of bytes per page that are stored after all pages of a host tier: the page's
 /// checksum.
@@ -29,8 +29,8 @@ pub enum Direction {
     Save = 0,
     /// From the host to the device, at once, because no plan in flight uses the target.
     Restore = 1,
-    /// Only index keys, from the host to the device, into the index page with the number of the
-    /// host page.
+    /// Only index keys, from the host to the device, into the index page that has the same number
+    /// as the host page.
     RestoreIndex = 2,
     /// A recurrent state, from a state page of the device to one of the host, after the state saves
     /// of the same plan.

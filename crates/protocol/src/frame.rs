@@ -362,7 +362,7 @@ mod tests {
     #[test]
     fn a_writer_makes_no_frame_that_a_reader_refuses() {
         let mut out = Vec::new();
-        // One column is used eight times, so that nothing of that size is copied.
+        // One column is used eight times, so that the columns of the test take little memory.
         let column = vec![0; (MAX_WORDS / 8) as usize];
         let frame = |columns: &[&[i32]], out: &mut Vec<u8>| encode(Kind::Plan, 1, columns, out);
         let refused = frame(&[&column[..]; 8], &mut out);

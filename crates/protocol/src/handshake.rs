@@ -134,20 +134,21 @@ pub struct HandConfig {
     pub host_ratio: Option<f64>,
     /// True if `host_ratio` is only an upper limit: the hand takes as much memory as it can get.
     pub host_fits: bool,
-    /// The number of pages in the host tier of an earlier hand whose content is reused.
+    /// The number of pages in the host tier if the tier and its content are those of an earlier
+    /// hand.
     pub host_pages: Option<u32>,
     /// True if pages have the same content on all ranks. The ranks then share one host tier, which
     /// the first rank writes.
     #[serde(default)]
     pub host_shared: bool,
-    /// The number of state pages in the host tier of an earlier hand, in addition to `host_pages`.
+    /// Like `host_pages`, for the state pages in the host tier.
     pub host_state_pages: Option<u32>,
     /// The file descriptors of the host tiers that are lent to this hand, by replica number; `None`
     /// for the hand's own. Empty if no tier is lent.
     #[serde(default)]
     pub host_lenders: Vec<Option<u32>>,
-    /// The largest fraction that the host tier may take of the memory that weights and pages leave
-    /// free.
+    /// The largest fraction of the free host memory that the host tier may take. Memory that
+    /// weights and pages take does not count as free.
     pub host_share: f64,
     /// The limit on the speed of copies, in GB per second; for tests.
     pub copy_gbps: Option<f64>,
@@ -163,8 +164,8 @@ pub struct HandConfig {
     pub image_pool_tokens: Option<u64>,
     /// The number of state pages, if the model has recurrent layers; `None` lets the hand choose.
     pub state_pages: Option<u32>,
-    /// The number of pages in the window part, relative to the main part, if layers with a sliding
-    /// window may have separate pages. `None` if all layers share one pool.
+    /// The ratio of the number of pages in the window part to that in the main part, if layers with
+    /// a sliding window may have separate pages. `None` if all layers share one pool.
     #[serde(default)]
     pub window_ratio: Option<f64>,
     /// The memory for adapters; `None` if adapters are not served.

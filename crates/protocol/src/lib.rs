@@ -2,7 +2,7 @@
 //! I/O.
 //!
 //! `docs/protocol.md` is the specification. `python/forebay/protocol` implements the same protocol;
-//! the test files in `tests/wire/` are checked by both languages.
+//! both implementations are tested with the files in `tests/wire/`.
 //!
 //! ```
 //! use forebay_protocol::{Frame, FrameError, HEADER_BYTES, Header, Row, StepPlan, Want};

@@ -31,8 +31,8 @@ pub struct StepMasks {
 
 impl StepMasks {
     /// Writes the frame to `out`, replacing its content. `place` copies a mask to the arena and
-    /// returns its byte offset, or returns `None` if the arena is full. Then the mask stays in the
-    /// frame.
+    /// returns its byte offset, or returns `None` if the arena is full. In that case the mask is
+    /// written into the frame.
     ///
     /// # Errors
     /// The frame would be too large for a reader.

@@ -27,7 +27,8 @@ record! {
         /// The step's compute time, without the wait for masks.
         pub device_us: u32,
         /// The time from the end of the previous step's compute to the start of this step's, plus
-        /// the wait for masks within this step. Kernels of a step may also wait for each other.
+        /// the wait for masks within this step. Waits of kernels for each other within the step
+        /// count as compute time.
         pub gap_us: u32,
     }
 }

@@ -1,8 +1,8 @@
 //! The number of pages of the window part, whose layers read only the last positions of a request.
 
 /// Returns the smallest number of window pages with which a request that runs alone can continue.
-/// These are the pages that one position reads, the page that it is written to, and a page that the
-/// window has passed but that is not free yet.
+/// These are the pages that one position reads, the page to which the position is written, and a
+/// page that the window has passed but that is not free yet.
 #[must_use]
 pub fn least_window_pages(window: u32, page_size: u32) -> u32 {
     window.saturating_sub(1).div_ceil(page_size.max(1)) + 2

@@ -57,9 +57,9 @@ pub(crate) struct Dispatch {
     balancer: Balancer,
     /// Loads that are only polled, for comparison with exact loads. `None`: loads are exact.
     polled: Option<PolledReplica>,
-    /// Whether each replica's hand takes plans.
+    /// For each replica, true if its hand takes plans.
     pub(crate) up: Vec<bool>,
-    /// Whether each replica takes no new requests although it may be up.
+    /// For each replica, true if it gets no new requests even while it is up.
     pub(crate) drained: Vec<bool>,
     /// Expected blocks of requests that have not generated a token yet, by request id.
     coming: HashMap<u64, ExpectedBlocks>,
@@ -193,8 +193,8 @@ impl Dispatch {
         if self.ledger.generated(id, 1) { self.coming.remove(&id) } else { None }
     }
 
-    /// Records that a request leaves its replica. Returns the expected blocks that it will not add
-    /// there any more.
+    /// Records that a request leaves its replica. Returns the expected blocks that the request will
+    /// no longer add to that replica's cache.
     pub(crate) fn moved(&mut self, id: u64) -> Option<ExpectedBlocks> {
         self.pressure.gone(id);
         self.coming.remove(&id)

@@ -48,8 +48,8 @@ impl OutputSink for CountingSink {
 }
 
 impl Drop for CountingSink {
-    /// Ends the remaining requests. The engine has ended, perhaps by a panic, so it will report no
-    /// more ends.
+    /// Records the end of all remaining requests. The engine has ended, perhaps by a panic, so it
+    /// will report no more ends.
     fn drop(&mut self) {
         let mut settled = Vec::new();
         let left: Vec<u64> = {
@@ -120,7 +120,7 @@ impl Peers for OtherReplicas {
         }
         info!(replica = self.at, up, "the set of replicas has changed");
         if up {
-            // Requests of other replicas may wait for any replica to come back.
+            // Requests at other replicas may have been waiting until any replica takes plans again.
             let others = self.shared.engines().iter().enumerate();
             for (_, engine) in others.filter(|&(other, _)| other != self.at) {
                 engine.hand_over();

@@ -17,8 +17,8 @@ pub(crate) struct Lender {
 }
 
 impl Shared {
-    /// Returns the replica that can lend blocks which replica `at` lacks for a request. `None`: no
-    /// replica has more of them.
+    /// Returns the replica that can lend blocks which replica `at` lacks for a request. `None`: the
+    /// request may not borrow, or no replica has more of its blocks than `at`.
     pub(crate) fn lender(&self, asked: &RequestProfile<'_>, at: usize) -> Option<Lender> {
         if !asked.borrows {
             return None;
@@ -53,10 +53,10 @@ impl Shared {
         let mut dispatch = self.dispatch.lock();
         let aborted = dispatch.borrowing.remove(&id.0).unwrap_or(false);
         let engine = &self.engines()[at];
-        // If the engine thread has ended, the request has been ended like all others at that
+        // If the engine thread has ended, the request ends too, like all other requests at that
         // engine.
         let _ = engine.send(entrant);
-        // Done under the lock, so that no abort overtakes the request.
+        // The request is sent under the lock, so that no abort overtakes it.
         if aborted {
             engine.abort(id);
         }
@@ -80,7 +80,8 @@ impl Shared {
         left
     }
 
-    /// Records the number of free tokens in the pages of replica `at` after its last step.
+    /// Records how many tokens fit into the free and cached pages of replica `at`, as of its last
+    /// step.
     pub(crate) fn note_room(&self, dispatch: &mut Dispatch, at: usize) {
         if self.pd.is_some()
             && let Some(engine) = self.engines().get(at)

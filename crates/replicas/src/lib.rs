@@ -2,9 +2,9 @@
 //!
 //! [`Replicas::submit`] chooses a replica on the caller's thread, with an exact ledger
 //! ([`forebay_balance::Ledger`]). A request counts at its replica as soon as the replica is chosen,
-//! and its end is recorded before the client can read it. So a client that sends its next request
-//! after the last one has ended finds that slot free. Load reports are not needed, because all
-//! replicas are in this process.
+//! and its end is recorded before the client can read it. So if a client sends a request after its
+//! previous one has ended, the previous one no longer counts. Load reports are not needed, because
+//! all replicas are in this process.
 //!
 //! | lock | what | held by |
 //! |---|---|---|

@@ -26,8 +26,8 @@ use crate::status::{ReplicaReport, combined_facts, combined_stats, combined_stat
 pub struct ReplicasConfig {
     /// The policy that chooses replicas.
     pub load_balance_method: Method,
-    /// The interval at which the loads of replicas are read; the policy is then that of
-    /// [`forebay_balance::Budget`], for comparison. With 0, loads are exact.
+    /// 0: loads are exact. Otherwise, for comparison, the loads of replicas are polled at this
+    /// interval, and the policy is that of [`forebay_balance::Budget`].
     #[serde(serialize_with = "as_seconds")]
     pub load_watch_interval: Duration,
     /// True if queued requests move to a replica with less work. Ignored if replicas have roles.
@@ -113,7 +113,7 @@ impl Replicas {
         let informed = count > 1 && (looks || config.pd.is_some()) || config.tells_cached;
         let roles = roles::at_start(config.pd, count);
         let mut dispatch = Dispatch::new(roles, method, config.load_watch_interval);
-        // With one replica there is no choice, so it always counts as up.
+        // With one replica there is no choice, so the only replica always counts as up.
         dispatch.up = vec![count == 1; count];
         let shared = Arc::new(Shared {
             dispatch: Mutex::new(dispatch),
@@ -252,8 +252,8 @@ impl Replicas {
         }
     }
 
-    /// Drops all blocks of all prefix caches that no request uses. `reply` gets false if running
-    /// requests still use some.
+    /// Empties the prefix caches of all replicas, except for blocks that requests use. `reply` gets
+    /// false if running requests still use some.
     pub fn flush_cache(&self, reply: Box<dyn FnOnce(bool) + Send>) {
         let engines = self.0.engines();
         let waiting = Arc::new(Mutex::new((engines.len(), true, Some(reply))));
@@ -450,7 +450,7 @@ impl Shared {
         let known = (request.prompt.len() + request.generated.len()) as u64;
         let names = &request.names;
         let mut cached: Vec<u64> = match &self.blocks {
-            // At least one token is left to compute.
+            // Even if all tokens are cached, the last one has to be computed.
             Some(blocks) => blocks.cached(names).into_iter().map(|n| n.min(known - 1)).collect(),
             None => Vec::new(),
         };
@@ -527,8 +527,8 @@ impl Shared {
         self.hand_to(orphan, true, |at, dispatch| at != from && dispatch.open(at) && fits[at])
     }
 
-    /// Sends a request to one of the replicas for which `may` is true. Returns the request if there
-    /// is none. `routed`: roles also restrict the choice.
+    /// Sends a request to one of the replicas for which `may` is true. Returns the request if no
+    /// replica gets it. `routed`: roles also restrict the choice.
     pub(crate) fn hand_to(
         &self,
         mut orphan: Orphan,

@@ -17,8 +17,8 @@ struct Rig {
     _threads: Vec<EngineThread>,
 }
 
-/// Starts one replica per entry of `pages`, which is its number of pages. `breaking` is called for
-/// each replica before it starts.
+/// Starts one replica per entry of `pages`. The entry is the number of pages of the replica.
+/// `breaking` is called for each replica before it starts.
 fn start(pages: &[u32], breaking: impl Fn(usize, &SimControl)) -> Rig {
     let clock = SimClock::real();
     let (sender, outputs) = channel();

@@ -37,8 +37,9 @@ impl Rig {
         Self::with(prefill, decode, local_tokens, host_pages, [2000; 2], 0.02)
     }
 
-    /// `pages`: how many hot pages each prefill replica and each decode replica has. At
-    /// 1 GB/s, copying a page takes a sixth of the time that computing its tokens takes.
+    /// Starts replicas. `pages` is the number of hot pages of each prefill replica, and of each
+    /// decode replica. `gbps` is the speed of copies. At 1 GB/s, a copy of a page takes a sixth of
+    /// the time that computing its tokens takes.
     fn with(
         prefill: u32,
         decode: u32,
@@ -142,7 +143,8 @@ impl Rig {
         }
     }
 
-    /// Waits until this many requests have ended, and meanwhile changes roles one by one.
+    /// Waits until `count` requests have ended. After every 20 outputs, sets the role of the next
+    /// replica in `changes`.
     fn follow_with_roles(&mut self, mut count: usize, changes: &[(usize, Role)]) {
         let mut outputs = 0;
         while count > 0 {
@@ -237,8 +239,8 @@ fn a_loan_of_another_server_is_restored_and_comes_back() {
     has_come_back.recv_timeout(PATIENCE).expect("the loan is given back");
     rig.assert_exact();
     rig.assert_idle();
-    // With the lent blocks only a few tokens are left to compute, so a decode replica serves the
-    // request alone.
+    // The loan leaves only a few tokens to compute, so a decode replica serves the request without
+    // a prefill replica.
     assert_eq!(rig.local(LocalReason::Short), 1);
     let stats = rig.replicas.reports()[1].stats;
     assert_eq!((stats.scheduler.host.blocks_restored, stats.scheduler.prompt_tokens), (24, 4));
@@ -435,7 +437,8 @@ fn prompts_wait_while_decode_replicas_have_no_pages() {
     let reports = rig.replicas.reports();
     assert!(held && reports[0].holds > 0 && reports[1].holds == 0, "{}", reports[0].holds);
     assert_eq!(rig.handed(), 60);
-    // At most the pages of the decode replica, plus prompts admitted before the hold, may wait.
+    // At most as many tokens may wait as fit into the pages of the decode replica, plus the prompts
+    // that the prefill replica had admitted before it stopped admitting prompts.
     assert!(most <= 90 * 4 + 4 * 100, "{most} tokens waited");
     assert!(!reports[0].holding, "no request waits any more");
 }
@@ -448,7 +451,8 @@ fn roles_that_swap_while_prompts_wait_lose_nothing() {
     for id in 0..60 {
         rig.submit(id, long(id), 60);
     }
-    // Prompts that replica 0 was to hand on stay there, and others are handed on to it.
+    // Prompts of replica 0 that it has not handed on yet stay there, and prompts of replica 1 are
+    // handed on to replica 0.
     assert!(rig.replicas.set_role(0, Role::Decode) && rig.replicas.set_role(1, Role::Prefill));
     for id in 60..120 {
         rig.submit(id, long(id), 60);

@@ -302,8 +302,8 @@ fn when_all_hands_are_gone_requests_wait_for_the_first_to_come_back() {
     for id in 0..30 {
         rig.replicas.submit(request(id, prompt(id), 300)).expect("room");
     }
-    // Every replica dies with its own requests in flight. A replica that died while it tried the
-    // suspect of another replica alone would have to blame that request.
+    // Kill only when every replica has its own requests in flight. A replica whose hand died while
+    // it tried the suspect of another replica alone would have to blame that request.
     while rig.replicas.reports().iter().any(|report| report.stats.scheduler.steps == 0) {
         std::thread::yield_now();
     }

@@ -8,7 +8,7 @@ use forebay_http::{KeyId, Keys};
 use http::HeaderMap;
 use thiserror::Error;
 
-/// Returns the key of a client, which may then send requests.
+/// Checks that a client may send requests, and returns the client's key.
 ///
 /// # Errors
 ///
@@ -20,8 +20,8 @@ pub(crate) fn client(headers: &HeaderMap, keys: &Keys) -> Result<KeyId, ApiError
     }
 }
 
-/// Checks that a request may read the router's reports on backends. It needs the operator's key. If
-/// no operator's key is set, a client's key suffices.
+/// Checks that a request may read the router's reports on backends. The request needs an operator's
+/// key. If no operator's key is configured, a client's key suffices.
 ///
 /// # Errors
 ///

@@ -93,7 +93,7 @@ pub(crate) struct Reading {
 /// The data with which another brain can continue a stream.
 #[derive(Debug, Clone)]
 pub(crate) struct Resume {
-    /// The stream's name, as the first brain gave it.
+    /// The name that the first brain gave to the stream.
     pub(crate) name: HeaderValue,
     /// The ids of the tokens that the client has received, in decimal, each followed by a comma.
     pub(crate) ids: Bytes,
@@ -113,8 +113,8 @@ impl Ask {
         let pinned = key.is_some() || is_pinned(&parts.headers, &body);
         let texts = by_texts.then(|| texts(&body, root)).flatten();
         keep_end_to_end(&mut parts.headers);
-        // A request from the router's own page may go to a backend, where its origin would count as
-        // foreign.
+        // A request from the router's own web page may go to a backend. There the page's origin
+        // would count as foreign.
         if is_from_own_page(&parts.headers) {
             parts.headers.remove(ORIGIN);
         }
@@ -293,7 +293,8 @@ fn prompt(body: &[u8]) -> Option<(&[u8], Option<&[u8]>)> {
             salt = Some(value);
         }
     }
-    // Drop the closing quote or bracket, so that a longer prompt can start with a shorter one.
+    // Drop the closing quote or bracket. With it, a prompt would not be a prefix of a longer prompt
+    // that starts with the same text.
     prompt?.split_last().map(|(_, text)| (text, salt))
 }
 

@@ -70,7 +70,8 @@ pub(crate) enum Trouble {
     Refused(Response<Bytes>),
     /// The backend does not have the response that the request names.
     Unkept(Response<Bytes>),
-    /// The backend is a router, and has given the request up because its backends died.
+    /// The backend is a router, which has given the request up because backends of that router
+    /// died.
     GivenUp(Response<Bytes>),
     /// The prefill server rejects the request itself, with this response.
     Answered(Response<Bytes>),
@@ -95,7 +96,7 @@ pub(crate) struct Failed {
     /// The prefill server, if that server failed rather than the decode server.
     pub(crate) leg: Option<Arc<Backend>>,
     /// The dispatch, if the request may have killed the backend. It is kept open, so that no other
-    /// suspect is tried there before the cause is known.
+    /// suspect is tried at this backend before the cause is known.
     pub(crate) sent: Option<Sent>,
 }
 
@@ -251,7 +252,8 @@ pub(crate) async fn answered(
 }
 
 /// Waits for the first bytes of a response's body. A response that is not streamed is read
-/// completely, unless it is large; a `kept` response has to be read completely.
+/// completely, unless it is large. `kept`: true if the response has to be read completely, so that
+/// a large one is an error.
 async fn first(mut reached: Reached, mut flow: Flow, kept: bool) -> Result<Reached, Failed> {
     let mut held = BytesMut::new();
     let mut share = Held::new(&flow.sent.backend.memory);
@@ -314,7 +316,7 @@ async fn first(mut reached: Reached, mut flow: Flow, kept: bool) -> Result<Reach
     Ok(reached)
 }
 
-/// Updates the backend's ledger with the load reports in its stream.
+/// Updates the backend's ledger with the newest load report that `tape` has read from the stream.
 pub(crate) fn tell(tape: &mut Tape, flow: &Flow) {
     if let Some(report) = tape.take_report()
         && flow.worker().shared.uses_reports()
@@ -352,7 +354,8 @@ fn report(headers: &HeaderMap) -> Option<LoadReport> {
     LoadReport::decode(headers.get(LOAD_HEADER)?.to_str().ok()?).ok()
 }
 
-/// True if the status means that this backend takes no more requests for now. Another one may.
+/// True if the status means that this backend takes no more requests for now. Another backend may
+/// take them.
 pub(crate) fn is_refusal(status: StatusCode) -> bool {
     matches!(status, StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE)
 }

@@ -263,7 +263,7 @@ impl Backend {
         self.names.load(Ordering::Relaxed)
     }
 
-    /// Applies a load report of the backend.
+    /// Applies a load report that the backend has sent.
     pub(crate) fn report(&self, report: LoadReport) {
         self.forebay.store(true, Ordering::Relaxed);
         self.names.store(report.names, Ordering::Relaxed);
@@ -343,8 +343,8 @@ impl Backend {
             tracing::warn!(backend = self.url.url(), ?check, "backend is down");
         }
         let up = health.up;
-        // A lost backend's load and blocks are void; one that only refuses requests may finish its
-        // streams.
+        // A lost backend's load and blocks are void. A backend that only refuses requests may
+        // finish its streams.
         let gone = check == Check::Absent || check == Check::Silent && enough;
         if gone {
             ledger.forget();
@@ -354,7 +354,7 @@ impl Backend {
         if gone {
             self.stored.lock().clear();
         }
-        // Connections to a dead process fail by themselves; those to a hung process do not.
+        // Connections to a dead process fail by themselves; connections to a hung process do not.
         if gone && check == Check::Silent {
             self.gone.notify_waiters();
         }

@@ -109,7 +109,8 @@ impl Breaker {
         }
     }
 
-    /// Records that a request which passed ended without an answer, perhaps by its own fault.
+    /// Records that a request which passed ended without an answer. The request itself may be to
+    /// blame.
     pub fn forgo(&mut self) {
         if let State::Trying { under_way, .. } = &mut self.state {
             *under_way = false;

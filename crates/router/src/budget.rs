@@ -47,7 +47,7 @@ impl Held {
         &self.budget
     }
 
-    /// Takes more bytes. Returns false if the budget does not have them.
+    /// Takes more bytes. Returns false if the budget does not have enough.
     #[must_use]
     pub(crate) fn take(&mut self, more: usize) -> bool {
         let Budget { limit, taken } = &*self.budget;
@@ -62,7 +62,7 @@ impl Held {
         self.budget.taken.fetch_sub(bytes, Ordering::Relaxed);
     }
 
-    /// Changes the size of the share to `bytes`. Returns false if the budget does not have them.
+    /// Changes the size of the share to `bytes`. Returns false if the budget does not have enough.
     #[must_use]
     pub(crate) fn hold(&mut self, bytes: usize) -> bool {
         if bytes > self.bytes {

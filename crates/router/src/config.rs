@@ -18,10 +18,10 @@ pub enum Watch {
     /// polled for changes.
     #[default]
     Acknowledged,
-    /// Reports come with responses. A report erases from the ledger the requests that were
-    /// dispatched after it was made.
+    /// Reports come with responses. A report erases requests from the ledger that were dispatched
+    /// after the report was made.
     Unacknowledged,
-    /// Each backend is polled at this interval. The report erases from the ledger the requests that
+    /// Each backend is polled at this interval. The report erases requests from the ledger that
     /// were dispatched since the query.
     Polled(Duration),
 }
@@ -80,7 +80,7 @@ pub struct RetryConfig {
     pub first_pause: Duration,
     /// The longest pause.
     pub last_pause: Duration,
-    /// The ratio between one pause and the previous one.
+    /// The ratio of a pause to the previous pause.
     pub factor: f64,
     /// The largest random deviation of a pause, as a share of the pause.
     pub jitter: f64,
@@ -123,7 +123,7 @@ pub struct RouterConfig {
     pub queue_moves: bool,
     /// The sources of backends.
     pub sources: Sources,
-    /// The servers that form pairs. They replace ordinary backends.
+    /// The servers that form pairs. If there are any, there are no ordinary backends.
     pub pairs: PairConfig,
     /// The health checks of backends.
     pub health: HealthConfig,

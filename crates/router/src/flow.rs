@@ -24,7 +24,7 @@ pub(crate) enum Broken {
     Link(#[from] hyper::Error),
     #[error("the backend does not answer its health checks")]
     Gone,
-    #[error("the backend sent more of its answer than can be held before it may be passed on")]
+    #[error("the backend's answer is larger than the router's buffer")]
     Excess,
     #[error("the request goes to another backend, which computes it sooner")]
     Moved(u32),
@@ -61,7 +61,8 @@ impl Vigil {
         Self { gone, deadline: Box::pin(sleep_until(deadline.into())), place, leg, failed: None }
     }
 
-    /// Takes the prefill server's failure, because of which the response will not arrive.
+    /// Takes the failure of the request to the prefill server, if it has failed. The response of
+    /// the decode server will then not arrive.
     pub(crate) fn failed_leg(&mut self) -> Option<Failed> {
         self.failed.take()
     }
@@ -129,7 +130,8 @@ impl Flow {
         }
     }
 
-    /// Takes the prefill server's failure that has ended the response.
+    /// Takes the failure of the request to the prefill server, if that failure has ended the
+    /// response.
     pub(crate) fn failed_leg(&mut self) -> Option<Failed> {
         self.vigil.failed_leg()
     }

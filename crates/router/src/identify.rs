@@ -32,7 +32,7 @@ struct OwnLoads {
 /// be known already.
 ///
 /// # Errors
-/// The server can't be in a pair, or not with this duty. The error is the message that says so.
+/// The server can't be in a pair, or not with this duty. The error is a message with the reason.
 pub(crate) async fn identify(shared: &Shared, backend: &Backend) -> Result<Option<Peer>, String> {
     let mut link = None;
     if let Some(loads) = report_of(shared, backend, &mut link, "/v1/loads").await {
@@ -91,14 +91,19 @@ fn own(backend: &Backend, loads: &[u8]) -> Result<Peer, String> {
     }
 }
 
-/// Returns the message about a server that was started with another duty.
+/// Returns the message about a server that was started with a duty other than the configured one.
 fn other_mode(backend: &Backend, engine: PairEngine, mode: &str) -> String {
     let (url, duty, engine) = (backend.url.url(), backend.duty.name(), engine.name());
-    format!("{url} is {engine} with {MODE} {mode}, and --{duty} names servers with {duty}")
+    format!(
+        "--{duty} names {url}, which is {engine} with {MODE} {mode}: start it with {MODE} {duty}"
+    )
 }
 
-/// Returns the message about a Forebay server that reports nothing to a router without its key.
+/// Returns the message about a Forebay server that reports nothing to this router, because the
+/// router does not send the server's router key.
 fn silent(backend: &Backend) -> String {
     let url = backend.url.url();
-    format!("{url} is a Forebay server that tells this router nothing: give both one --router-key")
+    format!(
+        "{url} is a Forebay server that hides its state from this router: give both the same --router-key"
+    )
 }

@@ -13,8 +13,8 @@ use tokio::time::timeout;
 
 use crate::budget::{Budget, Held};
 
-/// The first and the largest allocation for a body. Allocations grow, so a client that sends byte
-/// by byte takes no more memory than others.
+/// The sizes in bytes of the first and of the largest allocation for a body. Allocations grow, so a
+/// client that sends byte by byte takes no more memory than others.
 const FIRST_PIECE: usize = 4 << 10;
 const LARGEST_PIECE: usize = 256 << 10;
 /// A body that is larger than the JSON limit has to contain one of these fields: embeddings, or
@@ -54,7 +54,7 @@ fn take(held: &mut Held, more: usize) -> Result<(), ApiError> {
         return Ok(());
     }
     let limit = held.budget().limit();
-    let reason = format!("the bodies of requests take all of their {limit} bytes");
+    let reason = format!("request bodies take all {limit} bytes of --max-request-bytes-in-flight");
     Err(ApiError::Overloaded { reason })
 }
 
@@ -135,7 +135,8 @@ impl Arriving {
         found
     }
 
-    /// Joins the buffers. While they are copied, the body takes twice its memory.
+    /// Joins the buffers. While they are copied, twice the memory of the body is charged to the
+    /// budget.
     fn join(mut self) -> Result<(Bytes, Held), ApiError> {
         if self.pieces.is_empty() {
             return Ok((self.only, self.held));
@@ -143,7 +144,7 @@ impl Arriving {
         take(&mut self.held, self.length)?;
         let mut whole = Vec::with_capacity(self.length);
         for piece in self.pieces {
-            // Each buffer is freed before the next one is copied.
+            // The copied buffer is freed before the next one is copied.
             whole.extend_from_slice(&piece);
         }
         self.held.give(self.held.bytes() - self.length);

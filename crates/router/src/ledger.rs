@@ -2,8 +2,9 @@
 //! ended.
 //!
 //! A report is always outdated on arrival. It states how many of this router's requests it counts
-//! ([`LoadReport::own`]), up to which dispatch ([`LoadReport::seen`]). So the router takes only the
-//! load of *other* requests from the report, and counts its own requests exactly.
+//! ([`LoadReport::own`]), and up to which dispatch the backend had received them
+//! ([`LoadReport::seen`]). So the router takes only the load of *other* requests from the report,
+//! and counts its own requests exactly.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +17,8 @@ pub enum Accounting {
     /// No effect: dispatched requests count until they end.
     Acknowledged,
     /// The report replaces the count of these requests. Routers work like this if they poll loads,
-    /// or if reports do not state which requests they count. It exists only for comparison.
+    /// or if reports do not state which requests they count. This variant exists only for
+    /// comparison.
     Overwritten,
 }
 

@@ -11,7 +11,7 @@
 //!
 //! If `pairs` of other servers (vLLM, SGLang) compute requests, `dispatch` chooses two backends.
 //! The request to the prefill server is a `leg`, which runs beside the request to the decode
-//! server, whose answer the client gets.
+//! server. The client gets the answer of the decode server.
 //!
 //! | threads | who | what |
 //! |---|---|---|

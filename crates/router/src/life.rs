@@ -8,11 +8,12 @@ pub(crate) struct Life {
     pub(crate) deaths: u64,
     /// True if the backend was found dead and has not responded since.
     pub(crate) dead: bool,
-    /// The id that the process chose for itself; 0: not known.
+    /// The random number that the process chose at its start; 0: not known.
     epoch: u64,
     /// The dispatch that is on trial, if any.
     pub(crate) trial: Option<u64>,
-    /// The number of deaths before the last one, and the dispatch on trial when the last one came.
+    /// The last death: the number of deaths before it, and the dispatch that was on trial when it
+    /// happened.
     pub(crate) last: Option<(u64, Option<u64>)>,
 }
 
@@ -30,7 +31,8 @@ impl Life {
         }
     }
 
-    /// Records that the backend has responded with the process id `epoch`.
+    /// Records that the backend has responded. `epoch` is the random number that its process chose
+    /// at its start.
     pub(crate) fn speak(&mut self, epoch: u64) {
         let known = std::mem::replace(&mut self.epoch, epoch);
         if known != 0 && known != epoch && !self.dead {

@@ -166,8 +166,8 @@ impl Idle {
         }
     }
 
-    /// Removes connections that the backend has closed, and those of backends that are not `wanted`
-    /// any more.
+    /// Removes connections that their backend has closed, and connections to backends that are not
+    /// `wanted` any more.
     pub(crate) fn prune(&self, wanted: impl Fn(u32) -> bool) {
         self.0.lock().retain(|&backend, links| {
             links.retain_mut(Link::is_ready);

@@ -59,7 +59,7 @@ struct BackendTick {
 /// Too many feeds are open already.
 pub(crate) fn watch(shared: &Arc<Shared>) -> Result<Response<FeedBody>, ApiError> {
     let Some((feed, response)) = shared.watchers.open() else {
-        let reason = "too many watch the backends already".to_owned();
+        let reason = "too many clients read this feed already".to_owned();
         return Err(ApiError::Overloaded { reason });
     };
     tokio::spawn(write(Arc::clone(shared), feed));

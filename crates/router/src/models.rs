@@ -62,7 +62,7 @@ impl Listed {
                 .any(|(at, _)| self.has(&name[..at]) && self.has(&name[at + 1..]))
     }
 
-    /// Returns the names whose cards have a digest of the content, with that digest.
+    /// Returns the names that are listed with a digest of their content, each with its digest.
     fn digests(&self) -> impl Iterator<Item = (&str, &str)> {
         self.0.iter().filter_map(|(id, card)| Some((id.as_str(), card.get("digest")?.as_str()?)))
     }
@@ -73,16 +73,16 @@ impl Listed {
 pub(crate) struct Models {
     /// The last list; `None`: the backend has not returned a list.
     listed: Mutex<Option<Arc<Listed>>>,
-    /// The number of the last query.
+    /// The sequence number of the last query.
     begun: AtomicU64,
-    /// The number of the last query that was answered or failed.
+    /// The sequence number of the last query that was answered or failed.
     ended: watch::Sender<u64>,
     /// Wakes the task that queries the list.
     pub(crate) wanted: Notify,
 }
 
 impl Models {
-    /// Starts a query and returns its number.
+    /// Starts a query and returns its sequence number.
     pub(crate) fn begin(&self) -> u64 {
         self.begun.fetch_add(1, Ordering::Relaxed) + 1
     }
@@ -123,7 +123,8 @@ impl Default for Unlisted {
 }
 
 impl Unlisted {
-    /// True if backends should be queried for this name, because they were not recently.
+    /// True if backends should be queried for this name, because they were not recently queried for
+    /// it. Records the query.
     pub(crate) fn asks(&self, name: &str) -> bool {
         let (mut asked, now) = (self.0.lock(), Instant::now());
         if asked.get(name).is_some_and(|&before| now < before + UNLISTED) {
@@ -147,7 +148,7 @@ pub(crate) fn wanted(path: &str, body: &[u8]) -> Option<Box<str>> {
 }
 
 /// Returns the ids of the backends that should not get a request for this name, because they do not
-/// list it and others do.
+/// list the name and other backends do.
 pub(crate) fn without(backends: &[Arc<Backend>], name: &str) -> Vec<u32> {
     let lists = |backend: &Arc<Backend>| Some((backend.id, backend.models.listed()?.knows(name)));
     let found: Vec<(u32, bool)> = backends.iter().filter_map(lists).collect();

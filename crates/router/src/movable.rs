@@ -28,7 +28,7 @@ impl Movable {
         Place { movable: Arc::clone(self), seq, ordered }
     }
 
-    /// True if no dispatch may be moved.
+    /// True if none of the dispatches may move.
     pub(crate) fn is_empty(&self) -> bool {
         self.0.lock().is_empty()
     }

@@ -123,8 +123,9 @@ fn leave(load: &mut Load, tokens: u64) {
     load.work.prefill = load.work.prefill.saturating_sub(tokens);
 }
 
-/// Returns the brains to query: those whose known loads have drifted apart, and of the others the
-/// one with the oldest report. Other routers may have sent work to it since that report.
+/// Returns the indices of the brains to query: those whose known loads have drifted apart, and one
+/// of the others. That brain has the oldest report, after which other routers may have sent work to
+/// it.
 fn unclear(brains: &[Brain]) -> Vec<usize> {
     let loads: Vec<Load> = brains.iter().map(|brain| brain.load).collect();
     let mut asked: Vec<usize> = drifted(&loads, |at| brains[at].is_open())
@@ -142,9 +143,10 @@ fn unclear(brains: &[Brain]) -> Vec<usize> {
     asked
 }
 
-/// Returns the next move: the source, the dispatch, the target, and the number of the dispatch's
-/// tokens that are not cached at the target. Tries the source with the most work first, and there
-/// the latest dispatch. The target is the brain that would compute the dispatch soonest.
+/// Returns the next move: the index of the source, the dispatch, the index of the target, and the
+/// number of the dispatch's tokens that are not cached at the target. Sources with the most work,
+/// and their latest dispatches, are tried first. The target is the brain that would compute the
+/// dispatch soonest.
 fn best(
     shared: &Shared,
     brains: &[Brain],
@@ -184,7 +186,8 @@ fn best(
     None
 }
 
-/// Returns the number of the request's tokens that each brain would have to compute, at least one.
+/// Returns, for each brain, the number of the request's tokens that it would have to compute, at
+/// least one.
 fn uncached<'a>(
     shared: &Shared,
     ask: &Ask,

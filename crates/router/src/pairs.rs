@@ -1,8 +1,9 @@
 //! Pairs of a server that computes prompts and a server that continues after the first token.
 //!
 //! Both servers run the same engine, and transfer the KV cache by that engine's protocol. A request
-//! that a pair computes is counted at both. Between Forebay servers, the decode server requests the
-//! blocks from the prefill server that the router names, and computes the prompt if that fails.
+//! that a pair computes is counted at both. The router names a Forebay prefill server to a Forebay
+//! decode server. The decode server requests the blocks from it, and computes the prompt itself if
+//! that fails.
 
 use std::sync::Arc;
 
@@ -33,8 +34,8 @@ const ALONE: [&str; 11] = [
     "/openapi.json",
     "/v1/models",
 ];
-/// Further routes of Forebay that generate tokens. Its decode servers answer all other routes
-/// alone.
+/// Further routes that generate tokens: pairs of Forebay servers compute them too. All routes that
+/// are neither here nor in `PAIRED` are answered by a Forebay decode server alone.
 const OURS: [&str; 5] =
     ["/v1/messages", "/v1/responses", "/api/chat", "/api/generate", "/completion"];
 
@@ -114,7 +115,8 @@ pub(crate) enum Duty {
     /// Whole requests.
     #[default]
     Whole,
-    /// Only prompts; with the configured port to which SGLang's decode servers connect.
+    /// Only prompts. `bootstrap_port` is the configured port to which SGLang's decode servers
+    /// connect.
     Prefill { bootstrap_port: Option<u16> },
     /// Everything after the first token.
     Decode,
@@ -163,7 +165,7 @@ pub(crate) fn is_paired(method: &Method, path: &str, ours: bool) -> Result<bool,
         return Ok(false);
     }
     let reason = format!(
-        "{method} {path} is not for pairs of prefill and decode servers, which compute {}",
+        "{method} {path} is not available with --prefill and --decode, which serve {}",
         PAIRED.join(", ")
     );
     Err(ApiError::NotImplemented { reason })
@@ -193,8 +195,8 @@ pub(crate) fn paired<'a>(backends: impl Iterator<Item = &'a Arc<Backend>>) -> Ve
     decode
 }
 
-/// Returns the reason why none of these backends form a pair although both kinds exist. `None` if
-/// there is a pair, or if one kind is missing.
+/// Returns the reason why none of these backends form a pair, although there are prefill servers
+/// and decode servers. `None` if there is a pair, or if one of these two kinds is missing.
 pub(crate) fn mismatch(backends: &[Arc<Backend>]) -> Option<String> {
     let [prefill, decode] = engines(backends.iter());
     let apart = !prefill.is_empty() && !decode.is_empty();
@@ -204,8 +206,8 @@ pub(crate) fn mismatch(backends: &[Arc<Backend>]) -> Option<String> {
     };
     apart.then(|| {
         format!(
-            "the prefill servers are {} and the decode servers {}: a pair is of one engine, whose \
-             protocol both speak",
+            "the prefill servers are {} and the decode servers {}: both servers of a pair must run \
+             the same engine",
             names(&prefill),
             names(&decode)
         )

@@ -26,14 +26,14 @@ pub(crate) enum Role {
 /// The length of a request's trial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Trial {
-    /// Until it produces output, or until this time has passed. The time is longer than the request
-    /// ran before the last death.
+    /// Until the request produces output, or until this time has passed. The time is longer than
+    /// the time for which the request ran before the last death.
     Output(Duration),
-    /// For this time, even if it produces output: the request was in flight at several deaths, so
-    /// output alone does not clear it.
+    /// For this time, even if the request produces output: the request was in flight at several
+    /// deaths, so output alone does not clear it.
     Time(Duration),
-    /// Until the request ends, because it was in flight at several deaths that no other request is
-    /// blamed for.
+    /// Until the request ends. It was in flight at several deaths for which no other request is to
+    /// blame.
     Whole,
 }
 
@@ -51,9 +51,9 @@ impl Trial {
 #[derive(Debug, Default)]
 pub(crate) struct Past {
     deaths: u8,
-    /// The number of deaths that no other request is blamed for.
+    /// The number of deaths for which no other request is to blame.
     unexplained: u8,
-    /// The time for which the backend that died last had the request.
+    /// The time for which the request had been at the backend that died last.
     lived: Duration,
     /// The time of the last death.
     last: Option<Instant>,

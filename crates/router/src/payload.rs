@@ -9,7 +9,8 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
-/// Consecutive chunks, so that an insertion copies nothing else. No chunk is empty.
+/// Consecutive chunks of a body, so that the router's insertions do not require a copy of the
+/// client's body. No chunk is empty.
 #[derive(Debug, Default)]
 pub(crate) struct Payload(VecDeque<Bytes>);
 

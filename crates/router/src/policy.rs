@@ -18,8 +18,8 @@ pub enum Policy {
     /// The backend with most of the prompt in its cache, unless it has too much work.
     #[default]
     CacheAware,
-    /// The backend is the same for the same `x-routing-key`, `routing_key`, `session_id` or `user`.
-    /// A request without one goes to the backend with the fewest requests.
+    /// One backend for all requests with the same `x-routing-key`, `routing_key`, `session_id` or
+    /// `user`. A request without any of these goes to the backend with the fewest requests.
     Session,
 }
 
@@ -28,10 +28,11 @@ pub enum Policy {
 pub struct Thresholds {
     /// The smallest cached share of a prompt with which the cache decides the choice.
     pub cache: f32,
-    /// The largest difference between the loads of two backends, in requests.
+    /// The largest difference between the loads of two backends, in requests, up to which loads do
+    /// not decide.
     pub balance_abs: u32,
-    /// The largest ratio between the loads of two backends. Loads decide only if both limits are
-    /// exceeded.
+    /// The largest ratio between the loads of two backends up to which loads do not decide. They
+    /// decide only if both limits are exceeded.
     pub balance_rel: f32,
 }
 

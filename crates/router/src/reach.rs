@@ -25,7 +25,7 @@ use crate::watch::has_died;
 /// The longest pause before a waiting request looks for a backend again. Changes that only time
 /// causes, such as in a circuit breaker, do not wake it.
 const LOOK: Duration = Duration::from_secs(1);
-/// The longest accepted `Retry-After`, in seconds; longer ones are cut to this.
+/// The longest accepted `Retry-After`, in seconds; longer times are reduced to it.
 const LONGEST_RETRY_AFTER: u64 = 86_400;
 
 /// The failure of a request: an error, or the last response of a backend, which goes to the client.
@@ -76,7 +76,7 @@ impl Failures {
     }
 
     /// Charges the failures to the backends' circuit breakers, unless the request failed at several
-    /// backends and nowhere succeeded: then the request itself is at fault.
+    /// backends and succeeded at none: then the request itself is at fault.
     fn settle(self, client: ClientId, answered: bool) {
         if answered || self.0.len() == 1 {
             self.0.iter().for_each(|backend| backend.charge(FailureOrigin::Client(client.0)));
@@ -84,8 +84,8 @@ impl Failures {
     }
 }
 
-/// Tries backends until one responds. With `resume`, tries them until one continues that stream;
-/// `broke` is the dispatch that broke off.
+/// Tries backends until one responds. With `resume`, tries them until one continues the stream that
+/// `resume` describes. `broke` is the dispatch that broke off, if this follows one.
 pub(crate) async fn reach(
     worker: &Arc<Worker>,
     ask: &Arc<Ask>,
@@ -116,7 +116,8 @@ async fn search(
     let shared = &worker.shared;
     let retry = shared.config.retry;
     let mut last = None;
-    // The response of a backend that does not keep the response which the request names.
+    // A "not found" answer. The backend that sent it does not keep the response that the request
+    // names.
     let mut unkept = None;
     let (mut attempts, mut rounds) = (0, 0);
     // A failure on a reused connection may only mean that the backend had closed it. After one such
@@ -302,7 +303,7 @@ async fn choose(shared: &Shared, ask: &Ask, avoid: &[u32], resumed: bool) -> Opt
 }
 
 /// Determines whether a broken dispatch was in flight at its backend's death. If so, records the
-/// death.
+/// death and returns true.
 ///
 /// # Errors
 ///
@@ -323,7 +324,7 @@ async fn mourn(shared: &Shared, ask: &Ask, sent: Sent) -> Result<bool, Failure> 
         return Ok(true);
     }
     shared.totals.given_up.fetch_add(1, Ordering::Relaxed);
-    tracing::warn!(deaths, "backends died while they had this request: it is not tried again");
+    tracing::warn!(deaths, "backends died while they computed this request: it is not retried");
     Err(Failure::Api(ApiError::BackendDied { deaths }))
 }
 
@@ -336,7 +337,8 @@ fn no_backend(shared: &Shared, ask: &Ask) -> Failure {
 }
 
 fn not_taken() -> Failure {
-    let reason = "no backend has taken the request since one died while it had it".to_owned();
+    let reason =
+        "a backend died while it computed this request, and no other has accepted it".to_owned();
     Failure::Api(ApiError::Unavailable { reason, code: "no_backend" })
 }
 

@@ -36,7 +36,7 @@ struct Entry {
 /// A function that is called with each new backend.
 pub(crate) type Added = Box<dyn Fn(&Arc<Backend>) + Send + Sync>;
 
-/// The list of backends. A backend stays on it as long as one source names it.
+/// The list of backends. A backend stays on the list as long as a source names it.
 pub(crate) struct Registry {
     sources: Mutex<BTreeMap<Source, Entry>>,
     current: RwLock<Arc<[Arc<Backend>]>>,
@@ -68,7 +68,7 @@ impl Registry {
         Arc::clone(&self.current.read())
     }
 
-    /// Replaces the backends of a source, which compute whole requests.
+    /// Replaces the backends of a source. They compute whole requests.
     pub(crate) fn set(&self, source: Source, urls: Vec<BackendUrl>) {
         self.name(source, urls.into_iter().map(|url| (url, Duty::Whole)).collect());
     }

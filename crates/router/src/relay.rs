@@ -1,8 +1,8 @@
 //! Forwards a response to the client, and survives failures of backends.
 //!
-//! If a stream breaks off for which a brain sent a stream name, another brain continues it. Any
-//! other broken stream ends with an error event. A response that is not streamed ends with a closed
-//! connection, because its announced length can't be met.
+//! A brain may send a name for its stream. If such a stream breaks off, another brain continues it.
+//! Any other broken stream ends with an error event. A response that is not streamed ends with a
+//! closed connection, because its announced length can't be met.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -239,7 +239,7 @@ impl Body for Relay {
                     Poll::Ready(Err(Failure::Refused(response))) => {
                         let status = response.status().as_u16();
                         let reason = format!(
-                            "no other backend goes on with the stream: the last answered {status}"
+                            "no other backend continues the stream: the last answered {status}"
                         );
                         let error = ApiError::Unavailable { reason, code: "backend_failed" };
                         return this.fail(&error);

@@ -40,7 +40,7 @@ const LONGEST_LEASE: Duration = Duration::from_secs(86_400);
 const DEFAULT_LEASE: Duration = Duration::from_secs(60);
 /// The largest number of backends that may have a lease.
 const MAX_LEASES: usize = 1024;
-/// The limits on the body of a registration.
+/// The limits on the body of a registration request.
 const REGISTRATION: BodyLimits = BodyLimits { whole: 1 << 16, json: 1 << 16, all: 0 };
 /// The header that controls whether OpenAI's clients retry by themselves.
 const SHOULD_RETRY: &str = "x-should-retry";

@@ -34,12 +34,12 @@ pub(crate) struct Totals {
     pub(crate) retries: AtomicU64,
     pub(crate) failovers: AtomicU64,
     pub(crate) errors: AtomicU64,
-    /// How often a request was in flight at a backend's death, and the number of requests that were
-    /// then given up.
+    /// How often a request was in flight at a backend's death. `given_up` is the number of requests
+    /// that were then given up.
     pub(crate) suspects: AtomicU64,
     pub(crate) given_up: AtomicU64,
-    /// The number of attempts with a pair, and of attempts in which the prefill server handed
-    /// nothing on.
+    /// The number of attempts with a pair. `unfetched` counts those in which the answer of a vLLM
+    /// prefill server names nothing to transfer.
     pub(crate) pairs: AtomicU64,
     pub(crate) unfetched: AtomicU64,
 }
@@ -57,7 +57,7 @@ struct Choosers {
 struct Fit<'a> {
     backend: &'a Arc<Backend>,
     candidate: Candidate,
-    /// True if a suspect is on trial there.
+    /// True if a suspect is on trial at this backend.
     tries: bool,
 }
 
@@ -77,15 +77,15 @@ pub(crate) struct Shared {
     pub(crate) began: Instant,
     /// The id by which backends know the router.
     pub(crate) id: u64,
-    /// The keys that the router sends to backends: the router key, and the `Authorization` header
-    /// of its own requests.
+    /// The router key that the router sends to backends. `own_key` is the `Authorization` header of
+    /// the router's own requests.
     pub(crate) router_key: Option<HeaderValue>,
     pub(crate) own_key: Option<HeaderValue>,
     /// The seed of text names. It is secret, so that no client can construct two texts with the
     /// same name.
     text_root: u64,
     clients: Clients,
-    /// The keys of clients, and the keys of operators.
+    /// The keys of clients. `admin_keys` are those of operators.
     pub(crate) keys: Keys,
     pub(crate) admin_keys: Keys,
     /// Limits the number of client connections.
@@ -180,8 +180,8 @@ impl Shared {
         let mut fit = Vec::with_capacity(backends.len());
         let mut unfit = Vec::new();
         let home = ask.response.as_deref().and_then(|response| self.homes.of(response));
-        // A backend that is down can't return its responses, so another one may report that the
-        // response is unknown.
+        // A backend that is down can't return the responses that it keeps. Another backend is then
+        // used, and may report that the response is unknown.
         let home = home
             .filter(|home| backends.iter().any(|backend| backend.id == *home && backend.is_up()));
         let strange = ask.model.as_deref().map_or_else(Vec::new, |model| without(&backends, model));
@@ -260,8 +260,8 @@ impl Shared {
         cached(&self.index, ask, backends)
     }
 
-    /// True if queued requests may move. They do not move with the kinds of load accounting that
-    /// exist for comparison, or if pairs compute requests.
+    /// True if queued requests may move. They move neither with the kinds of load accounting that
+    /// exist only for comparison, nor if pairs compute requests.
     pub(crate) fn moves(&self) -> bool {
         let RouterConfig { queue_moves, watch, pairs, .. } = &self.config;
         *queue_moves && *watch == Watch::Acknowledged && pairs.is_empty()

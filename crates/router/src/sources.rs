@@ -47,7 +47,7 @@ pub(crate) async fn follow_file(shared: Arc<Shared>, file: std::path::PathBuf) {
             }
             Ok(_) => {}
             Err(error) => {
-                tracing::warn!(file = %file.display(), error, "backends stay as they are")
+                tracing::warn!(file = %file.display(), error, "the list of backends could not be read: the last one stays in use")
             }
         }
         sleep(shared.config.sources.interval).await;
@@ -65,7 +65,9 @@ pub(crate) async fn follow_name(shared: Arc<Shared>, name: String) {
                     addresses.iter().flat_map(|address| BackendUrl::parse(&address.to_string()));
                 shared.registry.set(Source::Dns(name.clone()), urls.collect());
             }
-            Err(error) => tracing::warn!(name, %error, "backends stay as they are"),
+            Err(error) => {
+                tracing::warn!(name, %error, "the list of backends could not be read: the last one stays in use")
+            }
         }
         sleep(shared.config.sources.interval).await;
     }

@@ -15,8 +15,8 @@ use serde_json::value::RawValue;
 use crate::pairs::{GENERATE, PairEngine};
 use crate::payload::Payload;
 
-/// Members by which the servers of a pair find each other. Only the router may write them: a client
-/// could otherwise name another server, or the data of another request.
+/// Members of a body by which the servers of a pair find each other. Only the router may write
+/// them: a client could otherwise name another server, or the data of another request.
 const RESERVED: [&str; 5] = [
     "bootstrap_host",
     "bootstrap_port",
@@ -189,7 +189,7 @@ fn spliced(body: &Bytes, without: &[&str], added: String) -> Payload {
 }
 
 /// The bootstrap room at an SGLang prefill server in which the servers of a pair meet. Rooms are
-/// random 63-bit numbers, so neither a room nor one of the next few numbers is used twice.
+/// random 63-bit numbers, so no room, nor one of the next few numbers, is used twice.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Room(String);
 

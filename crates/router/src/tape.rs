@@ -20,7 +20,7 @@ use crate::budget::{Budget, Held};
 /// applies to its token ids.
 pub(crate) const MAX_HELD: usize = 8 << 20;
 /// The number of bytes that a stream may always hold, whatever other streams of its backend hold.
-/// The same applies to its token ids.
+/// Its token ids may take as many bytes too.
 pub(crate) const FREE: usize = 64 << 10;
 
 /// Reads the stream of one client, from all brains that write it in turn.
@@ -151,8 +151,8 @@ impl Tape {
         self.full
     }
 
-    /// Returns the token ids with which another brain continues, and their share of memory. `None`:
-    /// there were too many to keep.
+    /// Returns the token ids with which another brain continues the stream, and their share of the
+    /// memory budget. `None`: there were too many ids to keep.
     pub(crate) fn into_ids(self) -> Option<(Vec<u8>, Arc<IdShare>)> {
         self.ids.map(|ids| (ids.text, Arc::new(ids.share)))
     }

@@ -2,7 +2,7 @@
 //!
 //! Suspects with fewer deaths come first, since their trials are shorter. Among equals, clients
 //! take turns, so that a client with many suspects does not delay others. A suspect may use any
-//! suitable backend, unless an earlier suspect waits for that backend too.
+//! suitable backend, unless a suspect before it in this order waits for that backend too.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ pub(crate) struct Trials(Mutex<Queue>);
 struct Queue {
     waiting: BTreeMap<Place, Waiter>,
     clients: FxHashMap<ClientId, Turns>,
-    /// The turn of the suspect that was tried last.
+    /// The `turn` of the suspect that was tried last.
     turn: u64,
     next: u64,
 }

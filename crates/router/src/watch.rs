@@ -35,14 +35,15 @@ const PACE: Duration = Duration::from_millis(5);
 /// known, the text counts as cached at the backend to which it was sent.
 const BLOCKS_PACE: Duration = Duration::from_millis(20);
 /// The time that must pass after this router's last request before a backend is queried for its
-/// load. Responses carry the load anyway, and during a series of requests the report would arrive
-/// together with the next request.
+/// load. Responses carry the load too. During a series of requests, the report would only arrive
+/// when the next request does.
 const QUIET: Duration = Duration::from_millis(100);
 /// The largest load report, in bytes.
 const MAX_REPORT: usize = 64 << 10;
 /// The largest list of models, in bytes.
 const MAX_LIST: usize = 4 << 20;
-/// The largest response with block events: two numbers, and one event per block.
+/// The largest response with block events, in bytes: two numbers and one event per block, of eight
+/// bytes each.
 const MAX_EVENTS: usize = 8 * (2 + MAX_BLOCKS);
 /// The number of block events that are applied at once. Between such batches requests are
 /// dispatched.
@@ -113,8 +114,8 @@ async fn knows_peer(shared: &Shared, backend: &Backend) -> bool {
     fits
 }
 
-/// Checks whether a backend has died since the broken dispatch `sent`: its health check gets no
-/// response, or another process responds.
+/// Returns whether a backend has died since the dispatch `sent`, which broke off. It has if its
+/// health check gets no response, or if another process responds.
 pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     let backend = &sent.backend;
     let broke = Instant::now();
@@ -132,8 +133,8 @@ pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     }
     let config = &shared.config.health;
     let asked = Instant::now();
-    // The process id in a brain's report shows whether another process has been started since the
-    // dispatch.
+    // A brain's report contains a random number that its process chose at its start. It shows
+    // whether another process has been started since the dispatch.
     if backend.is_forebay() {
         let limits = (config.timeout, MAX_REPORT);
         let answer = question(shared, backend, &mut None, "/v1/loads", limits).await;
@@ -230,7 +231,8 @@ fn late() -> LinkError {
     LinkError::Connect(ErrorKind::TimedOut.into())
 }
 
-/// Applies the load report in a response. Returns false if it contains none, as with other servers.
+/// Applies the load report in a response. Returns false if it contains none, as from servers other
+/// than Forebay.
 fn take_report(backend: &Backend, answer: &Answer) -> bool {
     let Ok((StatusCode::OK, body)) = answer else { return false };
     match serde_json::from_slice::<LoadReport>(body) {
@@ -308,7 +310,8 @@ async fn follow_models(shared: &Shared, backend: &Backend) {
     }
 }
 
-/// Reads a backend's list of models. Warns about names that have other contents at other backends.
+/// Reads a backend's list of models. Warns about names whose content is not the same at all
+/// backends.
 async fn ask_models(shared: &Shared, backend: &Backend, link: &mut Option<Link>) {
     let number = backend.models.begin();
     let limits = (shared.config.health.timeout, MAX_LIST);

@@ -119,7 +119,7 @@ impl Replica {
         assert!(self.scheduler.next_plan(&mut self.plan, &mut self.events), "there is work");
     }
 
-    /// Simulates the device's result of the latest plan. No measurement includes it.
+    /// Simulates the device's result of the latest plan. This is not part of the measured time.
     fn compute(&mut self) {
         self.result.step = self.plan.step();
         self.result.row_errors.clear();
@@ -193,8 +193,8 @@ fn evicting(running: u32) -> Replica {
     decoding(replica, running)
 }
 
-/// Returns the time of the calls of `step` that criterion requests, each of `steps_a_call` steps.
-/// The replica is rebuilt every `STEPS` steps.
+/// Calls `step` as often as criterion requests, and returns the total time. Each call runs
+/// `steps_a_call` steps. The replica is rebuilt every `STEPS` steps.
 fn time_steps(
     calls: u64,
     steps_a_call: u32,
@@ -216,7 +216,7 @@ fn time_steps(
     time
 }
 
-/// No request arrives and none ends. An element is a row.
+/// Measures steps in which no request arrives and none ends. Criterion's throughput counts rows.
 fn decode(criterion: &mut Criterion) {
     type Part = fn(StepTime) -> Duration;
     let parts: [(&str, Part); 3] =
@@ -241,8 +241,8 @@ fn decode(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// In each step `CHANGES` requests arrive and as many end, each after generating
-/// `running / CHANGES` tokens. An element is a row.
+/// In each step `CHANGES` requests arrive and as many end. Each ends after generating
+/// `running / CHANGES` tokens. Criterion's throughput counts rows.
 fn churn(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("churn");
     for running in RUNNING {
@@ -281,8 +281,9 @@ fn arrive(replica: &mut Replica, lifetime: u32) -> Duration {
 }
 
 /// Measures a request that arrives beside the decoding requests, and whose first `SHARED` tokens
-/// are cached. The request is prefilled in chunks and ends with its first token. A sample is all
-/// `OWN / CHUNK` steps of the request; an element is one of its blocks, found or computed.
+/// are cached. The request is prefilled in chunks and ends with its first token. A call runs all
+/// `OWN / CHUNK` steps of the request. Criterion's throughput counts the request's blocks, found or
+/// computed.
 fn prefill(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("prefill");
     let shared: Vec<i32> = (0..SHARED as i32).map(|at| at.reverse_bits()).collect();

@@ -10,8 +10,8 @@ use crate::words::has_words;
 use crate::{Event, Handle, Scheduler};
 
 impl Scheduler {
-    /// Plans prompt rows within `budget` tokens. Some prompts pass the first in turn
-    /// ([`crate::passing`]); all others get their rows in turn.
+    /// Plans chunked prefill: prompt rows within `budget` tokens, each cut by [`Self::push_row`].
+    /// Some prompts pass the first in turn ([`crate::passing`]); all others get their rows in turn.
     pub(crate) fn plan_prompts(&mut self, budget: u32, step: &mut NewStep<'_>) {
         let mut passed = std::mem::take(&mut self.passed);
         let mut budget = budget - self.plan_passing(budget, &mut passed, step);
@@ -62,8 +62,8 @@ impl Scheduler {
             };
             *budget = budget.saturating_sub(planned);
             self.count_received(handle, planned);
-            // Still in prefill: the row was cut, such as by room in the result, or where a state is
-            // kept.
+            // Still in prefill: the row ends before the prompt, for example because the result has
+            // no more room, or because a state is kept at the row's end.
             let was_cut = matches!(self.roster[handle].stage(), Some(Stage::Prefill));
             if in_parts || planned == 0 || was_cut {
                 from = Bound::Excluded(key);

@@ -82,7 +82,8 @@ impl Scheduler {
     }
 
     fn learn(&mut self, flight: &Flight, device_us: u32) {
-        // If the tower computed too, the step's time does not show how long the rows took.
+        // If the step also computed layers of the vision tower, its time does not show how long the
+        // rows took.
         if flight.towers.is_empty() {
             let lengths = flight.rows.iter().map(FlightRow::positions);
             self.turns.learn(lengths.clone().sum(), device_us);
@@ -250,7 +251,7 @@ fn check_shape(result: &StepResult, flight: &Flight) -> Result<(), ApplyError> {
         let mut tokens = 0;
         for (most, &count) in most.zip(&result.token_counts) {
             let count = usize::try_from(count).unwrap_or(0);
-            // Clamp counts that are out of range, so that the sum can't match.
+            // A count that is out of range differs from its clamped value, so this check fails.
             check("token_counts", count.clamp(1, most), count)?;
             tokens += count;
         }

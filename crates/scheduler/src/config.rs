@@ -42,8 +42,8 @@ impl Serialize for DecodeGap {
 /// The capacity and the policies of a scheduler.
 #[derive(Debug, Clone)]
 pub struct SchedulerConfig {
-    /// Slots in the device tables. More than `max_running`, because a slot stays retired for up to
-    /// [`crate::MAX_IN_FLIGHT`] steps.
+    /// The number of slots in the device tables. It should exceed `max_running`, because a slot
+    /// stays retired for up to [`crate::MAX_IN_FLIGHT`] steps.
     pub slots: u32,
     /// The largest number of requests that have a slot at the same time.
     pub max_running: u32,
@@ -171,7 +171,8 @@ pub struct Tower {
     pub pages: u32,
     /// The number of positions per image page.
     pub page_tokens: u32,
-    /// The most tower work per step, in positions times layers. A step computes at least one layer.
+    /// The largest amount of tower work per step, in positions times layers. A step computes at
+    /// least one layer.
     pub budget: u64,
     /// True if attention within an image is bidirectional. Then no row ends within an image: a row
     /// that begins at an image takes all of it, even beyond the token budget.

@@ -149,7 +149,8 @@ impl Scheduler {
         }
     }
 
-    /// Compares a request's newest token with the expected one, if its row had no drafts.
+    /// Compares a request's newest token with the expected token, if the request's row had no
+    /// drafts.
     pub(crate) fn compare_expected(&mut self, row: &FlightRow) {
         let alone = row.drafts.is_none() && self.config.drafts.is_some();
         let Some(entry) = self.roster.requests.get_mut(row.handle).filter(|_| alone) else {

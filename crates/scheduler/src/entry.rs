@@ -68,11 +68,11 @@ pub(crate) struct Entry {
     pub(crate) limit: u32,
     /// Positions whose keys and values were found in a tier at the last admission.
     pub(crate) cached: u32,
-    /// Positions that are computed, or will be after the steps in flight.
+    /// Positions that are computed, or will be computed by the steps in flight.
     pub(crate) computed: u32,
-    /// Tokens that exist, or certainly will after the steps in flight.
+    /// Tokens that exist, or certainly will exist after the steps in flight.
     pub(crate) total: u32,
-    /// `None`: the request waits, without a slot or pages.
+    /// The slot and pages; `None`: the request waits without them.
     pub(crate) residence: Option<Residence>,
     pub(crate) blocks: Blocks,
     /// Positions that were computed when the request lost its pages.
@@ -82,7 +82,8 @@ pub(crate) struct Entry {
     pub(crate) passed: u64,
     /// True while the request's mask is not ready. None of its rows samples meanwhile.
     pub(crate) waits: bool,
-    /// True if the request's next position was computed by a row that sat out.
+    /// True if the request's next position was computed by a row that sat out, and has to be
+    /// computed again.
     pub(crate) repeats: bool,
     /// The request's drafts.
     pub(crate) expected: ExpectedDrafts,

@@ -26,7 +26,7 @@ pub enum Finish {
 }
 
 /// An event of a request. [`Event::Finished`] is a request's last event, and comes once. Aborted
-/// and poisoned requests end without it.
+/// requests end without it, and so do poisoned ones ([`crate::Scheduler::reset`]).
 #[derive(Debug, Clone, PartialEq)]
 pub enum Event {
     /// The request got a slot and pages.
@@ -114,8 +114,9 @@ pub enum Event {
         /// The arena offset of the patches. Another image's patches may be there already.
         patches: u32,
     },
-    /// The request has generated its token here, and its blocks are saved as far as possible. The
-    /// caller passes it to another scheduler ([`crate::Scheduler::hand_on`]).
+    /// The request has generated the one token that it was to generate here, and its blocks are
+    /// saved as far as possible. The caller passes it to another scheduler
+    /// ([`crate::Scheduler::hand_on`]).
     Left {
         /// The request's id.
         id: u64,
@@ -400,9 +401,10 @@ pub struct HostStats {
     pub dropped_unsaved: u64,
     /// Blocks that were not saved because copies leased every host page.
     pub saves_refused: u64,
-    /// Admissions that computed found blocks again because restoring them was slower.
+    /// Admissions whose blocks were in the host tier, but were computed again because restoring
+    /// them would have been slower.
     pub restores_declined: u64,
-    /// Admissions that restored found blocks rather than compute them again.
+    /// Admissions whose blocks were restored from the host tier rather than computed again.
     pub restores_chosen: u64,
     /// Microseconds that saves took.
     pub save_us: u64,

@@ -33,7 +33,7 @@ struct Comparison {
 #[derive(Debug)]
 pub(crate) struct ExpectedDrafts {
     pub(crate) tokens: Vec<i32>,
-    /// `None`: no tokens are expected.
+    /// The match that the expected tokens come from; `None`: no tokens are expected.
     pub(crate) found: Option<DraftMatch>,
     /// The number of leading drafts that are certain.
     pub(crate) forced: u32,

@@ -79,7 +79,7 @@ impl Scheduler {
         self.memory.keep_ready(&mut self.roster, total, plan);
     }
 
-    /// The next request, if it lacks nothing but pages.
+    /// The next request to admit, if it lacks nothing but pages.
     fn lacking_pages(&self) -> Option<Handle> {
         let next = self.turns.next_blocked(self.returns())?;
         let place = self.roster.has_place(self.roster[next].request.probe);

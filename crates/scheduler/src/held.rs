@@ -2,8 +2,8 @@
 //!
 //! A hand on another machine reads payloads from its own memory, and a plan may name a payload only
 //! after it was copied there. Until then its request is *held*. It is live and keeps its position
-//! in the order, but is not scheduled. No other request waits for it meanwhile, not even in
-//! quarantine.
+//! in the order, but is not scheduled. No other request waits for a held one, not even while
+//! suspects are replayed one at a time.
 
 use crate::Scheduler;
 

@@ -1,4 +1,4 @@
-//! Requests that another scheduler continues although this one's hand is alive.
+//! Requests that another scheduler continues while the hand of this scheduler is alive.
 //!
 //! Such a request computes its prompt here and generates one token. It then gives up its slot and
 //! pages at once, and *leaves*: it stays live, but is not scheduled, until its blocks are saved.
@@ -31,7 +31,8 @@ impl Scheduler {
         self.retire(handle);
         let entry = &mut self.roster[handle];
         self.turns.leave(&entry.ticket(handle));
-        // It computes nothing more here, so its adapter may be replaced by another one.
+        // The request computes nothing more here, so another adapter may take the place of its
+        // adapter.
         self.places.leave(handle, entry);
         entry.leaving = true;
         self.leaving.push(handle);
@@ -74,8 +75,8 @@ impl Scheduler {
         self.memory.will_save(names)
     }
 
-    /// Stops or resumes admission of requests that leave, except probes. Requests after a stopped
-    /// one in the queue wait too.
+    /// Stops or resumes admission of requests that leave, except probes. Requests that are in the
+    /// queue after a request that may not be admitted wait too.
     pub fn hold_leaving(&mut self, held: bool) {
         self.holds_leaving = held;
     }

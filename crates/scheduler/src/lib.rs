@@ -65,8 +65,8 @@
 //!
 //! - `plan`: the steps and their rows; `passing`: shares of a step's tokens; `admit`: which request
 //!   gets a slot.
-//! - `drafts`: tokens that requests are expected to generate (`expected`), computed with their last
-//!   one.
+//! - `drafts`: tokens that requests are expected to generate (`expected`). A row computes them
+//!   together with the request's last known token.
 //! - `grow`: pages for running requests; `words`: the size of a plan; `prompts`: log-probabilities
 //!   of prompts.
 //! - `moves`: queued requests that move to another scheduler; `held`: requests whose payload is not

@@ -1,4 +1,4 @@
-//! Queued requests that move to another scheduler although this one's hand is alive.
+//! Queued requests that move to another scheduler while the hand of their own scheduler is alive.
 
 use forebay_kvcache::BlockHash;
 
@@ -16,8 +16,8 @@ pub struct QueuedRequest<'a> {
     pub names: &'a [BlockHash],
 }
 
-/// The number of waiting requests to examine per call. It bounds the cost for a long queue of
-/// requests that may not move.
+/// The number of waiting requests that [`Scheduler::movable`] examines. The limit bounds its cost
+/// if many queued requests may not move.
 const LOOKED_AT: usize = 64;
 
 impl Scheduler {
@@ -38,8 +38,8 @@ impl Scheduler {
         })
     }
 
-    /// Removes a request that [`Self::movable`] has named, for another scheduler. `None`: it has
-    /// been admitted or has ended since.
+    /// Removes a request that [`Self::movable`] has returned, so that another scheduler can run it.
+    /// `None`: it has been admitted or has ended since.
     pub fn withdraw(&mut self, id: u64) -> Option<Request> {
         let handle = self.roster.find(id)?;
         let entry = &self.roster[handle];

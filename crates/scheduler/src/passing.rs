@@ -1,4 +1,4 @@
-//! Shares of a step's tokens between prompts.
+//! Divides a step's tokens between prompts.
 //!
 //! Half of a step's prompt tokens are given in the order of turns. So the first prompt in turn has
 //! at least half of every step, and takes at most twice as long as if no prompt passed it. The
@@ -8,8 +8,9 @@
 //! step.
 //!
 //! Priorities are respected: a prompt never passes one of a better rank, and a waiting prompt goes
-//! before the residents of a worse rank. A prompt that must not be cut passes as a whole or not at
-//! all. If the first prompt in turn must not be cut either, no passing prompt takes its room.
+//! before the residents of a worse rank. A prompt that must be computed in one row passes as a
+//! whole or not at all. If this also holds for the first prompt in turn, no passing prompt takes
+//! its room.
 
 use crate::entry::{Entry, Stage};
 use crate::images::visible;
@@ -19,9 +20,9 @@ use crate::turns::claims::Claim;
 use crate::{Handle, Scheduler};
 
 impl Scheduler {
-    /// Plans rows of prompts that pass the first in turn, and admits those of them that wait.
-    /// Requests that get a row are added to `passed`, and get no second row in this step. Returns
-    /// the number of their tokens, at most half of `budget`.
+    /// Plans rows of prompts that pass the first in turn. Prompts that were not admitted yet are
+    /// admitted. Requests that get a row are added to `passed`, and get no second row in this step.
+    /// Returns the number of tokens in these rows, at most half of `budget`.
     pub(crate) fn plan_passing(
         &mut self,
         budget: u32,
@@ -63,16 +64,17 @@ impl Scheduler {
             }
         }
         if !all_have_rows {
-            // The tokens left may be too few for an image that must lie in one row. If the first
-            // prompt in turn waits for memory that such a prompt holds, only a full-size row lets
-            // that prompt finish and free the memory.
+            // The tokens left may be too few for an image that must lie in one row. A prompt that
+            // got no row for this reason may get one later in this step. Otherwise the first prompt
+            // in turn could wait for ever for memory that this prompt holds.
             let rows = &step.flight.rows;
             passed.retain(|&handle| rows.iter().any(|row| row.handle == handle));
         }
         soon - left
     }
 
-    /// True if a waiting request goes before the prefilling residents from `key` on.
+    /// True if the next waiting request has a better rank than `key`, so that it goes before
+    /// residents with `key` or a later key.
     pub(crate) fn goes_before(&self, key: Key) -> bool {
         let claims = self.turns.claims.is_some();
         claims && self.turns.next().is_some_and(|next| next.key.rank < key.rank)
@@ -108,8 +110,8 @@ impl Scheduler {
         }
     }
 
-    /// The prefilling request that passes `first` next, with its claim. Requests in `passed` have
-    /// already passed in this step.
+    /// The resident in prefill that passes `first` next, with its claim to the step's tokens.
+    /// Requests in `passed` have already passed in this step.
     fn resident_claim(
         &self,
         first: Handle,
@@ -139,7 +141,8 @@ impl Scheduler {
         Some(self.turns.claims.as_ref()?.place(entry.key, entry.request.client, work))
     }
 
-    /// Admits a waiting request that passes others, if it fits. Returns false if none was admitted.
+    /// Admits a waiting request that passes others, if it fits. Returns false if it was not
+    /// admitted.
     fn passes(&mut self, handle: Handle, left: u32, step: &mut NewStep<'_>) -> bool {
         let entry = &self.roster[handle];
         let ticket = entry.ticket(handle);

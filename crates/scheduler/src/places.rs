@@ -1,15 +1,15 @@
 //! Places for adapters: the adapters in the hand's memory, and the requests that wait for one.
 //!
 //! A request with an adapter is scheduled only while the adapter is in a place. Until then it
-//! *waits for a place*, and delays no other request. A request that has its place *uses* it until
-//! it ends.
+//! *waits for a place*, and delays no other request. Once its adapter is in a place, a request
+//! *uses* the place until the request ends.
 //!
 //! Adapters wait in a queue, by the best rank of their requests and then by arrival in the queue.
 //! The first gets the least recently used of the unused places. If there is none for [`PATIENCE`]
-//! plans, the place with the fewest running requests is *vacated*. Its waiting requests go back to
-//! the end of the queue, and no further requests may use it. So the first adapter in the queue
-//! waits at most for the longest answer of that place, however many requests arrive for loaded
-//! adapters.
+//! plans, the place with the fewest running requests is *vacated*. Requests that use it but have no
+//! slot wait again, at the end of the queue. No further requests may use it. So the first adapter
+//! in the queue waits at most for the longest answer of that place, however many requests arrive
+//! for loaded adapters.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -58,7 +58,7 @@ impl Place {
 /// The requests that wait for an adapter.
 #[derive(Debug)]
 struct Line {
-    /// The number of this line, counted in the order in which lines began to wait.
+    /// The number of this line. Lines are numbered in the order in which they began to wait.
     since: u64,
     waiting: BTreeSet<(Key, Handle)>,
 }
@@ -165,15 +165,15 @@ impl Places {
         free.min_by_key(|&(at, place)| (age(place), at)).map(|(at, _)| at)
     }
 
-    /// Gives unused places to adapters in the queue, by writes into the plan. `answered` is the
-    /// last step whose result has come. Returns true if the first adapter without a place has
-    /// waited too long.
+    /// Gives unused places to adapters in the queue: adds a load of each such adapter to the plan.
+    /// `answered` is the last step whose result has come. Returns true if the first adapter without
+    /// a place has waited too long.
     fn assign(&mut self, plan: &mut StepPlan, answered: u64) -> bool {
         for id in self.in_line() {
             let own = self.place_of(id);
             let free =
                 |at: &usize| self.places[*at].users == 0 && self.places[*at].last_step <= answered;
-            // A vacated place that is unused now still holds this adapter.
+            // A place that was vacated, and is unused now, still contains this adapter.
             if let Some(at) = own.filter(free) {
                 self.places[at].content = Content::Empty;
             } else if own.is_some() {
@@ -252,7 +252,7 @@ impl Places {
         free
     }
 
-    /// Forgets the content of all places, because the hand died. No request uses a place or waits
+    /// Forgets the content of all places, because the hand died. No request may use a place or wait
     /// for one.
     fn hand_died(&mut self) {
         let count = self.places.len() as u32;
@@ -325,16 +325,16 @@ impl Scheduler {
     /// Gives places to adapters that requests wait for.
     pub(crate) fn plan_places(&mut self, plan: &mut StepPlan) {
         let answered = self.steps.answered();
-        // Assign again: a vacated place without running requests is unused at once, and no result
-        // would trigger the next plan.
+        // Assign again: if the vacated place has no running requests, it is unused at once. No
+        // later result might then trigger another plan.
         if self.places.assign(plan, answered) && self.vacate_place() {
             self.places.assign(plan, answered);
         }
     }
 
-    /// Vacates the place with the fewest running requests. Requests with that place that are not
-    /// running go back to the queue, or they would keep the place in use. Returns false if none can
-    /// be vacated.
+    /// Vacates the place with the fewest running requests. Requests that use the place but have no
+    /// slot wait for a place again, because they would keep this place in use. Returns false if
+    /// none can be vacated.
     fn vacate_place(&mut self) -> bool {
         let roster = &self.roster;
         let running = |at| {

@@ -1,5 +1,6 @@
 //! The rows of the next step, in this order: decoding requests, requests in the middle of prefill,
-//! requests whose blocks were restored, new requests. In quarantine a plan has one suspect alone.
+//! requests whose blocks were restored, new requests. In quarantine a plan has rows of one suspect
+//! only.
 
 use forebay_protocol::{MAX_WAIT_US, Row, StepPlan, Want};
 
@@ -9,13 +10,14 @@ use crate::steps::{Flight, FlightRow, NewStep};
 use crate::{Event, Handle, MAX_IN_FLIGHT, Scheduler};
 
 impl Scheduler {
-    /// Plans the next step. Returns false if no request can run now, or all wait for results in
-    /// flight. `plan` is empty then, but `events` may report preemptions. While copies are in
-    /// flight, there is always a plan.
+    /// Plans the next step. Returns false if no request can run now, or if the next plan has to
+    /// wait for results in flight. `plan` is empty then, but `events` may report preemptions. If
+    /// copies but no steps are in flight, there is always a plan.
     pub fn next_plan(&mut self, plan: &mut StepPlan, events: &mut Vec<Event>) -> bool {
         plan.begin(self.steps.next());
-        // If a row may return several tokens, their number decides where the next row begins.
-        // Planning only the other requests meanwhile would split the batch permanently.
+        // If a row may return several tokens, the request's next row begins after them, so it waits
+        // for the result. A plan of only the other requests would split the batch into two for
+        // good.
         let awaits = self.awaits_tokens();
         let alone = self.config.tokens_a_row > 1 || awaits;
         let most = if alone { 1 } else { MAX_IN_FLIGHT };
@@ -31,7 +33,8 @@ impl Scheduler {
         };
         let NewStep { plan, events, flight } = step;
         // The hand executes plans in order, so the next plan may share blocks that this plan
-        // computes. Rows of the same plan may not share them: they run side by side.
+        // computes. Rows of the same plan may not share these blocks, because the rows are computed
+        // at the same time.
         for row in &flight.rows[decodes..] {
             self.memory.offer_blocks(&mut self.roster[row.handle]);
         }
@@ -68,8 +71,8 @@ impl Scheduler {
         let mut decodes = self.plan_rows(step);
         let idle = step.flight.rows.is_empty() && !step.plan.has_images();
         if std::mem::take(&mut self.background_waits) && idle && self.in_flight() == 0 {
-            // Requests without rows wait for other events, so this second attempt delays none of
-            // them.
+            // No other request could get a row, so this second attempt, with background work,
+            // delays none of them.
             decodes = self.plan_rows(step);
         }
         self.memory.prefetch_prefixes(&mut self.roster, &self.turns);
@@ -94,7 +97,7 @@ impl Scheduler {
             let context = step.flight.rows.iter().map(|row| u64::from(row.start)).sum();
             left = self.turns.pace.tokens(left, depth.unwrap_or(0), context);
         }
-        // Without this floor, many decoding requests would starve prefill for ever.
+        // Without a minimum of one page, many decoding requests would starve prefill for ever.
         self.plan_prompts(left.max(self.config.page_size), step);
         self.plan_drafts(decodes, step);
         decodes
@@ -114,8 +117,8 @@ impl Scheduler {
         if self.roster[handle].grows_in_prefill() {
             self.grow(handle, step);
         }
-        // Pages of a victim that is not in flight are free at once, and then no other event would
-        // trigger the next plan.
+        // Try again after each preemption. If the victim is not in flight, its pages are free at
+        // once, and no later event would trigger another plan.
         while !self.images.plan(&mut self.roster, Some(handle), step)
             && !step.plan.has_images()
             && let Some(victim) = self.images.holder(handle, &self.roster)
@@ -153,11 +156,12 @@ impl Scheduler {
         }
     }
 
-    /// Plans up to `most` of a resident's positions. Returns their number. The row that reaches
-    /// `total` samples, and the request then decodes; a pooled request is finished with it.
+    /// Plans a row of up to `most` of a resident's positions. Returns the number of planned
+    /// positions. The row that reaches `total` samples, and the request then decodes; a pooled
+    /// request is finished with it.
     pub(crate) fn push_row(&mut self, handle: Handle, most: u32, step: &mut NewStep<'_>) -> u32 {
         let NewStep { plan, flight, .. } = step;
-        // Each resident may need a page for its next certain token.
+        // Each resident may need a page of the window part for its next token, drafts excluded.
         let others = self.roster.residents.len() as u32;
         let entry = &mut self.roster[handle];
         self.memory.pass_window(entry, plan);
@@ -166,11 +170,12 @@ impl Scheduler {
         let answers = |most| flight.answers_left(self.config.step_words, most);
         let length = entry.room_in_result(most.min(entry.longest_row()), answers);
         let length = self.images.length_to_image(entry, length);
-        // No state is kept within an image that must not be cut.
+        // No recurrent state is kept inside an image that must lie in one row.
         let to_state = self.memory.length_to_state(entry, length);
         let to_state = self.images.length_to_image(entry, to_state);
         let length = if to_state == 0 { length } else { to_state };
-        // Models whose images must not be cut have only one page pool.
+        // This may end the row inside an image. But models with a window part have no images that
+        // must lie in one row.
         let length = self.memory.window_room(entry, length, others, plan);
         if length == 0 {
             return 0;
@@ -187,7 +192,8 @@ impl Scheduler {
         } else if self.config.tokens_a_row == 1 {
             Want::TOKEN
         } else {
-            // The positions of all tokens but the last are computed too, and need pages.
+            // The row also computes the positions of the returned tokens except the last, and these
+            // positions need pages.
             let room = (pages * self.config.page_size - end).min(entry.limit - end - 1);
             Want::Tokens(self.config.tokens_a_row.min(1 + room))
         };

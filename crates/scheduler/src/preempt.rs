@@ -93,13 +93,13 @@ impl Scheduler {
         }
     }
 
-    /// The number of pages and images freed from retirement so far.
+    /// The number of retired page sets and image leases that were freed so far.
     pub(crate) fn returns(&self) -> u64 {
         self.memory.retired.returns() + self.images.retired.returns()
     }
 
-    /// Preempts a resident for the next request, if fair shares require it
-    /// ([`crate::turns::Turns::who_gives_way`]).
+    /// Preempts a resident in favour of the next request, if fair shares between clients require
+    /// that ([`crate::turns::Turns::who_gives_way`]).
     pub(crate) fn give_way(&mut self, events: &mut Vec<Event>) {
         let (step, returns) = (self.steps.next(), self.returns());
         if let Some((victim, ticket)) = self.turns.who_gives_way(&self.roster, step, returns) {
@@ -108,7 +108,8 @@ impl Scheduler {
             let is_free = in_background(victim) && !in_background(ticket.handle);
             self.preempt(victim, events);
             if is_free {
-                // The foreground request is first in turn anyway, so it needs no promise.
+                // The request goes before all background work, so the next admission need not be
+                // promised to it.
                 self.turns.unblock();
             } else {
                 self.turns.promise(ticket, step, lost);

@@ -1,10 +1,11 @@
-//! Log-probabilities of prompts: those that a row computes, and the new ones of a result.
+//! Log-probabilities of prompts: which of them a row computes, and which of those in a result are
+//! new.
 //!
 //! The log-probabilities of a token come from the logits of the position before it. So a request
-//! for them computes all positions from the one before the first such token on, cached or not. Each
-//! row returns the log-probabilities of the tokens after its positions. A preempted request
-//! computes its prompt again, perhaps with old rows still in flight, but no log-probability is
-//! reported twice.
+//! for log-probabilities computes all positions from the one before the first requested token on,
+//! even if they are cached. Each row returns the log-probabilities of the tokens after its
+//! positions. A preempted request computes its prompt again, perhaps with old rows still in flight,
+//! but no log-probability is reported twice.
 
 use forebay_protocol::{PromptLogprobs, PromptLogprobsWant, StepResult};
 
@@ -14,7 +15,7 @@ use crate::steps::FlightRow;
 /// The prompt tokens whose log-probabilities a client requested: all tokens from one position on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PromptTail {
-    /// The position of the first token, at least 1. It moves on as log-probabilities are reported.
+    /// The position of the first token whose log-probabilities are not reported yet, at least 1.
     pub first: u32,
     /// The number of most likely tokens that are reported with each token.
     pub most: u8,
@@ -54,9 +55,10 @@ impl Entry {
         Some(PromptLogprobsWant { slot, first, count, most: tail.most.into() })
     }
 
-    /// The largest number of positions, at most `length`, of the request's next row, so that its
-    /// prompt's log-probabilities fit into the result. `answers` returns the number of tokens that
-    /// still have room there ([`crate::steps::Flight::answers_left`]).
+    /// The largest number of positions, at most `length`, that the request's next row may have so
+    /// that its prompt's log-probabilities fit into the result. `answers` returns the number of
+    /// tokens for whose log-probabilities there is still room
+    /// ([`crate::steps::Flight::answers_left`]).
     pub(crate) fn room_in_result(&self, length: u32, answers: impl Fn(u32) -> u32) -> u32 {
         let start = self.computed;
         let Some(want) = self.given_by(0, start, start + length) else { return length };
@@ -84,8 +86,8 @@ impl<'a> PromptLogprobsOf<'a> {
         Self { ranks: &result.prompt_ranks, ids: &result.prompt_ids, values: &result.prompt_values }
     }
 
-    /// Returns the log-probabilities of the next row. The lengths of all columns were checked
-    /// before.
+    /// Returns the log-probabilities of `row`, which has to be the next row. The lengths of all
+    /// columns must have been checked.
     pub(crate) fn take(&mut self, row: &FlightRow) -> Self {
         let (count, most) = row.prompt.map_or((0, 0), |want| (want.count, want.most));
         let (tokens, entries) = (count as usize, count as usize * (1 + most as usize));
@@ -96,7 +98,8 @@ impl<'a> PromptLogprobsOf<'a> {
         Self { ranks, ids, values }
     }
 
-    /// The log-probabilities without those of the first `told` tokens.
+    /// The log-probabilities without those of the first `told` tokens. `most` is the number of most
+    /// likely tokens per position.
     pub(crate) fn from(self, told: u32, most: u32) -> PromptLogprobs {
         let (tokens, entries) = (told as usize, told as usize * (1 + most as usize));
         PromptLogprobs {

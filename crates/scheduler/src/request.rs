@@ -23,8 +23,8 @@ pub struct Request {
     /// positions are ignored.
     pub images: Arc<[PromptImage]>,
     /// Tokens that another brain or replica has generated. None is a stop id. They count towards
-    /// `max_tokens`, and there are fewer of them. The request continues as if they were generated
-    /// here. Only new tokens are reported.
+    /// `max_tokens`, and their number has to be below it. The request continues as if they were
+    /// generated here. Only new tokens are reported.
     pub generated: Vec<i32>,
     /// Names of the leading full blocks of prompt and generated tokens, as far as they are known
     /// already.
@@ -88,11 +88,12 @@ pub struct Past {
     /// ([`crate::Scheduler::hand_on`]), or has computed its prompt for this one. The next admission
     /// is not a replay, and restores lent blocks instead of computing them.
     pub handed: bool,
-    /// True if a request that was handed on found no scheduler to continue it, or the hand of that
-    /// scheduler died first. It then goes before requests that were never admitted.
+    /// True if the request was handed on, but no scheduler could take it, or the hand of the
+    /// scheduler that took it died before the admission. The request then goes before requests that
+    /// were never admitted.
     pub returned: bool,
-    /// The number of positions up to which a suspect runs alone. `None`: the request is not
-    /// suspected of having killed the other scheduler's hand.
+    /// The number of leading positions that a suspect has to get past, alone in flight, to be
+    /// cleared. `None`: the request is not suspected of having killed the other scheduler's hand.
     pub suspect: Option<u32>,
     /// The number of times that the request may still move to another scheduler while it waits.
     pub moves_left: u8,
@@ -113,14 +114,15 @@ pub(crate) const BACKGROUND_RANK: i64 = i64::MAX;
 /// a preempted or replayed request is the first to be admitted again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Key {
-    /// The negated priority, or 0 for all requests.
+    /// The request's rank: smaller is more important. Depends on the priority, unless the policy is
+    /// [`crate::Policy::Fcfs`]. Probes and background work have fixed ranks.
     pub(crate) rank: i64,
     /// The arrival number; below 0 if the request goes first ([`Past::goes_first`]).
     pub(crate) arrival: i64,
 }
 
 impl Key {
-    /// True for work in the background.
+    /// True for background work.
     pub(crate) fn is_background(self) -> bool {
         self.rank == BACKGROUND_RANK
     }

@@ -24,13 +24,13 @@ enum Blame {
 impl Scheduler {
     /// Forgets the device's state and the steps in flight, because the hand died. Live requests
     /// wait to be replayed from their prompt and known tokens. Poisoned requests are removed
-    /// without an event; returns their ids.
+    /// without an event. Returns the ids of the poisoned requests.
     pub fn reset(&mut self) -> Vec<u64> {
         // If no row was in flight, only a copy can be to blame.
         self.start_again(if self.computes() { Blame::Requests } else { Blame::Copies })
     }
 
-    /// Resets after a death for which copies are to blame, because none of them ended. No request
+    /// Resets after the hand was given up because no copy ended. So copies are to blame. No request
     /// becomes a suspect, and blocks that were being restored are forgotten.
     pub fn reset_for_copies(&mut self) {
         self.start_again(Blame::Copies);
@@ -78,7 +78,8 @@ impl Scheduler {
         }
         self.leaving.clear();
         for (handle, entry) in self.roster.requests.iter_mut() {
-            // The positions that were not saved are lost, and the request samples again here.
+            // A request that was leaving has lost the positions that were not saved. So it is
+            // computed here again.
             entry.leaving = false;
             entry.total = entry.known();
             if entry.request.held {

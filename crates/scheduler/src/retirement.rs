@@ -20,8 +20,8 @@ impl<T> Default for Retirement<T> {
 }
 
 impl<T> Retirement<T> {
-    /// Retires a slot or page until the result of `last_step` is applied. Returns it if that has
-    /// happened already.
+    /// Retires a slot or page until the result of `last_step` is applied. If that result was
+    /// applied already, returns the slot or page, which is free.
     #[must_use]
     pub(crate) fn retire(&mut self, last_step: u64, thing: T) -> Option<T> {
         if last_step > self.answered {
@@ -54,12 +54,12 @@ impl<T> Retirement<T> {
         self.returns
     }
 
-    /// True if the result of an earlier step than this one will free slots or pages.
+    /// True if the result of a step before `step` will free slots or pages.
     pub(crate) fn is_awaited_before(&self, step: u64) -> bool {
         self.awaited_before(step).next().is_some()
     }
 
-    /// The slots or pages that results of earlier steps than this one will free.
+    /// The slots or pages that results of steps before `step` will free.
     pub(crate) fn awaited_before(&self, step: u64) -> impl Iterator<Item = &T> {
         self.retired.iter().filter(move |&&(last, _)| last < step).map(|(_, thing)| thing)
     }

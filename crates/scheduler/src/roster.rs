@@ -17,8 +17,8 @@ pub(crate) struct Roster {
     pub(crate) requests: Slab<Entry>,
     by_id: HashMap<u64, Handle>,
     next_arrival: i64,
-    /// The arrival number of the next request that goes before all new ones: another scheduler had
-    /// admitted it, and did not hand it on.
+    /// The arrival number of the next request that goes before all new ones
+    /// ([`crate::request::Past::goes_first`]). It is below 0 and grows.
     next_return: i64,
 
     slots: u32,
@@ -140,8 +140,8 @@ impl Roster {
         before.is_none_or(|before| key < before).then_some(handle)
     }
 
-    /// Notes that a resident's last known position is planned. From now on it decodes, or it
-    /// samples nothing and has no more rows.
+    /// Notes that a resident's last known position is planned. From now on the request decodes if
+    /// `decodes` is true. Otherwise it samples nothing and has no more rows.
     pub(crate) fn end_prefill(&mut self, handle: Handle, decodes: bool) {
         let entry = &mut self.requests[handle];
         if let Some(Residence { stage: stage @ Stage::Prefill, .. }) = &mut entry.residence {
@@ -154,7 +154,8 @@ impl Roster {
         }
     }
 
-    /// Takes slot and pages from a request, which waits again. `None`: it had none.
+    /// Takes slot and pages from a request and returns them; `None`: the request had none. The
+    /// request is no longer resident.
     pub(crate) fn take_residence(&mut self, handle: Handle) -> Option<Residence> {
         let entry = &mut self.requests[handle];
         if let Some(Stage::Prefill | Stage::Decode { .. }) = entry.stage() {

@@ -3,7 +3,8 @@
 
 use std::ops::{Index, IndexMut};
 
-/// A reference to an entry. After the entry is removed, it never refers to another entry.
+/// A reference to an entry. After the entry is removed, the reference is invalid for ever, even if
+/// another entry gets the same index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Handle {
     index: u32,

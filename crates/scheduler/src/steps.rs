@@ -51,12 +51,13 @@ pub(crate) struct Flight {
     pub(crate) pooled: usize,
     /// The number of drafts in all rows.
     pub(crate) drafts: u32,
-    /// Words that log-probabilities of prompts take in the step's result.
+    /// The number of words that log-probabilities of prompts take in the step's result.
     pub(crate) answer_words: usize,
     pub(crate) towers: Vec<FlightImage>,
     /// Arena offsets of the image patches that the step reads.
     pub(crate) read: Vec<u32>,
-    /// True if the plan waited for the tokens of the step before because of drafts.
+    /// True if, because of drafts, the plan could not be made before the result of the previous
+    /// step had come.
     pub(crate) waited: bool,
 }
 
@@ -72,7 +73,8 @@ impl Flight {
         self.rows.iter().map(FlightRow::positions).sum()
     }
 
-    /// The counts of foreground and background rows.
+    /// The number of foreground rows, and the numbers of positions in foreground rows and in
+    /// background rows.
     pub(crate) fn mixture(&self) -> Mixture {
         let mut mixture = Mixture { rows: 0, positions: 0, background: 0 };
         for row in &self.rows {
@@ -86,8 +88,9 @@ impl Flight {
         mixture
     }
 
-    /// The number of tokens whose log-probabilities the result still has room for. The first row
-    /// with prompt log-probabilities may always return one.
+    /// The number of prompt tokens for whose log-probabilities the result still has room, at `most`
+    /// most likely tokens each. At most `step_words` words are for log-probabilities, but a result
+    /// without any always has room for one token.
     pub(crate) fn answers_left(&self, step_words: usize, most: u32) -> u32 {
         let left = step_words.saturating_sub(self.answer_words)
             / PromptLogprobsWant::answer_words(1, most);
@@ -115,13 +118,13 @@ impl Flight {
 /// The work of a plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct PlannedStep {
-    /// Rows that decode.
+    /// The number of rows that decode.
     pub decode_rows: u32,
-    /// Rows that compute known tokens of a prompt.
+    /// The number of rows in prefill.
     pub prefill_rows: u32,
-    /// Positions of all rows.
+    /// The number of positions of all rows, drafts included.
     pub tokens: u32,
-    /// Images in the tower.
+    /// The number of images for which the tower computes layers.
     pub images: u32,
 }
 

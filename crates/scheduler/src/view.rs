@@ -14,7 +14,8 @@ pub enum Phase {
     Queued,
     /// The request computes its prompt, or tokens that were generated before.
     Prefill,
-    /// The request generates tokens, or has generated its only token here and leaves.
+    /// The request generates tokens. Or it has generated the only token that it generates here, and
+    /// is about to leave for another replica.
     Decode,
 }
 

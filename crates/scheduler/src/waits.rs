@@ -14,8 +14,8 @@ use crate::steps::FlightRow;
 
 impl Scheduler {
     /// Makes the request wait: its masked row of the newest plan will not sample a token. The
-    /// caller also tells the hand, and calls this before it makes the next plan. Returns false if
-    /// there is no such row, or its request has ended.
+    /// caller must also inform the hand, and must call this before it makes the next plan. Returns
+    /// false if there is no such row, or its request has ended.
     pub fn sit_out(&mut self, id: u64) -> bool {
         let newest = self.steps.in_flight.back_mut();
         let (Some(handle), Some(flight)) = (self.roster.find(id), newest) else { return false };

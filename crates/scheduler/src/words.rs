@@ -2,8 +2,8 @@
 //! with all data of its requests: prompts, biases, stop ids, pages.
 //!
 //! A plan that already admits a request admits the next one only up to [`STEP_WORDS`]. A request
-//! alone has at most [`MAX_REQUEST_WORDS`], or is refused before it is queued. A running request
-//! needs at most a row and a page. So every plan fits.
+//! that alone needs more than [`MAX_REQUEST_WORDS`] is refused before it is queued. A running
+//! request needs at most a row and a page. So every plan fits.
 
 use forebay_protocol::{
     MAX_WORDS, NewSlot, PAGE_WRITE_WORDS, ROW_WORDS, STATE_COPY_WORDS, SlotSpec, StepPlan,
@@ -25,7 +25,8 @@ const RUNNING_WORDS: u64 = 1 << 20;
 pub const MAX_REQUEST_WORDS: u64 = MAX_WORDS as u64 - RUNNING_WORDS;
 
 /// The number of words of a plan that writes a whole request: `positions` tokens on pages of
-/// `page_size`, and its parameters. Pages are written into one table, or into two with host pages.
+/// `page_size`, and its parameters. Pages are written into `tables` page tables: one, or two with
+/// host pages.
 #[must_use]
 pub fn request_words(positions: u64, spec: &SlotSpec, page_size: u32, tables: u32) -> u64 {
     let slot = NewSlot { slot: 0, tokens: &[], prompt_len: 0, spec, place: None };

@@ -2,9 +2,9 @@
 //! submission for many sockets. `cargo bench -p forebay-server --bench socket_writes`.
 //!
 //! The sockets are TCP connections over loopback. A second thread reads them, woken by epoll. Times
-//! are CPU times of the writing thread. The next column adds the CPU time of all other threads
-//! except the reader, such as io_uring workers of the kernel. Rounds of the two methods alternate;
-//! results are medians over the rounds.
+//! are CPU times of the writing thread. The next column adds the CPU time of all other threads,
+//! such as the kernel's io_uring workers, but not that of the reader. Rounds of the two methods
+//! alternate; results are medians over the rounds.
 #![expect(
     unsafe_code,
     reason = "io_uring's submission queue takes pointers to what is to be written"

@@ -141,7 +141,8 @@ impl Adapters {
         self.gone(&names, old.as_deref());
     }
 
-    /// Makes the engine forget an adapter whose last name was removed.
+    /// Makes the engine forget `adapter`, which a name no longer refers to, unless another of
+    /// `names` refers to it.
     fn gone(&self, names: &BTreeMap<String, Arc<NamedAdapter>>, adapter: Option<&NamedAdapter>) {
         let Some(&NamedAdapter { id, .. }) = adapter else { return };
         if names.values().all(|other| other.id != id) {
@@ -188,7 +189,7 @@ impl Adapters {
             Some(taken) if taken.digest == files.digest => Ok(()),
             Some(_) if !in_place => Err(ApiError::Conflict {
                 reason: format!(
-                    "the name `{name}` has another content: unload it first, or say `load_inplace`"
+                    "an adapter `{name}` with other content is loaded: unload it first, or set `load_inplace`"
                 ),
             }),
             _ => {

@@ -1,8 +1,9 @@
-//! Writes non-streamed responses as JSON, within the bounds on unread output.
+//! Writes non-streamed responses as JSON. A response is limited by `max_unread_bytes` and by the
+//! memory budget.
 //!
 //! A response may repeat data, such as a prompt's log-probabilities in each choice. So bytes are
 //! counted while they are written. Choices are built one at a time, and each is dropped once it is
-//! written. The bytes stay charged until they have been sent.
+//! written. The bytes stay charged to the memory budget until they have been sent.
 
 use std::io::{self, Write};
 use std::sync::Arc;
@@ -69,7 +70,7 @@ impl Write for AnswerWriter {
 }
 
 impl AnswerWriter {
-    /// Creates a writer of at most `limit` bytes, charged to `charge`.
+    /// Creates a writer for a response of at most `limit` bytes, which are charged to `charge`.
     pub(crate) fn new(limit: usize, charge: &Arc<Charge>) -> Self {
         Self { bytes: Vec::new(), limit, charge: Arc::clone(charge), error: None }
     }
@@ -144,7 +145,7 @@ impl AnswerWriter {
 
     fn finish(self) -> Response {
         let Self { bytes, charge, .. } = self;
-        // The rest of the request's charge is released when the request ends.
+        // Reduce the charge to the response's size.
         charge.shrink(bytes.len());
         charged(bytes.into(), charge)
     }

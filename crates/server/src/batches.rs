@@ -13,7 +13,7 @@ use tokio::task::spawn_blocking;
 use crate::reply::Failure;
 use crate::state::Shared;
 
-/// A client of the store.
+/// The store, and the owner for whom a request uses the store.
 #[derive(Clone)]
 pub(crate) struct StoreClient {
     store: Arc<BatchStore>,

@@ -43,7 +43,7 @@ pub(crate) struct Call {
     alive: Vec<Option<RequestId>>,
     receiver: Receiver,
     span: tracing::Span,
-    /// The part of a stream that another brain has sent to the client already.
+    /// The part of a resumed stream that another brain has already sent to the client.
     before: Option<Delta>,
     live: LiveGuard,
     /// The charge for the choices and the response.
@@ -52,7 +52,7 @@ pub(crate) struct Call {
     limit: usize,
 }
 
-/// The request data that each of a call's choices needs.
+/// Data of the client's request, needed to submit each of its choices.
 #[derive(Clone, Copy)]
 struct Origin<'a> {
     state: &'a Shared,
@@ -156,8 +156,8 @@ impl Call {
         Ok(call)
     }
 
-    /// Submits the choices of a prompt, each with the next of `senders`. `speller` has read the
-    /// part of a stream that the client already has; the first choice takes it over.
+    /// Submits the choices of a prompt, each with the next of `senders`. For a resumed stream,
+    /// `speller` has read the part that the client already has. The first choice takes the speller.
     async fn submit(
         &mut self,
         submission: Submission,

@@ -26,8 +26,8 @@ use crate::reply::ReplyError;
 use crate::routes;
 use crate::state::{Shared, now};
 
-/// The first wait before the retry of a request for which the server had no room. The wait doubles
-/// with each retry, up to `LONGEST_WAIT`.
+/// The wait before the first retry, if the server had no room for a request. The wait doubles with
+/// each retry, up to `LONGEST_WAIT`.
 const FIRST_WAIT: Duration = Duration::from_millis(250);
 const LONGEST_WAIT: Duration = Duration::from_secs(30);
 

@@ -22,8 +22,8 @@ use crate::store::StoreConfig;
 /// Which clients share cached blocks.
 #[derive(Debug, Clone, Serialize)]
 pub struct Sharing {
-    /// Computes the names of the engine's blocks. It also derives salts, so that clients cannot
-    /// find another salt that gives the same names.
+    /// Computes the names of the engine's blocks. It also derives the engine's salts from those of
+    /// clients, so that no client can find another salt that gives the same names.
     #[serde(skip)]
     pub namer: Namer,
     /// True if clients with different keys share blocks.
@@ -41,7 +41,8 @@ pub struct ServerConfig {
     /// one of them. They are accepted on all other routes too.
     #[serde(skip)]
     pub admin_keys: Keys,
-    /// The key of routers. A router that sends it gets the blocks of the prefix caches.
+    /// The key of routers. A router that sends this key receives the server's load and the names of
+    /// the blocks in the prefix caches.
     #[serde(skip)]
     pub router_key: Option<String>,
     /// Which clients share cached blocks.
@@ -77,18 +78,19 @@ pub struct ServerConfig {
     /// The maximum memory of all requests together in bytes, from their bodies to their expected
     /// output.
     pub max_request_bytes_in_flight: usize,
-    /// The time limit for a request's head, then for its body, and for an idle connection.
+    /// A time limit that applies separately to a request's head, to its body, and to an idle
+    /// connection.
     #[serde(serialize_with = "as_seconds")]
     pub receive_timeout: Duration,
     /// How long a client may read nothing while output waits. Then its connection is closed.
     #[serde(serialize_with = "as_seconds")]
     pub send_timeout: Duration,
-    /// The maximum number of unsent bytes of a response. A response that exceeds it fails.
+    /// The maximum number of unsent bytes of a response. A response with more unsent bytes fails.
     pub max_unread_bytes: usize,
     /// How long running requests may continue after the shutdown signal.
     #[serde(serialize_with = "as_seconds")]
     pub drain_timeout: Duration,
-    /// The time limit of /health_generate for its token.
+    /// The time within which the test request of /health_generate has to generate a token.
     #[serde(skip)]
     pub health_timeout: Duration,
     /// How stream chunks are written to their sockets.

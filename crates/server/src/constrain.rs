@@ -11,8 +11,9 @@ use forebay_text::Tokenizer;
 use crate::state::Shared;
 use crate::submission::Submission;
 
-/// Builds the constraints of a submission's choices, after the tokens `said`. A compilation is
-/// queued as a job of `client`. `None`: nothing restricts the choices.
+/// Builds the constraints of a submission's choices. They start after the generated tokens `said`.
+/// If a grammar has to be compiled, the compilation is queued as a job of `client`. `None`: nothing
+/// restricts the choices.
 pub(crate) async fn constraints(
     state: &Shared,
     submission: &Submission,
@@ -56,13 +57,14 @@ fn reasoning(state: &Shared, terms: &Terms, prompt: &[i32]) -> Result<Option<Rea
     let budget = generation.thinking_budget;
     let Some(markers) = &state.model.markers else {
         if budget.is_some() {
-            let reason = "`thinking_budget`: the model has no reasoning that could be ended, or its marks are not known: --reasoning-parser names it";
+            let reason = "`thinking_budget`: no reasoning markers are known for this model. If it reasons, start the server with --reasoning-parser";
             return Err(ApiError::invalid("thinking_budget", reason));
         }
         return Ok(None);
     };
     let start = match terms.thinks {
-        // A chat's prompt may contain marks as text, so only its end counts.
+        // A chat's messages may contain marks as text. So the start is not searched in the prompt's
+        // tokens, but follows from the end of the rendered prompt.
         Some(Place::Reasoning) => Start::Inside,
         Some(Place::Answer) => Start::Answer,
         Some(Place::Either) => Start::Open,
@@ -70,7 +72,7 @@ fn reasoning(state: &Shared, terms: &Terms, prompt: &[i32]) -> Result<Option<Rea
     };
     let matters = match generation.structure {
         Some(_) => start != Start::Answer,
-        // Reasoning may begin at any time.
+        // Even after `Start::Answer` the model may reason again, so a budget always matters.
         None => budget.is_some(),
     };
     Ok(matters.then(|| Reasoning { markers: markers.clone(), start, budget }))
@@ -108,7 +110,8 @@ fn spelled(tokenizer: &Tokenizer, words: &[String]) -> Result<Arc<[Box<[i32]>]>,
 fn refused(param: &str, error: GrammarError) -> ApiError {
     match error {
         GrammarError::Invalid { path, reason } => {
-            // Errors about calls carry the whole path, because they may concern any of the tools.
+            // An error about a tool call has the whole path of its parameter, since it may concern
+            // any tool. Other paths are relative to `param`.
             let whole = !path.is_empty() && !path.starts_with(['.', '[']);
             let param = if whole { path } else { format!("{param}{path}") };
             ApiError::invalid(param.clone(), format!("`{param}`: {reason}"))

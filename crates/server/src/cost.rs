@@ -11,7 +11,7 @@ use forebay_engine::History;
 const UNREAD: usize = 4;
 /// Bytes of a parsed request per byte of its body: strings, rendered prompt and token ids.
 const READ: usize = 3;
-/// Bytes of a JSON value that is kept unparsed, including the chat template's copy.
+/// Bytes of one of the JSON values that are kept unparsed, including the chat template's copy.
 const VALUE: usize = 512;
 /// The fixed bytes of each request.
 const REQUEST: usize = 4096;
@@ -78,8 +78,8 @@ impl Size {
         let tokens = max_tokens.min(EXPECTED) as usize;
         // An admitted choice has a copy of the prompt's tokens.
         let choice = CHOICE + TOKEN * prompt + tokens * (GENERATED + LOGPROB_JSON * candidates);
-        // All choices and prompts share the allowed ids, so counting them once per prompt is more
-        // than enough.
+        // All prompts and choices share the allowed ids. They are counted once per prompt, which is
+        // more than they take.
         (TOKEN * (prompt + allowed) + LOGPROB * told * prompt)
             .saturating_add(repeated)
             .saturating_add(History::bytes(indexed))

@@ -24,7 +24,7 @@
 //! | 1 or more | [`egress()`] | detokenisation, stop strings, chunks, request metrics |
 //! | 1, for a pooling model | [`pooled()`] | vectors to waiting requests, request metrics |
 //! | 1 or more | [`Intake`] | parsing of large bodies, embeddings into the arena |
-//! | as many, if the model accepts images | [`Intake`] | decoding of images into the arena |
+//! | as many again, if the model accepts images | [`Intake`] | decoding of images into the arena |
 //! | N | `forebay_text::TextPool` | templates, tokenisation |
 
 mod access;

@@ -162,8 +162,8 @@ async fn read_frames(
     charge: &Charge,
 ) -> Result<(Pieces, Option<Turn>), ApiError> {
     let hint = body.size_hint();
-    // A declared size was checked against the limit. It has to fit into the budget of an idle
-    // server.
+    // The caller has checked a declared size against the limit. Here the size is checked against
+    // the budget of an idle server.
     let size = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
     charge.check(unread(size(hint.lower())))?;
     let most = hint.upper().map_or(usize::MAX, size);

@@ -55,7 +55,7 @@ fn metrics(server: &AnyServer) -> Router {
 pub(crate) fn setup(server: &AnyServer) -> ConnectionSetup {
     let (limit, tls) = (server.config().max_connections, server.config().tls.clone());
     let full = move || async move {
-        let reason = format!("the server has its {limit} connections (--max-connections)");
+        let reason = format!("all {limit} connections are in use (--max-connections)");
         Failure(ApiError::Unavailable { reason, code: "too_many_connections" })
     };
     let router = health(server).fallback(full);

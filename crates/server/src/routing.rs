@@ -18,8 +18,7 @@ const RANK_HEADER: &str = "x-data-parallel-rank";
 pub(crate) struct Routing(pub(crate) Preference);
 
 impl Routing {
-    /// Adds the preferences of the headers to the body's parameters, unless the body has
-    /// preferences.
+    /// Sets the parameters' preferences to those of the headers, unless the body has preferences.
     pub(crate) fn fill(&self, generation: &mut Generation) {
         let Preference { key, replica } = &self.0;
         let body = &mut generation.preference;

@@ -144,7 +144,7 @@ pub async fn serve(
     Ok(())
 }
 
-/// Creates the ordinary connections, and those beyond the limit, which get an error or the server's
+/// Creates the set of connections. Connections beyond its limit get an error, or the server's
 /// health.
 fn connections(server: &AnyServer) -> io::Result<Connections> {
     let config = server.config();

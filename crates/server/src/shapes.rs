@@ -29,7 +29,7 @@ impl Shape {
     }
 }
 
-/// Runs a request, and converts an error to the format of the route's API.
+/// Runs a request. Converts an error response to the error format of the route's API.
 pub(crate) async fn tell_errors(request: Request, next: Next) -> Response {
     let shape = Shape::of(request.uri());
     let mut response = next.run(request).await;
@@ -61,7 +61,7 @@ pub(crate) fn anthropic(error: &ApiError) -> Value {
         _ => "invalid_request_error",
     };
     let message = match error {
-        // Anthropic's clients match this text, and then shorten the conversation. A prompt has to
+        // Anthropic's clients recognise this text, and shorten the conversation. A prompt has to
         // leave room for one token.
         ApiError::ContextLength { prompt, limit, .. } => {
             format!("prompt is too long: {prompt} tokens > {} maximum", limit.saturating_sub(1))

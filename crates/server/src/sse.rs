@@ -34,7 +34,8 @@ struct EventBody {
 }
 
 impl EventBody {
-    /// Encodes a batch of deltas. Returns true if the stream continues.
+    /// Encodes the batch of deltas. `more` is false after the last delta. Returns true if the
+    /// stream continues.
     fn encode(&mut self, call: &Call, more: bool, out: &mut Vec<u8>) -> Result<bool, ApiError> {
         let failed = |error: serde_json::Error| ApiError::Internal {
             reason: format!("a chunk could not be written as JSON: {error}"),
@@ -70,7 +71,7 @@ impl HttpBody for EventBody {
     ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
         let this = self.get_mut();
         let mut out = Vec::new();
-        // A delta may produce no bytes, such as a token whose text is held back.
+        // Repeats, because a delta may produce no bytes, such as a token whose text is held back.
         while out.is_empty() {
             let Some(mut call) = this.call.take() else { return Poll::Ready(None) };
             let Poll::Ready(more) = call.poll(context, &mut this.batch) else {
@@ -112,7 +113,7 @@ pub(crate) fn stream(
     let mut encoder: Box<dyn EventEncoder> = Box::new(encoder);
     if let Some(before) = call.take_before() {
         if !encoder.resumable() {
-            let reason = format!("`{RESUME_HEADER}`: such a stream cannot be gone on with");
+            let reason = format!("`{RESUME_HEADER}`: streams of this route can't be resumed");
             return Err(Failure(ApiError::invalid(RESUME_HEADER, reason)));
         }
         encoder.resume(&before);

@@ -211,7 +211,7 @@ impl Inner {
         self.limits()
     }
 
-    /// Returns the engine's state; failed if a thread of the server has panicked.
+    /// Returns the engine's status, or `Failed` if a thread of the server has panicked.
     pub(crate) fn status(&self) -> Status {
         match self.guard.cause() {
             Some(cause) => Status::Failed(cause),
@@ -251,7 +251,7 @@ impl Inner {
         self.engine.facts().is_some_and(|facts| facts.hand.verifies_drafts)
     }
 
-    /// Returns the number of positions of all image pages of a replica.
+    /// Returns the total number of positions in the image pages of a replica.
     ///
     /// # Errors
     /// The model has not been loaded yet.
@@ -260,8 +260,8 @@ impl Inner {
         Ok(facts.hand.image_page_count.saturating_mul(facts.hand.image_page_tokens))
     }
 
-    /// Returns the number and type of an embedding's elements, for prompts of embeddings in
-    /// `param`.
+    /// Returns the number and type of an embedding's elements. `param` is the parameter with
+    /// embeddings, for the error message.
     ///
     /// # Errors
     /// The model has not been loaded yet, or it accepts only tokens.
@@ -284,8 +284,8 @@ impl Inner {
         self.named(wanted).map(|(name, _)| name)
     }
 
-    /// Returns the served name that a request names, and the adapter; `None`: the model itself. The
-    /// name of an adapter may be prefixed with the model's name and a colon.
+    /// Returns the served name that the request's model name refers to, and the adapter; `None`:
+    /// the model itself. Clients may prefix an adapter's name with the model's name and a colon.
     ///
     /// # Errors
     /// The model is not served.
@@ -329,7 +329,7 @@ impl Inner {
     }
 }
 
-/// A state that has a server's settings, for the middleware around its routes.
+/// A state that contains a server's settings. The middleware around the routes needs them.
 pub(crate) trait HasSettings: HasClients {
     fn settings(&self) -> &ServerConfig;
 }

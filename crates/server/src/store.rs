@@ -36,7 +36,7 @@ impl Default for StoreConfig {
 /// The owner of a response: the number of an API key, or one common owner if there are no keys.
 pub(crate) type Owner = usize;
 
-/// The items that one response added to its conversation.
+/// The items that one request and its response added to the conversation.
 #[derive(Debug)]
 pub(crate) struct Turn {
     pub(crate) input: Vec<Item>,
@@ -51,7 +51,8 @@ impl Turn {
     }
 }
 
-/// Counts bytes while it exists. A turn exists as long as the stored responses that contain it.
+/// Adds bytes to the counters, and subtracts them when it is dropped. A turn is dropped with the
+/// last stored response that contains it.
 #[derive(Debug)]
 struct Weight {
     bytes: usize,
@@ -153,7 +154,7 @@ impl Store {
         self.config.response_store_bytes > 0
     }
 
-    /// Returns the number of stored bytes.
+    /// Returns the total size of all stored responses in bytes.
     pub(crate) fn bytes(&self) -> usize {
         self.bytes.load(Ordering::Relaxed)
     }
@@ -177,14 +178,14 @@ impl Store {
         self.insert(&mut guard, owner, id, kept, None);
     }
 
-    /// Stores the id and state of a background response that is about to be computed.
+    /// Stores the id and the first body of a background response that is about to be computed.
     pub(crate) fn begin(&self, owner: Owner, id: &str, body: Bytes, abort: Option<AbortHandle>) {
         let kept = Kept { body, turns: Vec::new(), running: true, background: true };
         self.insert(&mut self.shares.lock(), owner, id, kept, abort);
     }
 
-    /// Stores the final state of a background response that can't be continued: failed or
-    /// cancelled. Returns false if the response is no longer being computed.
+    /// Stores the final state of a background response that failed or was cancelled; no request can
+    /// continue it. Returns false if the response is no longer being computed.
     pub(crate) fn fail(&self, owner: Owner, id: &str, body: Bytes) -> bool {
         let mut guard = self.shares.lock();
         let running = guard.1.get(&owner).and_then(|share| share.entries.get(id));
@@ -251,7 +252,7 @@ impl Store {
         Some(guard.1.get(&owner)?.entries.get(id)?.kept.clone())
     }
 
-    /// Returns the items of stored responses with these ids.
+    /// Returns those items of the owner's stored responses that have these ids.
     pub(crate) fn items(&self, owner: Owner, names: &HashSet<&str>) -> HashMap<String, Item> {
         let mut guard = self.shares.lock();
         self.expire(&mut guard.1);

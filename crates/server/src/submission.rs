@@ -13,11 +13,10 @@ use crate::ignored::note;
 use crate::images::ImageFile;
 use crate::state::Shared;
 
-/// Prompts of up to this many tokens are indexed on the current thread, which takes less than a
-/// millisecond.
+/// Up to this many tokens are indexed on the current thread. That takes less than a millisecond.
 const INDEXED_AT_ONCE: usize = 1 << 13;
 
-/// The data of a response that repeats a prompt.
+/// Describes how much of a response repeats its prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Repetition {
     /// The number of choices that contain this data.
@@ -33,8 +32,9 @@ pub(crate) struct Submission {
     pub(crate) prompt: Arc<[i32]>,
     /// The embeddings that replace the prompt's tokens; `None`: the prompt has tokens.
     pub(crate) embeds: Option<Embeds>,
-    /// The positions of the prompt's images, and their files.
+    /// The positions of the prompt's images.
     pub(crate) images: Arc<[PromptImage]>,
+    /// The files of the images, in the same order.
     pub(crate) files: Vec<Arc<ImageFile>>,
     pub(crate) terms: Arc<Terms>,
     /// Tokens of the predicted answer; `None`: no prediction was given.
@@ -47,9 +47,9 @@ pub(crate) struct Submission {
 }
 
 impl Submission {
-    /// Checks that the prompt from `param` fits, and that its tokens are in the model's vocabulary.
-    /// If there is no room for all requested tokens, fewer are generated, and a header reports
-    /// that.
+    /// Creates a submission. Checks that the prompt, which came in the parameter `param`, fits into
+    /// the context, and that its tokens are in the vocabulary. If there is no room for all
+    /// requested tokens, fewer are generated, and a header reports the lower number.
     pub(crate) fn new(
         state: &Shared,
         prompt: Vec<i32>,
@@ -83,7 +83,8 @@ impl Submission {
         })
     }
 
-    /// Creates a prompt of the server itself, for which one token is generated greedily.
+    /// Creates the submission of a health check, or of a prompt that a decode server sends to be
+    /// prefilled. One token is generated greedily.
     pub(crate) fn of_one_token(
         state: &Shared,
         prompt: Vec<i32>,
@@ -135,7 +136,8 @@ impl Submission {
         state.intake.read(client, bytes, move || Ok(index())).await.map(Some)
     }
 
-    /// Returns the bytes of the response that repeat the prompt, and of its log-probabilities.
+    /// Returns the number of bytes with which the response repeats the prompt and lists its
+    /// log-probabilities.
     pub(crate) fn repeated(&self) -> usize {
         let Repetition { choices, bytes, logprobs } = self.repetition;
         let first = self.terms.generation.prompt_logprobs.map_or(0, |tail| tail.first as usize);

@@ -19,7 +19,7 @@ use tokio::time::timeout;
 use crate::limits::Upload;
 use crate::weight_files::TensorFolder;
 
-/// The reason for the body's size limit, for errors that otherwise name a flag.
+/// The reason for the body's size limit. The error states it where other errors name a flag.
 const LIMIT: &str = "four for each number of the served checkpoint";
 /// The number of characters that are decoded at a time: a multiple of four.
 const AT_ONCE: usize = 1 << 20;

@@ -11,7 +11,7 @@ use crate::ignored::note_generic_tools;
 use crate::peers::Peer;
 use crate::state::Shared;
 
-/// Access to the text pool for one request, whose bytes are charged already.
+/// Access to the text pool for one request. `charge` already covers the request's bytes.
 #[derive(Clone, Copy)]
 pub(crate) struct RequestText<'a> {
     pool: &'a TextPool,
@@ -46,7 +46,8 @@ pub(crate) struct RenderedChat {
     pub(crate) ignored: Vec<&'static str>,
 }
 
-/// Renders and tokenises a conversation, which came in `param` and may have `most` tokens.
+/// Renders and tokenises a conversation of at most `most` tokens. `param` is the parameter that
+/// contained the conversation.
 ///
 /// # Errors
 /// The template or the tokenizer rejects the conversation, it is too long, or the text threads are
@@ -60,8 +61,8 @@ pub(crate) async fn encode_chat(
     let mut ignored = Vec::new();
     if let Some(template) = text.pool.template() {
         if chat.tools.is_some() && !template.takes_tools() {
-            let reason = "`tools`: the model's chat template shows it no tools; --chat-template \
-                          replaces it, and `tool_choice: none` leaves them out";
+            let reason = "`tools`: the chat template ignores tools. Start the server with another \
+                          --chat-template, or send `tool_choice: none`";
             return Err(ApiError::invalid("tools", reason));
         }
         if chat.tools.is_some() && template.has_generic_tools() {
@@ -115,7 +116,8 @@ fn ask_to_think(template: &str, chat: &mut ChatPrompt) -> Vec<&'static str> {
     ignored
 }
 
-/// Tokenises texts as one job of the pool. Each text may have `most` tokens; `None`: no limit.
+/// Tokenises texts as one job of the pool. Each text may have at most `most` tokens; `None`: no
+/// limit.
 ///
 /// # Errors
 /// The tokenizer rejects a text, a text is too long, or the text threads are overloaded.
@@ -156,7 +158,8 @@ pub(crate) async fn encode_prompts(
     Ok(encoded.into_iter().filter_map(|ids| ids.or_else(|| fresh.next())).collect())
 }
 
-/// Converts an error of the text in `param` to the client's error.
+/// Converts a text error to the error for the client. `param` is the parameter that contained the
+/// text.
 pub(crate) fn text_error(error: TextError, param: &str) -> ApiError {
     let reason = error.to_string();
     match error {

@@ -1,4 +1,4 @@
-//! Receives tensors that a trainer broadcasts to a process group with this server.
+//! Receives tensors that a trainer broadcasts in a process group of which this server is a member.
 //!
 //! The server leaves a group when the group is destroyed, when the server stops, or when a transfer
 //! fails; the trainer then has to create another group. Received tensors go to files, like tensors
@@ -54,7 +54,7 @@ pub(crate) struct SentTensors {
     pub(crate) version: Option<String>,
     /// True if requests are aborted before the update.
     pub(crate) aborts: bool,
-    /// True if the pause continues after the update.
+    /// True if the engine stays paused after the update.
     pub(crate) keeps_pause: bool,
 }
 
@@ -109,12 +109,12 @@ impl Trainer {
         in_blocking(leave, GROUP).await
     }
 
-    /// Receives tensors. When the update is complete, all replicas compute with it. Returns the
-    /// number of requests that continue with the new weights; `None`: more tensors are to come.
-    /// Continues even if the future is dropped.
+    /// Receives tensors. When the update is complete, all replicas switch to the new weights.
+    /// Returns the number of requests that continue with the new weights; `None`: more tensors are
+    /// to come. Continues even if the future is dropped.
     ///
     /// # Errors
-    /// The tensors can't be received, and the server leaves the group. Or the new weights can't be
+    /// The tensors can't be received; the server then leaves the group. Or the new weights can't be
     /// loaded. In both cases the old weights stay in use.
     pub(crate) async fn receive(
         self: Arc<Self>,

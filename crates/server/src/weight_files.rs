@@ -14,14 +14,14 @@ pub struct TensorFolder {
     pub path: PathBuf,
     /// The maximum total size of the folder's tensor files in bytes.
     pub most_bytes: u64,
-    /// Dropping it removes the folder.
+    /// Removes the folder when its last clone is dropped.
     pub guard: Arc<dyn Any + Send + Sync>,
 }
 
 /// A trainer's process group, and this server's rank in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TrainerGroup {
-    /// The trainer's host, at which ranks meet.
+    /// The host of the trainer, to which all ranks connect.
     pub address: String,
     /// The port of the trainer's host.
     pub port: u16,
@@ -66,7 +66,7 @@ pub struct ParameterValues {
 /// Access to the model files that hands load. `served` is the description of the hands' current
 /// model. Errors are one-line messages for the client.
 pub trait WeightFiles: Send + Sync {
-    /// Describes the model in a folder or file for the hands.
+    /// Returns the description, for hands, of the model at `path`: a folder or a file.
     ///
     /// # Errors
     /// The model does not exist, is damaged, or does not have the served model's shapes.

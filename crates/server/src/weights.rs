@@ -85,12 +85,12 @@ pub(crate) enum Source {
 /// An update of weights that a client requests.
 pub(crate) struct Update {
     pub(crate) source: Source,
-    /// The parameter that names the weights.
+    /// The request parameter that specifies the weights. Errors name this parameter.
     pub(crate) param: &'static str,
     pub(crate) version: Option<String>,
     /// True if requests are aborted before the update.
     pub(crate) aborts: bool,
-    /// True if the pause continues after the update.
+    /// True if the engine stays paused after the update.
     pub(crate) keeps_pause: bool,
 }
 

@@ -107,13 +107,15 @@ impl CopyEngines {
         Self { bus, ..self }
     }
 
-    /// Returns when the last save ends. A save that hangs counts as if it ended.
+    /// Returns when the last save ends. A save that hangs counts as if it ended after its normal
+    /// time.
     #[must_use]
     pub fn saves_end(&self) -> u64 {
         self.busy_until[0]
     }
 
-    /// Delays restores by `us` microseconds, for other traffic from the host to the device.
+    /// Delays restores by `us` microseconds, because other data is copied from the host to the
+    /// device.
     pub fn delay_restores(&mut self, us: u64) {
         self.busy_until[1] += us;
     }
@@ -137,7 +139,7 @@ impl CopyEngines {
         });
     }
 
-    /// Returns when the next copy ends, or `None` if none ever ends.
+    /// Returns when the next copy ends; `None` if no copy is in progress, or all of them hang.
     #[must_use]
     pub fn next_end(&self) -> Option<u64> {
         self.under_way.iter().filter_map(|copy| copy.end_us).min()

@@ -141,7 +141,7 @@ impl Device {
                 });
                 let token = slot.sample(text, mask);
                 if let Some(top) = slot.spec.sampling.logprobs {
-                    // Earlier tokens have no log-probabilities.
+                    // Tokens of earlier rows without log-probabilities have the count 0.
                     result.logprob_counts.resize(result.tokens.len(), 0);
                     result.logprob_counts.push(i32::from(top) + 1);
                     push_logprobs(&mut result, text, token, usize::from(top));
@@ -260,7 +260,7 @@ mod tests {
                 (&result.tokens[..], &result.token_counts[..]),
                 (given, &[given.len() as i32][..])
             );
-            // The text continues after the generated tokens.
+            // The next step continues the text after the tokens that this step returned.
             plan.begin(2);
             row(&mut plan, 1 + given.len() as u32, 1, &[0]);
             let next = written(&mut device, &plan, &text, None).tokens;

@@ -33,7 +33,7 @@ pub struct SimConfig {
     pub load_us: u64,
     /// The number of pages in the KV pool; 0 for a model without a KV cache.
     pub page_count: u32,
-    /// The number of rows of the output head. Every token of `text` is below it.
+    /// The number of rows of the output head. Every token id of `text` is below this number.
     pub vocab_size: u32,
     /// The number of elements of an embedding, in bfloat16. Embeddings are not read.
     pub hidden_size: u32,
@@ -53,8 +53,8 @@ pub struct SimConfig {
     pub hot_row_tokens: u32,
     /// The vision tower; `None` if there is none.
     pub tower: Option<SimTower>,
-    /// The number of state pages. The size of a state is in `timing`; if it is 0, the model has no
-    /// states.
+    /// The number of state pages. The size of a state is in `timing`; if that size is 0, the model
+    /// has no states.
     pub state_pages: u32,
 }
 
@@ -108,8 +108,8 @@ impl SimConfig {
 struct Pending {
     at_us: u64,
     what: SimEvent,
-    /// Since when plans without rows wait for copies; `None` if they do not. Another plan ends the
-    /// wait.
+    /// The start of the wait if this is a plan without rows, which waits for copies; otherwise
+    /// `None`. Another plan ends the wait.
     waits_since: Option<u64>,
 }
 

@@ -9,7 +9,7 @@ const MIN_SAMPLES: usize = 10;
 const SEARCH_SAMPLES: usize = 4000;
 /// The number of knees that are tried before the best one is refined.
 const KNEES: usize = 40;
-/// The factor by which a knee must reduce the error. Otherwise a straight line is used.
+/// A knee is used only if its error is below this factor times the error of a straight line.
 const KNEE_PAYS: f64 = 0.97;
 const ROUNDS: usize = 12;
 /// The error, in standard deviations, from which a sample counts less (Huber 1964).
@@ -68,8 +68,8 @@ pub fn fit(samples: &[Sample]) -> Result<Fit, FitError> {
     })
 }
 
-/// Returns the number of tokens up to which reading the weights hides their arithmetic; 0 if it
-/// never does.
+/// Returns the number of tokens up to which the time of reading the weights hides the tokens'
+/// arithmetic; 0 if no such knee fits the samples.
 fn best_knee(samples: &[Sample]) -> f64 {
     let tokens = sorted(samples.iter().map(|s| f64::from(s.load.tokens())).collect());
     let mut knees: Vec<f64> =
@@ -94,7 +94,7 @@ fn best_knee(samples: &[Sample]) -> f64 {
         refined if refined < losses[least] => (middle, refined),
         _ => (knees[least], losses[least]),
     };
-    // A knee at the largest step is only a straight line with another constant.
+    // With a knee at the largest step, the curve is only a straight line with another constant.
     let real = knee < percentile(&tokens, 1.0) && least < KNEE_PAYS * straight;
     if real { knee } else { 0.0 }
 }

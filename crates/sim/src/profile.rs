@@ -368,8 +368,8 @@ impl Profile {
         }
     }
 
-    /// Returns the ratio of a host tier of `bytes` bytes to the device's pages and state pages. The
-    /// tier is divided into pages and state pages in the same proportion.
+    /// Returns the size of a host tier of `bytes` bytes, relative to the device's pages and state
+    /// pages. The tier has pages and state pages in the same proportion as the device.
     #[must_use]
     pub fn host_ratio(&self, bytes: u64, [pages, state_pages]: [u32; 2], page_size: u32) -> f64 {
         let each = self.page_bytes(page_size, false);

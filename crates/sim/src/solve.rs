@@ -46,8 +46,8 @@ pub(crate) fn non_negative(
     let mut best = ([0.0; COLUMNS], 0.0);
     for subset in 1_u32..1 << COLUMNS {
         let Some(found) = on_subset(&gram, &right, subset) else { continue };
-        // An unconstrained solution reduces the sum of squares by the scalar product of the
-        // solution and the right side.
+        // Compared with all coefficients 0, an unconstrained solution reduces the sum of squares by
+        // the scalar product of the solution and the right side.
         let gain: f64 = found.iter().zip(right).map(|(x, b)| x * b).sum();
         if found.iter().all(|&x| x >= 0.0) && gain > best.1 {
             best = (found, gain);
@@ -61,7 +61,7 @@ pub(crate) fn non_negative(
 }
 
 /// Returns the unconstrained solution on the columns of `subset`, by Cholesky decomposition; `None`
-/// if they are linearly dependent.
+/// if these columns are linearly dependent.
 fn on_subset(
     gram: &[[f64; COLUMNS]; COLUMNS],
     right: &[f64; COLUMNS],

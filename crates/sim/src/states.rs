@@ -49,7 +49,7 @@ pub(crate) struct States {
     /// Per state page, the number of positions; `None` for a state from another replica, whose
     /// number of positions is not known here.
     pages: HashMap<u32, Option<u32>>,
-    /// The same per state page of the host tier. The host tier survives a restart of the device.
+    /// As `pages`, for the state pages of the host tier, which survives a restart of the device.
     host: HashMap<u32, Option<u32>>,
 }
 
@@ -94,7 +94,8 @@ impl States {
         self.copy(plan)
     }
 
-    /// Copies states at once: plans do not use a copy before its end is reported.
+    /// Executes a plan's copies of states at once. This is correct, because no plan uses a copy
+    /// before its end is reported.
     fn copy(&mut self, plan: &StepPlan) -> Result<(), String> {
         for copy in plan.copies().filter(|copy| copy.direction.is_of_state()) {
             let page = copy.hot.unwrap_or_default();

@@ -101,7 +101,7 @@ impl Story {
             self.cached_tokens += admission.cached_tokens;
         }
         if let Some(token) = output.token {
-            // A request that was admitted by another engine continues here without an admission.
+            // There may be no admission: a request that another engine admitted continues here.
             assert!(self.admissions <= 1, "admitted twice");
             self.tokens.push(token.id);
         }

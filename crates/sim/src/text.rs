@@ -63,8 +63,8 @@ impl SimText {
         self.script.as_ref()?.answer(prompt)
     }
 
-    /// Returns the word that is `rank` positions after `token` in the list of words: a simulated
-    /// alternative, nearly as likely.
+    /// Returns the simulated alternative to `token` of this rank, for lists of likely tokens: the
+    /// word that is `rank` positions after `token` in the list of words.
     pub(crate) fn alternative(&self, token: i32, rank: usize) -> i32 {
         match self.words.binary_search(&token) {
             Ok(at) => self.words[(at + rank) % self.words.len()],
@@ -207,7 +207,7 @@ impl Sequence {
             _ => {
                 let count = words.len();
                 let mut at = self.mix.draw(u64::from(self.length), count as u64) as usize;
-                // If every word is suppressed, one of them is used nevertheless.
+                // If every word is suppressed, the loop ends, and a suppressed word is used.
                 for _ in 0..suppressed.len() {
                     if !suppressed.contains(&words[at]) {
                         break;

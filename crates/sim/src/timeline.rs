@@ -18,7 +18,8 @@ pub struct SparseModel {
     /// The number of positions that a row selects in each layer; 0 if the model has no sparse
     /// attention.
     pub top_k: u32,
-    /// The number of selected positions that are neither in a hot row nor on a page.
+    /// The number of selected positions, per row and layer, that are neither in a hot row nor on a
+    /// hot page.
     pub miss_rows: f64,
     /// The number of layers that copy missing positions.
     pub layers: u32,
@@ -179,8 +180,8 @@ impl Timeline {
         (Span { start_us, end_us, gap_us }, self.rows(rows))
     }
 
-    /// Postpones the last step, which took `span`, so that it ends no earlier than `now_us`, when
-    /// its masks have arrived. The delay counts as idle time before the step. Its saves are not
+    /// Postpones the last step, which took `span`: it ends no earlier than `now_us`, the time at
+    /// which its masks arrived. The delay counts as idle time before the step. Its saves are not
     /// postponed.
     pub fn hold(&mut self, span: Span, now_us: u64) -> Span {
         let late_us = now_us.saturating_sub(span.end_us);
@@ -190,8 +191,8 @@ impl Timeline {
         Span { start_us, end_us, gap_us: span.gap_us + late_us }
     }
 
-    /// Sets the end of the last step, which took `span`, to `end_us`, when the slowest rank of its
-    /// group is done: ranks wait for each other in every layer.
+    /// Sets the end of the last step, which took `span`, to `end_us`: the time at which the slowest
+    /// rank of the group is done. Ranks wait for each other in every layer.
     pub fn meet(&mut self, span: Span, end_us: u64) -> Span {
         (self.busy_until, self.last_end) = (end_us, end_us);
         Span { end_us, ..span }
@@ -210,7 +211,7 @@ impl Timeline {
         Span { start_us, end_us, gap_us: 0 }
     }
 
-    /// Ends a wait at `at_us`.
+    /// Ends the wait of a plan without rows at `at_us`.
     pub fn cut(&mut self, at_us: u64) {
         (self.busy_until, self.last_end) = (at_us, at_us);
     }

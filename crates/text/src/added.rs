@@ -55,8 +55,8 @@ pub(crate) fn add(
     Ok(changed > 0)
 }
 
-/// Returns the special tokens without a standard name: those in a list, or those by name in an
-/// object.
+/// Returns the special tokens under [`LISTS`], which have no standard names: the elements of an
+/// array, or the values of an object.
 fn further(config: &Map<String, Value>) -> impl Iterator<Item = &Value> {
     let listed = LISTS.iter().filter_map(|name| config.get(*name));
     listed.flat_map(|value| match value {
@@ -66,7 +66,7 @@ fn further(config: &Map<String, Value>) -> impl Iterator<Item = &Value> {
     })
 }
 
-/// Returns the text of a token, which is given directly or within an object.
+/// Returns the text of a token. The token is a string, or an object with the field `content`.
 fn text(value: &Value) -> Option<&str> {
     value.as_str().or_else(|| value.get("content")?.as_str())
 }
@@ -123,7 +123,7 @@ mod tests {
         }
         let special = ids.map(|id| tokenizer.is_special(id));
         assert_eq!(special, [true, false, false, true, true]);
-        // Cutting long texts, the lower bound and token texts are consistent with this tokenizer.
+        // The detokenizer and the lower bound of the number of ids know the added tokens too.
         let mut detokenizer = Detokenizer::new(Arc::new(loaded(&config)), true);
         let mut text = String::new();
         for id in [ids[2], ids[0]] {

@@ -23,8 +23,8 @@ pub enum Backend {
     Fastokens,
 }
 
-/// A character that the two libraries classify differently, because older Unicode versions count it
-/// as a space.
+/// A character that the two libraries classify differently. Older Unicode versions count it as a
+/// space, newer ones do not.
 const DISPUTED: char = '\u{180e}';
 
 /// The fast backend.
@@ -57,7 +57,7 @@ impl Fast {
         Ok(fast)
     }
 
-    /// True if this backend encodes the text like the reference.
+    /// True if this backend encodes the text like the reference: the text lacks [`DISPUTED`].
     pub(crate) fn takes(&self, text: &str) -> bool {
         !text.contains(DISPUTED)
     }

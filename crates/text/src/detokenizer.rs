@@ -15,18 +15,18 @@ const WINDOW_LIMIT: usize = 64;
 /// costs amortised O(1). Text is returned as soon as it is final; only the bytes of an incomplete
 /// character are held back.
 ///
-/// The two can differ for a byte-fallback (SentencePiece style) tokenizer. If a run of byte tokens
-/// contains any invalid UTF-8, decoding all at once turns every byte of the run into U+FFFD. A
-/// stream has already returned the run's first complete characters, and returns U+FFFD from the
-/// first invalid byte on. Ids of real text have no invalid runs. But a model can sample an invalid
-/// run, and a length limit can cut a run. Some decoders need more than a single token's text
-/// (WordPiece, CTC, ...). For them a window of the last tokens is decoded again at each id. This is
-/// exact if a token does not change text before its predecessor.
+/// The pieces can differ from that output for a byte-fallback (SentencePiece style) tokenizer. If a
+/// run of byte tokens contains any invalid UTF-8, decoding all at once turns every byte of the run
+/// into U+FFFD. A stream has already returned the run's first complete characters, and returns
+/// U+FFFD from the first invalid byte on. Ids of real text have no invalid runs. But a model can
+/// sample an invalid run, and a length limit can cut a run. Some decoders need more than a single
+/// token's text (WordPiece, CTC, ...). For them a window of the last tokens is decoded again at
+/// each id. This is exact if a token does not change text before its predecessor.
 #[derive(Debug)]
 pub struct Detokenizer {
     tokenizer: Arc<Tokenizer>,
     skip_special_tokens: bool,
-    /// Special tokens that are kept in the text nevertheless, ascending.
+    /// Special tokens that are kept in the text even if special tokens are skipped, ascending.
     shown: Arc<[i32]>,
     state: State,
 }
@@ -214,7 +214,8 @@ impl PiecesState {
     }
 }
 
-/// The bytes that a token adds at the start of a text, if they differ from those in the table.
+/// The bytes that a token adds at the start of a text; `None` if they are the same as elsewhere in
+/// a text.
 fn first_piece(tokenizer: &Tokenizer, id: u32) -> Option<Vec<u8>> {
     let Scheme::Pieces(pieces) = tokenizer.scheme() else { return None };
     let token = pieces.first_differs().then(|| tokenizer.decoded_token(id))??;

@@ -33,12 +33,12 @@ pub enum TextError {
     /// The chat template interprets special tokens in content, so these cannot be distinguished
     /// from the template's own tokens.
     #[error(
-        "the chat template treats the special tokens in this chat in a way of its own: leave them out, or have the server \
-         started with --allow-special-tokens-in-content"
+        "a message contains special tokens, which this chat template can't keep as plain text: leave them out, or start the \
+         server with --allow-special-tokens-in-content"
     )]
     Guarded,
     /// A text has too many tokens. It was not encoded, or only partly.
-    #[error("the text has at least {at_least} tokens, and {limit} may be")]
+    #[error("the text has at least {at_least} tokens; at most {limit} are allowed")]
     TooLong {
         /// The index of the text in its request, from 0.
         text: usize,
@@ -48,7 +48,9 @@ pub enum TextError {
         limit: usize,
     },
     /// A text contains a run that is too long and cannot be cut. The text was not encoded.
-    #[error("the text has a word, or white space, of {bytes} bytes, and {limit} may be in one")]
+    #[error(
+        "the text has a word, or a run of white space, of {bytes} bytes; at most {limit} are allowed"
+    )]
     Undivided {
         /// The number of bytes without a position for a cut.
         bytes: usize,

@@ -46,7 +46,7 @@ impl Growth {
             return Ok(());
         }
         Err(TextError::Encode(format!(
-            "the tokenizer's normalizer may make {grown:.0} bytes of its {bytes}, and {MOST} may be"
+            "the tokenizer's normalizer may make {grown:.0} bytes of the text's {bytes}; at most {MOST} are allowed"
         )))
     }
 

@@ -31,7 +31,7 @@ pub(crate) struct Pieces {
     metaspace_drops_first: bool,
     /// True if tokens of the form `<0x0A>` are bytes.
     byte_fallback: bool,
-    /// The character to strip from the start of the text, and how many at most.
+    /// The character to strip from the start of the text, and how often it is stripped at most.
     pub(crate) strip_left: Option<(char, usize)>,
 }
 
@@ -142,8 +142,8 @@ fn fallback_byte(token: &str) -> Option<u8> {
     (digits.len() == 2).then(|| u8::from_str_radix(digits, 16).ok())?
 }
 
-/// Returns the bytes of a byte-level token. If one of its characters represents no byte, these are
-/// the bytes of its UTF-8 text: added tokens may contain a space or `｜`.
+/// Returns the bytes of a byte-level token. If a character of the token represents no byte, returns
+/// the UTF-8 bytes of the token instead: added tokens may contain a space or `｜`.
 fn byte_level_bytes(token: &str) -> Vec<u8> {
     token.chars().map(byte_of_char).collect::<Option<Vec<u8>>>().unwrap_or_else(|| token.into())
 }

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-/// The stop strings of a request, with tables for searching. The table is built once, and all
-/// choices share it. Each choice searches with its own [`StopStrings`].
+/// The stop strings of a request, prepared for searching. A request builds one table, which all its
+/// choices share. Each choice searches with its own [`StopStrings`].
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct StopTable {
     /// The stop strings, in the client's order.
@@ -53,8 +53,9 @@ impl Stop {
         Self { index, text, fallback: fallback.into() }
     }
 
-    /// Reads one byte after the first `at` bytes of the string (but not all) have matched. Returns
-    /// the number of leading bytes of the string that match now.
+    /// Reads one byte of the text, after the first `at` bytes of the string have matched. `at` must
+    /// be less than the length of the string. Returns the number of leading bytes of the string
+    /// that match now.
     fn step(&self, mut at: u32, byte: u8) -> u32 {
         while at > 0 && self.text[at as usize] != byte {
             at = self.fallback[at as usize];
@@ -76,7 +77,7 @@ pub struct StopStrings {
     /// Per stop string, the number of its leading bytes with which the text so far ends.
     at: Box<[u32]>,
     include_in_output: bool,
-    /// The text that was not returned yet, which is the bytes from `held_from` on.
+    /// Its bytes from `held_from` on are the text that was not returned yet.
     held: String,
     held_from: usize,
     matched: Option<usize>,
@@ -101,8 +102,8 @@ impl StopStrings {
         &self.table.texts[index]
     }
 
-    /// Reads `delta`, and appends to `out` the text that can no longer be part of a stop string.
-    /// The text is cut at the first stop string.
+    /// Checks `delta` for stop strings, and appends to `out` the text that can no longer be part of
+    /// one. The text is cut at the first stop string.
     ///
     /// Returns the index of a stop string as soon as the string has matched. `out` then ends right
     /// before the string, or right after it with `include_in_output`. Later calls append nothing

@@ -181,7 +181,7 @@ impl Tokenizer {
             Backend::Fastokens if scheme == Scheme::Bytes => Some(Fast::new(file, &inner)?),
             Backend::Fastokens => {
                 // fastokens treats text that looks like a byte token as that byte.
-                let why = "fastokens is for byte-level tokenizers only, and this is none";
+                let why = "fastokens supports only byte-level tokenizers";
                 return Err(TextError::Load(why.to_owned()));
             }
         };
@@ -213,10 +213,10 @@ impl Tokenizer {
     /// takes one pass over the bytes. It is 0 for a tokenizer that may drop text.
     ///
     /// If each byte has a token (byte-level BPE, and SentencePiece's BPE with byte fallback), each
-    /// byte counts as one over the length of the longest token that contains it. If text is
-    /// composed first, characters outside ASCII count a quarter. For a Unigram tokenizer only ASCII
-    /// letters and digits count, each as one over the length of the longest token. For WordPiece
-    /// and WordLevel each word counts as one.
+    /// byte counts as one over the length of the longest token that contains it. If the normaliser
+    /// composes characters (NFC), characters outside ASCII count only a quarter. For a Unigram
+    /// tokenizer only ASCII letters and digits count, each as one over the length of the longest
+    /// token. For WordPiece and WordLevel each word counts as one.
     pub fn fewest_ids(&self, text: &str) -> usize {
         self.measure.fewest(text)
     }
@@ -269,8 +269,8 @@ impl Tokenizer {
         tokens.filter(|content| added.is_special_token(content)).cloned().collect()
     }
 
-    /// Returns the ids from `limit` on, in order, with their tokens. A model with an embedding of
-    /// `limit` rows has no rows for them.
+    /// Returns the ids that are at least `limit`, in ascending order, with their tokens. A model
+    /// whose embedding has `limit` rows has no rows for these ids.
     pub fn ids_from(&self, limit: u32) -> Vec<(i32, String)> {
         let all = limit..u32::try_from(self.vocab_size()).unwrap_or(u32::MAX);
         let token = |id: u32| Some((id.cast_signed(), self.inner.id_to_token(id)?));
@@ -329,7 +329,7 @@ impl Tokenizer {
         self.inner.id_to_token(u32::try_from(id).ok()?)
     }
 
-    /// Returns the id of a token, as the vocabulary spells it.
+    /// Returns the id of a token, which is given as the vocabulary spells it.
     pub fn token_to_id(&self, token: &str) -> Option<i32> {
         self.inner.token_to_id(token).map(u32::cast_signed)
     }
@@ -375,15 +375,15 @@ impl Tokenizer {
     }
 }
 
-/// Returns the token that decoding uses for `id`. An added token that is matched in normalised text
-/// is in its normalised form here, unlike in `id_to_token`.
+/// Returns the token that decoding uses for `id`. If an added token is matched in normalised text,
+/// its normalised form is returned here, unlike in `id_to_token`.
 fn decoded_token(inner: &tokenizers::Tokenizer, id: u32) -> Option<String> {
     let added = inner.get_added_vocabulary().simple_id_to_token(id);
     added.or_else(|| inner.get_model().id_to_token(id))
 }
 
 /// Returns the ids that the post-processor adds around the ids of a text, found by processing an id
-/// that no token has. `None` if it changes the ids in any other way.
+/// that no token has. `None` if the post-processor changes the ids in any other way.
 fn frame(inner: &tokenizers::Tokenizer) -> Result<Option<Frame>, TextError> {
     const TEXT: u32 = u32::MAX;
     let text = Encoding::from_tokens(vec![Token::new(TEXT, "a".to_owned(), (0, 1))], 0);

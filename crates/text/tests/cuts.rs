@@ -2,7 +2,8 @@
 //! encoded whole.
 //!
 //! The tokenizers have the normalizers and pre-tokenizers of real model families with a small
-//! vocabulary. Their merges cross every kind of boundary where no rule prevents it.
+//! vocabulary. Their merges join tokens across every kind of boundary that no pre-tokenizer rule
+//! separates.
 
 use std::path::PathBuf;
 use std::sync::{Arc, LazyLock};
@@ -35,7 +36,7 @@ struct Case {
     cut: Cut,
 }
 
-/// Where the texts of a tokenizer may be cut.
+/// The positions at which a tokenizer's texts may be cut.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Cut {
     /// Before added tokens and between words.
@@ -96,7 +97,8 @@ fn cases() -> Vec<Case> {
         ),
         ("no pattern", byte_level(Value::Null, sequence(Vec::new(), false)), Cut::BeforeTokens),
     ];
-    // Added tokens that are matched in normalized text; the file's own are not in normal form.
+    // Added tokens that are matched in normalized text. The added tokens of the file are not in
+    // normal form.
     let mut composed = byte_level(nfc(), sequence(vec![split(QWEN)], false));
     for token in composed["added_tokens"].as_array_mut().expect("a list") {
         token["normalized"] = json!(true);

@@ -19,7 +19,7 @@ const NAMES: [&str; 7] = [
     "suffix_bpe",
 ];
 
-/// Tokenizers that build text from bytes token by token. For any ids, their streamed text equals
+/// Tokenizers whose tokens each add fixed bytes to the text. For any ids, the streamed text equals
 /// the decoded text.
 const BYTE_LEVEL: [&str; 2] = ["tiny_llama", "byte_level"];
 

@@ -1,9 +1,9 @@
 //! Prepares image files for tests and benchmarks in Python. Requests come on standard input.
 //!
 //! A request is a line `patch merge min_pixels max_pixels rounds path`. If `min_pixels` is 0, every
-//! image gets `max_pixels` positions, in a square grid. The response is a line `error` and a
-//! sentence, or `ok height width rows columns bytes nanoseconds` (over all rounds), followed by the
-//! patches. With 0 rounds, only the header is read, and there are no patches.
+//! image is resized to a square grid of `max_pixels` positions. The response is a line `error` and
+//! a sentence, or `ok height width rows columns bytes nanoseconds` (over all rounds), followed by
+//! the patches. With 0 rounds, only the header is read, and there are no patches.
 
 use std::io::{self, BufRead, Write};
 use std::time::Instant;

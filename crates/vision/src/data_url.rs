@@ -88,8 +88,8 @@ fn unescaped(text: &str) -> String {
 /// The file is larger, or the text is not base64.
 pub fn decode_base64(text: &str, limit: usize) -> Result<Vec<u8>, ImageError> {
     let bytes = STANDARD.estimated_decoded_length(text.len());
-    // With padding, the estimate is up to two bytes too high, and with white space higher. So the
-    // exact size is only computed if the estimate is above the limit.
+    // With padding, the estimate is up to two bytes too high; white space makes it higher still. So
+    // the exact size is only computed if the estimate is above the limit.
     if bytes > limit {
         let digits = text.bytes().filter(|byte| !byte.is_ascii_whitespace() && *byte != b'=');
         let bytes = digits.count() / 4 * 3;

@@ -90,8 +90,9 @@ impl ImageError {
     }
 }
 
-/// Calls `decoder`. Decoders are external code, so a panic is treated as a damaged file. Apart from
-/// bytes, no data that `decoder` has changed may be used after the call.
+/// Calls `decoder`. Decoders are external code, so a panic is treated as a damaged file. A panic
+/// may leave data that `decoder` was changing inconsistent: after the call, only plain bytes of
+/// such data may be used.
 pub(crate) fn contained<T>(
     format: Format,
     decoder: impl FnOnce() -> Result<T, ImageError>,

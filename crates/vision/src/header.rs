@@ -71,8 +71,8 @@ impl Header {
         self.orientation
     }
 
-    /// The largest amount of memory that preparing the image takes: for its decoder, the pixels at
-    /// each step, and the patches.
+    /// The largest number of bytes of memory that preparing the image takes: for its decoder, the
+    /// pixels at each step, and the patches.
     pub fn decoding_bytes(&self, processing: &Processing) -> usize {
         let turned = self.orientation != Orientation::UPRIGHT;
         Limits::preparing_bytes(self.size(), turned, processing)

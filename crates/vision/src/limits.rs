@@ -39,8 +39,8 @@ impl Limits {
         square.saturating_add(square / 16)
     }
 
-    /// The number of bytes that preparing an image takes. The size is that of the upright image.
-    /// `turned` is true if the stored image has to be rotated.
+    /// The number of bytes that preparing an image takes. `(width, height)` is the size of the
+    /// upright image in pixels. `turned` is true if the stored image has to be rotated.
     pub(crate) fn preparing_bytes(
         (width, height): (u32, u32),
         turned: bool,

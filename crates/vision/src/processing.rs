@@ -66,8 +66,8 @@ impl Grid {
 }
 
 impl Processing {
-    /// The largest accepted side of a position in pixels, and the largest number of pixels of a
-    /// resized image. With these limits, derived sizes fit in memory.
+    /// The largest accepted side of a position in pixels. `MAX_PIXELS` is the largest number of
+    /// pixels of a resized image. With these limits, derived sizes fit in memory.
     const MAX_SIDE: u32 = 1 << 10;
     const MAX_PIXELS: u64 = 1 << 30;
 

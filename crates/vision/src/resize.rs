@@ -89,7 +89,7 @@ mod tests {
     const CUBIC: Filter = Filter::Bicubic;
 
     /// The expected values are those of torchvision 0.29.2. `tests/vision` compares a thousand
-    /// sizes.
+    /// sizes with torchvision.
     #[test]
     fn rows_come_first() {
         let rgb: Vec<u8> = (0..48u32).map(|place| (place * place * 37 % 256) as u8).collect();

@@ -1,5 +1,5 @@
-//! Checks sizes in WebP's container (RFC 9649), because the decoder allocates memory for some of
-//! them before it checks them.
+//! Checks sizes in WebP's container (RFC 9649), because for some sizes the decoder allocates memory
+//! before it checks the size.
 
 use crate::error::ImageError;
 use crate::format::Format;
@@ -8,7 +8,7 @@ use crate::orientation::Orientation;
 /// Bytes of the fields of an animation frame, which precede its chunks.
 const FRAME_FIELDS: usize = 16;
 
-/// Returns the orientation. Upright if the file does not state one.
+/// Returns the orientation that the file states, or upright if it states none.
 pub(crate) fn orientation(file: &[u8]) -> Orientation {
     let exif = chunks(file.get(12..).unwrap_or_default())
         .find(|(name, _)| *name == *b"EXIF")

@@ -121,7 +121,7 @@ impl BertShape {
         };
         if first >= positions {
             return Err(ModelError::broken(format!(
-                "{positions} positions (max_position_embeddings) are none behind {first} of padding"
+                "max_position_embeddings {positions} leaves no position after the {first} for padding"
             )));
         }
         Ok(Self {
@@ -139,7 +139,7 @@ impl BertShape {
         })
     }
 
-    /// Returns the encoder's name for a weight of a checkpoint; `None`: the encoder does not use
+    /// Returns the encoder's name for a weight of a checkpoint; `None` if the encoder does not use
     /// the weight. `scores` is true if the model has scoring layers.
     #[must_use]
     pub fn name_of(name: &str, scores: bool) -> Option<String> {
@@ -152,7 +152,7 @@ impl BertShape {
     }
 
     /// Returns the range of a weight's rows that is used, as the first row and the number of rows;
-    /// `None`: all rows.
+    /// `None` means all rows.
     pub(crate) fn rows_of(&self, name: &str) -> Option<(usize, usize)> {
         (name == PLACES && self.first_position > 0)
             .then_some((self.first_position, self.max_positions))

@@ -85,14 +85,14 @@ pub(crate) struct MatrixPart {
     times: Option<f32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     plus: Option<f32>,
-    /// True if the weight is the logarithm of the result.
+    /// True if the weight is the logarithm of the values, after `times` and `plus` are applied.
     #[serde(default, skip_serializing_if = "is_false")]
     log: bool,
 }
 
 impl MatrixPart {
-    /// Describes a weight of this shape. `chooses` is true if the range also contains rows that the
-    /// weight does not use.
+    /// Describes a weight of this shape. `chooses` is true if the range of the file also contains
+    /// rows that do not belong to the weight.
     fn new(part: &TensorPart, shape: Vec<usize>, chooses: bool) -> Self {
         let one = |value: f32, usual: f32| (value != usual).then_some(value);
         Self {
@@ -108,7 +108,8 @@ impl MatrixPart {
         }
     }
 
-    /// Returns the function from a row of the weight to the row of the range.
+    /// Returns a function that maps the index of a row of the weight to the index of that row in
+    /// the range of the file.
     pub(crate) fn chosen_rows(&self) -> impl Fn(usize) -> usize {
         let ([first, step], width) = (self.rows.unwrap_or([0, 1]), self.width.unwrap_or(1));
         move |row| first + row / width * step + row % width

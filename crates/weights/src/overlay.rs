@@ -38,7 +38,7 @@ pub struct ServedCheckpoint<'a> {
     pub files: &'a [PathBuf],
     /// True if the folder is an overlay. Its files are removed together with the folder.
     pub is_overlay: bool,
-    /// True if the head is the embedding matrix.
+    /// True if the output head is the embedding matrix.
     pub tied: bool,
 }
 

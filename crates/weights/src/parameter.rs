@@ -35,9 +35,9 @@ struct Numbers {
     shape: Vec<usize>,
 }
 
-/// Reads the first `rows` rows of a parameter, or the first values of a vector. `name` is
-/// the name in the safetensors files, or the family's name as in transformers. `scores` and
-/// `layers` are as in [`Manifest::new`].
+/// Reads the first `rows` rows of a parameter, or the first values of a vector. `name` is the
+/// parameter's name in the safetensors files, or its name in the model family, as in transformers.
+/// `scores` and `layers` are as in [`Manifest::new`].
 ///
 /// # Errors
 /// There is no such parameter, it is not stored as plain floats, too many values are requested, or

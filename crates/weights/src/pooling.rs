@@ -76,7 +76,7 @@ pub(crate) fn read_pooling(
         || config.get("use_bidirectional_attention").and_then(Value::as_bool) == Some(true);
     if !encoder && !sees_all && is_said {
         return Err(ModelError::broken(
-            "a decoder of this family whose positions see what is behind them is not supported",
+            "a decoder of this family with bidirectional attention is not supported",
         ));
     }
     let kind = match (pooled.kind.as_str(), encoder || sees_all) {
@@ -88,7 +88,7 @@ pub(crate) fn read_pooling(
             let what = if encoder {
                 "an encoder"
             } else if whole {
-                "a decoder whose positions see what is behind them"
+                "a decoder with bidirectional attention"
             } else {
                 "a causal model"
             };

@@ -22,8 +22,8 @@ pub(crate) trait FloatRows {
         with: &mut Receiver<'_>,
     ) -> Result<(), ModelError>;
 
-    /// Copies stored values into `to`, starting at an element. Returns false if they are not stored
-    /// in this data type.
+    /// Copies stored values from an element on, without a conversion, until the buffer is full.
+    /// Returns false if the values are not stored in the given data type.
     ///
     /// # Errors
     /// The file can't be read.

@@ -100,8 +100,8 @@ impl Tensor {
         })
     }
 
-    /// Reads a matrix in blocks of type `kind`, appended to `to`; `None`: there is no such
-    /// conversion.
+    /// Reads a matrix as blocks of type `kind`, and appends them to `to`. Returns `None` if the
+    /// stored values can't be converted to such blocks.
     pub(crate) fn read_blocks(
         &self,
         part: &TensorPart,
@@ -181,7 +181,7 @@ impl Tensor {
         let bits = numbers * bytes;
         if !bits.is_multiple_of(elements) || elements > 8 && !numbers.is_multiple_of(elements) {
             return Err(ModelError::broken(format!(
-                "{name} is a part of blocks of {elements} numbers"
+                "{name} does not begin or end at a block of {elements} numbers"
             )));
         }
         Ok(bits / elements)
@@ -221,7 +221,7 @@ impl FloatRows for Tensor {
                     let (elements, size) = kind.block();
                     if !at.is_multiple_of(elements) || !some.is_multiple_of(elements) {
                         return Err(ModelError::broken(format!(
-                            "{name} is a part of blocks of {elements} numbers"
+                            "{name} does not begin or end at a block of {elements} numbers"
                         )));
                     }
                     bytes.resize(some / elements * size, 0);

@@ -9,8 +9,8 @@ use crate::error::ModelError;
 use crate::json::read_object;
 use crate::sizes::{MOST, size};
 
-/// The key in a config rebuilt from a GGUF file for the shapes of matrices after pooling. These
-/// matrices are in the model's file.
+/// In a config rebuilt from a GGUF file: the key for the shapes of the matrices after pooling.
+/// These matrices are in the model's file.
 pub(crate) const DENSE_SHAPES: &str = "dense_shapes";
 /// The files of a `Dense` module.
 const CONFIG: &str = "config.json";
@@ -29,11 +29,11 @@ pub struct VectorLayer {
     pub bias: bool,
     /// The activation after the projection.
     pub activation: VectorActivation,
-    /// The name of the norm after the activation, whose kind is that of the model's norms; `None`:
-    /// there is no norm.
+    /// The name of the norm after the activation; `None`: there is no norm. It is of the same kind
+    /// as the model's norms.
     pub norm: Option<String>,
-    /// The safetensors file with the weights, under `linear`; `None`: the weights are in the
-    /// model's files.
+    /// The safetensors file with the weights, as `linear.weight` and `linear.bias`; `None`: the
+    /// weights are in the model's files.
     pub file: Option<PathBuf>,
 }
 
@@ -136,8 +136,8 @@ fn refuse_others(config: &Map<String, Value>, path: &Path) -> Result<(), ModelEr
     Ok(())
 }
 
-/// Checks that a vector of `size` elements fits the first layer, and each layer's output the next.
-/// Returns the size of the result.
+/// Checks that a vector of `size` elements fits the first layer, and that each layer's output fits
+/// the next layer. Returns the size of the result.
 pub(crate) fn size_behind(size: usize, layers: &[VectorLayer]) -> Result<usize, ModelError> {
     layers.iter().try_fold(size, |size, layer| {
         if layer.inputs == size {

@@ -98,8 +98,8 @@ fn tower_config(config: &Map<String, Value>) -> Result<&Map<String, Value>, Mode
 }
 
 impl VisionTower {
-    /// Reads a Qwen's tower. Its decoder has `layers` layers and hidden states of `hidden`
-    /// elements.
+    /// Reads the tower of a Qwen model. The model's decoder has `layers` layers and hidden states
+    /// of `hidden` elements.
     ///
     /// # Errors
     /// The tower is not supported, or its config lacks a value.
@@ -121,8 +121,7 @@ impl VisionTower {
         };
         if !tower.hidden_size.is_multiple_of(4 * tower.heads) {
             return Err(ModelError::unserved_part(&format!(
-                "a tower of {} heads (num_heads), which can't turn a quarter of each head's share of {} elements \
-                 (hidden_size) by rows",
+                "a tower of {} heads (num_heads), because {} elements (hidden_size) are not a multiple of 4 times the heads",
                 tower.heads, tower.hidden_size
             )));
         }
@@ -137,7 +136,8 @@ impl VisionTower {
         }
     }
 
-    /// Reads a Gemma 3's tower. Its decoder has hidden states of `hidden` elements.
+    /// Reads the tower of a Gemma 3 model. The model's decoder has hidden states of `hidden`
+    /// elements.
     ///
     /// # Errors
     /// The tower is not supported, or its config lacks a value.
@@ -154,7 +154,7 @@ impl VisionTower {
             && patches.is_multiple_of(side);
         if !fits {
             return Err(ModelError::unserved_part(&format!(
-                "images of {pixels} pixels a side (image_size), of whose patches of {} pixels squares make {positions} \
+                "images of {pixels} pixels a side (image_size), whose patches of {} pixels can't be pooled to {positions} \
                  positions (mm_tokens_per_image)",
                 tower.patch
             )));
@@ -281,8 +281,8 @@ fn known(values: &Map<String, Value>, key: &str, known: &[Value]) -> Result<(), 
     }
 }
 
-/// Returns the settings of image processing and the tokens for images, for the brain. A Gemma 3
-/// names its tokens in `tokenizer_config`.
+/// Returns the settings of image processing and the tokens for images, for the brain. For Gemma 3,
+/// `tokenizer_config` names these tokens.
 ///
 /// # Errors
 /// Files are missing, or need a feature that is not supported.

@@ -28,7 +28,7 @@ def why_not_fa3(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class FlashAttention:
-    """Implements `AttentionBackend` for steps that are prepared on the device, without latent attention and index."""
+    """Implements `AttentionBackend` for steps that are prepared on the device, except latent attention and indices."""
 
     def __init__(self) -> None:
         self._attend = importlib.import_module(MODULE).flash_attn_with_kvcache
@@ -83,6 +83,6 @@ class FlashAttention:
 
 
 def _tensor(given: Any) -> torch.Tensor:
-    """Returns the output alone: older releases return a tuple that starts with it."""
+    """Returns the attention output alone: older releases return a tuple whose first element is the output."""
     found: torch.Tensor = given[0] if isinstance(given, tuple) else given
     return found

@@ -85,7 +85,7 @@ class Chosen:
 
 
 def find(positions: torch.Tensor, places: Places, group: GroupRows) -> Found:
-    """Returns where the positions int64 [u, top_k] are; they are ascending, padded with `NO_ROW`.
+    """Returns the locations of `positions` int64 [u, top_k], which are ascending and padded with `NO_ROW`.
 
     A missed position gets a row. H is at least top_k, so a query loses no row that it has chosen itself.
     """

@@ -98,7 +98,7 @@ def _made(
 def _by_blocks(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, blocks: Sequence[Block], scale: float
 ) -> torch.Tensor:
-    """Attention of q [1, heads, n, width] to k and v [1, heads, positions, width]; q has the last n positions."""
+    """Attention of q [1, heads, n, width], at the last n positions, to k and v [1, heads, positions, width]."""
     if not blocks:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     parts = []

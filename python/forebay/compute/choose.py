@@ -141,8 +141,8 @@ class Choice:
     def check_operators(self, model: ModelConfig | EncoderConfig) -> None:
         """Raises `ModelError` if PyTorch lacks an operator of this model on this device."""
         experts = isinstance(model, ModelConfig) and any(isinstance(feed, Experts) for feed in model.feeds)
-        # Without grouped_mm each expert needs a separate product, and the routed values decide which products run. Only
-        # a device that works synchronously with the host can do that.
+        # Without grouped_mm each expert needs a separate product, and the router's output decides which products run.
+        # Only a device that works synchronously with the host can do that.
         if experts and self._device.beside_host and not hasattr(F, "grouped_mm"):
             raise ModelError(
                 f"a mixture of experts on {self._device.name} needs PyTorch 2.10 or newer, which has "
@@ -181,7 +181,8 @@ class Choice:
             return CpuAttention()
         if self._backend == "fa3":
             return FlashAttention()
-        # In operator-by-operator steps, the check of written pages already rejects page -1 among a row's positions.
+        # Any page may replace -1 here: in eager steps, the check of written pages already rejects -1 among a row's
+        # positions.
         return TritonAttention(self._kernels, null_page=0)
 
     @property

@@ -208,7 +208,7 @@ class TorchCompute:
     def _seen(self, images: RowImages, cut: Pieces, positions: torch.Tensor) -> tuple[torch.Tensor, ImageRows | None]:
         """Returns the positions for RoPE, [n] or [3, n], and the tower outputs for tokens of images; None: no images.
 
-        If RoPE of the model uses one number per position, the positions are `positions`.
+        If the model's RoPE uses one coordinate per position, returns `positions` unchanged.
         """
         tokens = images.tokens(cut.row, cut.start, cut.length)
         numbers, at, entries = self._device.copy_in(tokens.positions, tokens.at, tokens.entries)

@@ -20,7 +20,7 @@ from forebay.weights.parts import Indexer
 
 
 class OnPages:
-    """Looks up positions in the page table alone, since no slot is sparse."""
+    """Looks up positions in the page table alone, for steps without sparse slots."""
 
     def __init__(self, page_table: torch.Tensor, kv: KvPool, slots: torch.Tensor) -> None:
         """`page_table` int32 [slots, pages per slot], and `slots` int64 [queries]."""
@@ -113,7 +113,10 @@ class KernelSearch:
 
 
 class InRows:
-    """Looks up positions for one step, for sparse slots in hot rows too. Missed positions are copied there."""
+    """Looks up the positions of one step: on pages, and for sparse slots also in hot rows.
+
+    Other positions are copied there.
+    """
 
     def __init__(
         self,
@@ -127,8 +130,8 @@ class InRows:
     ) -> None:
         """`slots` int64 [queries]; `sparse` int64 [u]: queries of sparse slots, one per slot.
 
-        `layers`: for each indexed layer, the number of layers that use its choice. `kernels` None: PyTorch's operators
-        search.
+        `layers`: for each indexed layer, the number of layers that use its choice. `kernels`: the operators that
+        search; None: PyTorch's operators do.
         """
         self._pages = OnPages(tables.page_table, kv, slots)
         self._sparse = sparse

@@ -14,7 +14,7 @@ from functools import partial
 from forebay.device import Device, DeviceError, Work
 
 _MIXED_ROWS = 64
-"""The smallest number of rows of a mixed graph. The tiles of a matrix product have that many rows anyway."""
+"""The smallest number of rows of a mixed graph. Fewer rows save nothing: a matrix product's tiles have as many."""
 _LEAST_MIXED = 64
 _MOST_MIXED = 2048
 """The largest number of tokens of a mixed graph. Larger steps compute longer than their kernel launches take."""

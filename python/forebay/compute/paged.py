@@ -44,7 +44,7 @@ _PLACES = 2 * LAST_ID
 _ROW_WORDS = 4
 """Words per row that the host writes besides the plan: the columns of `StateRows.places`, and the adapter's place."""
 _STAGED = 64
-"""The number of host buffers that kernels may still read: three for each step that can be in flight."""
+"""The number of host buffers that kernels may still read: at most three for each step in flight."""
 MOST_WORDS = 1 << 16
 """The largest body of a plan, in words, that a graph can read: 256 KiB."""
 
@@ -109,7 +109,7 @@ def kind_of(ask: Ask) -> SamplerKind:
 
 
 class BlockAnswers:
-    """`Answers` in one block. A sampler that runs outside of graphs has separate results."""
+    """`Answers` in one block of host memory. If the sampler runs outside of the graphs, its samples are in `beside`."""
 
     def __init__(self, size: Size, captured: bool, sampling: Int64s, ask: Ask, device: Device) -> None:
         self.size = size
@@ -149,7 +149,7 @@ class BlockAnswers:
 
     def check(self) -> None:
         if self.block[0]:
-            raise PlanError(f"a plan that the tables contradict: {describe(int(self.block[0]))}")
+            raise PlanError(f"the plan contradicts the tables: {describe(int(self.block[0]))}")
 
 
 class PagedSteps:
@@ -407,7 +407,7 @@ class PagedSteps:
 
     @staticmethod
     def _rows_of_tokens(buffers: StepBuffers, *, mixed: bool = True) -> torch.Tensor:
-        """The row of each token, int32 [n]; the number of rows for padding tokens. `mixed`: see `Size`."""
+        """The row of each token, int32 [n]; for padding tokens, the number of rows. `mixed`: see `Size`."""
         token = torch.arange(len(buffers.tokens), dtype=torch.int32, device=buffers.first.device)
         if not mixed:
             return token

@@ -43,7 +43,10 @@ class Pieces:
         return places
 
     def sparse(self, rows: Rows) -> Int64s:
-        """Returns the queries of sparse slots, [u], numbered over the queries that choose. Such a row has one query."""
+        """Returns the queries of sparse slots, [u], numbered over the queries that choose.
+
+        A row of a sparse slot has one query.
+        """
         if rows.sparse is None:
             return np.zeros(0, np.int64)
         found = np.flatnonzero(rows.sparse[self.row])

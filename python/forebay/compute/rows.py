@@ -55,7 +55,7 @@ class Rows:
 
     @property
     def before_prompts(self) -> Int64s:
-        """The token before each requested prompt token [k], numbered over all rows."""
+        """The index of the token before each requested prompt token, [k], numbered over all rows."""
         prompts = self.prompts
         if prompts is None:
             return np.zeros(0, np.int64)
@@ -79,7 +79,7 @@ class FoundColumns:
     def counts(self) -> Int32s:
         """The result's column [4]. Raises `PlanError` if a position was not found."""
         if self._told[4]:
-            raise PlanError(f"a plan that the tables contradict: {describe(int(self._told[4]))}")
+            raise PlanError(f"the plan contradicts the tables: {describe(int(self._told[4]))}")
         return self._told[:4]
 
 
@@ -96,7 +96,7 @@ class Launch:
 
     @classmethod
     def of(cls, rows: Rows, device: Device) -> Launch:
-        """A launch of rows without a plan, for measurements and tests of a compute alone."""
+        """A launch of rows without a plan, for measurements and tests of a `Compute` alone."""
         flags = np.zeros_like(rows.slot)
         words = np.stack((rows.slot, rows.start, rows.length, flags), axis=1).astype(np.int32)
         return cls(rows, StepInputs(Plan(rows=words).staged(), device))
@@ -126,14 +126,14 @@ class States(Protocol):
     """A forward pass. It writes the rows' keys and values, and returns the states for pooling."""
 
     def vectors(self, launch: Launch, tokens: Int64s) -> torch.Tensor:
-        """Final states, normalised, of `tokens` [m]: float32 [m, hidden]. Tokens are ascending numbers over all rows.
+        """Final states, normalised, of `tokens` [m]: float32 [m, hidden]. Tokens are numbered over all rows, ascending.
 
         Runs as queued work.
         """
 
 
 class Pooler(Protocol):
-    """A forward pass with pooling. It returns one vector for each prompt that these rows complete."""
+    """A forward pass with pooling. It returns one vector for each prompt that the rows complete."""
 
     def pool(self, launch: Launch) -> torch.Tensor:
-        """Vectors float32 [s, size], in row order, neither cut nor normalised. Runs as queued work."""
+        """Vectors float32 [s, size], in row order, with all dimensions and not normalised. Runs as queued work."""

@@ -2,7 +2,7 @@
 
 It works on all rows at once.
 
-The host decides the parameters of a step's rows (`Sampler.ask`, from the host's tables). The device samples them
+The host decides the parameters of a step's rows (`Sampler.ask`, from the host's tables). The device samples the rows
 (`Sampler.sample`, as queued work). The host's next action does not depend on the device's results.
 """
 
@@ -65,7 +65,10 @@ class Chains:
     drafts: Int32s  # [s]: the token that the row before is assumed to sample
 
     def of(self, rows: Int64s) -> Chains:
-        """Returns the chains among `rows`, which have to include every row before them."""
+        """Returns the chains among `rows`.
+
+        For each of its rows, `rows` has to contain all earlier rows of the chain.
+        """
         number = np.full(len(self.before) + 1, -1, np.int64)
         number[rows] = np.arange(len(rows))
         return Chains(number[self.before[rows]], self.drafts[rows])
@@ -79,7 +82,10 @@ class Chains:
         return np.flatnonzero(~gone[:-1])
 
     def granted(self, rows: Int64s) -> tuple[Int64s, Int64s]:
-        """Returns the drafts that `rows` assume: for each an index into `rows`, and the draft's token."""
+        """Returns the drafts that `rows` assume.
+
+        For each draft: the index in `rows` of the row that assumes it, and the token.
+        """
         numbers, tokens = [], []
         for number, row in enumerate(rows.tolist()):
             while self.before[row] >= 0:
@@ -252,7 +258,7 @@ class Sampler:
         if tables.stop_ids:
             below = np.flatnonzero(ask.positions < tables.min_total[slots]).tolist()
             wanted = tables.stop_ids.keys() - tables.only_stops
-            # A mask already decides whether the request may finish.
+            # Leave out rows with masks: a mask already decides whether the request may finish.
             early = [row for row in below if int(slots[row]) in wanted and row not in masks]
             if early:
                 ids = [tables.stop_ids[int(slots[row])] for row in early]
@@ -384,7 +390,7 @@ def _draw(columns: dict[str, torch.Tensor], width: int) -> Draw:
 
 
 def _ragged_ids(rows: list[int], ids: list[Int32s]) -> tuple[Int64s, Int64s]:
-    """Returns the rows and columns in the logits of the ragged `ids` of `rows`."""
+    """Returns the row and the column in the logits of each of the `ids`, an array per row in `rows`."""
     repeated = np.repeat(np.asarray(rows, np.int64), [len(part) for part in ids])
     return repeated, np.concatenate(ids).astype(np.int64)
 

@@ -22,7 +22,7 @@ AVAILABLE = "FOREBAY_AVAILABLE_BYTES"
 
 
 class CpuEvent:
-    """An event on a device that runs work in `queue`: it is reached as soon as it is created."""
+    """An event on a device whose `queue` runs work at once, so the event is reached as soon as it is created."""
 
     __slots__ = ("_ns",)
 
@@ -115,8 +115,8 @@ class CpuDevice:
 def host_available() -> int:
     """Returns the host memory that this process can still allocate.
 
-    The process that starts a hand passes it the memory that was free at that time, within the cgroup limits. Without
-    this number, the kernel's estimate is used.
+    The process that starts a hand passes it the number of bytes that were free at that time, within the cgroup limits.
+    Without this number, the kernel's estimate is used.
     """
     told = os.environ.get(AVAILABLE)
     if told is None:
@@ -135,6 +135,6 @@ def memory_available(proc: Path = Path("/proc")) -> int:
 
 
 def _taken() -> int:
-    """Returns the bytes of memory that this process uses, without cached files."""
+    """Returns the bytes of memory that this process uses, without pages of files and of shared memory."""
     _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

@@ -65,7 +65,7 @@ class CudaDevice:
     beside_host = True
 
     def __init__(self) -> None:
-        """Raises `DeviceError`."""
+        """Opens the first visible GPU. Raises `DeviceError` if PyTorch can't compute on it."""
         require_gpu()
         torch.cuda.set_device(self.torch_device)
         self.name = f"cuda ({torch.cuda.get_device_name(self.torch_device)})"
@@ -97,7 +97,8 @@ class CudaDevice:
         before = self.available_bytes()
         run()
         torch.cuda.synchronize(self.torch_device)
-        # PyTorch's allocator keeps its memory until it is told to release it, so this is the peak, libraries included.
+        # PyTorch's allocator keeps freed memory until it is told to release it, so the difference is the peak,
+        # libraries included.
         taken = before - self.available_bytes()
         # The memory of the measured graphs has been released, and PyTorch refuses to reuse such a pool.
         self._graph_pool = None

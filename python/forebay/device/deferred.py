@@ -1,9 +1,9 @@
-"""A device for tests: the CPU with a queue, which delays work as long as an accelerator may at most.
+"""A device for tests: the CPU with a queue that delays all work as long as any accelerator may.
 
 Work runs on a separate thread, in order, and only when a caller waits for a later event. Copies to the device are made
-when the work runs. Host memory that may be reused is filled with garbage immediately, and so is memory for results. So
-a buffer that is reused too early gives wrong tokens, on any machine and every time. The same holds for a result that is
-read before its event. Work that waits for the device raises `HiddenWaitError`.
+when the work runs. Host memory that the caller may reuse is filled with garbage immediately, and so is memory for
+results. So a buffer that is reused too early gives wrong tokens, on any machine and every time. The same holds for a
+result that is read before its event. Work that waits for the device raises `HiddenWaitError`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class DeferredDevice(CpuDevice):
         self._changed = threading.Condition()
         self._queue: deque[Work | DeferredEvent] = deque()
         self._wanted = 0
-        """The last index in the queue that a caller waits for."""
+        """The largest index in the queue for which a caller waits."""
         self._reached = 0
         self._stopped = False
         self._error: BaseException | None = None

@@ -5,7 +5,7 @@ PyTorch's operators. It may run long after `queue` has returned, so:
 
 - it refers to no host memory that may change before it runs, except memory that is guaranteed to stay (a plan's body,
   the arena);
-- a tensor that it writes, or host memory that it copies to, is only read after waiting for an event after it;
+- nobody reads a tensor that it writes, or host memory that it copies to, before waiting for an event recorded after it;
 - it never waits for the device: it reads no value of a tensor, and no shape depends on such a value.
 """
 
@@ -65,7 +65,7 @@ class Device(Protocol):
     def measure(self, run: Callable[[], object]) -> int:
         """Returns the bytes to leave free for steps: the memory that `run` took, and a reserve.
 
-        If the device's memory is not divided in advance, it does not call `run`, and returns 0.
+        On a device whose memory is not divided in advance, this does not call `run`, and returns 0.
         """
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

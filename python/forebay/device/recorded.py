@@ -1,8 +1,8 @@
 """A graph without a GPU: operators and their memory, which are recorded and replayed.
 
-Like a CUDA graph it repeats neither Python code nor a decision of the host, and it identifies memory by address. Memory
-that it allocated is undefined before and after a replay. It does not keep any other memory alive: a replay that reads
-memory which was freed raises `LostMemoryError`.
+Like a CUDA graph, a recording repeats neither Python code nor decisions of the host, and it identifies memory by
+address. Memory that it allocated is undefined before and after a replay. It does not keep any other memory alive: a
+replay that reads memory which was freed raises `LostMemoryError`.
 """
 
 from __future__ import annotations

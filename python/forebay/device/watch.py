@@ -42,7 +42,7 @@ _SHAPED_BY_VALUES = {
     _aten.allclose,
     _aten.is_nonzero,
 }
-"""Operators whose result, or the shape of the result, depends on values that the host has to read."""
+"""Operators for which the host has to read values, because their result or its shape depends on these values."""
 _FROM_HOST = {
     _aten.where.Scalar,
     _aten.where.ScalarSelf,

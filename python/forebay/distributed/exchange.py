@@ -24,7 +24,7 @@ class Exchange:
         self._tokens: tuple[int, ...] = (0,) * group.world
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """Sets the number of tokens of each rank. Queued before the work of a step."""
+        """Sets the number of tokens of each rank. Each call is queued before the work of its step, not made at once."""
         self._tokens = tuple(tokens)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:

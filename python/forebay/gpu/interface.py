@@ -231,7 +231,10 @@ class Sampling(Protocol):
         """
 
     def count_tokens(self, tokens: torch.Tensor, lines: torch.Tensor, counts: torch.Tensor) -> None:
-        """Counts tokens int32 [r], as occurred and as generated, in the rows' `lines`. No line belongs to two rows."""
+        """Counts tokens int32 [r], as occurred and as generated, in the rows' `lines`.
+
+        No line may belong to two rows.
+        """
 
     def tell_likely(
         self,
@@ -369,12 +372,15 @@ class Sparse(Protocol):
         """
 
     def clear_slots(self, received: Received, table: torch.Tensor, slots: int) -> None:
-        """Removes all pages of the plan's new slots, if below `slots`, from a table int32 [slots or more, any]."""
+        """Sets the lines of the plan's new slots to -1 in a table int32 [slots or more, any].
+
+        Slots from `slots` on are ignored.
+        """
 
     def open_hot_rows(self, received: Received, pages: SparsePages, group: HotRows, slots: int) -> None:
         """Empties the hot rows that the plan assigns to slots, and resets the slots' step counts.
 
-        The table of hot rows has already been written. Slots are below `slots`.
+        The table of hot rows must already have been written. Slots from `slots` on are ignored.
         """
 
     def resolve(
@@ -382,7 +388,7 @@ class Sparse(Protocol):
     ) -> Found:
         """Finds the entries of chosen positions int32 [n, top_k] of slots int32 [n]; a missing one gets a hot row.
 
-        A sparse slot has one query per step and at least `top_k` hot rows, and its clock has been advanced.
+        A sparse slot must have one query per step and at least `top_k` hot rows, and its clock must have been advanced.
         `attention.hot_rows.find` defines the result.
         """
 
@@ -415,11 +421,11 @@ class Recurrences(Protocol):
         silu: bool = False,
         gates: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Returns the causal convolution [n, channels] of each channel of x [n, channels], after the row's last inputs.
+        """Returns the causal convolution [n, channels] of each channel of x [n, channels], continuing each row.
 
-        `weight` is [channels, taps], oldest first. `table` [lines, taps - 1, channels] has the last inputs, which are
-        advanced. With `silu` outputs are `y * sigmoid(y)`. With gates, [n, channels] each and with x's strides, inputs
-        are multiplied by the first gate, and outputs by the second. The result is 0 for tokens of no row.
+        `weight` is [channels, taps], oldest first. `table` [lines, taps - 1, channels] has the last inputs of slots,
+        and is updated. With `silu` outputs are `y * sigmoid(y)`. With gates, [n, channels] each and with x's strides,
+        inputs are multiplied by the first gate, and outputs by the second. The result is 0 for tokens of no row.
         """
 
     def recur(

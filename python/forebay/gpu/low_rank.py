@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class LowRankStack:
-    """The matrices of all places for one matrix product, whose outputs may belong to several modules, concatenated.
+    """The matrices of all places for one matrix product. The product's outputs are those of one or more modules.
 
     Modules that an adapter does not modify have zeros, as do elements beyond an adapter's rank.
     """

@@ -1,7 +1,7 @@
 """Implements `layers.ops.Ops` with the operators of this package.
 
-Layers import attention, and attention imports this package. So this file does not import layers: protocols describe the
-attributes of their arguments that it reads. A type checker verifies that they match.
+Layers import attention, and attention imports this package. So this file does not import layers: protocols describe
+those attributes of the arguments that this file reads. A type checker verifies that the classes of layers match.
 """
 
 from __future__ import annotations

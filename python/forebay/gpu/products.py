@@ -38,7 +38,7 @@ class Matrix(Codes, Protocol):
 
     @property
     def order(self) -> torch.Tensor | None:
-        """The input of each column."""
+        """The index of the input that belongs to each column."""
 
 
 class GpuProducts:

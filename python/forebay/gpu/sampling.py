@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 FIXED_POINT = 40
-"""The fractional bits of a token's weight relative to the largest weight. Sums are then exact in any order."""
+"""The fractional bits of a token's weight relative to the largest weight. So sums are exact, whatever their order."""
 MOST_LIKELY = 32
 """The largest number of tokens that `Sampling.likely` returns besides a row's own token."""
 

@@ -38,7 +38,7 @@ class Attention:
         read this layer's keys and values too. `inputs`: the size of the input states; None: `hidden`, as for the
         output.
 
-        With several ranks it has a part of the heads, and computes a term of a sum over ranks.
+        With several ranks, each has a part of the heads, and computes a term of a sum over ranks.
         """
         self._layer = layer
         self.kind = kind
@@ -61,7 +61,7 @@ class Attention:
         self.qkv = Linear(params, prefix, inputs or hidden, widths, shape.qkv_bias)
         self.output = Linear(params, prefix, queries, {"o_proj": hidden}, shape.output_bias)
         self.sinks: torch.Tensor | None = None
-        """A sink per query head, a logit that takes weight but has no value; None: no sinks."""
+        """One sink per query head: a logit in the softmax without a value; None: no sinks."""
         if shape.sinks:
             self.sinks = params.tensor((heads.queries,), {f"{prefix}.sinks": params.shard.of(shape.heads)})
         self._how = How(shape.scale, kind.window, kind.chunk, shape.cap, self.sinks, shape.both_ways)
@@ -119,7 +119,7 @@ class Attention:
         return self.output(attended if gate is None else attended * gate.sigmoid())
 
     def _normalised(self, qkv: torch.Tensor) -> torch.Tensor:
-        """Normalises query and key heads without weights, before RoPE, which does not change the mean square."""
+        """Normalises query and key heads without weights. It may precede RoPE, since RoPE keeps the mean square."""
         heads = self._heads
         width = (heads.queries + heads.keys) * heads.dim
         both = unweighted(qkv[:, :width].unflatten(1, (-1, heads.dim)), self._eps).flatten(1)

@@ -94,7 +94,7 @@ class ReadsBoth(Protocol):
 
 
 class AddsInput(Protocol):
-    """The part of a layer that adds the layer's own input."""
+    """The part of a layer that adds a term computed from the per-layer input (Gemma 3n and Gemma 4)."""
 
     def __call__(self, x: torch.Tensor, step: Step, /) -> torch.Tensor:
         """Computes the term that is added for states x [tokens, hidden]. The result has the same shape."""
@@ -146,7 +146,7 @@ class Block:
         None: no norm. `scale`: the factor of both parts' outputs. `parallel`: both parts read the output of one norm.
         """
         self.inputs: AddsInput | None = None
-        """Adds a term computed from the layer's own input, after both parts; None: there is no such input."""
+        """Adds a term computed from the per-layer input, after both parts; None: the model has no per-layer inputs."""
         self.factor: torch.Tensor | None = None
         """The factor [1] of the layer's output; None: no factor."""
         self.parallel = parallel
@@ -159,7 +159,7 @@ class Block:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Computes the layer. Returns the last part's output and the residual stream, which the next norm adds.
+        """Computes the layer. Returns the last part's output and the residual stream. The next norm adds the two.
 
         The returned residual is None if the output already includes it.
         """
@@ -192,7 +192,7 @@ class Block:
     def _input(
         norm: Norm | None, x: torch.Tensor, residual: torch.Tensor | None, ops: Ops
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the input of a part, and the sum before the norm."""
+        """Returns the input of a part, and the sum of x and the residual before the norm."""
         if norm is not None:
             return normalised(norm, x, residual, ops)
         summed = x if residual is None else residual.add_(x)
@@ -205,7 +205,7 @@ class Block:
 
 
 def norm_of(config: ModelConfig, params: Parameters, name: str) -> Norm:
-    """Creates a norm of states, whose weight has this name."""
+    """Creates a norm of states, with the weight `name`."""
     if config.mean_norms:
         return MeanNorm(params, name, config.hidden_size, config.rms_norm_eps)
     return RMSNorm(params, name, config.hidden_size, config.rms_norm_eps, config.wide_norms)
@@ -274,7 +274,7 @@ class Decoder:
         self.rotaries += head.rotaries
 
     def query_factors(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """Returns the factors [n, 1, 1] of queries at positions [n], or [3, n], of which only the first line counts."""
+        """Returns the factors [n, 1, 1] of queries at positions [n], or [3, n]; then only the first line counts."""
         scale = self.config.query_scale
         if scale is None:
             return None

@@ -74,7 +74,7 @@ class DraftHead:
             self._output = params.tensor((vocabulary, hidden), {of_logits: vocabulary})
         self._offsets: torch.Tensor | None = None
         if config.mapped:
-            # float32 represents all integers of this size exactly.
+            # Offsets are loaded as float32, which represents all token ids exactly.
             self._offsets = params.tensor((vocabulary,), {"d2t": vocabulary}, torch.float32)
         # Some checkpoints contain copies of the model's matrices.
         for name in (of_tokens, of_logits, "t2d"):
@@ -113,7 +113,7 @@ class DraftHead:
         if before is None:
             before = rows.pool.index_select(0, rows.before)
         else:
-            # The backend may compute rows in another order.
+            # The backend may compute rows in an order that differs from the rows' order in `before`.
             before = torch.empty_like(before).index_copy_(0, forward.sampled, before)
         states = self._layer(*self._inputs(forward, before), self._model.step(forward)).index_select(0, forward.sampled)
         output = self._model.head if self._output is None else self._output
@@ -121,7 +121,7 @@ class DraftHead:
         return states, (likely if self._ids is None else self._ids.index_select(0, likely)).int()
 
     def _inputs(self, forward: Forward, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns embeddings, and the previous features; zeros at position 0."""
+        """Returns the tokens' embeddings, and the previous features. Both are zeros at position 0."""
         own = self._embedding
         embedded = self._model.embed(forward.tokens) if own is None else F.embedding(forward.tokens, own)
         first = (forward.positions == 0)[:, None]

@@ -41,7 +41,10 @@ class LayerIndexer:
         self._scale = shape.heads**-0.5 * shape.head_dim**-0.5
 
     def __call__(self, x: torch.Tensor, low: torch.Tensor, step: Step) -> None:
-        """Stores the keys of x [tokens, hidden]; `step` chooses by the low-rank queries `low` [tokens, query_rank]."""
+        """Stores the keys of x [tokens, hidden], and lets `step` choose positions for its queries.
+
+        The queries are computed from the low-rank states `low` [tokens, query_rank].
+        """
         index, shape = step.index, self._shape
         assert index is not None
         keys = self._key_norm(self._key(x))

@@ -37,8 +37,8 @@ class LatentAttention:
 
         `rope` is the index of the rotary embedding; None: no rotation.
 
-        With several ranks, it has a part of the heads and computes a term of a sum over ranks. Rows are the same on all
-        ranks.
+        With several ranks, each has a part of the heads and computes a term of a sum over ranks. Rows are the same on
+        all ranks.
         """
         self._layer = layer
         self._indexer = indexer

@@ -18,7 +18,7 @@ _MEAN_OF_TWO = 2.0**-0.5
 
 
 class LayerRows:
-    """Computes the inputs of all layers: rows selected by the token's id, plus a projection of the model's input."""
+    """Computes the per-layer inputs: rows selected by the token's id, plus a projection of the model's input."""
 
     def __init__(self, config: ModelConfig, params: Parameters) -> None:
         assert config.layer_inputs is not None
@@ -41,7 +41,7 @@ class LayerRows:
 
 
 class InputOfLayer:
-    """The term that a layer adds from its own input, after its other parts."""
+    """The term that a layer computes from its per-layer input, and adds after its other parts."""
 
     def __init__(self, config: ModelConfig, params: Parameters, layer: int) -> None:
         assert config.layer_inputs is not None

@@ -32,8 +32,8 @@ class Linear:
     ) -> None:
         """`outputs` maps names below `prefix` to widths. If `prefix` is "", names have no prefix.
 
-        With a part of the outputs, other ranks have the rest. With a part of the inputs, y is a term of a sum over
-        ranks, and only the first rank adds the bias.
+        If this rank has a part of the outputs, other ranks have the rest. If it has a part of the inputs, y is a term
+        of a sum over ranks, and only the first rank adds the bias.
         """
         prefix = f"{prefix}." if prefix else ""
         parts = {f"{prefix}{name}.weight": n for name, n in outputs.items()}
@@ -68,7 +68,7 @@ class Linear:
 
     def gated(self, x: torch.Tensor, ops: Ops, activation: str) -> torch.Tensor:
         """Returns `ops.gate` of the product, [tokens, outputs / 2]."""
-        # Adapters modify a product before its gate, and kept matrices have other operators.
+        # No fused operator with adapters, which modify the product before the gate, or with a kept or packed matrix.
         own = self.kept is None and self._packed is None and self._adapted is None
         if self._products is not None and own:
             found = self._products.gated(x, self.weight, self.bias, activation)

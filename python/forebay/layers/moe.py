@@ -109,7 +109,7 @@ class MixtureOfExperts:
         return y.add_(shared)
 
     def take_part(self, none: torch.Tensor, ops: Ops) -> None:
-        """Computes other ranks' tokens if this rank has none; `none` is [0, hidden]."""
+        """Computes the tokens of other ranks in a step in which this rank has none; `none` is [0, hidden]."""
         if self._exchange is not None:
             self._exchanged(none, ops, self._exchange)
 
@@ -117,7 +117,7 @@ class MixtureOfExperts:
         return exchange.scatter(self.routed(every := exchange.gather(x), every, ops))
 
     def routed(self, x: torch.Tensor, by: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """Returns the sum over the token's experts on this rank, chosen by the states `by` [tokens, hidden]."""
+        """Returns the sum over each token's experts on this rank, which the states `by` [tokens, hidden] determine."""
         chosen = self._choose(by)
         if self._latent is None:
             return self._weighted(x, *chosen, ops)
@@ -127,7 +127,7 @@ class MixtureOfExperts:
     def _weighted(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, ops: Ops) -> torch.Tensor:
         if not self._weighs_inputs:
             return self._sum(x, ids, weights, ops)
-        # Each (token, expert) pair is treated as a separate token with one expert.
+        # The weights multiply the inputs, so each (token, expert) pair becomes a separate token with one expert.
         scaled = (x[:, None] * weights[:, :, None].to(x.dtype)).flatten(0, 1)
         outputs = self._sum(scaled, ids.view(-1, 1), torch.ones_like(weights).view(-1, 1), ops)
         total: torch.Tensor = outputs.unflatten(0, ids.shape).sum(dim=1)

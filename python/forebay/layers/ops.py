@@ -264,13 +264,13 @@ class TorchOps:
             rows, top_p = draw.nucleus
             keep_only(weights, rows, nucleus(scaled.index_select(0, rows), top_p))
         if draw.min_p is not None:
-            # The largest weight is 1.
+            # `min_p` is relative to the largest weight, which is 1.
             weights.masked_fill_(weights < draw.min_p[:, None], 0)
         cumulative = weights.cumsum(dim=-1, dtype=torch.float64)
         total = cumulative[:, -1:]
         below = torch.minimum(draw.u[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
         found = torch.searchsorted(cumulative, below, right=True)
-        # Only a row that is not finite has no match; its token is not used.
+        # Only a row with logits that are not finite has no match. The token of such a row is not used.
         return found[:, 0].clamp_(max=logits.shape[1] - 1)
 
     def penalise(
@@ -306,7 +306,7 @@ def penalised(
 
 
 class HostOps(TorchOps):
-    """`TorchOps` for a device that runs work as soon as it is queued. So the host may decide by values of tensors."""
+    """`TorchOps` for a device whose work is done when a call returns. So the host may decide by values of tensors."""
 
     def forbidden(self, masks: torch.Tensor, vocabulary: int) -> torch.Tensor:
         # Takes a twentieth of the time of shifting each word 32 times.

@@ -55,7 +55,7 @@ class Parameters:
         self.exchange = exchange
         self.shard = ALONE if ranks is None else ranks.shard
         self.cuts = Cuts()
-        """The parts of a checkpoint that this rank needs; `load` receives only these."""
+        """The parts of a checkpoint that this rank needs. `load` receives only these parts."""
         self.device = device
         self._formats = formats
         self._fill = fill
@@ -89,9 +89,9 @@ class Parameters:
         return self._allocate((rows, size_of(inputs)), parts, self.dtype, columns)
 
     def keeps_experts(self, inputs: int | Part, parts: Mapping[str, int | Part]) -> bool:
-        """True if `kept_matrix` would return one matrix for all experts. Experts may differ in the order of inputs.
+        """True if `kept_matrix` would return one matrix for all experts.
 
-        The arguments are those of `matrix`.
+        False if each expert may order its inputs differently. The arguments are those of `matrix`.
         """
         layout = self._layout(inputs, parts)
         return layout is not None and not layout.ordered

@@ -140,7 +140,7 @@ class RecurrentLayer:
         return q, k, v.unflatten(1, (shape.heads, shape.value_dim))
 
     def _convolved(self, x: torch.Tensor, states: StepStates, layer: LayerStates) -> torch.Tensor:
-        """Returns the causal convolution of each channel of x [tokens, channels], after the last inputs of its slot."""
+        """Returns the causal convolution of each channel of x [tokens, channels], continuing the slots' last inputs."""
         y = torch.empty_like(x)
 
         def singles(tokens: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:

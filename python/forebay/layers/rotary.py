@@ -178,7 +178,7 @@ def _llama3(inverse: torch.Tensor, scaling: Mapping[str, Any], original: int) ->
 def _yarn(
     powers: torch.Tensor, theta: float, scaling: Mapping[str, Any], original: int, max_positions: int
 ) -> tuple[torch.Tensor, float]:
-    """Interpolates slow dimensions, and keeps those with over `beta_fast` turns in the original context."""
+    """Interpolates slowly rotating dimensions; keeps those with over `beta_fast` turns in the original context."""
     half = len(powers)
     factor = scaling.get("factor") or max_positions / original
 

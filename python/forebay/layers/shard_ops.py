@@ -86,7 +86,7 @@ class ShardOps:
             rows, top_p = draw.nucleus
             keep_only(weights, rows, self._nucleus(scaled.index_select(0, rows), top_p))
         if draw.min_p is not None:
-            # The largest weight of all ranks is 1.
+            # `min_p` is relative to the largest weight of all ranks, which is 1.
             weights.masked_fill_(weights < draw.min_p[:, None], 0)
         return self._drawn(weights, draw.u)
 
@@ -150,7 +150,7 @@ class ShardOps:
         return self._group.all_gather(found).gather(0, owner[None])[0]
 
     def _most_likely(self, scaled: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, width: int) -> torch.Tensor:
-        """`ops.most_likely` for this rank's tokens. The overall largest logits are among each rank's largest."""
+        """`ops.most_likely` for this rank's tokens. The largest logits of all are among the largest of each rank."""
         own = min(width, self._widest)
         values = scaled.topk(min(own, scaled.shape[1]), dim=-1).values
         if own > values.shape[1]:
@@ -192,7 +192,7 @@ class ShardOps:
 
 
 def _ends(of_ranks: torch.Tensor) -> list[torch.Tensor]:
-    """Returns cumulative sums over ranks of [world, ...], added one by one: a library may use another order."""
+    """Returns the cumulative sums over ranks of [world, ...]. Adds in rank order: a library may use another order."""
     ends = [of_ranks[0]]
     for more in of_ranks[1:]:
         ends.append(ends[-1] + more)
@@ -200,5 +200,5 @@ def _ends(of_ranks: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _padded(values: torch.Tensor, value: float) -> torch.Tensor:
-    """Adds a column: other ranks may have one token more."""
+    """Adds a column of `value`, because other ranks may have one token more."""
     return torch.nn.functional.pad(values, (0, 1), value=value)

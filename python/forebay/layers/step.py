@@ -28,12 +28,12 @@ class Index:
     find: Callable[[int, torch.Tensor], Chosen]
     """Finds the pool rows of the positions [queries, top_k] that an indexed layer has chosen."""
     chosen: Chosen | None = None
-    """The choice for the current layer, and for the layers after it that share the choice."""
+    """The chosen positions for the current layer, and for the later layers that share its choice."""
 
 
 @dataclass(frozen=True)
 class WindowRows:
-    """The data of a step for layers with separate window pages. They replace `Step.writes` and `Step.prepared`."""
+    """The data of a step for layers with separate window pages; replaces `Step.writes` and `Step.prepared`."""
 
     layers: frozenset[int]
     """The layers with window pages, by their indices among the layers with attention."""
@@ -103,7 +103,7 @@ class Step:
     def attend_kept(self, layer: int, source: int, q: torch.Tensor, rope: int | None, how: How) -> torch.Tensor:
         """Returns attention [n, query heads * dim] of queries [n, query heads, dim] to another layer's keys and values.
 
-        `layer` and `source` have the same pages.
+        `layer` and `source` must use the same pages.
         """
         k, v = self.kept[source]
         _, prepared = self._rows(layer)

@@ -126,7 +126,7 @@ class TowerBlock:
 
 
 class Merger:
-    """Joins neighbouring patches, which are consecutive, into one decoder position."""
+    """Joins neighbouring patches into one decoder position. Their rows must be consecutive."""
 
     def __init__(
         self,
@@ -156,7 +156,7 @@ class TowerState:
     groups: Sequence[Group]
     """The groups of patches that attend to each other in layers with windows."""
     back: torch.Tensor | None = None
-    """The row of `x` for each position of the image, int64 [n / merge^2]; None: rows are in the order of positions."""
+    """The merged row for each position of the image, int64 [n / merge^2]; None: rows are in the order of positions."""
     kept: list[torch.Tensor] = field(default_factory=list)
     """The deepstack outputs so far, [n / merge^2, hidden size of the decoder] each."""
 
@@ -189,7 +189,7 @@ class Tower:
         return None if side is None else Grid(side, side)
 
     def begin(self, pixels: Iterable[torch.Tensor], grid: Grid) -> TowerState:
-        """Starts an image, given as blocks of patches: merged squares row by row, and the patches of each square."""
+        """Starts an image. `pixels` are blocks of patches: merged squares row by row, each with all its patches."""
         x = torch.cat([self._embedding(block) for block in pixels])
         rows, columns = places(grid, self.vision.merge, x.device)
         return self._arrange(x, grid, rows, columns)

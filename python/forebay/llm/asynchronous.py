@@ -81,10 +81,10 @@ class AsyncLLM:
         *,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continues a prompt, and yields the output so far with each new token.
+        """Continues a prompt, and yields outputs while tokens are generated.
 
-        The parameter `output_kind` selects whether an output has all tokens or only the new ones, or whether there is a
-        single output at the end.
+        The sampling parameter `output_kind` selects whether each output has all tokens so far or only the new ones, or
+        whether there is a single output at the end.
 
         Raises:
             StartError: the server did not start.

@@ -35,7 +35,7 @@ POOLING = "/pooling"
 SCORE = "/score"
 _ID = "token_id:"
 ALL_TOKENS = (1 << 31) - 1
-"""A `max_tokens` that the server reduces to the room that is left in the context."""
+"""A `max_tokens` above every context length: the server reduces it to the room that is left in the context."""
 
 Messages = Sequence[Mapping[str, Any]]
 """A conversation, in the form of OpenAI's API."""

@@ -79,7 +79,7 @@ class Gate:
 
 
 class Client:
-    """The requests of one event loop."""
+    """Sends the requests of one event loop."""
 
     def __init__(self, socket: str, death: Callable[[], EngineDeadError], *, limit: int, idle_seconds: float) -> None:
         """`limit`: the most choices that run at a time. `idle_seconds`: how long a connection may be idle."""

@@ -47,7 +47,7 @@ class Connection:
         self._writer.close()
 
     def is_usable(self, idle_seconds: float) -> bool:
-        """True if another request may be sent: the connection is open, and will not yet be closed for being idle."""
+        """True if another request may be sent: the connection is open, and was not idle for `idle_seconds`."""
         fresh = monotonic() - self.last_used < idle_seconds
         return self.reusable and fresh and not self._reader.at_eof() and not self._writer.is_closing()
 
@@ -70,7 +70,7 @@ class Connection:
             self._writer.write(head.encode())
             answer = await self._head()
             if answer.status != 100:
-                # The server may still expect the body.
+                # The server may still expect the body, so the connection is not reused.
                 return Response(answer.status, {**answer.headers, "connection": "close"})
             for start in range(0, len(body), AT_ONCE):
                 self._writer.write(memoryview(body)[start : start + AT_ONCE])

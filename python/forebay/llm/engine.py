@@ -42,7 +42,7 @@ class Facts:
     model: str
     """The served name."""
     limit: int
-    """The number of choices that are requested at a time: those that can run, and as many that wait."""
+    """The most choices to request at a time: twice the number that can run, if the queue and file descriptors allow."""
     idle_seconds: float
     """Seconds after which an idle connection is not used again: the server closes it after twice that time."""
     sampling_defaults: dict[str, float]
@@ -148,7 +148,7 @@ async def name_tokens(client: Client, outputs: Iterable[RequestOutput], texts: d
 
 
 _inherited: list[object] = []
-"""Objects that a forked process inherited. They share the parent's connections, so nothing here may touch them."""
+"""Objects that a forked process inherited. They share the parent's connections, so the child must not use them."""
 _selectors: WeakSet[selectors.EpollSelector] = WeakSet()
 _lock = threading.Lock()
 

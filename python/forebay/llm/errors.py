@@ -31,7 +31,7 @@ class RequestError(ForebayError, ValueError):
     ) -> None:
         super().__init__(message)
         self.message = message
-        """The reason alone. The text of a batch's error also contains the number of failed requests."""
+        """The reason of the failure. `str(error)` also contains the number of failed requests if there was a batch."""
         self.status = status
         """The HTTP status; None if the request was not sent, or failed in the middle of a stream."""
         self.param = param

@@ -32,7 +32,7 @@ __all__ = ["LLM", "chat_fields"]
 
 T = TypeVar("T")
 Show = bool | Callable[..., Any]
-"""True shows a progress bar, if tqdm is installed. A class is used in place of tqdm."""
+"""True shows a progress bar, if `tqdm` is installed. A class with its interface is used in its place."""
 
 
 class LLM:
@@ -270,14 +270,14 @@ class LLM:
         return self._background.ask(lambda client: get_parameter(client, name, rows))
 
     def pause(self, mode: str = "keep") -> int:
-        """Stops computation until `resume`. Requests wait. Returns the number of requests that will continue later.
+        """Stops computation until `resume`; new requests wait. Returns the number of requests that will continue later.
 
         >>> llm.pause()
         0
         >>> llm.resume()
 
         Args:
-            mode: `keep`: requests stop and continue later. `abort`: they are aborted. `wait`: they finish first.
+            mode: `keep`: running requests stop and continue later. `abort`: they are aborted. `wait`: they finish.
         """
         return self._background.ask(lambda client: pause(client, mode))
 

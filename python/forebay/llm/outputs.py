@@ -80,7 +80,7 @@ class RequestOutput:
     num_cached_tokens: int | None = None
     """Tokens of the prompt that were found in the prefix cache."""
     error: RequestError | None = None
-    """The reason why the request failed; None: it did not."""
+    """The reason why the request failed; None if it did not fail."""
 
 
 @dataclass
@@ -134,7 +134,7 @@ class _PooledOutput(Generic[T]):
     """The number of tokens of the input, special tokens included."""
     finished: bool = True
     error: RequestError | None = None
-    """The reason why the request failed; None: it did not."""
+    """The reason why the request failed; None if it did not fail."""
 
 
 class PoolingRequestOutput(_PooledOutput[PoolingOutput]):

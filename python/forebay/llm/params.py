@@ -116,7 +116,7 @@ class SamplingParams:
     logprobs: int | None = None
     """The number of alternatives whose log-probabilities are returned for each token, 0 to 20."""
     prompt_logprobs: int | None = None
-    """The same for each token of the prompt. Not for streams."""
+    """The number of alternatives whose log-probabilities are returned for each prompt token. Not for streams."""
     skip_special_tokens: bool = True
     """Whether special tokens are left out of the text."""
     spaces_between_special_tokens: bool = True
@@ -161,7 +161,7 @@ class PoolingParams:
     normalize: bool | None = None
     """Whether each vector is divided by its norm; None: the setting of the model's authors."""
     use_activation: bool | None = None
-    """False returns the model's raw scores, without the activation that its authors may use."""
+    """False returns raw scores, without the activation function that the model's configuration may name."""
     truncate_prompt_tokens: int | None = None
     """The number of tokens to which longer inputs are cut; -1: the model's limit."""
 

@@ -33,13 +33,13 @@ STALE_SECONDS = 3600.0
 TAIL = 8192
 """Bytes at the end of the log that are searched for an error."""
 KEYS = ("FOREBAY_API_KEY", "FOREBAY_ADMIN_API_KEY", "FOREBAY_ROUTER_KEY")
-"""Variables with the keys of public servers. They are not passed to the library's private server."""
+"""Environment variables with the keys of public servers. They are not passed to the library's private server."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _LOG_LINE = re.compile(r"^\S+\s+(ERROR|WARN)\s+(.*)")
 
 
 class Server:
-    """A `forebay serve` process that this process starts. It exits with this process, even if that is killed."""
+    """A `forebay serve` process that this process starts. It exits with its parent, even if the parent is killed."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         """Starts the server with these arguments, without waiting until it is ready."""

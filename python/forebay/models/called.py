@@ -209,7 +209,7 @@ class CalledModel:
         finally:
             hook.remove()
         if states[::2].isnan().any():
-            raise UnsupportedModelError(f"the code of {name} computes a token with others, not by attention or states")
+            raise UnsupportedModelError(f"the code of {name} mixes tokens other than by attention or states")
 
     def _states_of(self, tokens: int) -> torch.Tensor:
         """Returns the final states [tokens, hidden] of tokens, each of which attends only to itself."""

@@ -106,7 +106,9 @@ def _check_mask(name: str, sees: Callable[..., torch.Tensor], how: How) -> None:
         raise UnsupportedModelError(f"{name} makes a mask of more than positions: {error}") from error
     if not torch.equal(theirs.expand(1, 1, len(queries), len(keys))[0, 0], positions_mask(queries, keys, how)):
         said = f"window {how.window}" if how.chunk is None else f"chunks of {how.chunk}"
-        raise UnsupportedModelError(f"{name} makes a mask that its call of attention does not say: it says {said}")
+        raise UnsupportedModelError(
+            f"{name} uses an attention mask that its call of attention does not describe: the call has {said}"
+        )
 
 
 class _Module:
@@ -151,7 +153,7 @@ def _check_scores(
     how = How(how.scale, how.window, how.chunk, how.cap, _values(how.sinks))
     if not torch.allclose(found, masked_attention(q, k, v, mask, how), atol=_CLOSE):
         raise UnsupportedModelError(
-            f"the own code of {name} computes something that its call of attention does not say"
+            f"the code of {name} computes something that its call of attention does not describe"
         )
 
 

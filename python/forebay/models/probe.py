@@ -81,7 +81,8 @@ def probe(directory: Path) -> Calls:
     except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError, KeyError) as error:
         why = " ".join(str(error).split())[:200]
         raise UnsupportedModelError(
-            f"the code of {config.model_type} wants more than attention and states give: {type(error).__name__}: {why}"
+            f"the code of {config.model_type} needs more than attention and states provide: "
+            f"{type(error).__name__}: {why}"
         ) from error
     if not kept and not recurrent.modules:
         raise UnsupportedModelError(

@@ -120,10 +120,10 @@ def _joined(parts: list[Any]) -> torch.Tensor:
 
 
 def _compare(name: str, whole: torch.Tensor, pieces: torch.Tensor) -> None:
-    """Raises `UnsupportedModelError` if a row in chunks has other outputs than the whole row, beyond rounding."""
+    """Raises `UnsupportedModelError` if outputs in chunks differ from the whole row's by more than rounding."""
     whole, pieces = whole.float(), pieces.float()
     if (whole - pieces).norm() > _ROUNDING * whole.norm():
-        raise UnsupportedModelError(f"{name} does not go on from its state with several tokens")
+        raise UnsupportedModelError(f"{name} can't continue from its state with several tokens")
 
 
 def _updates_state(kind: type) -> bool:
@@ -135,7 +135,7 @@ def _updates_state(kind: type) -> bool:
 def _check_arguments(name: str, hidden_states: torch.Tensor, args: tuple[Any, ...], named: dict[str, Any]) -> None:
     """Raises `UnsupportedModelError` for arguments with one element per token: each row would get all of them."""
     if any(arg is not None for arg in args):
-        raise UnsupportedModelError(f"{name} keeps a state, and takes arguments by position")
+        raise UnsupportedModelError(f"{name} keeps a state and takes positional arguments, which is not supported")
     tokens = hidden_states.shape[1]
     for key, value in named.items():
         tensors = [one for one in (value if isinstance(value, tuple) else (value,)) if isinstance(one, torch.Tensor)]

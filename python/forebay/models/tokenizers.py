@@ -25,7 +25,7 @@ _OWN_PATTERNS = {
         r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
 }
-"""Patterns by which repositories' own tokenizer code splits text, by class name. Files of token ranks lack them."""
+"""Patterns by which repositories' own tokenizer code splits text, by class name. Files of token ranks contain none."""
 
 
 def tokenizer_file(directory: Path, cache: Path) -> Path | None:

@@ -35,7 +35,7 @@ class WholeDecoder:
         self.params.load(weights, report)
 
     def __call__(self, packed: Packed) -> torch.Tensor:
-        """Returns a vector per prompt, float32 [r, size], after pooling and its layers: not normalised, or logits."""
+        """Returns a vector per prompt, float32 [r, size]: pooled, after later layers; not normalised, or logits."""
         tokens = packed.tokens
         writes = torch.arange(len(tokens), device=tokens.device)
         first = self.pooling.kind == "cls"

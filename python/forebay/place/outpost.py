@@ -24,7 +24,7 @@ class Order:
 
 
 def command(order: Order) -> list[str]:
-    """The command line. It does not contain the token, since process lists would show it; a pipe passes the token.
+    """Returns the command line. A pipe passes the token, because process lists would show a token in the command line.
 
     Raises:
         FileNotFoundError: The node has no `forebay`.
@@ -35,12 +35,12 @@ def command(order: Order) -> list[str]:
         raise FileNotFoundError(f"neither {order.program} nor a `forebay` on PATH: the wheel of Forebay brings one")
     line = [program, "worker", "--join", order.join, "--token-file", "/dev/stdin"]
     line += ["--hands", str(order.hands), "--name", order.name, "--parent", str(os.getpid())]
-    # This interpreter's environment has the packages.
+    # The environment of this interpreter has the packages that hands need.
     return line if "FOREBAY_PYTHON" in os.environ else [*line, "--python", sys.executable]
 
 
 def environment(given: Mapping[str, str], gpus: Sequence[object]) -> dict[str, str]:
-    """The outpost's environment variables. They make only these GPUs visible, or none if hands need no GPU."""
+    """Returns the outpost's environment: `given`, in which only `gpus` are visible. Without GPUs, `given` unchanged."""
     return {**given, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if gpus else dict(given)
 
 
@@ -66,7 +66,7 @@ class Outpost:
         self._order = order
 
     def run(self) -> int:
-        """Runs the outpost with the devices that the cluster gave this process. Returns its exit status."""
+        """Runs the outpost with the devices that the cluster gave this process. Returns the outpost's exit status."""
         import ray
 
         # The node's GPU indices. Ray may not have set CUDA_VISIBLE_DEVICES for this process.

@@ -34,7 +34,7 @@ LAST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Asked:
-    """The brain's request."""
+    """The brain's request for outposts."""
 
     replicas: int
     ranks: int
@@ -112,7 +112,7 @@ def connect() -> str:
 
 
 def divided(asked: Asked) -> list[int]:
-    """The number of hands of each bundle."""
+    """Returns the number of hands of each bundle."""
     unit = "GPU" if asked.cuda else "CPU"
     largest = int(max((node["Resources"].get(unit, 0) for node in ray.nodes() if node["Alive"]), default=0))
     if asked.ranks > largest and not asked.apart:
@@ -147,7 +147,7 @@ def told(stream: IO[str]) -> dict[str, Any]:
 
 
 def watch(stream: IO[str], over: threading.Event) -> None:
-    """Waits until the brain exits, then exits this process even if Ray blocks it. Ray notices that exit."""
+    """Waits until the brain exits, then ends this process, even if a call of Ray blocks. Ray notices that it ended."""
     stream.read()
     over.set()
     time.sleep(LAST_SECONDS)

@@ -42,11 +42,11 @@ class Column(NamedTuple):
     id: int
     name: str
     words: int = 0
-    """Words of a record; 0: the column is one-dimensional."""
+    """The number of words of a record; 0: the column is one-dimensional."""
     is_float: bool = False
 
     def read(self, words: Int32s) -> Int32s | Float32s | None:
-        """Returns the column's array, a view of `words`; None if `words` are not whole records."""
+        """Returns the column's array, a view of `words`; None if the last record is incomplete."""
         if self.words:
             if words.size % self.words:
                 return None
@@ -56,7 +56,7 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Header:
-    """A decoded frame header. `words`: the number of 32-bit words of the table of columns and of all columns."""
+    """A decoded frame header. `words`: the number of 32-bit words after it (table of columns, and columns)."""
 
     kind: Kind
     step: int
@@ -203,7 +203,7 @@ def encode_json(kind: Kind, value: Mapping[str, Any]) -> bytes:
 
 
 def encode_text(kind: Kind, text: str) -> bytes:
-    """Encodes a frame whose only column is `text`, which is JSON. Empty text gives no column, as in `shutdown`."""
+    """Encodes a frame whose only column is `text`, which is JSON. Without text there is no column, as in `shutdown`."""
     data = text.encode()
     data += b" " * (-len(data) % 4)
     return encode(kind, 0, [np.frombuffer(data, dtype="<i4")] if data else [])

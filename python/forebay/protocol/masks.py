@@ -16,7 +16,7 @@ COLUMNS = ("offsets", "words", "no_token")
 EVERYTHING = -1
 """The offset of a position at which every token may be sampled."""
 INLINE = -2
-"""The offset of a position whose mask is in the frame."""
+"""The offset of a position whose mask is in the frame, not in the arena."""
 
 UInt32s: TypeAlias = npt.NDArray[np.uint32]
 

@@ -40,7 +40,7 @@ class PlanAt:
         return encode(Kind.PLAN_AT, self.step, [np.array([self.offset, self.words], np.int32)])
 
     def read(self, arena: npt.NDArray[np.uint8]) -> tuple[Header, npt.NDArray[np.uint8]]:
-        """Returns the header, and the body as a uint8 view. Raises `WireError` unless it is a frame of this step."""
+        """Returns the header, and the body as a uint8 view. Raises `WireError` if they are no frame of this step."""
         end = self.offset + WORD * self.words
         if end > len(arena):
             raise WireError(f"a frame at bytes {self.offset}..{end} of an arena of {len(arena)}")

@@ -151,7 +151,7 @@ class Plan(PlanColumns):
         )
 
     def _spans_agree(self, direction: Int32s) -> bool:
-        """True if either all copies have a span or no copy has, and states are copied whole."""
+        """True if no copy has a span, or all have one and those of states have a count of 0: they are copied whole."""
         spans = self.copy_spans
         if not len(spans):
             return True

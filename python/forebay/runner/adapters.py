@@ -39,7 +39,8 @@ NO_PLACES = np.zeros((0, PLACE_END_WORDS), np.int32)
 class AdapterPlaces:
     """The places of adapters, the adapters that may be loaded there, and the place of each slot.
 
-    `report` is called by the thread that collects results. All other methods are called by launches.
+    `report` is called by the thread that collects results. All other public methods are called by the thread that
+    launches steps.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class AdapterPlaces:
     ) -> Adapter:
         """Copies an adapter to a place, once no step reads the former adapter. Called by the reading thread.
 
-        The result is in the device's memory; with stacks, it is in host memory.
+        Returns the adapter's matrices: with stacks those in host memory, otherwise those on the device.
         """
         adapter = self._load(number, manifest) if kept is None else kept
         before.wait()

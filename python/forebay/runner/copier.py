@@ -36,8 +36,8 @@ _Page = TypeVar("_Page", torch.Tensor, Bytes)
 class Copier:
     """Copies pages on a separate thread, and reports finished copies.
 
-    A save waits for the rows of its plan. A restore waits for nothing, because no plan in flight uses its target. It
-    runs before all saves, because a request waits for it.
+    A save waits for the rows of its plan. A restore waits for nothing, because no plan in flight uses its target.
+    Restores run before all saves, because a request waits for each.
 
     Copies of states have separate directions, and use state pages instead of hot and host pages.
 
@@ -87,7 +87,7 @@ class Copier:
         threading.Thread(target=self._run, name="copier", daemon=True).start()
 
     def next_plan(self) -> int:
-        """Notes that a plan is launched, which finishes waits for earlier plans. Returns the plan's number."""
+        """Records the launch of a plan, so that `wait` calls for earlier plans return. Returns the plan's number."""
         with self._changed:
             self._plans += 1
             os.eventfd_write(self._news, 1)

@@ -1,8 +1,8 @@
 """A draft model: a smaller model of the same vocabulary proposes tokens, which the step then verifies as drafts.
 
-It has a separate runner, with the same slot numbers and separate pages. Before each step it computes the known tokens
-of a row that it has not computed yet: a prompt from the prefix cache, or tokens after a wrong draft. So its memory need
-not be kept consistent with the model's.
+It has a separate runner, with the same slot numbers and separate pages. Before each step it computes those known tokens
+of a row that are not on its pages yet. These are a prompt that the model found in the prefix cache, or tokens after a
+wrong draft. So its memory need not be kept consistent with the model's.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class DraftModel:
     def propose(self, plan: Plan, tables: SlotTables, most_rows: int) -> Plan:
         """Returns the plan with drafts, except for rows that do not fit into the draft model's pages.
 
-        All earlier work on the device has ended.
+        All earlier work on the device must have ended.
         """
 
         def propose(slot: Int64s, start: Int64s, _wanted: Int64s) -> list[Int32s]:
@@ -196,7 +196,10 @@ class DraftModel:
         return runner.step(plan.staged()).tokens
 
     def _grow(self, slot: int, positions: int, busy: list[int]) -> bool:
-        """Gives a slot pages for this many positions, if needed from the least recently used slots. False: no room."""
+        """Gives a slot pages for this many positions. Returns False if there are too few.
+
+        If necessary, it takes the pages of idle slots, least recently used first.
+        """
         own = self._pages.pop(slot, [])
         self._pages[slot] = own
         lacks = -(-positions // self._size) - len(own)

@@ -16,7 +16,9 @@ from forebay.state.slots import Int64s
 _NONE = np.zeros(0, np.int32)
 
 Proposer: TypeAlias = Callable[[Int64s, Int64s, Int64s], list[Int32s]]
-"""Drafts tokens for rows, given their slots, the positions of their last known tokens, and the most drafts of each."""
+"""Drafts tokens for rows, given their slots, the positions of their last known tokens, and the largest counts of
+drafts.
+"""
 
 
 def with_drafts(plan: Plan, most_rows: int, most: int, propose: Proposer) -> Plan:

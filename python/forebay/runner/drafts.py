@@ -26,7 +26,7 @@ _NONE = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class Drafts:
-    """The verified drafts of a plan with `r` rows: `d` drafts."""
+    """The `d` drafts that a step verifies, for a plan with `r` rows."""
 
     plan: Plan
     """The plan in received form, with an additional row for each draft."""
@@ -97,7 +97,7 @@ class VerifiedColumns:
         result.row_errors = result.row_errors[drafts.first]
 
     def _kept(self, tokens: Int32s, finite: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-        """Returns, for the tokens of all computed rows [s], whether the plan's rows keep them."""
+        """Accepts or rejects drafts: returns whether the plan's rows keep each token of the computed rows, bool [s]."""
         drafts = self._drafts
         at = {row: index for index, row in enumerate(self._columns.sampling.tolist())}
         kept = np.zeros(len(tokens), np.bool_)

@@ -93,7 +93,7 @@ def footprints(configs: Iterable[RunnerConfig], available_bytes: int) -> list[Fo
     pages = min(one.page_count for one in found)
     if len(found) == 1:
         return found
-    # Models that are divided among ranks have no window part.
+    # Models that are divided among ranks have no window part, so the main part has all pages.
     return [replace(one, page_count=pages, kv_bytes=pages * one.page_bytes) for one in found]
 
 
@@ -105,7 +105,7 @@ def _footprint(config: RunnerConfig, available_bytes: int) -> Footprint:
         raise ConfigError("the memory of models that pool, see images or are quantised at the start is not planned")
     group = Unmet(config.rank, config.world_size) if config.world_size > 1 else None
     weight_bytes = _weight_bytes(config, model, group)
-    # On a GPU the memory of steps is measured at the start.
+    # The memory of steps counts as that of a slice of logits. On a GPU, a hand measures it at its start instead.
     taken = weight_bytes
     if config.max_total_tokens is None:
         taken += slice_bytes(model.vocab_size, config.chunked_prefill_size)

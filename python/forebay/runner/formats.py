@@ -20,7 +20,7 @@ def matrices_kept(config: RunnerConfig, model: ModelConfig | EncoderConfig, choi
         return None
     stored = model.stored
     if stored is None:
-        # All matrices of the layers. Output heads and vision towers are not quantised.
+        # With fp8, all matrices of the layers are quantised, but not those of output heads and vision towers.
         made = config.quantization == "fp8"
         return Kept(Fp8(), lambda name: not name.startswith(TOWER)) if made else None
     if isinstance(stored.scheme, Mxfp4):

@@ -31,7 +31,7 @@ class HeadDrafts:
     def __init__(
         self, config: RunnerConfig, device: Device, model: Callable[[], Decoder], compute: Callable[[], Compute]
     ) -> None:
-        """`model` has the head of `config` once it is built. `compute` is called as part of queued work."""
+        """`model` returns the model, which has the draft head once built. `compute` is called in queued work."""
         assert config.draft is not None
         self.most = config.draft.tokens
         """The number of drafts per row."""
@@ -60,7 +60,7 @@ class HeadDrafts:
         """Does nothing: the rows of the model's warm-up already have drafts."""
 
     def propose(self, plan: Plan, tables: SlotTables, most_rows: int) -> Plan:
-        """Returns the plan with drafts. All earlier work has ended."""
+        """Returns the plan with drafts. All earlier work must have ended."""
         return with_drafts(plan, most_rows, self.most, partial(self._propose, plan, tables))
 
     def _propose(self, plan: Plan, tables: SlotTables, slot: Int64s, start: Int64s, wanted: Int64s) -> list[Int32s]:
@@ -69,7 +69,7 @@ class HeadDrafts:
         order = np.argsort(-counts, kind="stable")
         told: Int32s = host_array(self._device, (len(slot), self.most), np.int32)
         with self._device.launching():
-            # Drafts may be the first tokens of a page, so the plan's pages are written before.
+            # A draft may be the first token of a page, so the plan's page writes are applied before drafting.
             tables.write_pages(plan.page_writes)
             self._device.queue(partial(self._draft, tables, slot[order], start[order], counts[order], told))
             done = self._device.event()

@@ -60,7 +60,7 @@ class HostTier:
         self._copier = Copier(device, kv, pool, *of_config, writes, states)
 
     def wait_for_saves(self) -> None:
-        """Makes the next rows wait for saves, or blocks until the saves have ended. For measurements."""
+        """By `kv_save_order`, makes the next rows wait for saves, or waits for them here. For measurements."""
         copier, order = self._copier, self._config.kv_save_order
         if order == "inline":
             copier.wait_for_saves(copier.saves)

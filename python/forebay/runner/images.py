@@ -88,7 +88,7 @@ class Images:
         if len(plan.image_pages):
             within(plan.image_pages, self.pool.page_count, "image page")
             if len(set(plan.image_pages.tolist())) < len(plan.image_pages):
-                raise PlanError(f"image pages {plan.image_pages.tolist()} are not each another")
+                raise PlanError(f"image pages {plan.image_pages.tolist()} are not distinct")
         edges = np.cumsum(plan.images[:, ImageRecord.PAGE_COUNT])[:-1]
         pages = np.split(plan.image_pages.astype(np.int64), edges)
         for words, of_image in zip(plan.images.tolist(), pages, strict=True):

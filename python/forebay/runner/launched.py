@@ -115,7 +115,7 @@ class Launched:
     ended: Event
     release: Callable[[], None]
     copied: Copied
-    """Returns the copies that have ended. Waits for one if the plan requires that."""
+    """Returns the copies that have ended. Waits for the end of a copy if the plan requires that."""
     placed: Callable[[], Int32s] = no_places
     """Returns the places whose adapters have been loaded."""
     wait: Wait | None = None

@@ -45,10 +45,10 @@ class StepMasks:
         drafts: Drafts | None,
         by_slot: bool,
     ) -> Ask:
-        """`Sampler.ask` for `positions` [s] of `slots` [s], the rows of a plan that sample. Waits for their masks.
+        """Returns `Sampler.ask` for `positions` [s] of `slots` [s], the plan's rows that sample. Waits for their masks.
 
-        The model's work of the step is already queued. Rows whose mask is not ready, and rows after them in a chain,
-        sit out. Raises `PlanError`.
+        The model's work of the step must already be queued. Rows whose mask is not ready, and rows after them in a
+        chain, sit out. Raises `PlanError`.
         """
         with self._waiting():
             return self._ask(sampler, planned, slots, positions, drafts, by_slot)

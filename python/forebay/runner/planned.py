@@ -23,7 +23,7 @@ class PlannedRows(NamedTuple):
 
     @classmethod
     def read(cls, plan: Plan, slots: int, context_length: int, flag: int) -> PlannedRows:
-        """Reads the rows of a plan, which has to have some. `flag` is the flag that the model's rows may have.
+        """Reads the rows of a plan, which must have at least one. `flag` is the flag that the model's rows may have.
 
         Raises `PlanError` for other flags, and for rows outside the tables: they would use another slot's memory.
         """

@@ -143,7 +143,7 @@ class ModelRunner:
         if config.pooling is not None and config.pooling.kind == "causal_mean":
             self._summed = Summed(config.slots)
         if self.draft_model is not None and not self._verifies_drafts:
-            what = "a draft model is" if self.config.head is None else "heads that draft are"
+            what = "a draft model is" if self.config.head is None else "draft heads are"
             raise ConfigError(
                 f"{what} not served here: drafts of the hand's own are verified for models of text without recurrent "
                 "layers and adapters"
@@ -203,7 +203,7 @@ class ModelRunner:
         self._ended = device.event()
 
     def _sizes(self, available: int) -> Sizes:
-        """Returns the pages that fit beside weights and steps; `available` was free before the model was built."""
+        """Sizes the KV cache (`--gpu-memory-utilization`). `available` was free before the model was built."""
         kept = self.config.kept_model
         if kept is None:
             return Sizes(0, None)
@@ -300,7 +300,7 @@ class ModelRunner:
     def decoder(self) -> Decoder:
         """The model; raises `PlanError` unless Forebay's own layers compute it."""
         if not isinstance(self.model, Decoder):
-            raise PlanError(f"{self.model_config.architecture} is no decoder of our own")
+            raise PlanError(f"{self.model_config.architecture} is not computed by native code")
         return self.model
 
     def load(self, report: Report) -> None:
@@ -481,7 +481,7 @@ class ModelRunner:
         self.decoder.take_part()
 
     def _read_images(self, plan: Plan) -> None:
-        """Queues the plan's layers of the tower, before its rows."""
+        """Queues the plan's layers of the vision tower. The plan's rows follow."""
         if self.images is not None:
             self.images.read(plan)
         elif len(plan.images) or len(plan.image_spans):
@@ -523,7 +523,7 @@ class ModelRunner:
     def _placed(self, plan: Plan) -> Callable[[], Int32s]:
         if self.adapters is None:
             return no_places
-        # A host tier has already waited.
+        # If there is a host tier, its copies have already been waited for.
         wait_us = int(plan.wait_us[0]) if plan.wait_us.size and self._tier is None else 0
         return partial(self.adapters.report, wait_us)
 

@@ -13,7 +13,7 @@ class PlanError(ValueError):
 
 
 def columns_within(records: npt.NDArray[np.int32], limits: dict[str, int]) -> None:
-    """Applies `within` to the first columns of records int32 [n, columns], n > 0; `limits` has names and limits."""
+    """Checks the first columns of int32 records [n, columns], n > 0, with `within`. `limits`: limits by column name."""
     # As unsigned numbers, negative numbers are large, so one call suffices: its overhead exceeds the work.
     most = np.maximum.reduce(records.view(np.uint32)).tolist()
     for column, (what, limit) in enumerate(limits.items()):

@@ -95,9 +95,9 @@ class RunnerConfig:
     lora: PlaceConfig | None = None
     """The memory for adapters; None: rows never use adapters."""
     host_lenders: tuple[int | None, ...] = ()
-    """For each replica, the descriptor of its host memory, if it lends pages to this hand; None for this replica."""
+    """Per replica: the descriptor of its host memory if it lends pages to this hand, otherwise None."""
     host_shared: bool = False
-    """True if pages have the same content on all ranks, which share one host tier, written by the first rank."""
+    """True if pages are the same on all ranks. The ranks then share one host tier, which the first rank writes."""
     draft: DraftConfig | None = None
     """The draft model or head; None: the hand itself drafts no tokens."""
     host_fits: bool = False
@@ -190,7 +190,7 @@ class RunnerConfig:
         if not 0 <= self.rank < world:
             raise ConfigError(f"rank {self.rank} of {world}")
         if self.step_group and not self.expert_parallel:
-            raise ConfigError("the ranks of a step group share experts, each has some: experts must be split by rank")
+            raise ConfigError("the ranks of a step group share experts: experts must be split by rank")
         if world == 1:
             if self.expert_parallel:
                 raise ConfigError("experts of a single rank can't be split: leave --ep-size off, or use more ranks")
@@ -290,7 +290,7 @@ class RunnerConfig:
 
     @property
     def kept_model(self) -> ModelConfig | None:
-        """The model whose KV cache this rank stores, with this rank's heads. None: it keeps no keys and values."""
+        """The model whose KV cache this rank stores, with this rank's heads. None: the model has no KV cache."""
         model = self.model_config
         if isinstance(model, EncoderConfig) or model.both_ways:
             return None

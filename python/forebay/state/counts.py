@@ -85,9 +85,10 @@ class TokenCounts:
         return self._line[wanted]
 
     def recount(self, lines: Int64s, stride: Int64s, first: Int64s, prompt_len: Int64s, counts: Int64s) -> Recount:
-        """Returns the input of `write` for new slots [l], with tokens at `stride` in the pool. Called on the host.
+        """Returns the input of `write` for new slots [l]. Called on the host.
 
-        Tokens `first .. counts` are counted, and those from `prompt_len` on also as generated.
+        The tokens of each slot begin at entry `stride` of the token pool. Tokens `first .. counts` are counted,
+        and those from `prompt_len` on also as generated.
         """
         begin = self.begin(lines)
         own = np.maximum(prompt_len, first)
@@ -107,7 +108,7 @@ class TokenCounts:
         self._add(counters + token_pool.view(-1).index_select(0, tokens))
 
     def add(self, begin: torch.Tensor, tokens: torch.Tensor, given: torch.Tensor | None = None) -> None:
-        """Counts a sampled token [l] in each line; its counters start at `begin` [l]. Runs as queued work.
+        """Counts one sampled token [l] per line. `begin` [l]: the first counter of each line. Runs as queued work.
 
         `given`, bool [l]: true for tokens that are counted. None: all are.
         """

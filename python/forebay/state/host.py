@@ -1,9 +1,9 @@
 """The host tier: pages of keys and values in memory that outlives this process, and pages of other replicas.
 
 The brain creates the memory, an anonymous file, and the hand sets its size. A host page contains all layers
-contiguously: its main part, then its index part if it has one, in the device's order. So copies of whole pages do
-not depend on that layout. The checksums of all pages follow. Then come state pages with the states of recurrent layers,
-and a checksum and a position count for each of them. The number of state pages is last.
+contiguously: its main part, then its index part if it has one. The order of the bytes is that of the device, so a whole
+page is copied without regard to its layout. The checksums of all pages follow. Then come state pages with the states of
+recurrent layers, and a checksum and a position count for each of them. The number of state pages is last.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class PageSizes:
 
 
 def asked_pages(config: RunnerConfig, pages: int, page_bytes: int, device_bytes: int | None = None) -> int:
-    """Returns the requested number of host pages for a device with this many pages; 0: no host tier.
+    """Returns the configured number of host pages for a device with `pages` pages; 0: no host tier.
 
-    `device_bytes`: the bytes of all kinds of pages on the device; None: there is only one kind, and a size in bytes
-    is the size of this kind. Raises `ConfigError` if the request is less than a page of `page_bytes`.
+    `device_bytes`: the bytes of all kinds of pages on the device; None: there is only one kind, and a configured
+    size in bytes is for this kind. Raises `ConfigError` if the configured size is less than a page of `page_bytes`.
     """
     if config.host_pages is not None:
         # A restarted hand keeps the page count of its predecessor, whose blocks are still in the memory.
@@ -96,7 +96,7 @@ def host_counts(config: RunnerConfig, kv: KvPool, states: tuple[int, int], avail
 
     `states`: the number and the bytes of the device's state pages. KV pages and state pages share the tier in the same
     proportion as the device's memory. `available_bytes` is the free memory besides weights and pages of the device.
-    Raises `ConfigError` if that is not enough for the request, or if the request is less than a page.
+    Raises `ConfigError` if the configured size does not fit into that memory, or is less than a page.
     """
     if config.host_bytes is None and config.host_ratio is None and config.host_pages is None:
         return HostCounts()
@@ -132,7 +132,7 @@ def host_counts(config: RunnerConfig, kv: KvPool, states: tuple[int, int], avail
 
 
 def _asked(config: RunnerConfig, pages: int, device_bytes: int) -> int:
-    """Returns the requested number of host pages for `pages` of the device; all of its pages have `device_bytes`."""
+    """Returns the configured number of host pages for `pages` hot pages. All hot pages take `device_bytes`."""
     if config.host_bytes is not None:
         return config.host_bytes * pages // device_bytes
     return int((config.host_ratio or 0.0) * pages)
@@ -206,7 +206,7 @@ class HostPool:
         return self.parts.pages
 
     def rows(self, kv: KvPool) -> list[torch.Tensor]:
-        """Returns the main part of all pages as rows, `[pages, page_size, width]` per layer; it has to be one pool."""
+        """Returns the main part, which must be one pool, of all pages as rows `[pages, page_size, width]` per layer."""
         (pool,) = kv.main.pools
         layers = kv.main.page_stride // kv.page_size
         elements = kv.main.page_bytes // pool.itemsize
@@ -214,7 +214,7 @@ class HostPool:
         return list(main.unflatten(1, (layers, kv.page_size, -1)).unbind(1))
 
     def seal(self, page: int, first: int, count: int) -> None:
-        """Notes that these positions of a page were saved. Stores the page's checksum once all positions are."""
+        """Notes that these positions of a page were saved. Once all positions are saved, stores the page's checksum."""
         if count < self._page_size:
             saved = self._saved.setdefault(page, set())
             if first == 0:

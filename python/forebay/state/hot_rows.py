@@ -84,7 +84,10 @@ class HotRows:
             self._become_sparse(plan.hot_rows)
 
     def check_rows(self, slot: npt.NDArray[np.int64], length: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
-        """Returns bool [r], true for sparse slots; None: there are none. Raises `PlanError` for several positions."""
+        """Returns bool [r], true for sparse slots; None: there are none.
+
+        Raises `PlanError` if a row of a sparse slot has several positions.
+        """
         sparse = self.sparse[slot]
         if not sparse.any():
             return None

@@ -121,7 +121,7 @@ class Layout:
 
     @cached_property
     def shift(self) -> int:
-        """The difference between a position after the last image and its RoPE position."""
+        """The number to add to a position after the last image to get its RoPE position."""
         return int(self._columns[4][-1]) - self.end
 
     @cached_property
@@ -186,7 +186,7 @@ class RowImages:
         return [[] if layout is None else layout.within(first, end) for layout, first, end in layouts]
 
     def tokens(self, row: Int64s, start: Int64s, length: Int64s) -> Tokens:
-        """Returns the image data of a step's tokens, which are ordered by pieces of rows [p]."""
+        """Returns the image data of a step's tokens. The arguments are pieces of rows [p], in token order."""
         positions = ragged(start + self.shift[row], length)
         early = np.flatnonzero(start < self.end[row])
         if not len(early):

@@ -13,14 +13,14 @@ from forebay.state.slots import Int64s, PlanError, SlotTables
 
 @dataclass(frozen=True)
 class Given:
-    """The rows, of a step's `r` rows, whose first input is in the arena."""
+    """Tells which of a step's `r` rows have their first input in the arena."""
 
     used: npt.NDArray[np.bool_]  # [r]: True if the row's first input is in the arena
     embeds: Int64s  # [r]: the byte offset in the arena of the embeddings of the row's slot
     until: Int64s  # [r]: positions below this have embeddings in the arena
 
     def spans(self, row: Int64s, start: Int64s, length: Int64s) -> list[Span]:
-        """Returns the spans of a step's tokens, which are ordered by pieces of rows [p]."""
+        """Returns the spans of a step's tokens. The arguments are pieces of rows [p], in token order."""
         counts = np.minimum(length, self.until[row] - start)
         used = self.used[row] & (counts > 0)
         at = np.cumsum(length) - length
@@ -49,7 +49,7 @@ class PromptRows:
         self._row_bytes = hidden * dtype.itemsize
 
     def given(self, slot: Int64s, start: Int64s) -> Given | None:
-        """Returns the inputs in the arena for rows [r] from `start` on; None: there are none. Raises `PlanError`.
+        """Returns the inputs in the arena for rows [r] that begin at `start`; None: there are none. Raises `PlanError`.
 
         Called on the host.
         """

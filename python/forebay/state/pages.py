@@ -55,9 +55,9 @@ def page_count(config: RunnerConfig, model: ModelConfig, available_bytes: int, w
     With a window part, it is the number of the main part's pages, with memory left for the window part.
 
     `available_bytes` is the free memory before the weights were allocated. `weight_bytes` is the memory of weights in
-    steps, plus the memory of the steps themselves if it was measured. Loading may take more, but before the pool is
-    allocated. The number derived from memory is at most what all slots can fill. A given number may be larger, if it
-    fits into memory.
+    steps, plus the memory of the steps themselves if it was measured. Loading may take more, but that memory is free
+    again when the pool is allocated. The number derived from memory is at most what all slots can fill. A given number
+    may be larger, if it fits into memory.
     """
     windows = WindowLayers.of(config, model)
     a_page, most = part_bytes(config, model, windows), _most_pages(config)
@@ -151,7 +151,7 @@ class KvPool:
         self.window_layers: frozenset[int] = frozenset()
         """The layers with pages in the window part, as indices into `layers`."""
         self.longest_window = 0
-        """The largest number of positions that a query of these layers attends to, its own included."""
+        """The largest number of positions that a query of `window_layers` attends to, its own included."""
         if model is None:
             return
         attention = model.attention
@@ -160,7 +160,7 @@ class KvPool:
         elif isinstance(attention, Latent):
             layers = model.attending_layers
             self.main, rows = _rows(pages, layers, page_size, attention.position_elements, dtype, device, one_more=True)
-            # Rows are the keys of a single head, whose values are the keys' first elements.
+            # Each row is the key of a single head, and the first elements of the row are the value.
             keys = [of_layer[:, None] for of_layer in rows]
             self.layers = [LayerKV(of_layer, of_layer[..., : attention.rank]) for of_layer in keys]
         else:
@@ -176,7 +176,7 @@ class KvPool:
         if model.indexer is not None:
             indexed, width = len(model.indexer.layers), model.indexer.head_dim
             count = pages if index_pages is None else index_pages
-            # Index pages with separate numbers use those of host pages, none of which is a null page.
+            # Index pages with separate numbers have the numbers of host pages, and no host page is a null page.
             one_more = index_pages is None
             self.index, self.index_keys = _rows(count, indexed, page_size, width, dtype, device, one_more)
 
@@ -267,10 +267,10 @@ def _rows(
     device: Device,
     one_more: bool = False,
 ) -> tuple[Part, list[torch.Tensor]]:
-    """Allocates a pool `[pages, layers, page_size, width]`. Returns it, and each layer's rows of it, [entries, width].
+    """Allocates a pool `[pages, layers, page_size, width]`. Returns it, and views of it per layer, [entries, width].
 
-    A layer's rows begin at page 0, so entries are the same for all layers. `one_more`: allocates an additional page at
-    the end.
+    A layer's view begins at its first row, so entries are the same for all layers. `one_more`: allocates an additional
+    page at the end.
     """
     stride = layers * page_size
     pool = device.zeros(((pages + one_more) * stride, width), dtype)

@@ -1,8 +1,8 @@
 """The recurrent states of slots: the host's records, and the tables of states.
 
-A slot has two rows of a table. If a masked row's mask is late, its last position is computed again. So the state after
-that position goes to the slot's other row, and the start of the next row determines which of the two it continues. The
-rows of state pages follow those of slots.
+A slot has two rows of a table. If a masked row's mask is late, the row's last position is computed again. So the state
+after that position goes to the slot's other row of the table. The start of the slot's next row in a plan determines
+which of the two states it continues. In the table, the rows of state pages follow those of slots.
 """
 
 from __future__ import annotations

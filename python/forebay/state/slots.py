@@ -27,7 +27,7 @@ _NO_IDS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True)
 class Writes:
-    """A plan's writes to the device, which remain after the host's tables have been written."""
+    """The part of a plan's writes that goes to the device; the host's tables have already been written."""
 
     tokens: int  # the number of tokens of new slots in the plan itself
     from_arena: tuple[Int64s, Int32s] | None  # the entries of the token pool, and the tokens to write there
@@ -106,7 +106,7 @@ class SlotTables:
     def values(self, column: str, absent: int, *, change_logits: bool = False) -> Int64s:
         """Returns the values [slots] that new slots have in one of `SLOT_VALUES`; `absent` for slots without a value.
 
-        The table is kept up to date. `change_logits`: a value means that the slot's logits are adjusted.
+        The table is kept up to date. `change_logits`: whether the logits of slots with a value have to be adjusted.
         """
         table = np.full(self.slots, absent, np.int64)
         self._values[column] = table, absent
@@ -135,7 +135,7 @@ class SlotTables:
         counts = plan.slots[:, SlotRecord.TOKEN_COUNT].astype(np.int64)
         within(slot, self.slots, "new slot: slot")
         if len(set(slot.tolist())) < len(slot):
-            raise PlanError(f"new slots {slot.tolist()} are not each another")
+            raise PlanError(f"new slots {slot.tolist()} are not distinct")
         within(counts, self.stride + 1, "new slot: token count")
         self._read_backing(plan)
         self._read_parameters(plan, slot)
@@ -291,7 +291,7 @@ def _tokens_at(arena: npt.NDArray[np.uint8], offset: int, count: int) -> Int32s:
 
 
 def penalised(floats: Float32s) -> npt.NDArray[np.bool_]:
-    """Returns bool [rows], true for rows of a table by `SlotFloats` with an active penalty."""
+    """Returns bool [rows], true for rows with an active penalty. The columns of `floats` are those of `SlotFloats`."""
     on: npt.NDArray[np.bool_] = (
         (floats[:, SlotFloats.REPETITION_PENALTY] != 1)
         | (floats[:, SlotFloats.PRESENCE_PENALTY] != 0)

@@ -85,7 +85,7 @@ def kept_in_window(model: ModelConfig, windows: WindowLayers) -> list[bool]:
 
 
 def _why_one_pool(config: RunnerConfig, model: ModelConfig | None) -> str:
-    """Returns the reason why layers with a window have no separate pages; empty: they have."""
+    """Returns the reason why layers with a window have no separate pages; empty if they have."""
     assert model is not None
     of_device = config.attention_backend or ("triton" if config.device == "cuda" else "torch")
     shared = [(kind, model.kinds[kind.keys_of]) for kind in model.kinds if kind.keys_of is not None]

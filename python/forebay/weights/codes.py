@@ -22,7 +22,7 @@ LARGEST = 448.0
 _LEAST_SCALE = 1e-12
 """The smallest scale that quantisation uses, so that a row of zeros also has a scale above 0."""
 _AT_A_TIME = 256
-"""The number of rows that are dequantised at a time. Scales of all values would take as much memory as the values."""
+"""The number of rows that are dequantised at a time. A scale per value of the matrix would double the memory."""
 _PER_WORD = 8
 """The number of 4-bit codes in a word of 32 bits."""
 _AWQ_ORDER = [0, 4, 1, 5, 2, 6, 3, 7]
@@ -42,7 +42,7 @@ class Layout:
     block_rows: int = 1
     """The number of rows that share a scale."""
     fold: int = 0
-    """The number of consecutive inputs whose 4-bit codes share half as many bytes; 0: codes are 8-bit floats."""
+    """The number of consecutive inputs whose 4-bit codes `folded` packs together; 0: codes are 8-bit floats."""
     ordered: bool = False
     """True if the columns are in another order than the inputs."""
 
@@ -62,7 +62,7 @@ class Layout:
         rows, columns = scheme.block
         if columns & (columns - 1) or columns < _LEAST_TILE:
             return None
-        # Each part starts a new block of rows.
+        # Blocks of rows fit only if each part starts a new block.
         aligned = all(part % rows == 0 for part in parts[:-1])
         return cls(inputs, columns, rows if aligned else 1)
 

@@ -170,7 +170,7 @@ class ModelConfig:
         return sum(self.attends) if self.attends else self.num_hidden_layers
 
     def heads(self, layer: int) -> GroupedQuery:
-        """Returns the attention of a layer whose heads have keys and values."""
+        """Returns the attention of a layer that keeps keys and values per head, not latent rows."""
         own = self.kinds[layer].heads
         if own is not None:
             return own

@@ -1,6 +1,7 @@
 """The weights in a model's files, according to the manifest that the brain created.
 
-A weight is a range of bytes in a file, as plain numbers or as blocks of a GGUF type. Names are those of the family.
+A weight is a range of bytes in a file, as plain numbers or as blocks of a GGUF type. Weights have the names that the
+model's family uses.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _NUMBERS = {
 _MXFP4 = 32
 """The number of values in a block of MXFP4."""
 _AT_ONCE = 1 << 20
-"""The number of elements that are dequantised at a time. Temporary memory is a few times as large."""
+"""The number of elements that are dequantised at a time. Temporary memory is a few times their size."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ class Place:
         return self.part.changed(self._values(rows, columns).view(shape))
 
     def _size(self) -> tuple[shards.Part, shards.Part]:
-        """Returns all rows and columns of the range."""
+        """Returns the parts that cover all rows and all columns of the range."""
         return shards.ALONE.of(math.prod(self.shape[:-1])), shards.ALONE.of(math.prod(self.shape[-1:]))
 
     def stored(self) -> Bytes:

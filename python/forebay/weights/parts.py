@@ -75,7 +75,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """Inputs per layer besides the residual stream: a row per token, and its projected embedding (Gemma 3n, 2025)."""
+    """Inputs per layer besides the residual stream: a row per token, and the token's projected embedding (Gemma 3n)."""
 
     vocab_size: int
     """The number of tokens that have rows."""
@@ -235,7 +235,7 @@ class Recurrence:
 
     @property
     def decays(self) -> int:
-        """The number of decays."""
+        """The number of decays per position."""
         return self.heads * (self.key_dim if self.channel_decay else 1)
 
     @property

@@ -29,7 +29,7 @@ class Kept:
     """Whether a weight with this name belongs to a matrix that is kept."""
 
     def layout(self, parts: Mapping[str, int], inputs: int) -> Layout | None:
-        """Returns the layout of a matrix that joins `parts`, name to rows; None: the matrix is dequantised."""
+        """Returns the layout of a matrix that joins `parts` (rows by name); None: the matrix is dequantised."""
         if not all(map(self.is_wanted, parts)):
             return None
         return Layout.of(self.scheme, inputs, list(parts.values()))

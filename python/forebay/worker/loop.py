@@ -86,13 +86,14 @@ def serve(connection: Connection) -> None:
     def next_frame() -> Frame | None:
         received = connection.recv()
         while received is not None and received.kind == Kind.ADAPTER:
-            # This frame may come between any others, even between a plan and its masks.
+            # An adapter frame may come between any other frames, even between a plan and its masks.
             runner.know(received.json())
             received.release()
             received = connection.recv()
         if received is None or received.kind != Kind.PLAN_AT:
             return received
-        # Copied to memory from which device copies are fast. The brain writes the plan to the arena once for all ranks.
+        # The brain writes a plan to the arena once for all ranks. It is copied to memory from which device copies are
+        # fast.
         return connection.copied(*PlanAt.decode(received).read(arena))
 
     def masks() -> Masks:
@@ -117,7 +118,8 @@ def _load(connection: Connection, config: dict[str, Any]) -> tuple[ModelRunner, 
     started = time.monotonic()
     # Other processes need these processors too. By default, an OpenMP thread spins long at a barrier and may occupy the
     # processor that the last thread needs, which makes a step several times slower. Without spinning, each of a step's
-    # hundreds of barriers costs a wake-up. This value spins for some tenths of a millisecond and then sleeps.
+    # hundreds of barriers costs a wake-up. With this value, a thread spins for some tenths of a millisecond and then
+    # sleeps.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     # Importing torch takes seconds: report the stage first.

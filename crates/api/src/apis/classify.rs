@@ -84,9 +84,10 @@ pub struct ClassifyResponse {
 pub struct ClassifyData {
     /// The index of the input.
     pub index: usize,
-    /// The label with the largest number in `probs`.
+    /// The label with the largest value in `probs`.
     pub label: String,
-    /// A number for each label, in the order of the model's `id2label`.
+    /// The probability of each label, in the order of the model's `id2label`; its raw score if
+    /// `use_activation` is false.
     pub probs: Vec<f32>,
     /// The number of labels.
     pub num_classes: usize,

@@ -4,7 +4,7 @@ use forebay_grammar::{CHOICES, GRAMMAR_BYTES, REGEX_BYTES, SCHEMA_BYTES};
 
 use super::{Bound, LOGPROBS, NAME_BYTES, Param, WORD_BYTES};
 
-/// A count (for example of tokens) that is at least `least`.
+/// Returns the bound of a count (for example of tokens) that is at least `least`.
 pub(crate) const fn count(least: u32) -> Bound {
     Bound::Amount { least: least as f64, most: u32::MAX as f64 }
 }
@@ -29,10 +29,11 @@ pub(crate) const WORD: Bound = Bound::Text(WORD_BYTES);
 pub(crate) const SOURCE: Bound = Bound::Form(SCHEMA_BYTES);
 pub(crate) const PATTERN: Bound = Bound::Form(REGEX_BYTES);
 pub(crate) const GRAMMAR: Bound = Bound::Form(GRAMMAR_BYTES);
-/// A list of texts of which the output is one.
+/// A list of texts, one of which the output must be.
 pub(crate) const ANSWERS: Bound =
     Bound::Strings { count: CHOICES, each: GRAMMAR_BYTES, total: GRAMMAR_BYTES };
-/// A field of an object that has no table: the type of the object declares its fields.
+/// Creates the parameter for a field of an object. The fields of such an object are declared by its
+/// type, and not by a table (`parameter`).
 pub(crate) const fn param(name: &'static str, bound: Bound) -> Param {
     Param { name, bound }
 }

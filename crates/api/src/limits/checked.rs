@@ -13,7 +13,7 @@ use super::walk::{LastValue, Step, Walk};
 use super::{BIAS, Bound, DEPTH, Param, Params, SHOWN_BYTES};
 use crate::inert::Inert;
 
-/// The largest size in bytes of a key of an object whose values are numbers.
+/// The largest size in bytes of a key, in an object that maps keys to numbers.
 const KEY_BYTES: usize = SHOWN_BYTES;
 /// The bound of a token id. The size of the model's vocabulary is checked later.
 const ID: Bound = Bound::Number { least: i32::MIN as f64, most: i32::MAX as f64 };
@@ -25,7 +25,7 @@ pub(crate) struct Place<'w, 'b> {
     bound: Bound,
     /// The nesting depth within a [`Bound::Tree`].
     depth: usize,
-    /// The number of leading steps of the path that an error about a limit includes.
+    /// The number of leading path steps that an error about an exceeded limit names.
     named: usize,
     walk: &'w mut Walk<'b>,
 }
@@ -64,8 +64,8 @@ impl<'w, 'b> Place<'w, 'b> {
         Ok(())
     }
 
-    /// Checks a number. If a number above the largest value means "everything", returns the largest
-    /// value in its place.
+    /// Checks a number. Returns the largest permitted value if the number is above it and the bound
+    /// reads such numbers as "everything"; otherwise `None`.
     fn number<E: Error>(&mut self, value: f64, shown: impl fmt::Display) -> Result<Option<i64>, E> {
         self.walk.seen = LastValue::Number;
         match self.bound {
@@ -391,7 +391,7 @@ enum Key {
     Known(&'static Param),
     /// The name of a parameter that is not read.
     Unread(String),
-    /// A key of an object whose values are numbers.
+    /// A key of an object that maps keys to numbers.
     Entry(String),
     /// Any other key.
     Passed,

@@ -4,9 +4,10 @@
 //! an error that names the parameter. So a parsed request takes at most a few times the size of its
 //! body. Later validation checks the limits of the model: context and vocabulary.
 //!
-//! Each parameter of a request is a line of a table (`parameter`), with its bound. An object in a
-//! parameter has a type with fields, and a list of bounds; a test compares the two. The server's
-//! resource tests generate their cases from both.
+//! Each parameter of a request is a line of a table (`parameter`), with its bound. The value of a
+//! parameter may be an object, which has a type with fields and a list of their bounds; a test
+//! compares fields and bounds. The server's resource tests generate their cases from all these
+//! bounds.
 
 pub(crate) mod bounds;
 mod checked;
@@ -100,7 +101,7 @@ pub enum Bound {
     Amount {
         /// The smallest permitted value.
         least: f64,
-        /// The largest value of the type.
+        /// The largest value that the parameter's type can hold.
         most: f64,
     },
     /// A string of at most this many bytes.
@@ -122,7 +123,8 @@ pub enum Bound {
     Biases(usize),
     /// A prompt, or a list of at most this many prompts.
     Prompts(usize),
-    /// The embeddings of a prompt in base64, or a list of at most this many.
+    /// The embeddings of a prompt in base64, or a list of the embeddings of at most this many
+    /// prompts.
     Embeds(usize),
     /// A list of at most this many documents: strings, or objects with these parameters.
     Documents(usize, Params),
@@ -170,7 +172,8 @@ pub trait Limited: Sized {
     /// Reads the request from the body of `walk`.
     ///
     /// # Errors
-    /// The first value that is not JSON, of a wrong type, over its limit or not supported.
+    /// A value is not JSON, of a wrong type, over its limit or not supported. The error names the
+    /// first such value.
     fn read(walk: &mut Walk<'_>) -> Result<Self, ApiError>;
 }
 
@@ -180,7 +183,8 @@ pub fn takes_embeds(params: Params) -> bool {
     all.any(|param| matches!(param.bound, Bound::Embeds(_)))
 }
 
-/// True if these parameters, or nested ones, hold images, which may be large as well.
+/// True if these parameters, or nested ones, hold images. The larger size limit then applies to the
+/// body, as for embeddings.
 pub fn takes_images(params: Params) -> bool {
     let mut all = params.iter().flat_map(|group| group.iter());
     all.any(|param| match param.bound {

@@ -131,7 +131,8 @@ impl<'de> Walk<'de> {
         E::custom("over a limit")
     }
 
-    /// Counts a value that is kept unparsed.
+    /// Counts a value that is kept unparsed. Fails if there are more than [`VALUES`]; the error
+    /// then names the first `steps` steps of the path.
     pub(super) fn keep<E: Error>(&mut self, steps: usize) -> Result<(), E> {
         self.weight.values += 1;
         if self.weight.values <= VALUES {

@@ -24,7 +24,8 @@ use crate::store::{BatchStore, Job, Owner, StoreError};
 
 /// The largest number of invalid lines that a batch reports.
 const SHOWN_ERRORS: usize = 100;
-/// No more lines are read while the requests in flight of a batch take more than this many bytes.
+/// While a batch's requests in flight have more than this many bytes in total, no further lines are
+/// read.
 const IN_FLIGHT: usize = 64 << 20;
 /// The interval at which expired files and batches are deleted.
 const SWEEP: Duration = Duration::from_secs(60);
@@ -137,7 +138,7 @@ struct Answers {
     errors: BatchOutput,
 }
 
-/// The answer to a line, and the size of its request in bytes.
+/// The answer to the request in a line, and the size of that request in bytes.
 struct Done {
     answer: Result<BatchAnswer, BatchOutcome>,
     size: usize,

@@ -12,9 +12,11 @@ use crate::folder::Kind;
 use crate::objects::RequestCounts;
 use crate::objects::{BatchError, BatchErrors, BatchObject, BatchStatus, FileObject};
 
-/// The limits of `metadata`: pairs, bytes of a key, and bytes of a value.
+/// The largest number of pairs in `metadata`.
 const PAIRS: usize = 16;
+/// The largest size of a key of `metadata` in bytes.
 const KEY: usize = 64;
+/// The largest size of a value of `metadata` in bytes.
 const VALUE: usize = 512;
 /// The longest allowed `completion_window`, in hours.
 const LONGEST_WINDOW: u64 = 30 * 24;

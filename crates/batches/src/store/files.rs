@@ -13,8 +13,9 @@ use crate::objects::FileObject;
 const FILENAME: usize = 255;
 /// The only purpose for which clients may upload files.
 const PURPOSE: &str = "batch";
-/// The limits of `expires_after`, in seconds: an hour, and 30 days.
+/// The smallest `expires_after` in seconds: an hour.
 const SHORTEST: u64 = 3600;
+/// The largest `expires_after` in seconds: 30 days.
 const LONGEST: u64 = 30 * 24 * 3600;
 /// The largest number of simultaneous uploads of one owner.
 const UPLOADS: u64 = 8;

@@ -44,8 +44,8 @@ impl Link {
         Ok(Self { stream, reads: 0 })
     }
 
-    /// True if, as far as is known, the server has neither closed the connection nor sent
-    /// unrequested bytes.
+    /// True if nothing shows that the server has closed the connection, or has sent bytes without a
+    /// request.
     pub(super) fn is_idle(&self) -> bool {
         matches!(self.stream.try_read(&mut [0]), Err(error) if error.kind() == io::ErrorKind::WouldBlock)
     }

@@ -131,7 +131,8 @@ impl Reply {
         text.len()
     }
 
-    /// Handles a last event with less text than before: a part of a stop string had been streamed.
+    /// Handles a last event with less text than before. The missing text is part of a stop string
+    /// that had been streamed already.
     fn cut(&mut self, length: usize) {
         self.text.truncate(length);
         let mut left = length;

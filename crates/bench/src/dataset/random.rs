@@ -22,7 +22,7 @@ pub(crate) struct Source<'a> {
 }
 
 impl Source<'_> {
-    /// Creates the text at index `index`, with `tokens` tokens.
+    /// Creates text number `index`, which has `tokens` tokens.
     fn text(&self, seed: u64, index: usize, tokens: u32) -> anyhow::Result<Text> {
         let mut generator = generator(seed, Purpose::Words, index as u64);
         if let Some(turns) = &self.turns {

@@ -17,7 +17,7 @@ pub(crate) enum Purpose {
     Shared,
     /// Pixels of one request.
     Pixels,
-    /// The order of a file's records, or of the requests.
+    /// The order of a file's records, or of the generated requests.
     Order,
 }
 

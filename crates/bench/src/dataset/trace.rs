@@ -15,7 +15,8 @@ use super::seed::{Purpose, generator};
 use super::words::{Drawn, Words};
 use crate::WorkItem;
 
-/// The number of tokens of a hash id. The last hash id of a prompt may cover fewer.
+/// The number of prompt tokens that a hash id identifies. The last hash id of a prompt may identify
+/// fewer.
 pub const BLOCK_TOKENS: u32 = 512;
 
 /// One request of a trace.
@@ -57,9 +58,9 @@ pub struct TraceImage {
 /// Returns the requests of a trace, sorted by time.
 ///
 /// # Errors
-/// The file can't be read, is empty, or has a line that is not a request. Such a line has no
-/// tokens, an invalid time, or a wrong number of hash ids for its prompt. The message contains the
-/// line number.
+/// The file can't be read, is empty, or has an invalid line. Such a line has no request, a request
+/// without tokens, an invalid time, or a wrong number of hash ids for the prompt. The message
+/// contains the line number.
 pub fn read(path: &Path) -> anyhow::Result<Vec<TraceEntry>> {
     let mut entries = Vec::new();
     for (line, entry) in jsonl::read::<TraceEntry>(path)? {

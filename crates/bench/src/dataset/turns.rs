@@ -7,7 +7,8 @@ use rayon::prelude::*;
 use super::sharegpt::Exchange;
 use super::words::{Text, Words};
 
-/// The largest number of random words that fill up a text for which a turn can't be cut exactly.
+/// The largest number of random words that are appended to reach the requested length, if a turn
+/// can't be cut exactly there.
 const MOST_FILLING: usize = 32;
 /// Before encoding, turns are cut to this many bytes per requested token: few tokens are longer,
 /// and some turns are as long as books.
@@ -46,7 +47,7 @@ impl Turns {
         Ok(Self(turns.collect::<anyhow::Result<_>>()?))
     }
 
-    /// Creates the text at index `index`, with `tokens` tokens.
+    /// Creates text number `index`, which has `tokens` tokens.
     ///
     /// # Errors
     /// If the tokenizer can't decode its own tokens, or can't encode the decoded text again.

@@ -8,7 +8,8 @@ use rayon::prelude::*;
 
 use crate::Prompt;
 
-/// With fewer words, prompts would be too repetitive.
+/// The smallest number of words with which texts are made of words. With fewer, prompts would be
+/// too repetitive, so tokens are used.
 const FEWEST_WORDS: usize = 8;
 /// The number of rounds of cutting and encoding before a text of nearly the requested length is
 /// accepted.

@@ -90,8 +90,8 @@ impl Exam {
 }
 
 /// Returns the last run of digits in a text, ignoring commas. As in published results, a sign is
-/// ignored, and `3.50` ends with 50. If the last run has leading zeros and is not zero, the result
-/// is `None`. A run that is too large for any right answer becomes the largest integer.
+/// ignored, and the result for `3.50` is 50. If the last run has leading zeros and is not zero, the
+/// result is `None`. A run that is too large for any right answer becomes the largest integer.
 pub(super) fn last_integer(text: &str) -> Option<u64> {
     let text = text.replace(',', "");
     let last = text.rsplit(|c: char| !c.is_ascii_digit()).find(|run| !run.is_empty())?;

@@ -35,7 +35,7 @@ pub struct Gsm8kArgs {
     /// GSM8K's test questions, one JSON object per line.
     #[arg(long, value_name = "FILE")]
     pub data_path: PathBuf,
-    /// GSM8K's training questions; the first are the examples in each prompt.
+    /// GSM8K's training questions. The first ones are the examples in each prompt.
     #[arg(long, value_name = "FILE")]
     pub train_path: PathBuf,
     /// Number of examples in each prompt.

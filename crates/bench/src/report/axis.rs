@@ -68,8 +68,8 @@ impl Axis {
 
     /// The round values to mark: at most `most`, and at least two unless `most` is smaller.
     pub(super) fn marks(&self, most: usize) -> Vec<f64> {
-        // If the axis covers less than a decade, evenly spaced values are rounder than multiples of
-        // a power of ten.
+        // Only a logarithmic axis of at least a decade gets powers of ten and their multiples as
+        // marks. On a shorter axis, evenly spaced values are rounder numbers.
         if self.logarithmic && self.high >= 10.0 * self.low {
             for digits in [&[1, 2, 3, 4, 5, 6, 7, 8, 9][..], &[1, 2, 5], &[1, 3], &[1]] {
                 let marks = self.powers(digits);

@@ -20,14 +20,15 @@ const LOAD: [(&str, &str); 9] = [
 /// Runs count as having different work if the lengths of their prompts or answers differ by more
 /// than this share.
 const SAME_LENGTH: f64 = 0.01;
-/// The share of late sends above which a run counts as not having followed its schedule.
+/// If more than this share of the requests was sent late, the run counts as not having followed its
+/// schedule.
 const KEPT: f64 = 0.01;
 /// If the CPU time of the load generator is more than this share of the server's, the load
 /// generator may have slowed the server down.
 const LIGHT: f64 = 1.0 / 3.0;
 
-/// The smallest ratio of chunks to tokens. With fewer chunks, times between tokens are mostly times
-/// between chunks.
+/// The ratio of chunks to tokens below which a warning is given: times between tokens are then
+/// mostly times between chunks.
 const COARSE: f64 = 0.5;
 
 /// Warnings about failures, late sends, a load generator that uses much CPU time, and runs with

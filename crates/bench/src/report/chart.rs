@@ -5,7 +5,7 @@ use maud::{Markup, html};
 use super::Run;
 use super::axis::{Axis, coordinate};
 
-/// Width of every chart, in SVG units; the page scales charts to its width.
+/// Width of every chart, in SVG units; the page scales each chart to the width of the page.
 pub(super) const WIDTH: f64 = 520.0;
 /// The left edge of the plot, right of the labels of the vertical axis.
 pub(super) const LEFT: f64 = 52.0;
@@ -46,7 +46,7 @@ pub(super) fn steps(edges: &[f64], heights: &[f64]) -> String {
     line(heights.iter().zip(edges.windows(2)).flat_map(|(&y, edge)| [(edge[0], y), (edge[1], y)]))
 }
 
-/// The path of the area between the step line and `floor`.
+/// The path of the area between the step line (see [`steps`]) and the height `floor`.
 pub(super) fn area(edges: &[f64], heights: &[f64], floor: f64) -> String {
     let (Some(&first), Some(&last)) = (edges.first(), edges.last()) else {
         return String::new();

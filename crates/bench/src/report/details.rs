@@ -1,5 +1,5 @@
 //! Distributions and timelines computed from the values of every request. They are for files
-//! without histograms, which other clients write with their details options.
+//! without histograms, as other clients write them with their options for details.
 
 use serde_json::Value;
 

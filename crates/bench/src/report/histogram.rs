@@ -9,7 +9,8 @@ pub(super) struct Histogram {
 }
 
 impl Histogram {
-    /// Creates a histogram; `None`: too few edges, edges that do not increase, or no values.
+    /// Creates a histogram; `None`: the numbers of edges and counts do not match, edges do not
+    /// increase, or there are no values.
     pub(super) fn new(edges: Vec<f64>, counts: &[f64]) -> Option<Self> {
         let total: f64 = counts.iter().sum();
         let rising =

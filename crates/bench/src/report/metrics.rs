@@ -41,7 +41,7 @@ pub(super) struct Latency {
     pub(super) key: &'static str,
     /// The full name of the latency.
     pub(super) name: &'static str,
-    /// The unit that the distribution counts, such as requests.
+    /// The things that the distribution counts, such as requests.
     pub(super) of: &'static str,
     /// An explanation of the latency in one sentence.
     pub(super) meaning: &'static str,

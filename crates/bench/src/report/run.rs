@@ -198,12 +198,12 @@ impl Run {
     }
 }
 
-/// Percentiles, and the share of values below each.
+/// The keys of percentiles, each with the share of values below it.
 const SHARES: [(&str, f64); 5] =
     [("median", 0.5), ("p90", 0.9), ("p95", 0.95), ("p99", 0.99), ("max", 1.0)];
 
-/// The number of seconds in a day. Longer runs can't be drawn, and a wrong number must not exhaust
-/// memory.
+/// The largest number of seconds in a timeline: a day. The limit prevents that a wrong number in a
+/// file exhausts the memory.
 pub(super) const MOST_SECONDS: u64 = 24 * 3600;
 
 impl Timeline {

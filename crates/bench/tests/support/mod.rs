@@ -36,7 +36,7 @@ impl Wire {
         );
     }
 
-    /// Writes the head of a stream.
+    /// Writes the head of a streamed response.
     pub(crate) fn stream(&mut self) {
         self.raw(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n");
     }
@@ -147,8 +147,8 @@ struct Cli {
     args: ServeArgs,
 }
 
-/// Runs the load generator with the flags in `line`. Returns its line of the result file, and its
-/// error if there was one.
+/// Runs the load generator with the flags in `line`. Returns the line that it appends to the result
+/// file, and its error if there was one.
 pub(crate) fn run(address: SocketAddr, line: &str) -> (Value, Option<String>) {
     let directory = tempfile::tempdir().expect("a directory");
     let file = directory.path().join("result.jsonl");

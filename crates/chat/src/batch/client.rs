@@ -52,8 +52,8 @@ impl Client {
     /// request fails.
     ///
     /// # Errors
-    /// The server is unavailable, or requires another key. In both cases no other request would
-    /// succeed either.
+    /// The server is unavailable, or requires a different key. In both cases the other requests of
+    /// the batch would fail too.
     pub(super) async fn ask(&self, request: &BatchRequest) -> Result<Result<Reply, LineFault>> {
         let (mut tries, mut wait) = (0, FIRST_WAIT);
         loop {
@@ -92,7 +92,7 @@ impl Client {
         }
     }
 
-    /// True if the server's health check returns no server error.
+    /// True if the server responds to its health check, and not with a server error.
     async fn is_alive(&self) -> bool {
         let asked = self.link.ask(Method::GET, "/health").await;
         asked.is_ok_and(|(status, _)| !status.is_server_error())

@@ -114,7 +114,7 @@ struct Run {
     tally: Tally,
 }
 
-/// Resolves to the error of an interrupted run.
+/// A future that resolves to an error when the run is interrupted.
 type Interruption = Pin<Box<dyn Future<Output = anyhow::Error>>>;
 
 impl Run {
@@ -263,8 +263,8 @@ impl Job {
     }
 }
 
-/// Returns the number of requests that keep a server busy: as many as it runs, and as many again
-/// waiting.
+/// Returns the number of requests in flight that keep a server busy: twice as many as it runs at a
+/// time, so that half of them wait.
 async fn capacity(link: &Link) -> usize {
     let allowed = match link.ask(Method::GET, "/server_info").await {
         Ok((StatusCode::OK, info)) => {
@@ -277,7 +277,7 @@ async fn capacity(link: &Link) -> usize {
         // The key has no access to this route, or the server is not Forebay.
         _ => UNKNOWN_SERVER,
     };
-    // Each request in flight uses a connection.
+    // Each request in flight uses a connection, which is an open file.
     let files = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     usize::try_from(allowed.min(files / 2).max(1)).unwrap_or(1)
 }

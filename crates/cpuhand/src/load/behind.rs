@@ -8,11 +8,11 @@ use super::{Loaded, Plan, number_of_norms};
 /// A layer that is applied to a pooled vector: a product, an activation and a norm.
 pub(crate) struct LayerBehind {
     of: VectorLayer,
-    /// `[outputs, inputs]`
+    /// The weight matrix `[outputs, inputs]`.
     weight: Vec<f32>,
-    /// Empty if there is no bias.
+    /// The bias; empty if there is none.
     bias: Vec<f32>,
-    /// Empty if there is no norm.
+    /// The weights of the norm; empty if there is none.
     norm: Vec<f32>,
     kind: Norm,
     eps: f32,

@@ -15,8 +15,8 @@ fn embedding(name: &str) -> String {
 }
 
 impl Plan {
-    /// Plans the weights of an encoder with this many scores. The matrices of its layers have one
-    /// of `formats`; all other weights have the type `number`.
+    /// Plans the weights of an encoder that computes `scores` scores per vector. The matrices of
+    /// its layers have one of `formats`; all other weights have the type `number`.
     pub(crate) fn of_bert(
         shape: &BertShape,
         scores: usize,
@@ -41,8 +41,8 @@ impl Plan {
             plan.norm(&at("output"), hidden);
         }
         if scores > 0 {
-            // Quantising the layers that compute scores would save nothing, and its error would
-            // directly affect the score.
+            // Quantising the layers that compute scores would save nothing, and the rounding error
+            // would directly affect the score.
             let formats = std::mem::take(&mut plan.formats);
             plan.linear(&[(POOLER.into(), hidden)], hidden, true, false)?;
             plan.linear(&[(CLASSIFIER.into(), scores)], hidden, true, false)?;

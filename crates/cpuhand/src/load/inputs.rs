@@ -1,4 +1,5 @@
-//! The weights of per-layer inputs, and of norms without weights in the checkpoint.
+//! The weights of per-layer inputs (Gemma 3n and 4), and of norms without weights in the
+//! checkpoint.
 
 use std::sync::Arc;
 
@@ -11,8 +12,8 @@ const TABLE: &str = "model.embed_tokens_per_layer.weight";
 const PROJECTION: &str = "model.per_layer_model_projection";
 const NORM: &str = "model.per_layer_projection_norm.weight";
 
-/// Names in a layer: the gate of its input, the projection after it, and the norm of that
-/// projection's output.
+/// Names in a layer: the gate of its per-layer input, the projection after the gate, and the norm
+/// of that projection's output.
 const GATE: &str = "per_layer_input_gate";
 const OUTPUT: &str = "per_layer_projection";
 const OUTPUT_NORM: &str = "post_per_layer_input_norm.weight";
@@ -22,7 +23,7 @@ fn at(layer: usize, name: &str) -> String {
 }
 
 impl Plan {
-    /// Adds the weights from which the inputs of this many layers are computed.
+    /// Adds the weights from which the per-layer inputs of `layers` layers are computed.
     pub(super) fn layer_inputs(
         &mut self,
         LayerInputs { vocab_size, size }: LayerInputs,
@@ -31,7 +32,7 @@ impl Plan {
     ) -> Result<(), ModelError> {
         let width = layers * size;
         let parts = Parts { parts: vec![(TABLE.into(), vec![vocab_size, width])] };
-        // Only single rows are looked up, so 8-bit integers would not be faster.
+        // Only single rows of the table are looked up, so 8-bit integers would not be faster.
         let stored = self.formats.stored.contains_key(TABLE);
         let storage = if stored { self.formats.of(&parts.parts, width)? } else { Storage::Plain };
         let storage = if Table::takes(storage) { storage } else { Storage::Plain };
@@ -41,7 +42,7 @@ impl Plan {
         Ok(())
     }
 
-    /// Adds the weights with which a layer processes its own input.
+    /// Adds the weights with which a layer processes its per-layer input.
     pub(super) fn input_matrices(
         &mut self,
         layer: usize,
@@ -54,14 +55,14 @@ impl Plan {
         Ok(())
     }
 
-    /// The number format of the table of tokens.
+    /// The number format of the table with the per-layer embeddings of tokens.
     pub(super) fn table_storage(&self) -> Storage {
         let table = self.vectors.iter().find(|vectors| vectors.parts.name() == TABLE);
         table.map_or(Storage::Plain, |table| table.storage)
     }
 }
 
-/// Assembles the weights from which layers' own inputs are computed.
+/// Assembles the weights from which per-layer inputs are computed.
 pub(super) fn weights(
     storage: Storage,
     matrix: &impl Fn(&str) -> Result<Matrix, ModelError>,
@@ -74,7 +75,7 @@ pub(super) fn weights(
     })
 }
 
-/// Assembles the weights with which a layer processes its own input.
+/// Assembles the weights with which a layer processes its per-layer input.
 pub(super) fn matrices(
     layer: usize,
     matrix: &impl Fn(&str) -> Result<Matrix, ModelError>,

@@ -2,8 +2,8 @@
 //!
 //! A checkpoint has one matrix `[heads * (nope_dim + value_dim), rank]` that computes keys and
 //! values from rows. The kernels map queries with the transposed key part of each head, and compute
-//! values with the other part. Both stay in the model's type, because a file's blocks run along the
-//! wrong dimension of the key part.
+//! values with the other part. Both stay in the model's type, because a file's quantisation blocks
+//! run along the wrong dimension of the key part.
 
 use std::sync::Arc;
 
@@ -30,8 +30,8 @@ pub(super) struct HeadRows {
     transposed: bool,
 }
 
-/// The projection of the queries, whose outputs come first in the layer's first product: its name
-/// and number of outputs.
+/// Returns the name of the projection of the queries, and its number of outputs. These outputs come
+/// first in the layer's first product.
 fn queries(of: &Latent) -> (&'static str, usize) {
     match of.query_rank {
         None => ("q_proj", of.heads * (of.nope_dim + of.rotary_dim)),
@@ -53,7 +53,7 @@ impl Plan {
         let products = [(name(first), outputs), (name(ROW), rank + rotary_dim)];
         self.linear(&products, hidden, false, false)?;
         if of.bias {
-            // Queries without a low rank have no bias.
+            // The projection of queries has no bias if the queries have no low rank.
             let from = usize::from(of.query_rank.is_none());
             let bias = |(name, rows): &(String, usize)| (format!("{name}.bias"), vec![*rows]);
             self.vector(&products[from..].iter().map(bias).collect::<Vec<_>>());

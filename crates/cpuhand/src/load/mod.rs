@@ -1,4 +1,5 @@
-//! Loads weights in the kernels' layout, from a checkpoint or from an earlier start's file.
+//! Loads weights in the kernels' layout, from a checkpoint or from a file that an earlier start has
+//! written.
 
 mod assemble;
 mod behind;
@@ -37,7 +38,7 @@ const ROUTER_FACTORS: &str = "gate.scale";
 /// The name of the factors of the experts beside a dense network, one per expert.
 const EXPERT_FACTORS: &str = "gate.per_expert_scale";
 /// The names of the norms around experts beside a dense network: before the experts, after the
-/// network, and after the experts.
+/// dense network, and after the experts.
 const BESIDE_NORMS: [&str; 3] =
     ["experts_layernorm", "post_shared_layernorm", "post_experts_layernorm"];
 
@@ -83,8 +84,8 @@ impl Formats {
                     parts[0].0
                 )));
             }
-            // Files may give keys and values more bits than queries. The widest of the formats can
-            // hold all of them.
+            // Files may give keys and values more bits than queries. `Q8_0`, the widest of the
+            // formats, can hold all of them.
             Some([first, rest @ ..]) if rest.iter().any(|kind| kind != first) => Storage::Q8_0,
             Some([BlockKind::Q8_0, ..]) => Storage::Q8_0,
             Some([BlockKind::Q4_0, ..]) => Storage::Q4_0,
@@ -522,7 +523,7 @@ impl Plan {
 }
 
 /// The type of norms in memory. If the checkpoint stores differences from 1, the weights need more
-/// digits than the model's type has.
+/// bits than the model's type has.
 fn number_of_norms(shape: &Shape, number: TorchNumber) -> TorchNumber {
     match shape.norm {
         Norm::RmsBesideOne => TorchNumber::Float32,
@@ -531,7 +532,8 @@ fn number_of_norms(shape: &Shape, number: TorchNumber) -> TorchNumber {
 }
 
 /// The names of a layer's norms: before and after attention, before and after the feed-forward
-/// network. A layer without attention, or without the network, also lacks the norms around it.
+/// network. A layer without attention, or without the feed-forward network, also lacks the norms
+/// around that part.
 fn norms_of(shape: &Shape, layer: usize) -> [Option<&'static str>; 4] {
     let (input, attended) = ("input_layernorm", "post_attention_layernorm");
     let (before, fed) = ("pre_feedforward_layernorm", "post_feedforward_layernorm");

@@ -11,8 +11,8 @@ const FENCE: &str = "```";
 /// The longest name of a code block's language, in bytes.
 const LANGUAGE: usize = 16;
 
-/// The text of an answer that may be a call without marks. The text is held back until this is
-/// certain.
+/// The text of an answer that may be a call without marks. The text is held back until it is
+/// certain whether it is a call.
 #[derive(Debug)]
 pub(super) struct Alone {
     /// The whole text of the answer.
@@ -25,7 +25,7 @@ pub(super) struct Alone {
     held: Parts,
     /// True if the object is complete.
     whole: bool,
-    /// True if the closing fence has not come yet.
+    /// True if the object is in a code block whose closing fence has not come yet.
     fenced: bool,
 }
 
@@ -64,7 +64,7 @@ pub(super) fn opening(text: &str) -> Opening {
 }
 
 impl Alone {
-    /// Starts with `raw`, the text before the object.
+    /// Creates the state after `raw`, the text before the object.
     pub(super) fn new(raw: String, fenced: bool, index: u32) -> Self {
         Self {
             raw,

@@ -42,8 +42,8 @@ pub(super) struct Call {
     pub(super) raw: String,
 }
 
-/// Returns the first of `marks` in `text` and its position, if the position is at most `most`;
-/// otherwise the step to take.
+/// Finds the first of `marks` in `text`. Returns its position and its index in `marks` if the
+/// position is at most `most`; otherwise the step to take.
 pub(super) fn near(text: &str, marks: &[&str], most: usize) -> Result<(usize, usize), Step> {
     match find(text, marks.iter().copied()) {
         Found::Mark { at, mark } if at <= most => Ok((at, mark)),
@@ -69,7 +69,8 @@ impl Call {
         pending.drain(..length);
     }
 
-    /// Starts the call. False if no offered tool has this name, so that the text is not a call.
+    /// Starts the call. Returns false if no offered tool has this name: then the text is not a
+    /// call.
     #[must_use]
     pub(super) fn begin(&mut self, written: &str, context: Context<'_>, out: &mut Parts) -> bool {
         let written = written.trim();

@@ -48,7 +48,7 @@ impl Parser {
         State::Call { body, call: Call::new(self.begun), items }
     }
 
-    /// Parses the text before, between and after calls. False if more text is needed.
+    /// Parses the text before, between and after calls. Returns false if more text is needed.
     pub(super) fn step_items(&mut self, mut items: Items, out: &mut Parts) -> bool {
         let Some(form) = self.calls().map(|calls| &calls.body) else { return true };
         loop {
@@ -232,7 +232,7 @@ impl Parser {
     /// At the end of an answer, restores text in which a call could have started.
     pub(super) fn end_items(&mut self, items: &Items, rest: &str, complete: bool, out: &mut Parts) {
         let text = format!("{}{rest}", items.text());
-        // The beginning of a truncated call is not text.
+        // If the answer was truncated, the marks of a call that has begun are not text.
         let text = if complete { self.as_said(&text) } else { self.without_marks(&text) };
         if text.trim().is_empty() {
             return;

@@ -88,7 +88,8 @@ impl Harmony {
                         return 1;
                     }
                 }
-                // If a model does not end a message, the next message begins with its channel.
+                // If a model does not end a message, the mark of the next message's channel ends
+                // it.
                 (CHANNEL, body @ Some(_)) => {
                     let complete = end_call(body, out);
                     *body = None;
@@ -156,7 +157,7 @@ impl Harmony {
     }
 }
 
-/// Ends a message. True if it is a call.
+/// Ends a message. Returns true if the message is a call.
 fn end_call(body: &mut Option<Body>, out: &mut Parts) -> bool {
     let Some(Body::Call(call)) = body else { return false };
     call.end(out);

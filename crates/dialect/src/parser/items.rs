@@ -48,7 +48,8 @@ impl Items {
         self.closed = true;
     }
 
-    /// Returns the text that belongs to no call. It includes the syntax unless a call precedes it.
+    /// Returns the text that belongs to no call. After a call, the syntax that may follow calls is
+    /// left out.
     pub(super) fn text(&self) -> &str {
         let end = self.raw.rfind(BEHIND).filter(|_| self.called);
         end.map_or(&self.raw, |end| &self.raw[end + 1..])

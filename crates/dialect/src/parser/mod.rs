@@ -35,7 +35,7 @@ use object::Object;
 use tagged::Tagged;
 use whole::Whole;
 
-/// Shorter marks (in bytes), such as `>`, also occur in ordinary text.
+/// Marks of fewer bytes, such as `>`, also occur in ordinary text.
 const SHORT: usize = 4;
 
 /// The settings of the parser for one answer.
@@ -347,7 +347,7 @@ impl Parser {
         self.hide(out);
     }
 
-    /// Parses one step. False if more text is needed.
+    /// Parses one step. Returns false if more text is needed.
     fn step(&mut self, out: &mut Parts) -> bool {
         match std::mem::replace(&mut self.state, State::Text) {
             State::Text => self.step_text(out),
@@ -489,8 +489,8 @@ impl Parser {
         known + leading_blank(&self.pending[known..])
     }
 
-    /// Outputs text as content. White space at its end is held back if a call may follow, because
-    /// it is dropped before a call.
+    /// Outputs text as content. White space at its end is held back if a call may follow, until the
+    /// next text is known.
     fn content(&mut self, text: &str, out: &mut Parts) {
         let text = if self.strip { text.trim_start() } else { text };
         if text.is_empty() {

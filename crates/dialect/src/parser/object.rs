@@ -34,8 +34,8 @@ enum Stage {
     Next,
 }
 
-/// The value of a field. If it is the arguments of a call that has started, its text is output as
-/// it arrives.
+/// The value of a field. If the value is the arguments of a call that has started, the value's text
+/// is output as it arrives.
 #[derive(Debug, Default)]
 pub(super) struct Arguments {
     scan: Option<Scan>,
@@ -127,9 +127,9 @@ impl Arguments {
     }
 }
 
-/// Returns whether a call ends at the start of `rest` although a string is open; `None` if it does
-/// not, `Some(false)` if more text is needed. JSON strings contain no raw line feeds, and ordinary
-/// text contains no special tokens.
+/// Returns `Some(true)` if a call ends at the start of `rest` although a string is open, `None` if
+/// not, and `Some(false)` if more text is needed. JSON strings contain no raw line feeds, and
+/// ordinary text contains no special tokens.
 fn closes(rest: &str, context: Context<'_>) -> Option<bool> {
     let close = context.close;
     if close.is_empty() {
@@ -222,7 +222,7 @@ impl Object {
         })
     }
 
-    /// Ends the value of the field. False if the text is not a call.
+    /// Ends the value of the field. Returns false if the text is not a call.
     fn end_value(&mut self, call: &mut Call, out: &mut Parts, context: Context<'_>) -> bool {
         match self.key.as_str() {
             // Some models use `function` as the key of the name.

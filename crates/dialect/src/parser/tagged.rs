@@ -201,7 +201,8 @@ impl Tagged {
         }
     }
 
-    /// Handles the end of the answer. Returns whether the call counts as complete nevertheless.
+    /// Handles the end of an answer whose call was not closed. Returns true if the call counts as
+    /// complete: the answer ended between two arguments or after the last one.
     pub(super) fn finish(&mut self, call: &mut Call, out: &mut Parts) -> bool {
         let complete = call.has_begun() && self.stage == Stage::Arguments;
         if complete {

@@ -163,7 +163,7 @@ fn a_call_in_the_middle_of_marks_is_a_call() {
         ),
         (format!("```\n{call}\n```"), "```f({})\n```"),
     ] {
-        // White space before the call is moved after it if more text follows.
+        // White space before the call is output after the call if more text follows.
         let (read, complete) = read("hermes", &text);
         assert_eq!(complete, 1, "{text}");
         let blank = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");

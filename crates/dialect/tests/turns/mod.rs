@@ -65,7 +65,7 @@ pub(crate) struct Family {
     pub(crate) name: &'static str,
     /// The template of the assistant's message, after the prompt.
     pub(crate) turn: &'static str,
-    /// The end of the prompt.
+    /// The end of the prompt, directly before the answer.
     pub(crate) prompt: &'static str,
     /// Marks that must never appear in a parsed answer.
     pub(crate) marks: &'static [&'static str],
@@ -82,7 +82,8 @@ enum Has {
 }
 
 impl Family {
-    /// Returns the answer without the parts that the family cannot write.
+    /// Returns the answer without the parts that an assistant's message of the family cannot
+    /// contain.
     pub(crate) fn can(&self, mut answer: Answer) -> Answer {
         if self.has != Has::All {
             answer.reasoning.clear();

@@ -2,14 +2,15 @@
 //! writes directly to the socket.
 //!
 //! A mailbox has one pending delta per choice. Sending merges into the pending delta, and reading
-//! takes it. So a slow reader gets larger deltas, and nothing is lost. Unread deltas have a limit.
-//! Beyond the limit the response ends with an error, its pending output is freed, and the sender
-//! stops.
+//! takes it. So a slow client causes no backpressure: it gets larger deltas, and nothing is lost.
+//! Unread deltas have a limit. Beyond the limit the response ends with an error, its pending output
+//! is freed, and the sender stops.
 //!
 //! A streamed response lends the mailbox its encoder and its connection. While the connection's
 //! line is open and nothing is pending, the egress thread writes deltas directly to the socket,
 //! without waking the response. The response reads everything else: deltas that arrive while the
-//! line is shut (a slow reader, or the response head is not written yet), and every end.
+//! line is shut, and the end of every choice. The line is shut if the reader is slow, or if the
+//! response head is not written yet.
 
 mod pending;
 
@@ -66,8 +67,8 @@ impl Inner {
         self.outlet.as_ref()?.line.as_deref()
     }
 
-    /// Writes the delta to the socket if that is possible now, and clears it. Returns `None` if the
-    /// delta must be stored for the reader.
+    /// Writes the delta to the socket as a chunk (an SSE event) if that is possible now, and clears
+    /// it. Returns `None` if the delta must be stored for the reader.
     fn pass(&mut self, choice: u32, delta: &mut Delta, chunk: &mut Chunk) -> Option<WriteOutcome> {
         if delta.end.is_some() || !self.pending.is_empty() {
             return None;
@@ -128,8 +129,8 @@ pub struct Receiver {
     inner: Arc<Mutex<Inner>>,
 }
 
-/// Creates a mailbox for the choices of `tally`. Unread deltas must stay within `bounds`
-/// ([`Delta::weight`]).
+/// Creates a mailbox for the choices of `tally`. The total weight of unread deltas
+/// ([`Delta::weight`]) must stay within `bounds`.
 pub fn mailbox(tally: Tally, wake: WakeRule, bounds: MailboxBounds) -> (Vec<Sender>, Receiver) {
     let choices = tally.choices();
     let inner = Arc::new(Mutex::new(Inner {
@@ -148,8 +149,8 @@ pub fn mailbox(tally: Tally, wake: WakeRule, bounds: MailboxBounds) -> (Vec<Send
 }
 
 impl Sender {
-    /// Writes `delta` to the socket or merges it into the pending one, and clears it. Send nothing
-    /// after a delta with an end, or after [`Sent::Ended`].
+    /// Writes `delta` to the socket or merges it into the pending delta, and clears `delta`. The
+    /// caller must send nothing after a delta with an end, or after [`Sent::Ended`].
     pub(crate) fn send(&mut self, delta: &mut Delta, chunk: &mut Chunk) -> Sent {
         debug_assert!(!self.ended, "a choice ends once");
         let mut inner = self.inner.lock();
@@ -204,7 +205,7 @@ impl Receiver {
         Some(write(outlet.encoder.as_mut(), &inner.tally))
     }
 
-    /// Returns the tally of all output that was read or written directly.
+    /// Returns the tally of all output that was read, or written directly to the socket.
     pub fn tally(&self) -> Tally {
         self.inner.lock().tally.clone()
     }
@@ -224,7 +225,8 @@ impl Receiver {
             }
             return Poll::Pending;
         }
-        // Hyper writes this output, so the egress thread must not write before it.
+        // Hyper writes this output, so the egress thread must not write before hyper has written
+        // it.
         if let Some(line) = inner.line() {
             line.shut();
         }

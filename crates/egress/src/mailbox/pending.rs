@@ -12,8 +12,8 @@ use crate::delta::{Delta, End};
 pub struct MailboxBounds {
     /// The largest size of the unread output in bytes.
     pub limit: usize,
-    /// The number of bytes of the output that repeat prompts. They are counted from the start,
-    /// because their number is known in advance.
+    /// The number of output bytes that repeat the prompts. They count towards the limit from the
+    /// start, because their number is known in advance.
     pub repeated: usize,
     /// The request's charge, which includes the unread bytes.
     pub charge: Arc<Charge>,
@@ -36,7 +36,8 @@ pub(super) struct Pending {
     deltas: Vec<Option<Delta>>,
     /// The choices that have a pending delta.
     dirty: Vec<u32>,
-    /// Used in place of `deltas` and `dirty` if every delta is read separately.
+    /// The pending deltas in order. Used in place of `deltas` and `dirty` if every delta is read
+    /// separately.
     queue: VecDeque<(u32, Delta)>,
     /// True if deltas of a choice are merged.
     merges: bool,
@@ -88,7 +89,7 @@ impl Pending {
         }
     }
 
-    /// Stores a delta that was counted, and clears it.
+    /// Moves a delta that was counted to the unread output, which leaves `delta` empty.
     pub(super) fn keep(&mut self, choice: u32, delta: &mut Delta) {
         if !self.merges {
             self.queue.push_back((choice, std::mem::take(delta)));
@@ -103,7 +104,7 @@ impl Pending {
         }
     }
 
-    /// Moves the deltas of one read into `out`: the next one in the queue, or the merged delta of
+    /// Moves the deltas of one read into `out`: the next delta in the queue, or the merged delta of
     /// each choice.
     pub(super) fn take(&mut self, out: &mut Vec<(u32, Delta)>) {
         let from = out.len();

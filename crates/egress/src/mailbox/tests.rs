@@ -125,7 +125,7 @@ fn what_nobody_reads_is_bounded_and_ends_in_an_error() {
         }
         assert!((900..=1000).contains(&most), "{wake:?}: {most}");
         assert_eq!(receiver.inner.lock().pending.unread, 0, "its pending bytes are freed");
-        // The first send after an overflow fails too, and an ended stream stays ended.
+        // The overflow also ends the other choice, at its next delta. An ended stream stays ended.
         assert_eq!(senders[0].send(&mut token(9), &mut Chunk::default()), Sent::Ended);
         drop(senders);
         let mut got = take(&mut receiver, &count).unwrap();

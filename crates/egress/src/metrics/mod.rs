@@ -331,7 +331,7 @@ impl Metrics {
         self.http.answered(handler, method, status, took);
     }
 
-    /// Records that a prompt with `n` choices was submitted.
+    /// Records that `n` choices of a prompt were submitted.
     pub fn submitted(&self, n: u32) {
         self.requests.choices.observe(f64::from(n));
     }
@@ -373,8 +373,8 @@ impl Metrics {
         }
     }
 
-    /// Returns the metrics in the text format, with the values of `replicas` and of the other
-    /// `parts`.
+    /// Returns the metrics in Prometheus' text format, with the current values of the `replicas`
+    /// and of the server's other `parts`.
     ///
     /// # Errors
     /// The encoder fails.

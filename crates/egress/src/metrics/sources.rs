@@ -48,14 +48,14 @@ macro_rules! role {
     ($role:ident, $name:literal) => {
         (
             "forebay:replica_role",
-            "1 for the role of the replica: what it takes of a request.",
+            "1 for the replica's role: the part of requests that it computes.",
             $name,
             |r| f64::from(u8::from(r.role == Role::$role)),
         )
     };
 }
 
-/// Whether the replica has the role with this name.
+/// 1 if the replica has the role with this name, otherwise 0.
 pub(super) const ROLES: &[(&str, &str, &str, Read<ReplicaReport>)] =
     &[role!(Both, "both"), role!(Prefill, "prefill"), role!(Decode, "decode")];
 
@@ -145,7 +145,7 @@ pub(super) const GAUGES: &[Source<ReplicaReport>] = &[
     ("forebay:lora_places_used", "Places whose adapter some request uses.", |r| {
         r.stats.scheduler.places.used as f64
     }),
-    ("forebay:lora_places_unused", "Places whose adapter nobody uses.", |r| {
+    ("forebay:lora_places_unused", "Places whose adapter no request uses.", |r| {
         r.stats.scheduler.places.unused as f64
     }),
     ("forebay:lora_places_coming", "Places that an adapter comes to.", |r| {
@@ -371,7 +371,7 @@ pub(super) const INTAKE_GAUGES: &[Source<IntakeStats>] = &[
 
 pub(super) const LOG_COUNTERS: &[Source<u64>] = &[(
     "forebay:log_lines_dropped_total",
-    "Log lines dropped because nobody took them in time.",
+    "Log lines dropped because they were not read in time.",
     |&dropped| dropped as f64,
 )];
 
@@ -439,7 +439,7 @@ pub(super) const HOST_COUNTERS: &[Source<ReplicaReport>] = &[
     ),
     (
         "forebay:rows_waited_for_copies_seconds_total",
-        "Seconds that steps waited for saves; 0 unless --kv-save-order asks for it.",
+        "Seconds that steps waited for saves; 0 with --kv-save-order behind.",
         |r| r.stats.scheduler.sparse.waited_us as f64 / 1e6,
     ),
     (

@@ -6,7 +6,8 @@
 //! its channel, since its writes to sockets do not block. Writes are nine tenths of the cost of a
 //! token on an egress thread. So a thread that falls behind, with the next step already in its
 //! channel, collects the tokens of several steps in one chunk. The engine does not wait for the
-//! thread; streams get fewer, longer chunks. The channels are bounded anyway.
+//! thread; streams get fewer, longer chunks. Even so, the channels have a limit,
+//! `EgressConfig::capacity`.
 
 mod stream;
 

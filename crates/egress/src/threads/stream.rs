@@ -75,7 +75,7 @@ impl Stream {
         }
     }
 
-    /// Returns why the request ended, once it has.
+    /// Returns why the request ended; `None` while it has not ended.
     pub(super) fn end(&self) -> Option<&End> {
         self.delta.end.as_ref()
     }

@@ -4,7 +4,8 @@ use crossbeam_channel::Receiver;
 
 use crate::constraint::{Allowed, Constraint, ConstraintError};
 
-/// A constraint that a job of another engine may still own, and the tokens generated since.
+/// A constraint that a job of another engine may still own, and the tokens generated since the
+/// request moved.
 #[derive(Debug)]
 struct DeferredConstraint {
     constraint: Option<Box<dyn Constraint>>,
@@ -12,9 +13,8 @@ struct DeferredConstraint {
     said: Vec<i32>,
 }
 
-/// Creates a constraint that receives its inner one from `from`, and then feeds it the tokens
-/// `said`. The first mask has to wait for the inner constraint, so a mask thread computes that
-/// mask.
+/// Creates a constraint that receives the actual constraint from `from`, and then feeds it the
+/// tokens `said`. The first mask has to wait for that constraint, so a mask thread computes it.
 pub(crate) fn deferred(from: Receiver<Box<dyn Constraint>>, said: Vec<i32>) -> Box<dyn Constraint> {
     Box::new(DeferredConstraint { constraint: None, from, said })
 }
@@ -39,7 +39,9 @@ impl Constraint for DeferredConstraint {
             Some(constraint) => constraint,
             None => {
                 // The sender is dropped only if the other engine ends.
-                let lost = |_| ConstraintError("the form of the answer is lost".into());
+                let lost = |_| {
+                    ConstraintError("the request's grammar was lost when its engine ended".into())
+                };
                 let mut constraint = self.from.recv().map_err(lost)?;
                 self.said.drain(..).try_for_each(|token| constraint.accept(token))?;
                 self.constraint.insert(constraint)

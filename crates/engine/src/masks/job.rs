@@ -18,19 +18,20 @@ pub(crate) fn is_cheap(us: u64) -> bool {
 #[derive(Debug)]
 pub(crate) struct RowMasks {
     pub(crate) drafts: Vec<i32>,
-    /// The content of each computed mask. There is at least the first one.
+    /// For each computed mask, whether it restricts the token. There is at least one.
     pub(crate) allowed: Vec<Allowed>,
-    /// One entry per mask. Meaningless if everything is allowed or the mask was not computed.
+    /// The bits of each mask, also of masks that were not computed. They are undefined if
+    /// everything is allowed or the mask was not computed.
     pub(crate) words: Vec<Vec<u32>>,
 }
 
 impl RowMasks {
-    /// True if these masks were requested for a row with these drafts.
+    /// True if these masks were requested for a row whose drafts begin with `drafts`.
     pub(crate) fn cover(&self, drafts: &[i32]) -> bool {
         self.drafts.starts_with(drafts)
     }
 
-    /// The number of leading masks that are valid for a row with these drafts.
+    /// The number of leading masks that are valid for a row with the drafts `drafts`.
     pub(crate) fn usable(&self, drafts: &[i32]) -> usize {
         let equal = self.drafts.iter().zip(drafts).take_while(|(one, other)| one == other).count();
         self.allowed.len().min(1 + equal)

@@ -25,8 +25,8 @@ const BARRED_US: u64 = 10_000_000;
 /// The largest number of barred clients that are remembered.
 const MOST_BARRED: usize = 1 << 10;
 
-/// The threads that compute masks in addition to the engine's thread, for all its members. They end
-/// when this is dropped.
+/// The threads that compute masks in addition to the engine's thread. All members of the engine
+/// share them. The threads end when this struct is dropped.
 pub(crate) struct MaskThreads {
     shared: Arc<Shared>,
     count: usize,
@@ -41,7 +41,8 @@ struct Shared {
 #[derive(Default)]
 struct State {
     turns: Turns<Work>,
-    /// Clients whose jobs the engine's thread leaves to the mask threads, each until this time.
+    /// Clients whose jobs the engine's thread leaves to the mask threads, with the time at which
+    /// that ends.
     barred: HashMap<u64, u64>,
     over: bool,
 }
@@ -72,8 +73,8 @@ impl MaskThreads {
         self.count == 0
     }
 
-    /// Queues jobs. If a step waits for them (`due`), the engine's thread will run a few cheap ones
-    /// itself, so no thread is woken for these.
+    /// Queues jobs. `due`: a step waits for them. Then the engine's thread will run a few cheap
+    /// ones itself, so no thread is woken for these.
     pub(crate) fn push(&self, jobs: Vec<Job>, inbox: &Arc<Inbox>, due: bool) {
         let (mut cheap, mut others) = (0, 0);
         let mut state = self.shared.state.lock();
@@ -96,8 +97,8 @@ impl MaskThreads {
         (0..wanted.min(self.count)).for_each(|_| _ = self.shared.work.notify_one());
     }
 
-    /// Runs the next cheap job, or any job if there are no mask threads. Returns false if there is
-    /// none.
+    /// Runs the next cheap job, or the next job of any kind if there are no mask threads. Returns
+    /// false if no such job is queued.
     pub(crate) fn help(&self) -> bool {
         let mut state = self.shared.state.lock();
         let Some(ticket) = state.turns.pop(!self.is_empty()) else { return false };
@@ -108,8 +109,8 @@ impl MaskThreads {
         true
     }
 
-    /// Records the time that a job took on the engine's thread, where only jobs run that were
-    /// expected to be cheap.
+    /// Bars the client from the engine's thread for [`BARRED_US`], if its job took more than
+    /// [`OVERRUN_US`] there. That thread runs only jobs that are expected to be cheap.
     pub(crate) fn took(&self, client: u64, us: u64) {
         if us <= OVERRUN_US {
             return;
@@ -193,7 +194,7 @@ struct Arrivals {
     awaited: HashSet<u64>,
     /// For requests that have left this member: where to send their constraints.
     forward: HashMap<u64, Sender<Box<dyn Constraint>>>,
-    /// True while the engine's thread waits for a result.
+    /// True while the engine's thread is blocked in a wait for a result.
     watched: bool,
 }
 
@@ -246,8 +247,8 @@ impl Inbox {
         made
     }
 
-    /// If the result of the request's job has arrived, returns it. Otherwise the constraint is sent
-    /// to `to` when the job is done.
+    /// Returns the result of the request's job, if it has arrived. Otherwise arranges that the
+    /// constraint is sent to `to` when the job is done.
     pub(crate) fn forward(&self, request: u64, to: Sender<Box<dyn Constraint>>) -> Option<Made> {
         let mut arrivals = self.arrivals.lock();
         arrivals.awaited.remove(&request);

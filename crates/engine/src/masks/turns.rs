@@ -3,12 +3,14 @@
 //! The queue uses start-time fair queueing over measured time, like the scheduler's queue. In
 //! virtual time, a job starts at the end of its client's previous job, and the job with the
 //! earliest start runs first. So a client whose jobs take long is served less often, however many
-//! jobs it has. A client's cheap jobs run before its other jobs, but not always. When the queue is
-//! empty, all debts are forgotten.
+//! jobs it has. A client's cheap jobs run before its expensive ones. But after `CHEAP_FIRST` cheap
+//! jobs, an expensive one that waits runs next, unless the caller takes only cheap jobs. When the
+//! queue is empty, the virtual times of all clients are forgotten.
 
 use std::collections::{BTreeMap, VecDeque};
 
-/// The number of cheap jobs of a client that may run before a waiting one that is not cheap.
+/// The largest number of cheap jobs of a client that run while an expensive job of the same client
+/// waits. A caller that takes only cheap jobs may exceed this number.
 const CHEAP_FIRST: u32 = 8;
 
 /// The queue of waiting jobs.
@@ -159,8 +161,8 @@ mod tests {
     }
 
     proptest! {
-        /// Each job is returned once, in order within a client and kind. No debts remain when the
-        /// queue is empty.
+        /// Each job is returned once. Jobs of one client and kind are returned in order. When the
+        /// queue is empty, no client's virtual time is kept.
         #[test]
         fn everything_comes_out_once(
             ops in prop::collection::vec((0..4_u64, any::<bool>(), 0..3000_u64, 0..5_u8), 1..200),

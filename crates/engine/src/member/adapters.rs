@@ -12,7 +12,8 @@ use crate::executor::Executor;
 pub(crate) struct Adapters {
     /// The load orders of the adapters, by adapter number.
     known: BTreeMap<u32, AdapterOrder>,
-    /// Adapters that no new request will use. Each is dropped after its last request has ended.
+    /// Adapters that are to be dropped: no new request will use them. Each is dropped after its
+    /// last request has ended.
     leaving: Vec<u32>,
     /// Orders that have not been sent to the hand yet.
     due: Vec<AdapterOrder>,
@@ -30,7 +31,7 @@ impl Adapters {
         }
     }
 
-    /// True if this adapter is loaded, or none is requested.
+    /// True if `adapter` is loaded, or if it is `None`.
     pub(crate) fn knows(&self, adapter: Option<u32>) -> bool {
         adapter.is_none_or(|id| self.known.contains_key(&id))
     }
@@ -40,9 +41,9 @@ impl Adapters {
         self.due = self.known.values().cloned().collect();
     }
 
-    /// Sends the pending orders to a member's hand. Without a hand they are dropped, because the
-    /// next hand gets all adapters. `gone` makes the scheduler drop an adapter; it returns false
-    /// while the adapter is in use.
+    /// Sends the pending orders to a member's hand. Without a hand the orders are discarded,
+    /// because the next hand gets all adapters. `gone` makes the scheduler drop an adapter, and
+    /// returns false if requests still use the adapter.
     pub(crate) fn send(
         &mut self,
         member: usize,

@@ -1,7 +1,7 @@
 //! Payloads that are being copied to a hand on another machine.
 //!
 //! A request that needs a payload is not scheduled until the payload has arrived: the request is
-//! held, or its image stays wanted. Copies may be lost with the hand. So the payloads of all live
+//! held, or its image stays wanted. Copies are lost when the hand dies. So the payloads of all live
 //! requests are copied again to the next hand.
 
 use std::collections::HashMap;
@@ -19,7 +19,8 @@ use crate::payload::Payload;
 pub(crate) struct Carrying {
     /// True if the hand reads payloads in the memory in which they were written, so none is copied.
     near: bool,
-    /// The number of deaths of the hand so far. A payload copied to an earlier hand is useless.
+    /// The number of deaths of the hand so far. It identifies the hand to which a payload was
+    /// copied: a copy to an earlier hand is useless.
     life: u64,
     /// The number of payloads that each held request still waits for.
     left: HashMap<u64, usize>,
@@ -81,7 +82,8 @@ impl Member {
         self.carrying.due.extend(held.map(Cargo::Of));
     }
 
-    /// Makes the hand read patches: at once, or after they have been copied to it.
+    /// Lets the hand read the patches of an image: at once, or after they have been copied to its
+    /// machine.
     pub(super) fn give_patches(&mut self, image: ImageId, patches: Arc<dyn Payload>) {
         if self.carrying.near {
             self.patches_there(image, patches);
@@ -99,7 +101,7 @@ impl Member {
             let payloads = match &cargo {
                 Cargo::Of(request) => {
                     let payloads = self.payloads.of(*request).to_vec();
-                    // A request that has ended since has no payloads.
+                    // A request that has ended since the copy was queued has no payloads.
                     if !payloads.is_empty() {
                         self.carrying.left.insert(*request, payloads.len());
                     }

@@ -4,10 +4,10 @@
 //! A plan is sent before the tokens of the previous step are known. Its masks follow once those
 //! tokens have been applied, while the hand computes: masks are needed only for sampling.
 //!
-//! A step waits for its masks for at most a share of its own time. After that, a row whose mask is
-//! not ready sits the step out. The mask is finished meanwhile, and the request gets its next row
-//! afterwards. The request is now *late*: it gets no row before its mask is ready, so that no
-//! further row is computed in vain. A cheap mask ends that state.
+//! A step waits for its masks for at most a share of the mean step time. After that, a row whose
+//! mask is not ready sits the step out. The request is then *late*: it gets no row before its mask
+//! is ready, so that no further row is computed in vain. The request stops being late when one of
+//! its masks is cheap.
 //!
 //! With drafts, a request with cheap masks is checked as soon as its tokens are known: which drafts
 //! are allowed, and which tokens the grammar forces. Its row then has one mask per position.
@@ -28,15 +28,16 @@ use crate::types::{FinishReason, RequestError};
 /// The shortest and the longest time that a step may wait for masks, in microseconds.
 const LEAST_US: u64 = 2_000;
 const MOST_US: u64 = 20_000;
-/// The newest step has weight `1 / NEWEST` in the mean of step times. The record of expensive masks
-/// decays by the same share with each mask.
+/// The newest step has weight `1 / NEWEST` in the mean of step times. The expected time of a mask
+/// decays by the same share with each mask, unless the newest mask took longer.
 const NEWEST: u64 = 8;
 /// The time, in microseconds, that the masks of a row with drafts may be expected to take. It
 /// limits the number of drafts.
 const WALK_US: u64 = 1_000;
 
-/// The number of a request's first masks whose times are ignored, because these say little about
-/// later masks. The second mask may copy the matcher of its grammar, the first one does not.
+/// The number of a request's first masks whose times are ignored, because these times say little
+/// about later masks. The second mask may include copying the matcher of the grammar, the first one
+/// does not.
 const UNKNOWN: u8 = 2;
 
 /// A live request's constraint.
@@ -54,14 +55,15 @@ struct Held {
     expected_us: Option<u64>,
     /// The number of masks computed for the request. The count is exact only up to `UNKNOWN`.
     made: u8,
-    /// Microseconds that the newest mask took. `None`: only first masks, which do not count, were
-    /// computed.
+    /// Microseconds that the newest mask took. `None`: only the first `UNKNOWN` masks, whose times
+    /// are ignored, were computed.
     newest_us: Option<u64>,
-    /// True if a row has sat out, and no cheap mask has followed.
+    /// True if a row of the request has sat a step out, and no cheap mask of the request was
+    /// computed since.
     late: bool,
     /// True if the scheduler plans no sampling row for the request until its mask is ready.
     waits: bool,
-    /// True if the request's row in the newest plan lacks its mask.
+    /// True while a step waits for the request's mask.
     due: bool,
 }
 
@@ -86,9 +88,10 @@ struct Due {
 /// The constraints of live requests.
 pub(crate) struct Constrained {
     live: HashMap<u64, Held>,
-    /// The newest plan, if its masks were not sent yet: its step, and its masked rows in order.
+    /// The step number and the masked rows, in order, of the newest plan. `None`: the plan's masks
+    /// were sent, or it needs none.
     due: Option<(u64, Vec<Due>)>,
-    /// The number of requests whose masks are due and not ready.
+    /// The number of requests for whose masks a step waits.
     missing: usize,
     masks: StepMasks,
     /// Memory of old masks, kept for reuse.
@@ -99,7 +102,7 @@ pub(crate) struct Constrained {
     inbox: Arc<Inbox>,
     /// The mean time of a step, in microseconds.
     step_us: u64,
-    /// The longest wait of a step for masks, in percent of its time.
+    /// The longest wait of a step for masks, in percent of the mean step time.
     share: u32,
 }
 
@@ -167,7 +170,8 @@ impl Constrained {
         let mut before = Vec::new();
         if let Some((constraint, tokens)) = found {
             before = tokens;
-            // This can't block: nothing else was sent, so the channel has room.
+            // This can't block: nothing else is sent to the channel, which has room for one
+            // constraint.
             let _ = to.send(constraint);
         }
         before.extend(said);
@@ -211,8 +215,8 @@ impl Constrained {
         self.step_us = first - first / NEWEST + us / NEWEST;
     }
 
-    /// Feeds a sampled token to the request's constraint. Returns whether its next mask is to be
-    /// computed at once. `None`: it has no constraint.
+    /// Feeds a sampled token to the request's constraint. Returns whether the request's next mask
+    /// is to be computed at once. `None`: the request has no constraint.
     pub(super) fn say(&mut self, id: u64, token: i32) -> Option<bool> {
         let held = self.live.get_mut(&id)?;
         held.said.push(token);
@@ -242,8 +246,8 @@ impl Member {
         self.constrained.due = Some((plan.step(), ids.into_iter().zip(drafts).map(due).collect()));
     }
 
-    /// Sets the expected tokens of requests that got new tokens, where their grammars force the
-    /// next ones.
+    /// For requests that have just got tokens: checks their drafts against the grammar, and adds
+    /// the tokens that the grammar forces.
     pub(super) fn expect_masked(&mut self, ids: &[u64]) {
         for &id in ids {
             let Self { constrained, scheduler, shared, .. } = self;
@@ -291,7 +295,8 @@ impl Member {
         self.take_made(made);
     }
 
-    /// Computes one cheap mask that is queued for the mask threads. Returns false if there is none.
+    /// Computes one cheap mask that is queued for the mask threads. Returns false if no such mask
+    /// is queued.
     pub(crate) fn help_with_masks(&self) -> bool {
         self.constrained.threads.help()
     }
@@ -331,7 +336,7 @@ impl Member {
                     idle.extend(held.constraint.is_some().then_some(*id));
                 }
             }
-            // For a request that has ended since the plan, any token is allowed.
+            // For a request that has ended since the plan was made, any token is allowed.
             own.masks.masks.resize(sent + places, RowMask::Everything);
         }
         executor.masks(at, &own.masks);
@@ -451,8 +456,8 @@ impl Member {
         }
     }
 
-    /// Forgets the masks that the dead hand waited for. Rows of that plan gave no token, so
-    /// finished masks are still valid.
+    /// Forgets the masks that the dead hand waited for. The rows of its last plan gave no token, so
+    /// masks that are already computed are still valid.
     pub(super) fn forget_masks(&mut self) {
         let own = &mut self.constrained;
         own.due = None;

@@ -17,7 +17,7 @@ use crate::types::{Facts, FinishReason, RequestError};
 /// The cause of a hand's death.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Cause {
-    /// A request in flight may have caused it.
+    /// A request in flight may have caused the death.
     Requests,
     /// The hand was killed because its copies never ended.
     Copies,
@@ -103,13 +103,14 @@ impl Member {
         }
         if states.is_some_and(|states| states.pages == 0) && self.config.prefix_cache {
             info!(
-                "requests share no prefixes: the hand keeps no recurrent states beside their own"
+                "the prefix cache is not used: the hand has no memory for cached recurrent states"
             );
         }
         self.shared.room.store(context_length, Ordering::Release);
         let page_size = self.config.page_size;
         let hot = if pages == 0 { u32::MAX } else { pages.saturating_mul(page_size) };
-        // A prompt needs all its pages on the device, and one more for the first token.
+        // All positions of a prompt have to fit on the device; with sparse decoding, the position
+        // of the first generated token too.
         let prompt_length = context_length.min(hot.saturating_sub(u32::from(sparse.is_some())));
         *self.shared.facts.lock() =
             Some(Facts { context_length, prompt_length, page_size, hand: facts.clone() });

@@ -9,7 +9,7 @@ use crate::handle::EngineHandle;
 use crate::member::Member;
 use crate::types::{EngineRequest, Orphan, Preference};
 
-/// The number of waiting requests that are considered for a move.
+/// The largest number of waiting requests that are considered for a move.
 const LATEST: usize = 8;
 
 impl Member {
@@ -52,8 +52,8 @@ impl Member {
         }
     }
 
-    /// Gives one of the waiting requests to a replica with less to do, if that pays. Looks at the
-    /// last requests of the queue first, and moves the first one that gains.
+    /// Moves one waiting request to replica `to`, which has less to do. Goes through the queue from
+    /// its end, and moves the first request that would get its first token sooner there.
     pub(super) fn spare(&mut self, to: usize) {
         let (Some(peers), Some(scheduler)) = (&self.peers, &mut self.scheduler) else { return };
         let pays = |request: &QueuedRequest<'_>| peers.move_pays(to, request);
@@ -64,7 +64,7 @@ impl Member {
         left.into_iter().for_each(|orphan| self.adopt(orphan));
     }
 
-    /// Hands on the requests that have left this scheduler. If no replica takes a request, it
+    /// Hands on the requests that have left this scheduler. A request that no replica takes
     /// continues here.
     pub(super) fn hand_on(&mut self) {
         for id in std::mem::take(&mut self.left) {
@@ -87,7 +87,8 @@ impl Member {
         }
     }
 
-    /// Wraps a loan. When its last reference is dropped, on any thread, an order ends the loan.
+    /// Wraps lent blocks as a [`Loan`]. When its last reference is dropped, on any thread, an order
+    /// to the engine ends the loan.
     pub(super) fn loan(&self, lent: LentBlocks) -> Loan {
         let handle = EngineHandle { shared: Arc::clone(&self.shared), orders: self.orders.clone() };
         let lender = self.peers.as_ref().map_or(0, |peers| peers.replica());

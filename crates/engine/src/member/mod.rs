@@ -35,14 +35,14 @@ use crate::types::{
     Peers, Reload, RequestError, Stats,
 };
 
-/// The callbacks for outputs, for changes of blocks, and for the hand's death.
+/// The sink for outputs, the observer of changes of blocks, and the access to the other replicas.
 pub(crate) type Listeners =
     (Box<dyn OutputSink>, Option<Box<dyn BlockObserver>>, Option<Box<dyn Peers>>);
 
-/// The kinds of orders that were taken from a member's channel.
+/// A summary of the orders that were taken from a member's channel.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct TakenOrders {
-    /// True if there was any order.
+    /// True if at least one order was taken.
     pub(crate) any: bool,
     /// True if requests arrived that another replica may have to take over.
     pub(crate) entered: bool,
@@ -77,7 +77,7 @@ pub(crate) struct Member {
     /// The time since which no copy in flight has finished, for the watchdog; `None`: no copy is in
     /// flight.
     copying_us: Option<u64>,
-    /// Bytes of a page and of a state page, as the hand reports them.
+    /// The sizes of a page and of a state page in bytes, as the hand reports them.
     page_bytes: u64,
     state_bytes: u64,
     /// The payloads of requests in the arena.
@@ -224,8 +224,10 @@ impl Member {
         }
         let room = self.shared.room.load(Ordering::Acquire);
         if positions(&request) > u64::from(room) {
-            // The request fitted another replica with more memory when it was checked.
-            let reason = format!("of the replicas that are left, none has {room} positions");
+            // When the request was checked, another replica had enough memory for it.
+            let reason = format!(
+                "no replica that is left has memory for this request: {room} positions fit"
+            );
             let finish = FinishReason::Error(RequestError::HandFailed(reason));
             return self.end(request.id, finish);
         }
@@ -300,8 +302,8 @@ impl Member {
         self.note_masked(plan);
     }
 
-    /// Applies the result of the oldest step. `rested`: true if the host did not cause the device's
-    /// idle time before the step.
+    /// Applies the result of the oldest step. `rested` is true if the device's idle time before the
+    /// step was not the host's fault; the idle time is then not counted.
     pub(crate) fn apply(&mut self, result: &StepResult, rested: bool) -> Result<(), ApplyError> {
         let Some(scheduler) = self.scheduler.as_mut() else {
             return Ok(());
@@ -321,7 +323,7 @@ impl Member {
     }
 
     /// Watches the copies in flight; `ended`: true if a copy has just finished. If no copy has
-    /// finished for longer than the watchdog allows, returns the number of seconds.
+    /// finished within the watchdog's time limit, returns for how many seconds none has.
     pub(crate) fn watch_copies(&mut self, ended: bool) -> Option<u64> {
         let outstanding = self.scheduler.as_ref().map_or(0, Scheduler::copies_outstanding);
         if outstanding == 0 {

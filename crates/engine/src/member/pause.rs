@@ -10,7 +10,8 @@ pub(super) struct Pause {
     /// True if no step is in flight and none will be planned.
     pub(super) has_begun: bool,
     pub(super) replies: Vec<PauseReply>,
-    /// Requests that arrived while earlier ones were being finished.
+    /// Requests that arrived after the pause was requested in the mode `Wait`, while earlier
+    /// requests were being finished.
     pub(super) kept_back: BTreeSet<u64>,
 }
 

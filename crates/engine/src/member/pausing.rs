@@ -35,7 +35,8 @@ impl Member {
         self.pause.as_ref().is_some_and(|pause| pause.has_begun || pause.mode != PauseMode::Wait)
     }
 
-    /// Starts a pause once no step is in flight.
+    /// Begins the requested pause if no step is in flight. In the mode `Wait`, earlier requests
+    /// have to be finished too.
     pub(crate) fn settle_pause(&mut self) {
         let in_flight = self.in_flight();
         let Some(pause) = self.pause.as_mut().filter(|pause| !pause.has_begun) else { return };

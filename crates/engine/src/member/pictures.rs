@@ -1,4 +1,4 @@
-//! Requests have image files, and the hand reads patches: this module connects the two.
+//! Images of requests: gets their patches into the arena, from which the hand reads them.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ pub(crate) struct Pictures {
     live: HashMap<u64, Vec<Arc<dyn Picture>>>,
     /// The payloads with patches, by their arena offsets.
     placed: HashMap<u32, Arc<dyn Payload>>,
-    /// A buffer whose memory is reused.
+    /// A buffer for arena offsets, kept to reuse its memory.
     unread: Vec<u32>,
 }
 

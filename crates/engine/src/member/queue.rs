@@ -10,7 +10,7 @@ use crate::types::{Arrival, FinishReason, RequestError};
 pub const MOST_VIEWS: usize = 1024;
 
 impl Member {
-    /// Returns a view of each request in its present state.
+    /// Returns views of the requests in their present states, at most [`MOST_VIEWS`].
     pub(super) fn look(&self) -> Vec<RequestView> {
         let views = self.scheduler.as_ref().map(|scheduler| scheduler.views().take(MOST_VIEWS));
         views.into_iter().flatten().collect()

@@ -62,8 +62,8 @@ impl Owner {
             self.unchecked = false;
             let mut schedulers = self.members.iter().filter_map(|member| member.scheduler.as_ref());
             if let Err(broken) = schedulers.try_for_each(Scheduler::check_integrity) {
-                error!("the books do not balance: {broken}");
-                debug_assert!(false, "the books do not balance: {broken}");
+                error!("the scheduler's accounting is inconsistent, please report this: {broken}");
+                debug_assert!(false, "inconsistent accounting: {broken}");
             }
             return;
         }
@@ -102,14 +102,16 @@ impl Owner {
         self.up = true;
         self.rested = true;
         self.reloaded_now();
-        // The set of serving replicas is updated before the status, because others may rely on a
-        // ready member being in that set.
+        // The set of serving replicas is updated before the status: code that reads a ready status
+        // may rely on that member being in the set.
         for peers in self.members.iter().filter_map(|member| member.peers.as_ref()) {
             peers.up(true);
         }
         self.say(&Status::Ready);
     }
 
+    /// Handles the death of the hand, such as a crash. The hand is respawned, or given up after
+    /// failed starts ([`crate::recovery`]).
     pub(super) fn died(&mut self, reason: &str) {
         if self.go_back(reason) {
             return;

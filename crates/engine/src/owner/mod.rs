@@ -1,9 +1,9 @@
 //! The event loop that owns a rank group and the schedulers of its members: one scheduler, or one
 //! per rank in a step group.
 //!
-//! A step has one number, and one plan per member. A member without work takes part with an empty
-//! plan; if no member has work, there is no step. So all members have the same steps in flight, and
-//! statements about the steps of one scheduler hold for the whole group.
+//! All plans of a step, one per member, have the same step number. A member without work takes part
+//! with an empty plan; if no member has work, there is no step. So all members have the same steps
+//! in flight, and statements about the steps of one scheduler hold for the whole group.
 
 mod hand;
 mod reload;
@@ -116,8 +116,8 @@ impl Owner {
         self.deliver();
     }
 
-    /// Takes all pending orders. Returns false after a stop order. The orders of other members are
-    /// still taken then, so that their requests end with the rest.
+    /// Takes all pending orders. Returns false after a stop order. Even then, the orders of the
+    /// remaining members are taken, so that their requests end too.
     fn take_orders(&mut self) -> bool {
         let mut stopped = false;
         for at in 0..self.members.len() {
@@ -125,7 +125,7 @@ impl Owner {
             stopped |= taken.stopped;
             self.unchecked |= taken.any;
             self.take_reloads(at);
-            // During a reload the hand will be back soon, so requests wait for it.
+            // During a reload the hand will soon be ready again, so requests wait for it.
             if taken.entered && !self.up && !stopped && self.reloading.is_none() {
                 self.members[at].give_away(self.over);
             }
@@ -172,8 +172,8 @@ impl Owner {
 
     /// Makes the plans of the next step. Returns false if no member has work.
     fn plan_step(&mut self) -> bool {
-        // All members share the hand. So only one suspect of all members is tried at a time, with
-        // no other request in flight.
+        // All members share the hand. So at most one suspect among all members is tried at a time,
+        // with no other request in flight.
         let tried = self.members.iter().position(Member::is_suspected);
         let others = |tried| {
             let mut others = self.members.iter().enumerate().filter(|&(at, _)| at != tried);
@@ -231,7 +231,7 @@ impl Owner {
         if let Some(silent) = silent.max() {
             self.executor.kill();
             self.copies_hang = true;
-            self.died(&format!("no copy has ended for {silent} s"));
+            self.died(&format!("no page copy has finished for {silent} s"));
         }
     }
 

@@ -32,7 +32,7 @@ impl Owner {
     pub(super) fn take_reloads(&mut self, at: usize) {
         for Reload { id, model, reply } in std::mem::take(&mut self.members[at].reloads) {
             match &mut self.reloading {
-                // Another member of the step group has already passed on the same order.
+                // The same order has already come through another member of the step group.
                 _ if self.reloaded == Some(id) => reply(Ok(())),
                 Some(reloading) if reloading.id == id => reloading.replies.push(reply),
                 Some(_) => reply(Err("other weights are being loaded already".into())),

@@ -70,8 +70,8 @@ fn a_payload_is_there_for_every_replay_and_given_back_at_the_end() {
     back.recv_timeout(PATIENCE).expect("the payload is dropped");
 }
 
-/// Aborts a request while a step that reads its embeddings is in flight. Calls `then`, and waits
-/// until the embeddings are dropped.
+/// Aborts a request while a step in flight reads the request's embeddings. Calls `then`, releases
+/// the time, and waits until the embeddings are dropped.
 fn ended_in_flight(then: impl FnOnce(&SimControl)) {
     let rig = hooked(config(), 500, once(SimControl::hold));
     let (request, back, _) = embedded(0, 60);

@@ -130,7 +130,7 @@ fn a_poisonous_request_is_given_up_and_its_neighbours_are_not() {
     assert_eq!(rig.handle.stats().hand.deaths, 2);
 }
 
-/// The block names in the prefix cache, reconstructed from its events.
+/// The names of the blocks in the prefix cache, reconstructed from the cache's events.
 #[derive(Clone, Default)]
 struct Mirror(Arc<Mutex<HashSet<BlockHash>>>);
 

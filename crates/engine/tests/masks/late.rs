@@ -415,7 +415,7 @@ fn a_request_goes_to_another_engine_while_its_mask_is_made() {
     let giver = Rig::with(config(1, 1), 2000, 1, RigParts { peers, ..RigParts::default() });
     let gate = OwnGate::default();
     giver.submit_of(1, 100, 30, gated(&giver, &gate.0, 4));
-    // The next mask of this request is queued after that of the other one.
+    // The next mask of this request is queued after the mask of request 100.
     giver.submit_of(2, 101, 30, gated(&giver, &gate.0, 1000));
     giver.submit_of(3, 0, 40, None);
     let mut stories = HashMap::new();

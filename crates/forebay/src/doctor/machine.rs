@@ -15,9 +15,9 @@ use super::Finding;
 use crate::descriptors;
 use crate::gpus::Gpus;
 
-/// With less memory than this, only tiny models can be served.
+/// With less memory than this (in bytes), only tiny models can be served.
 const LITTLE_MEMORY: u64 = 2_000_000_000;
-/// A smaller limit on connections gets a note, because it is soon used up.
+/// A limit on connections below this number gets a note, because it is soon reached.
 const FEW_CONNECTIONS: usize = 256;
 /// Instruction sets for which there are separate kernels, by the Linux kernel's names, best first.
 const INSTRUCTIONS: [(&str, &str); 8] = [

@@ -12,7 +12,7 @@ use super::Finding;
 use crate::gpus::Gpus;
 use crate::{models, python};
 
-/// With less free disk space than this, few models can be stored.
+/// With less free disk space than this (in bytes), few models can be stored.
 const LITTLE_ROOM: u64 = 2_000_000_000;
 /// The longest time to wait for the hub's response.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -39,8 +39,9 @@ pub(super) fn findings(python: &Path, settings: &Settings) -> Vec<Finding> {
     findings
 }
 
-/// A finding that Python or a package is missing or too old. It is a problem if there is a GPU,
-/// which needs the PyTorch hand. Otherwise it is a note, because the Rust hand serves on CPUs.
+/// Returns the finding that Python or a package is missing or too old. The finding is a problem if
+/// there is a GPU, which needs the PyTorch hand. Otherwise it is a note, because the Rust hand
+/// serves on CPUs.
 fn lacking(what: &'static str, says: &str, advice: impl Into<String>, gpu: bool) -> Finding {
     if gpu {
         return Finding::problem(what, says, advice);

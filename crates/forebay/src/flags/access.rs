@@ -72,8 +72,8 @@ impl AccessFlags {
         )
     }
 
-    /// The access rules of a server. `loopback` is the server's address if only this machine can
-    /// reach it.
+    /// The access rules of a server. `loopback` is the server's address; `None` if other machines
+    /// can reach the server.
     pub(crate) fn access(&self, loopback: Option<&str>, keys: &Keys) -> Access {
         access(&self.allowed_hosts, &self.allowed_origins, loopback.filter(|_| keys.is_empty()))
     }
@@ -119,8 +119,8 @@ pub(crate) fn keys(flag: &str, given: &[String], file: Option<&Path>) -> Result<
         }
         all.extend(lines.into_iter().map(str::to_owned));
     }
-    // A key that can't be sent in a header would lock all clients out; an empty key would admit all
-    // clients.
+    // With a key that can't be sent in a header, no client could get in; with an empty key, every
+    // client could.
     if all.iter().any(|key| key.is_empty() || !key.bytes().all(|byte| byte.is_ascii_graphic())) {
         bail!(
             "{flag}: a key is made of at least one letter, digit or sign of ASCII, without spaces"
@@ -129,7 +129,7 @@ pub(crate) fn keys(flag: &str, given: &[String], file: Option<&Path>) -> Result<
     Ok(all)
 }
 
-/// Returns the flags in `arguments` whose values are secrets.
+/// Returns the names of those flags in `arguments` whose values are secret keys.
 pub(crate) fn visible_keys(arguments: impl IntoIterator<Item = String>) -> Vec<&'static str> {
     let given: Vec<String> = arguments.into_iter().collect();
     let is = |flag: &str| {

@@ -34,8 +34,8 @@ pub(crate) struct BatchFlags {
 }
 
 impl BatchFlags {
-    /// The bounds of the store; `None`: there is no store. A line may have `longest_line` bytes. If
-    /// `batch_concurrency` is not set, `usual` requests are in flight at the same time.
+    /// The bounds of the store; `None`: there is no store. `longest_line` is the largest size of a
+    /// line in bytes. `usual` is the default of `batch_concurrency`.
     pub(crate) fn store(&self, longest_line: usize, usual: usize) -> Option<BatchConfig> {
         Some(BatchConfig {
             batch_dir: self.batch_dir.clone()?,

@@ -9,7 +9,8 @@ use serde::Deserialize;
 
 /// The largest number of draft tokens per row.
 const MOST_DRAFTS: u32 = 32;
-/// The default number of drafts that the hand computes itself. Each takes a forward pass.
+/// The default largest number of drafts per row that the hand computes itself. Each draft takes a
+/// forward pass of the draft model or head.
 const HAND_DRAFTS: u32 = 3;
 
 #[derive(Debug, Args)]
@@ -120,7 +121,8 @@ impl FromStr for DraftAlgorithm {
     type Err = String;
 
     fn from_str(name: &str) -> Result<Self, String> {
-        // llama.cpp accepts a list here, and vLLM's older names are in square brackets.
+        // llama.cpp accepts a comma-separated list here, and vLLM's older method names are in
+        // square brackets.
         let name = name.to_ascii_lowercase();
         if name == "auto" {
             return Ok(Self::Auto);
@@ -138,7 +140,7 @@ impl FromStr for DraftAlgorithm {
                 "mtp" | "nextn" | "eagle" | "draft-mtp" => found = Self::Mtp,
                 name if MTP_OF_FAMILIES.contains(&name) => found = Self::Mtp,
                 "medusa" | "mlp_speculator" | "dflash" => {
-                    return Err(format!("{one}: such heads are not there; {SOURCES} are"));
+                    return Err(format!("{one} is not supported; use {SOURCES}"));
                 }
                 _ => return Err(format!("{one:?} is no source of drafts: auto, none, {SOURCES}")),
             }
@@ -200,7 +202,7 @@ impl DraftFlags {
         ChosenDrafts { algorithm, most: most.map(|most| most.min(MOST_DRAFTS)), model }
     }
 
-    /// The engine's settings for drafts; `None`: drafts are off. `usual`: whether `auto` turns
+    /// The engine's settings for drafts; `None`: drafts are off. `usual` is true if `auto` turns
     /// drafts on.
     ///
     /// # Errors
@@ -235,7 +237,7 @@ impl DraftFlags {
             }));
         }
         if self.speculative_unpriced && algorithm != DraftAlgorithm::None {
-            bail!("--speculative-unpriced: drafts of models and heads have no price");
+            bail!("--speculative-unpriced needs --speculative-algorithm ngram");
         }
         if algorithm == DraftAlgorithm::None
             && (self.speculative_num_draft_tokens.is_some() || self.speculative_unpriced)
@@ -245,8 +247,8 @@ impl DraftFlags {
         Ok(None)
     }
 
-    /// The source and the largest number of the drafts that the hand computes; `None`: it computes
-    /// none.
+    /// The source of the drafts that the hand computes, and their largest number per row; `None`:
+    /// the hand computes no drafts.
     ///
     /// # Errors
     /// A path is missing, or given for a source that takes none.

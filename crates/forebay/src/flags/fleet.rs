@@ -1,4 +1,4 @@
-//! Flags of a server with several models that concern the server as a whole.
+//! Flags of a server with several models. They concern the whole server, not one of its models.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -41,7 +41,7 @@ pub(crate) struct FleetFlags {
     pub(crate) sleep_idle_seconds: Option<Duration>,
 }
 
-/// The ids of the flags about several models.
+/// The ids of the flags in this module, which are about several models.
 pub(crate) fn fleet_flags() -> BTreeSet<String> {
     ids(&FleetFlags::augment_args(Command::new("serve")))
 }

@@ -38,8 +38,8 @@ const fn value(names: &'static [&'static str], meaning: Meaning) -> Foreign {
 
 const ALWAYS: &str = "always on";
 const FILES: &str = "weights are safetensors or GGUF, and no code of a repository runs";
-const PRICE: &str = "the price of a draft decides, whatever the length of its match";
-const PD: &str = "decode servers ask a prefill server at its own port";
+const PRICE: &str = "the measured cost of a draft decides, not the length of its match";
+const PD: &str = "decode servers use the prefill server's own port";
 const TRANSFER: &str = "keys and values go from prefill to decode through the memory of one server, \
                         with --pd P:D, or by HTTP, with --disaggregation-mode, and not from device \
                         to device by NIXL or Mooncake";
@@ -85,7 +85,7 @@ const FLAGS: &[Foreign] = &[
     ),
     value(&["--lora-backend", "--lora-dtype"], Unneeded("adapters are computed as the model is")),
     switch(&["--fully-sharded-loras"], Unneeded("adapters are for one rank")),
-    value(&["--lora-scaled"], Missing("an adapter has its own factor: --lora")),
+    value(&["--lora-scaled"], Missing("the adapter's config has its scale: use --lora")),
     switch(&["--lora-init-without-apply"], Unneeded("requests name their adapter")),
     value(
         &["--speculative-draft-model-revision", "--speculative-token-map"],
@@ -162,7 +162,7 @@ const FLAGS: &[Foreign] = &[
     value(&["-b", "--batch-size"], Same("--chunked-prefill-size")),
     value(&["-ub", "--ubatch-size"], Unneeded("--chunked-prefill-size bounds a step")),
     value(&["-t"], Same("--threads")),
-    value(&["-tb", "--threads-batch"], Unneeded("--threads is for prompts and answers")),
+    value(&["-tb", "--threads-batch"], Unneeded("--threads covers prompts and answers")),
     value(&["--threads-http"], Same("--http-threads")),
     value(&["--chat-template-file"], Same("--chat-template")),
     value(&["--api-prefix"], Same("--root-path")),
@@ -244,7 +244,9 @@ const ROUTER_FLAGS: &[Foreign] = &[
     ),
     value(
         &["--kv-transfer-config", "--disaggregation-transfer-backend", "--kv-connector"],
-        Missing("servers of pairs hand keys and values on by themselves: it is a flag of theirs"),
+        Missing(
+            "set it on prefill and decode servers of vLLM or SGLang, which transfer keys and values themselves",
+        ),
     ),
 ];
 
@@ -366,7 +368,7 @@ mod tests {
         let (ours, notes) =
             translated("forebay route --pd-disaggregation --decode a:1").expect("a router");
         assert_eq!((ours.as_str(), notes.len()), ("forebay route --decode a:1", 1));
-        for (command, says) in [("serve x", "--pd P:D"), ("route", "a flag of theirs")] {
+        for (command, says) in [("serve x", "--pd P:D"), ("route", "set it on")] {
             let line = format!("forebay {command} --kv-transfer-config {{\"kv_role\":1}}");
             let refused = translated(&line).unwrap_err();
             assert!(refused.lines().count() == 1 && refused.contains(says), "{refused}");

@@ -10,8 +10,8 @@ use forebay_machine::Processors;
 
 use super::duration::seconds;
 
-/// The default is one mask thread for this many cores, because masks delay steps only on machines
-/// with many cores.
+/// The number of cores per mask thread by default. One thread suffices on small machines: masks
+/// delay steps only on machines with many cores.
 const CORES_A_HELPER: usize = 8;
 const MOST_HELPERS: usize = 8;
 

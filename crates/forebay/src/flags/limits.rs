@@ -9,10 +9,10 @@ use forebay_server::ServerConfig;
 const LEAST: usize = 1 << 30;
 /// The largest default, for machines with much memory.
 const MOST: usize = 16 << 30;
-/// Between these bounds, the default is the memory divided by this.
+/// Between `LEAST` and `MOST`, the default is the memory divided by this number.
 const SHARE: usize = 8;
-/// The default is at most the memory divided by this, even below the minimum, because a hand's
-/// weights and pages are in the same memory.
+/// The default is at most the memory divided by this number, even if that is below `LEAST`: a
+/// hand's weights and pages need the same memory.
 const LARGEST_SHARE: usize = 4;
 
 #[derive(Debug, Args)]

@@ -117,8 +117,8 @@ pub(crate) struct ServeFlags {
 }
 
 impl ServeFlags {
-    /// The given flags that have no effect on a simulated device: those about arithmetic and
-    /// memory.
+    /// The given flags that have no effect on a simulated device, because they are about arithmetic
+    /// or memory.
     pub(crate) fn without_effect_on_sim(&self) -> Vec<&'static str> {
         [
             ("--dtype", self.loading.dtype != Dtype::Auto),

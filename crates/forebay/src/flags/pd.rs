@@ -50,7 +50,7 @@ pub(crate) struct PdFlags {
 }
 
 impl PdFlags {
-    /// True if this server shares the work of requests with other servers.
+    /// True if this server divides the computation of requests with other servers.
     pub(crate) fn apart(&self) -> bool {
         self.disaggregation_mode != DisaggregationMode::Null
     }

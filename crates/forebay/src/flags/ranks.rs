@@ -39,12 +39,12 @@ pub(crate) struct Arrangement {
     pub(crate) groups: u32,
     /// The number of ranks of each group.
     pub(crate) ranks: u32,
-    /// True if each rank has some of the experts, whole.
+    /// True if each rank has some of the experts, rather than a slice of every expert.
     pub(crate) expert_parallel: bool,
 }
 
 impl Arrangement {
-    /// The number of replicas in a group: 1, or in a step group the number of ranks.
+    /// The number of replicas in a group: the number of ranks in a step group, otherwise 1.
     pub(crate) fn members(self) -> u32 {
         self.replicas / self.groups
     }
@@ -66,7 +66,7 @@ impl Arrangement {
 }
 
 impl Serialize for Arrangement {
-    /// Writes the equivalent flags.
+    /// Serialises the arrangement as the names and values of the equivalent flags.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         #[derive(Serialize)]
         struct Sizes {

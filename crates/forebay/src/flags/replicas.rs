@@ -24,8 +24,8 @@ pub(crate) enum LoadBalance {
     ShortestQueue,
     /// The replica with the fewest tokens left to compute and to generate.
     TotalTokens,
-    /// The replica with the longest cached prefix, weighed against imbalance; otherwise the replica
-    /// with the fewest requests.
+    /// The replica with the fewest requests, unless another has so much more of the prompt cached
+    /// that its longer queue pays off.
     #[default]
     #[value(alias = "auto")]
     PrefixAware,
@@ -103,7 +103,8 @@ pub(crate) struct ElsewhereFlags {
 }
 
 impl ElsewhereFlags {
-    /// The first given flag that needs several machines or is unsupported, with the message for it.
+    /// The first of these flags that was given with a value that is not supported, and the message
+    /// that explains why.
     fn given(&self) -> Option<(&'static str, &'static str)> {
         const MACHINES: &str = "other machines run `forebay worker --join HOST:7711 --token-file FILE`, and this one --listen-hands 0.0.0.0:7711 --join-token-file FILE; with --collective-interface ranks of one replica may be on several";
         let several = |number: Option<u32>| number.is_some_and(|number| number > 1);

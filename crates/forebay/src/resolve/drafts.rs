@@ -41,10 +41,10 @@ impl Drafter {
             return Ok(Some(Self::Model(Box::new(draft))));
         }
         if let Some(why) = other_kind(model) {
-            bail!("heads that draft are not served with a model {why}");
+            bail!("draft heads are not supported for a model {why}");
         }
         let target = model.shape.as_ref().and_then(ModelShape::decoder);
-        let Some(target) = target else { bail!("heads that draft read decoders") };
+        let Some(target) = target else { bail!("draft heads need a decoder model") };
         let head = match named {
             HandDrafts::Eagle3(name) => {
                 let folder = fetch_part(python, name, source, weights)?;
@@ -52,12 +52,15 @@ impl Drafter {
                 head.with_context(|| format!("the head {name} is not available"))?
             }
             _ if model.format != "safetensors" => {
-                bail!("an MTP layer is read of safetensors, and {} has others", model.name)
+                bail!(
+                    "an MTP layer can only be read from safetensors, and {} has another format",
+                    model.name
+                )
             }
             _ => {
                 let files = if weights { &model.files[..] } else { &[] };
                 let head = DraftHead::mtp(&model.config, files, target);
-                head.with_context(|| format!("{} drafts nothing by itself", model.name))?
+                head.with_context(|| format!("{} has no usable MTP layer", model.name))?
             }
         };
         Ok(Some(Self::Head(head.told())))
@@ -75,7 +78,7 @@ pub(super) fn from_text(
     choice: &Chosen,
 ) -> Result<Option<DraftConfig>> {
     let excluded = [
-        (flags.sparse.enable_hisparse, "--enable-hisparse: a sparse row has one position"),
+        (flags.sparse.enable_hisparse, "--enable-hisparse: sparse rows have one position"),
         (device.arrangement.step_group(), "--enable-dp-attention: the ranks of a step plan alone"),
     ];
     let excluded = excluded.into_iter().find(|&(wanted, _)| wanted);
@@ -104,7 +107,7 @@ pub(super) fn resolve(
     };
     let what = match drafter {
         Drafter::Model(_) => "a draft model is",
-        Drafter::Head(_) => "heads that draft are",
+        Drafter::Head(_) => "draft heads are",
     };
     let lacks = [
         (device.device == Device::Sim, "a simulated device"),

@@ -16,7 +16,7 @@ use crate::secret;
 /// The default number of tokens per step. More rows do not make a GPU's matrix products more
 /// efficient, but delay decode rows.
 const CUDA_STEP_TOKENS: u32 = 2048;
-/// The number of positions that latent attention kernels read at once.
+/// The page size for latent attention on CUDA: the kernels read this many positions at once.
 const CUDA_LATENT_PAGE_SIZE: u32 = 64;
 
 pub(super) fn resolve(
@@ -91,7 +91,8 @@ pub(super) fn replicas(all: &ServeFlags) -> Result<ReplicasConfig> {
         load_watch_interval: flags.load_watch_interval,
         queue_moves: !flags.moves.disable_queue_moves,
         pd: pd::config(all),
-        // A decode server requests from prefill servers the blocks that it has not cached.
+        // A decode server has to know which blocks are cached: it requests the others from prefill
+        // servers.
         tells_cached: all.replicas.pd.apart(),
     };
     let polled = !config.load_watch_interval.is_zero();

@@ -18,7 +18,8 @@ use crate::model::Model;
 /// The default share of memory on a CPU: it leaves most of a laptop's memory to other programs.
 const CPU_MEM_FRACTION: f64 = 0.3;
 /// The default share under a control group's memory limit, since that memory is meant for this
-/// server. Besides this share and the quarter for requests, enough memory remains for the brain.
+/// server. Besides this share and the memory for requests, at most a quarter, enough memory remains
+/// for the brain.
 const LIMITED_MEM_FRACTION: f64 = 0.6;
 /// The default of `--mem-fraction-static` on CUDA. Other programs use little GPU memory, and the
 /// memory that a step takes is measured.
@@ -159,7 +160,7 @@ pub(crate) fn own_blocks(model: &Model, dtype: Dtype, may: bool) -> Option<Quant
 }
 
 /// The largest number of rows of a CUDA graph: by default all rows that a step may have. The
-/// deferred device has graphs only if a test requests them.
+/// deferred device, which is for tests, has graphs only if a test requests them.
 fn graph_rows(flags: &RunFlags, device: Device, running: u32) -> Result<u32> {
     let graphs = matches!(device, Device::Cuda | Device::Deferred);
     let asked = flags.cuda_graph_max_bs.is_some() || flags.attention_backend.is_some();

@@ -29,7 +29,7 @@ pub(crate) struct ImageSettings {
 /// An image flag was given for a model that takes no images.
 pub(super) fn check(flags: &ImageFlags, model: &Model) -> Result<()> {
     match flags.given().filter(|_| model.images.is_none()) {
-        Some(flag) => bail!("{flag}: {} sees no images", model.name),
+        Some(flag) => bail!("{flag}: {} takes no images", model.name),
         None => Ok(()),
     }
 }
@@ -73,7 +73,7 @@ impl ImageSettings {
     /// Creates the fetcher for images by URL.
     ///
     /// # Errors
-    /// A domain or the folder is invalid.
+    /// One of the allowed domains, or the allowed folder, is invalid.
     pub(crate) fn fetcher(&self) -> Result<Fetcher> {
         Fetcher::new(&self.fetch).context("images by URL")
     }

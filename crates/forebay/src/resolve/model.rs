@@ -58,7 +58,7 @@ impl ModelSettings {
 fn facts(model: &Model) -> ModelFacts {
     let stored =
         Some(&model.files).filter(|files| !files.is_empty()).map(|files| stored_weights(files));
-    // The loader of the weights reports a faulty file.
+    // Ignore the error of a faulty file here: the loader of the weights reports it.
     let stored = stored.and_then(Result::ok);
     let parameters = stored.as_ref().and_then(|stored| stored.parameters);
     let weight_type = stored.map(|stored| stored.weight_type).unwrap_or_default();

@@ -11,8 +11,8 @@ use serde_json::json;
 use crate::flags::{Device, DisaggregationMode, ServeFlags};
 use crate::model::Model;
 
-/// The share of the usual memory for host tiers that a decode server's host tier may take. Pages
-/// from other servers take half as much.
+/// A decode server's host tier gets this share of the memory that a host tier usually gets. The
+/// rest is for pages from other servers.
 const TIER_SHARE: f64 = 2.0 / 3.0;
 
 /// The roles of the replicas; `None`: each replica computes whole requests.
@@ -106,8 +106,8 @@ fn check_apart(flags: &ServeFlags, device: Device, drafts: bool) -> Result<()> {
     let nobody = pd.pd_prefill_servers.is_empty() && flags.sharing.router_key.is_none();
     let refused = [
         (device == Device::Sim, "--device sim keeps no keys and values to send"),
-        (drafts, "the pages of a draft model are not sent yet: leave it off"),
-        (flags.replicas.ranks.tp_size > 1, "--tp-size: the parts of ranks are not sent yet"),
+        (drafts, "a draft model's pages are not sent yet: turn speculation off"),
+        (flags.replicas.ranks.tp_size > 1, "--tp-size above 1 is not supported yet"),
         (
             flags.sharing.cache_secret_file.is_none(),
             "--cache-secret-file has to be the same for all of its servers, so that blocks have \

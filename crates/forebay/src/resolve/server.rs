@@ -12,7 +12,7 @@ use tracing::warn;
 use crate::flags::{Egress, ServeFlags, TextFlags, TokenizerMode};
 use crate::model::Model;
 
-/// The settings of the server, and of the threads around it.
+/// The settings of the server, and of the threads that parse requests and write responses.
 #[derive(Debug, Clone, Serialize)]
 pub(crate) struct ServerSettings {
     #[serde(flatten)]
@@ -95,8 +95,8 @@ impl ServerSettings {
     }
 }
 
-/// The settings of the threads that tokenise. If the engine's queue is longer than their default
-/// queue, their queue is as long, so that the engine's queue can be filled at once.
+/// The settings of the threads that tokenise. Their queue is at least as long as the engine's, so
+/// that the engine's queue can be filled at once.
 fn text(flags: &TextFlags, threads: u16, engine_queue: usize) -> Result<TextConfig> {
     if flags.enable_dynamic_batch_tokenizer && flags.tokenizer_mode == TokenizerMode::Inline {
         bail!(

@@ -106,7 +106,7 @@ pub(super) fn engine(
     }
     if model.has_states() && flags.states.disable_state_cache {
         bail!(
-            "a host tier keeps blocks of the prefix cache, and --disable-state-cache has nobody go on behind one"
+            "a host tier needs the state cache: without cached states no request can continue from a cached block. Leave out --disable-state-cache"
         );
     }
     if is_sparse && flags.sim.sim_tokens_a_row.is_some_and(|tokens| tokens > 1) {

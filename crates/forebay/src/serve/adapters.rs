@@ -49,7 +49,7 @@ fn reader(root: &Path, shape: &Arc<Shape>, rank: u32) -> Result<AdapterReader> {
     let root = root.canonicalize().with_context(named)?;
     let shape = Arc::clone(shape);
     Ok(Arc::new(move |path| {
-        // Clients may send the absolute path.
+        // Clients may send a path relative to `root`, or an absolute path.
         let below = path.strip_prefix(&root).unwrap_or(path);
         read(&folder, below, path, &shape, rank)
     }))

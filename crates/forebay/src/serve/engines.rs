@@ -109,7 +109,8 @@ fn simulations(
     Ok((executors, Arc::new(clock)))
 }
 
-/// The memories of each group's host tier, and the memories that the server itself reads or writes.
+/// The memories of the host tiers, one entry per group, and the memories that the server itself
+/// reads or writes.
 type Memories = (Vec<HostMemories>, Vec<Arc<dyn TierMemory>>);
 
 fn memories(resolved: &Resolved) -> Result<Memories> {
@@ -151,7 +152,8 @@ fn hand_processes(
         executors.push(Box::new(HandExecutor::new(HandSpec {
             program: program.clone(),
             args: args.clone(),
-            // Huge pages are for this machine; another machine sets its own variables.
+            // These variables turn on huge pages on this machine. Another machine sets its own
+            // variables.
             env: if site.is_some() { Vec::new() } else { hands::environment() },
             config: resolved.hand.clone(),
             arena: arena.clone(),
@@ -163,8 +165,8 @@ fn hand_processes(
     Ok((executors, Arc::new(SystemClock::default())))
 }
 
-/// The ranks of a group. A rank with a GPU has only that GPU visible, so each uses the first
-/// visible GPU.
+/// The ranks of a group. Only its own GPU is visible to a rank, so each rank uses the first visible
+/// GPU.
 fn ranks(device: &DeviceSettings, group: usize) -> Vec<RankSpec> {
     let count = device.arrangement.ranks as usize;
     let hands = (0..count).map(|rank| group * count + rank);

@@ -50,7 +50,8 @@ pub(crate) fn run(flags: &ServeFlags, arguments: &[OsString]) -> Result<()> {
     let tokenizer = &language.tokenizer;
     let (engines, ended) =
         Engines::start(flags, &python, &model, &resolved, tokenizer, &sinks, guard)?;
-    // Only the engines may keep senders of the output streams, so that the streams close with them.
+    // Only the engines may keep senders of the output streams, so that the streams close when the
+    // engines end.
     drop(sinks);
     let surroundings = Surroundings {
         guard: guard.clone(),

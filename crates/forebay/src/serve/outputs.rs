@@ -19,7 +19,7 @@ pub(super) struct Outputs {
     pub(super) egress: Egress,
     /// The model, if it is a pooling model.
     pub(super) pooling: Option<PooledModel>,
-    /// The log of cached blocks, for routers; `None`: there is no prefix cache.
+    /// The log of cached blocks, for routers; `None` if there is no prefix cache.
     pub(super) blocks: Option<BlockLog>,
 }
 

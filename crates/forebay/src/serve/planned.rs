@@ -60,8 +60,8 @@ fn find_from(
     Ok((model, resolved))
 }
 
-/// The reason why a model's images can't be computed here; `None`: they can, or a flag requires
-/// them.
+/// The reason why a model's images can't be computed here; `None` if they can be computed, or if a
+/// flag requires them.
 fn why_no_images(
     flags: &ServeFlags,
     model: &Model,

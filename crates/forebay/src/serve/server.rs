@@ -33,13 +33,13 @@ pub(super) struct Server(pub(super) AppState);
 pub(super) struct Surroundings {
     pub(super) guard: Guard,
     pub(super) log_lines_dropped: Arc<AtomicU64>,
-    /// The parts that the models of a server share; `None`: there is only one model.
+    /// The parts that the models of a server share; `None` if there is only one model.
     pub(super) common: Option<CommonParts>,
     /// Names that requests may use but model lists omit.
     pub(super) aliases: Vec<String>,
-    /// `None`: requests can't name adapters.
+    /// The settings of adapters; `None` if requests can't name adapters.
     pub(super) adapters: Option<AdapterSettings>,
-    /// `None`: the weights can't be replaced.
+    /// The settings of weight updates; `None` if the weights can't be replaced.
     pub(super) weights: Option<WeightSettings>,
 }
 
@@ -196,7 +196,7 @@ impl Server {
     }
 }
 
-/// Returns the banner once the hand is ready; `None`: the hand never became ready.
+/// Returns the banner once the hand is ready; `None` if the hand never becomes ready.
 async fn banner(engine: Replicas, resolved: Resolved, url: String, curl: String) -> Option<String> {
     if !watch::loading(&engine).await {
         return None;
@@ -225,8 +225,8 @@ async fn banner(engine: Replicas, resolved: Resolved, url: String, curl: String)
     ))
 }
 
-/// The components of a server that computes only a part of each request; `None`: it computes whole
-/// requests.
+/// The components of a server that computes only a part of each request; `None` if it computes
+/// whole requests.
 fn pd_parts(model: &Model, resolved: &Resolved, engines: &Engines) -> Result<Option<PdParts>> {
     let Some(config) = resolved.disaggregation.clone() else { return Ok(None) };
     let model = model_name(model, &resolved.hand)?;

@@ -21,7 +21,7 @@ use crate::resolve::Resolved;
 /// have the same values.
 const SETTLED: [&str; 5] = ["format", "shape", "pooling", "images", "called"];
 
-/// The settings for weight updates; `None`: the hands' weights can't be replaced.
+/// The settings for weight updates; `None` if the hands' weights can't be replaced.
 pub(super) fn settings(
     flags: &ServeFlags,
     python: &Path,
@@ -59,7 +59,7 @@ struct Files {
     text_alone: bool,
     model_impl: ModelImpl,
     hand: Hand,
-    /// The given flag that makes hands run on other machines; `None`: they run here.
+    /// The flag that makes hands run on other machines; `None` if the hands run on this machine.
     elsewhere: Option<&'static str>,
     overlays: Overlays,
 }

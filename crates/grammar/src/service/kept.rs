@@ -15,7 +15,7 @@ const ENTRY: usize = 1024;
 pub(super) struct Kept {
     limit: usize,
     bytes: usize,
-    /// The bytes of each client that has entries.
+    /// The total size in bytes of each client's entries.
     clients: HashMap<u64, usize>,
     entries: LruCache<Source, Entry>,
 }
@@ -152,7 +152,7 @@ mod tests {
         (100..400).for_each(|number| put(&mut kept, 2, number));
         assert_eq!(found(&mut kept, 0..3), [0, 1, 2], "the other one's are not touched");
         assert_eq!(found(&mut kept, 100..400).len(), 7);
-        // The client that filled the whole cache loses entries until it has half of it.
+        // The client that filled the whole cache loses entries until it has half of the cache.
         (3..10).for_each(|number| put(&mut kept, 1, number));
         assert_eq!(found(&mut kept, 0..10).len(), 5);
         assert_eq!(found(&mut kept, 100..400).len(), 5);

@@ -156,8 +156,8 @@ impl Drop for Inner {
 
 impl Grammars {
     /// Starts the threads with `start`. They build the trie of the tokens below `vocab_size` in the
-    /// background at once; requests that arrive earlier wait for it. `eos` are the model's
-    /// end-of-sequence ids.
+    /// background at once; requests that arrive before the trie is complete wait for it. `eos` are
+    /// the model's end-of-sequence ids.
     ///
     /// # Errors
     /// The system cannot start a thread.

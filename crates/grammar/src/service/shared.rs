@@ -230,7 +230,7 @@ impl Shared {
             self.trie_us.store(micros(took), Ordering::Relaxed);
             match &built {
                 Ok(_) => debug!(ms = took.as_millis(), "the trie of the vocabulary is built"),
-                Err(error) => warn!("answers can't be given a form: {error}"),
+                Err(error) => warn!("structured output is not available: {error}"),
             }
             built
         });
@@ -274,8 +274,8 @@ impl Shared {
         }
     }
 
-    /// Sends the result to the callers of a compilation. True if the thread continues with the next
-    /// source.
+    /// Sends the result to the callers of a compilation. Returns true if the thread is to continue
+    /// with the next source.
     fn finish(&self, compile: &Compile, compiled: &Compiled) -> bool {
         let mut state = self.state.lock();
         if state.running.remove(&compile.number).is_none() {
@@ -320,7 +320,8 @@ impl Shared {
         }
     }
 
-    /// Abandons compilations that take too long. Returns when the next one would be abandoned.
+    /// Abandons compilations that take too long. Returns the time at which the next one is to be
+    /// abandoned; `None` if none is running.
     fn give_up(&self, state: &mut State, now: Instant) -> Option<Instant> {
         let limit = self.config.grammar_timeout;
         let deadline = |compile: &Compile| compile.began.checked_add(limit);
@@ -354,9 +355,9 @@ impl Shared {
 }
 
 impl State {
-    /// Rejects a client's new source if the queue, or the client's half of it, is full. Also
-    /// rejects it if too many abandoned compilations are still running, in total or for this
-    /// client.
+    /// Rejects a client's new source if the queue, or the client's half of the queue, is full. Also
+    /// rejects the source if too many abandoned compilations are still running, in total or for
+    /// this client.
     fn room(&self, client: u64, queue: usize) -> Result<(), GrammarError> {
         if let Some(stuck) = self.stuck() {
             return Err(stuck);

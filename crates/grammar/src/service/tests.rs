@@ -112,7 +112,7 @@ async fn a_compile_that_takes_too_long_is_given_up_and_others_go_on() {
     let error = service.given_up(1, "held").await;
     assert!(matches!(&error, GrammarError::Invalid { .. }), "{error}");
     assert!(error.to_string().contains("3600 s"), "{error}");
-    // A new thread has replaced the blocked thread, for this client and the other one.
+    // A new thread has replaced the blocked thread, so other sources of both clients are compiled.
     assert_eq!(service.asked(2, "[a-z]+").await, Ok(()));
     assert_eq!(service.asked(1, "[0-9]+").await, Ok(()));
     // The abandoned source is not compiled again.
@@ -124,7 +124,7 @@ async fn a_compile_that_takes_too_long_is_given_up_and_others_go_on() {
         4,
         "two service threads, and two that compile"
     );
-    // The thread ends with its compilation, and the result is dropped.
+    // The blocked thread ends after its compilation, and the result is dropped.
     service.gate.release();
     service.until(|service| service.grammars.stats().running_on == 0).await;
     let begun = service.gate.begun.lock().iter().filter(|begun| *begun == "held").count();
@@ -151,7 +151,7 @@ async fn compiles_that_were_given_up_are_few_and_one_client_has_half_of_them() {
     assert_eq!(service.asked(3, "known").await, Ok(()), "compiled grammars are still served");
     let most = 2 + GIVEN_UP;
     assert_eq!(service.started.load(Ordering::Relaxed), most, "no further thread is started");
-    // It is enough that one compilation ends.
+    // New sources are accepted as soon as one compilation ends.
     service.gate.release();
     service.until(|service| service.grammars.stuck().is_none()).await;
     for (client, pattern) in [(1, "more"), (2, "again"), (3, "new")] {

@@ -267,8 +267,8 @@ fn sources_have_limits() {
         }
         other => panic!("{other:?}"),
     }
-    // Small forms that are rejected nevertheless: their size explodes when they are compiled, or
-    // when masks are computed.
+    // Forms with a short text whose size explodes when they are compiled or when masks are
+    // computed. Each may be rejected, but must not crash or take for ever.
     for form in [
         Form::Regex("(a{0,1000}){0,1000}(b{0,1000}){0,1000}c|(.*x.{2000}){50}".into()),
         schema(

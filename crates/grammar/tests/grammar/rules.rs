@@ -180,7 +180,7 @@ fn choices_go_their_own_ways_and_go_on_where_others_were() {
     let mut resumed = bench.rules(resumed);
     say(&mut *resumed, &left[1..]);
     assert_eq!(allowed(&mut *resumed), [EOS]);
-    // The tokens are checked when the next mask is computed.
+    // The tokens `said` are checked when the next mask is computed.
     for said in [vec![900], vec![left[0], 900], vec![left[0], right[0]]] {
         let mut wrong = bench.rules(WantedForm { said, ..wanted(source.clone()) });
         let broken = wrong.mask(&mut [0; 64]).unwrap_err().to_string();

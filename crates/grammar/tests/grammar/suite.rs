@@ -15,8 +15,8 @@ const DRAFTS: [(&str, &str); 2] = [
     ),
 ];
 
-/// True for cases on which validators disagree too: whether an encoding is only an annotation, and
-/// whether a byte order mark is white space.
+/// True for cases on which validators disagree: whether the encoding of a string is checked or is
+/// only an annotation, and whether a byte order mark is white space.
 fn excused(group: &Value, instance: &Value) -> bool {
     group["file"] == "optional/content" || instance == "\u{feff}"
 }

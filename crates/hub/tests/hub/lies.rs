@@ -5,8 +5,8 @@ use std::fs;
 use super::server::{Answer, Asked, Server, sha256};
 use super::{SMALL, blobs, bytes, error};
 
-/// Returns the error for weights whose responses `change` falsifies, and the number of their
-/// downloads.
+/// Downloads a model while `change` falsifies the responses for its weights. Returns the error, and
+/// the number of times that the weights were requested.
 fn told(change: impl Fn(&Asked, &mut Answer) + Send + Sync + 'static) -> (String, usize) {
     let weights = bytes(300_000);
     let files: [(&str, &[u8]); 3] = [SMALL[0], SMALL[1], ("model.safetensors", &weights)];
@@ -56,7 +56,7 @@ fn a_body_without_an_end() {
             answer.set("transfer-encoding", "chunked");
         }
     });
-    assert!(text.contains("more comes than 300 kB"), "{text}");
+    assert!(text.contains("more was sent than the announced 300 kB"), "{text}");
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn an_address_that_sends_to_itself() {
     let (text, _) = told(|asked, answer| {
         *answer = Answer::new(307, &[("location", &asked.path)]);
     });
-    assert!(text.contains("sends elsewhere for ever"), "{text}");
+    assert!(text.contains("redirects too often"), "{text}");
 }
 
 #[test]
@@ -108,7 +108,7 @@ fn an_encoding_that_nobody_asked_for() {
             answer.set("content-encoding", "gzip");
         }
     });
-    assert!(text.contains("in an encoding that nobody asked for"), "{text}");
+    assert!(text.contains("in an encoding that was not requested"), "{text}");
 }
 
 #[test]
@@ -212,7 +212,7 @@ fn paths_that_leave() {
 #[test]
 fn lists_that_are_none() {
     for body in ["", "<html>", "[]", r#"{"siblings": []}"#] {
-        assert!(listed(body).contains("does not speak as the hub does"));
+        assert!(listed(body).contains("is not that of a Hugging Face hub"));
     }
 }
 

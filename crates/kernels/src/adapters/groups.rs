@@ -34,7 +34,7 @@ impl Group<'_> {
 pub(crate) struct Groups<'a> {
     /// The groups whose rows are tokens of the step.
     all: Vec<Group<'a>>,
-    /// The same groups; their rows are those of the sampled tokens.
+    /// The groups of the same adapters, whose rows are indices among the sampled tokens.
     sampled: Vec<Group<'a>>,
 }
 
@@ -94,7 +94,7 @@ pub(crate) struct Buffers<E> {
     queues: Vec<Queue>,
 }
 
-/// The adapters of a step and its buffers, for the members of a team.
+/// The adapters of a step and their buffers, for the members of a team.
 pub(crate) struct Adapted<'a, E> {
     groups: &'a Groups<'a>,
     pub(crate) reduced: *mut E,
@@ -157,7 +157,8 @@ impl<E> Adapted<'_, E> {
         &self.queues[(layer * PRODUCTS + product as usize) * QUEUES..][..QUEUES]
     }
 
-    /// A member's buffers for the rows of a tile: as elements, and in the form that tiles read.
+    /// Returns a member's two buffers for the rows of a tile: as elements, and in the form that
+    /// tiles read.
     ///
     /// # Safety
     /// No other thread may use the buffers of the same `member` at the same time.

@@ -143,8 +143,8 @@ impl AdapterSizes {
         (inputs > 0 && outputs > 0).then_some(Slice { inputs, outputs, first })
     }
 
-    /// The packed matrices of modules with these ranks; `modules` is in ascending order. Each
-    /// product has one `A` for all its modules, followed by a `B` for each.
+    /// The packings of the matrices of `modules`: layer, module and rank of each, in ascending
+    /// order. Each product has one `A` for all its modules, followed by a `B` for each.
     fn packings(&self, modules: &[(usize, AdaptedModule, usize)]) -> Vec<Vec<Packing>> {
         let packing = |outputs, inputs| Packing {
             outputs,
@@ -169,7 +169,7 @@ impl AdapterSizes {
     }
 }
 
-/// Pads a rank to pairs, since kernels take inner positions two by two.
+/// Rounds a rank up to an even number, since kernels take inner positions in pairs.
 fn whole_pairs(rank: usize) -> usize {
     rank.next_multiple_of(2)
 }

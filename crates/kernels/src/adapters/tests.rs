@@ -3,8 +3,8 @@ use std::sync::Arc;
 use super::*;
 
 /// Layers of hidden size 8, with 8 query and 4 key elements, and an inner size of 6 where there is
-/// a dense network. The third layer reads another layer's keys; the last has only a dense network
-/// without gates.
+/// a dense network. The third layer reads another layer's keys. The last layer has only a dense
+/// network without gates.
 fn sizes() -> AdapterSizes {
     let layers = [[8, 4, 4, 6, 6], [8, 4, 0, 0, 0], [8, 0, 0, 0, 0], [0, 0, 0, 0, 6]];
     AdapterSizes::new(Dtype::Float32, 8, layers)
@@ -23,7 +23,8 @@ fn what_does_not_fit_is_refused() {
     let good = pack(vec![matrices(0, Up, 3), matrices(1, Query, 1)]).expect("an adapter");
     assert!(good.changes_gates() && good.beside(0, Product::Qkv).is_none());
     let up = good.beside(0, Product::GateUp).expect("a product");
-    // Odd ranks are padded, and the outputs of the up projection follow the gates.
+    // Odd ranks are padded, and the outputs of the up projection follow those of the gate
+    // projection.
     assert_eq!((up.rank, up.parts[0].first, up.parts[0].outputs), (4, 6, 6));
     assert_eq!(sizes().of(1, Down), None, "the layer has no dense part");
     assert_eq!(sizes().of(1, Value), None, "values that are keys");

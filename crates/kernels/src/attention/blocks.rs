@@ -143,9 +143,9 @@ unsafe fn groups_of<E: Element, K: Kernel<E>>(
     (keys, values)
 }
 
-/// Returns the offsets in the pool of the groups that are read next. They belong to the next head,
-/// the next block, or the first block of the next unit. For the last unit, its own first block is
-/// used again. `None` if the groups have to be reordered first.
+/// Returns the offsets in the pool of the groups that are read next. These groups belong to the
+/// next head, the next block, or the first block of the next unit. For the last unit, they are
+/// those of its own first block. `None` if groups have to be reordered before they are read.
 #[inline(always)]
 unsafe fn next_groups(
     shape: &Shape,
@@ -172,7 +172,7 @@ unsafe fn next_groups(
     }
 }
 
-/// How the product of a query and a key becomes an exponent of two.
+/// How the product of a query and a key is converted to an exponent of two.
 #[derive(Clone, Copy)]
 struct Scoring {
     /// The factor of a product. If there is a cap, the scaled product is in units of the cap;
@@ -193,9 +193,9 @@ impl Scoring {
     }
 }
 
-/// One row's step of an online softmax, in base 2, over blocks. Turns scores into weights relative
-/// to the largest score so far, and returns the factor that rescales the earlier sums. If no
-/// position of the block is `visible`, the weights are zero and the factor is 1.
+/// Performs one row's step of an online softmax over blocks, in base 2. Turns scores into weights
+/// relative to the largest score so far, and returns the factor that rescales the earlier sums. If
+/// no position of the block is `visible`, the weights are zero and the factor is 1.
 #[inline(always)]
 unsafe fn soften<E: Element, K: Kernel<E>>(
     scores: &[f32; BLOCK],

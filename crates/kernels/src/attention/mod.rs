@@ -16,8 +16,8 @@ use crate::pages::{Held, Ordered, Pool, Shape};
 use crate::tile::{BLOCK, Kernel, MAX_ROWS, tile_height};
 use crate::vector::{LANES, Vector};
 
-/// The most query rows (tokens times heads of a group) of a unit with several tokens. They share a
-/// block while it is in the L1 cache.
+/// The largest number of query rows (tokens times heads of a group) in a unit with several tokens.
+/// The rows share a block while it is in the L1 cache.
 const QUERY_ROWS: usize = 48;
 /// Positions of a span.
 const SPAN: usize = 512;
@@ -44,7 +44,7 @@ pub(crate) struct Unit {
     pub(crate) heads: usize,
     from: usize,
     until: usize,
-    /// The index of the split that the unit belongs to; `None`: it belongs to no split.
+    /// The index of the split that the unit belongs to; `None` if the unit belongs to no split.
     split: Option<usize>,
 }
 
@@ -65,7 +65,7 @@ impl Unit {
     }
 
     /// The number of leading rows that see no position from `span` on, because their queries
-    /// precede it.
+    /// precede that position.
     #[inline(always)]
     fn blind_rows(&self, shape: &Shape, span: usize) -> usize {
         match shape.both_ways {
@@ -80,7 +80,8 @@ impl Unit {
     }
 }
 
-/// A single query whose spans are separate units. The member that finishes last merges them.
+/// A single query whose spans are separate units. The member that finishes last merges their
+/// results.
 struct Split {
     parts: usize,
     /// The number of unfinished parts.
@@ -108,11 +109,11 @@ impl Work {
     }
 
     /// Adds `queries` for all key heads; `held.kv_head` is ignored. `end`: the number of positions
-    /// of their row. `together`: the key heads of a single query form one unit, since they lie side
-    /// by side in memory.
+    /// of the row with these queries. `together`: the key heads of a single query form one unit,
+    /// since they lie side by side in memory.
     pub(crate) fn add(&mut self, shape: &Shape, queries: Queries, end: usize, together: bool) {
         let most = (QUERY_ROWS / shape.group()).max(1);
-        // For latent rows, a joint unit saves nothing: their values are computed again for each key
+        // For latent rows, a joint unit saves nothing: the values are computed again for each key
         // head.
         let together = together && queries.tokens == 1 && shape.latent == 0;
         let heads = if together { shape.kv_heads } else { 1 };
@@ -265,7 +266,8 @@ impl<E: Element> Scratch<E> {
 
 /// Computes the attention of a unit's queries, which are in the scratch. Writes their part of `out`
 /// `[rows, heads, value_dim]`, unless other units of the same split are unfinished. `then`: the
-/// next unit. `sinks`: a score per query head that takes weight but has no value; may be empty.
+/// next unit. `sinks`: one score per query head, which takes weight but has no value; empty if
+/// there are no sinks.
 ///
 /// # Safety
 /// The unit must lie within `out`. Every position that either unit attends to must have a page in

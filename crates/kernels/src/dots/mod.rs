@@ -12,8 +12,9 @@ pub(crate) const fn quad_bytes(format: Format) -> usize {
     if format.is_narrow() { NR * QUAD / 2 } else { NR * QUAD }
 }
 
-/// The products with codes on one kind of processor. All implementations compute the same integers.
-/// They add floats in the same order, but round once or twice per term.
+/// The products with codes on one kind of processor. All implementations compute the same integers,
+/// and add floats in the same order. Implementations with fused multiply-add round once per term,
+/// the others twice.
 ///
 /// # Safety
 /// Implementations may use instructions that not every processor has. Their methods may be called

@@ -1,4 +1,4 @@
-//! Compares products of codes with the formulas, at every level that the processor has.
+//! Compares products of codes with the formulas, at every instruction level that the processor has.
 
 use proptest::prelude::*;
 
@@ -34,7 +34,7 @@ fn half(random: u32) -> [u8; 2] {
 }
 
 impl Quantised {
-    /// `extreme`: all codes are the smallest or the largest.
+    /// Creates a random matrix. `extreme`: each code is the smallest or the largest of the format.
     fn of(
         format: Format,
         (outputs, inputs): (usize, usize),
@@ -137,7 +137,7 @@ fn check_tiles<D: Dots>(format: Format, rows: usize, blocks: usize, seed: u32, e
     let matrix = Quantised::of(format, (NR, inputs), false, seed, extreme);
     let spread = |x: f32| if extreme { x.signum() } else { x };
     let mut x: Vec<f32> = numbers(rows * inputs, !seed).into_iter().map(spread).collect();
-    // One row consists of zeros.
+    // Make one row consist of zeros.
     if rows > 2 {
         x[inputs..2 * inputs].fill(0.0);
     }
@@ -166,8 +166,8 @@ fn check_tiles<D: Dots>(format: Format, rows: usize, blocks: usize, seed: u32, e
     }
 }
 
-/// Checks that two instruction levels give the same bits. This holds for levels that fuse
-/// multiplication and addition, since they compute the same integers.
+/// Checks that two instruction levels give the same bits. Both levels must fuse multiplication and
+/// addition; then their floats are rounded in the same way.
 fn check_same<D: Dots, Other: Dots>(
     format: Format,
     rows: usize,
@@ -183,9 +183,9 @@ fn check_same<D: Dots, Other: Dots>(
     assert_eq!(found, products::<Other>(&matrix, &codes, MAX_ROWS, 0), "{format:?}");
 }
 
-/// Pointers that members share.
+/// Pointers that the threads of a team share.
 struct Shared<T>(T);
-// SAFETY: members write different parts.
+// SAFETY: the team's threads write to disjoint parts.
 unsafe impl<T> Sync for Shared<T> {}
 
 impl<T: Copy> Shared<T> {

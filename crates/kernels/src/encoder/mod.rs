@@ -1,5 +1,5 @@
 //! An encoder (Devlin et al. 2019): every position of a prompt attends to the whole prompt, and
-//! each prompt yields one vector. Only the weights are kept from batch to batch.
+//! each prompt yields one vector. No keys, values or states are kept for later batches.
 
 mod bert;
 mod model;

@@ -148,7 +148,7 @@ struct Work<E> {
 }
 
 impl<E: Element> Encoder<E> {
-    /// Creates an encoder of the element type `E`; its sizes and weights were checked.
+    /// Creates an encoder of the element type `E`. The caller must have checked sizes and weights.
     pub(super) fn new(sizes: &BertSizes, weights: &BertWeights, threads: Arc<Threads>) -> Self {
         let &BertSizes { hidden, heads, .. } = sizes;
         let head_dim = hidden / heads;

@@ -50,8 +50,8 @@ pub(crate) struct Token<E> {
     pub(super) entry: usize,
 }
 
-/// A batch as the members share it. Each member writes its own part of the buffers between two
-/// barriers.
+/// A batch, in the form that all members share. Between two barriers, each member writes its own
+/// part of the buffers.
 pub(crate) struct Pass<'a, E> {
     /// States `[tokens, hidden]`.
     pub(super) x: *mut f32,

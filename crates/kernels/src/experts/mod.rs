@@ -27,14 +27,14 @@ pub(crate) struct Stack {
     pub(crate) format: Option<Format>,
     pub(crate) outputs: usize,
     pub(crate) inputs: usize,
-    /// Bytes from one matrix to the next.
+    /// The distance between the starts of two consecutive matrices, in bytes.
     apart: usize,
     /// `[experts, outputs]`; empty if there are no biases.
     biases: Vec<f32>,
 }
 
 impl Stack {
-    /// Creates a stack of `count` matrices, which were checked. Biases are of the type `E`.
+    /// Creates a stack of `count` matrices that were already checked. Biases are of the type `E`.
     pub(crate) fn new<E: Element>(
         (matrix, count): (&weights::Matrix, usize),
         (outputs, inputs): (usize, usize),
@@ -81,11 +81,11 @@ pub(crate) struct Mixture {
     pub(crate) beside: Option<Beside>,
 }
 
-/// The norms and factors of experts that run beside a dense network.
+/// The norms and factors of experts in a layer that also has a dense network.
 pub(crate) struct Beside {
     /// The weights of the norm of the router's inputs, times the square root of 1 / hidden.
     pub(crate) router: Vec<f32>,
-    /// The factor of each expert's weight.
+    /// A factor per expert, by which the expert's routing weight is multiplied.
     pub(crate) factors: Vec<f32>,
     pub(crate) before: Vec<f32>,
     pub(crate) behind_dense: Vec<f32>,
@@ -158,8 +158,8 @@ pub(crate) struct Work<E> {
     weights: Vec<f32>,
     /// The output of each row, `[rows, states]`.
     terms: Vec<f32>,
-    /// The sums of a token's outputs, `[tokens, states]`, if experts run beside a dense network or
-    /// have latent states.
+    /// The sum of the experts' outputs for each token, `[tokens, states]`, if experts run beside a
+    /// dense network or have latent states.
     sums: Vec<f32>,
     /// The latent states of tokens `[tokens, states]`, later replaced by the sums of the experts'
     /// outputs.

@@ -1,8 +1,8 @@
 //! Chooses the experts of a token, and their weights.
 //!
-//! Softmax over all experts: Shazeer et al. 2017, as in Qwen3-MoE. Limited to the best groups:
-//! DeepSeek-V2 (2024). Sigmoids, with a bias that corrects the choice: DeepSeek-V3 (2024), and also
-//! GLM-4.
+//! The variants and their sources: softmax over all experts is from Shazeer et al. 2017, as in
+//! Qwen3-MoE. The limit to the best groups is from DeepSeek-V2 (2024). Sigmoids with a bias that
+//! corrects the choice are from DeepSeek-V3 (2024), and are also used by GLM-4.
 
 use crate::sizes::ExpertSizes;
 

@@ -72,8 +72,8 @@ impl Sorted {
     }
 
     /// Assigns the units of work of a product to the active experts, and returns their number.
-    /// `block` returns the largest number of rows of a unit, given the expert's number of rows.
-    /// Each of these blocks has one unit per panel.
+    /// `block` returns the largest number of rows of a unit, given the number of rows of the unit's
+    /// expert. Each such block of rows has one unit per panel.
     #[inline(always)]
     pub(crate) fn count_pieces(&mut self, panels: usize, block: impl Fn(usize) -> usize) -> usize {
         let mut end = 0;

@@ -2,7 +2,7 @@
 
 use crate::codes::{Codes, Format};
 
-/// The rows of a tile, from its first row on, and a panel.
+/// A panel, and the rows of a tile, given by the addresses of the first row.
 #[derive(Clone, Copy)]
 pub(super) struct Operands {
     pub(super) codes: *const i8,
@@ -14,10 +14,11 @@ pub(super) struct Operands {
 }
 
 impl Operands {
-    /// The operands of rows of `k` positions, from `row` on.
+    /// Returns the operands for a tile whose first row is row `row` of `rows`. Rows have `k`
+    /// positions.
     ///
     /// # Safety
-    /// `rows` has the row.
+    /// Row `row` must exist in `rows`.
     #[inline(always)]
     pub(super) unsafe fn new(
         format: Format,

@@ -136,7 +136,8 @@ unsafe impl<E: Element> Kernel<E> for Plain {
         for r in 0..rows {
             for inner in 0..k {
                 let at = (inner / E::PAIR * rows + r) * E::PAIR + inner % E::PAIR;
-                // SAFETY: accesses stay inside the row and the numbers, by the function's contract.
+                // SAFETY: accesses stay inside the rows `a` and the output `numbers`, by the
+                // function's contract.
                 unsafe { *numbers.add(at) = *a.add(r * k + inner) };
             }
         }
@@ -243,7 +244,7 @@ unsafe impl<E: Element> Kernel<E> for Plain {
 /// are `apart` groups apart.
 ///
 /// # Safety
-/// The row has `k` elements, the panel `k * N`.
+/// The row must have `k` elements, and the panel `k * N`.
 #[inline(always)]
 unsafe fn product<E: Element, const N: usize>(
     (row, apart): (*const E, usize),

@@ -17,8 +17,8 @@ use crate::vector::Vector;
 /// panel to panel.
 pub(crate) const BLOCK_ROWS: usize = 96;
 
-/// Distance in bytes from a tile's operands to the data that it prefetches: more than memory
-/// delivers during one access latency.
+/// Distance in bytes from a tile's operands to the data that the tile prefetches. It exceeds the
+/// bytes that memory delivers during the latency of one access.
 const AHEAD: usize = 4096;
 
 /// A packed weight matrix.
@@ -95,12 +95,12 @@ pub(crate) fn block_of<E: Element, K: Kernel<E>>(height: usize) -> usize {
     (K::BLOCK_ROWS / height.max(1) * height).max(1)
 }
 
-/// Arranges the rows of some tiles, each with `inputs` elements. The returned operand is valid once
-/// all tiles are arranged.
+/// Arranges the rows of some tiles. Each row has `inputs` elements. The returned operand may be
+/// used once all tiles are arranged.
 ///
 /// # Safety
-/// The rows can be read, and `numbers` has room for all of them. No other thread may write the room
-/// for these rows.
+/// The rows must be readable, and `numbers` must have room for all of them. No other thread may
+/// write to the room for these rows.
 #[inline(always)]
 pub(crate) unsafe fn arrange<E: Element, K: Kernel<E>>(
     rows: Rows<E>,
@@ -187,7 +187,7 @@ impl LogitScales {
     }
 }
 
-/// Where the results of a product go, and how they are finished.
+/// Where the results of a product are stored, and how they are processed before that.
 #[derive(Clone, Copy)]
 pub(crate) enum Out<E> {
     /// Stored to `[rows, outputs]`.
@@ -217,8 +217,8 @@ impl<E> Out<E> {
 /// Computes this member's share of `rows · matrix`; the matrix is not quantised.
 ///
 /// # Safety
-/// The pointers are valid for the given sizes. Other members write the same `out` only through this
-/// function with the same `queue`. Each member has its own [`Out::Best`].
+/// The pointers must be valid for the given sizes. Other members may write to the same `out` only
+/// through this function with the same `queue`. Each member must have its own [`Out::Best`].
 #[inline(always)]
 pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
     (queue, members): (&Queue, usize),
@@ -252,7 +252,7 @@ pub(crate) unsafe fn multiply<E: Element, K: Kernel<E>>(
 /// Computes one unit of work of [`multiply`]: a block of the rows times a panel.
 ///
 /// # Safety
-/// The conditions of [`multiply`] hold for the memory that this unit reads and writes.
+/// The conditions of [`multiply`] must hold for the memory that this unit reads and writes.
 #[inline(always)]
 pub(crate) unsafe fn multiply_piece<E: Element, K: Kernel<E>>(
     rows: Arranged<K::Number>,
@@ -267,7 +267,7 @@ pub(crate) unsafe fn multiply_piece<E: Element, K: Kernel<E>>(
     let start = block * block_rows;
     let end = (start + block_rows).min(count);
     let tiles = (end - start).div_ceil(height);
-    // A single tile reads the panel only once, however long it is.
+    // A single tile reads the panel only once, however long the panel is.
     let chunk = if tiles == 1 { inputs } else { chunk_of(inputs, K::CHUNK, K::INNER) };
     for first in (0..inputs).step_by(chunk) {
         let positions = chunk.min(inputs - first);
@@ -318,8 +318,8 @@ fn chunk_of(inputs: usize, wanted: usize, group: usize) -> usize {
 /// Computes this member's share of `rows · matrix`, for a matrix that is quantised in this format.
 ///
 /// # Safety
-/// The conditions of [`multiply`] hold; the rows have one scale per `format.shared(inputs)`
-/// positions.
+/// The conditions of [`multiply`] must hold, and the rows must have one scale per
+/// `format.shared(inputs)` positions.
 #[inline(always)]
 pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
     (queue, members): (&Queue, usize),
@@ -354,7 +354,7 @@ pub(crate) unsafe fn multiply_codes<E: Element, K: Kernel<E>, D: Dots>(
 /// Computes one unit of work of [`multiply_codes`]: a block of [`BLOCK_ROWS`] times a panel.
 ///
 /// # Safety
-/// The conditions of [`multiply_codes`] hold for the memory that this unit reads and writes.
+/// The conditions of [`multiply_codes`] must hold for the memory that this unit reads and writes.
 #[inline(always)]
 pub(crate) unsafe fn multiply_codes_piece<E: Element, K: Kernel<E>, D: Dots>(
     rows: Codes,
@@ -389,7 +389,7 @@ pub(crate) unsafe fn multiply_codes_piece<E: Element, K: Kernel<E>, D: Dots>(
 /// Finishes a tile whose first row is `row`: writes, adds or compares its results.
 ///
 /// # Safety
-/// The conditions of [`multiply`] hold; the rows and the panel exist.
+/// The conditions of [`multiply`] must hold, and the rows and the panel must exist.
 #[inline(always)]
 unsafe fn finish<E: Element, K: Kernel<E>>(
     tile: &[Outputs],
@@ -401,7 +401,7 @@ unsafe fn finish<E: Element, K: Kernel<E>>(
     let (outputs, from) = (matrix.outputs, panel * NR);
     let width = outputs.saturating_sub(from).min(NR);
     let bias = bias_of(matrix, panel, out.is_interleaved());
-    // SAFETY: the biases are two whole vectors.
+    // SAFETY: `bias` has two whole vectors of floats.
     let [bias, other_bias] = unsafe { halves::<K::Vector>(bias.as_ptr()) };
     for (sums, row) in tile.iter().zip(row..) {
         // SAFETY: a row's sums are two whole vectors; only this unit writes these results.
@@ -468,7 +468,7 @@ fn bias_of<E>(matrix: &Matrix<'_, E>, panel: usize, interleaved: bool) -> Output
 }
 
 /// # Safety
-/// `from` can be read for [`NR`] floats.
+/// `from` must be readable for [`NR`] floats.
 #[inline(always)]
 pub(crate) unsafe fn halves<V: Vector>(from: *const f32) -> [V; 2] {
     // SAFETY: the caller upholds the contract.
@@ -478,7 +478,7 @@ pub(crate) unsafe fn halves<V: Vector>(from: *const f32) -> [V; 2] {
 /// Adds the first `width` lanes of both vectors to `to`.
 ///
 /// # Safety
-/// `to` can be read and written for `width` floats.
+/// `to` must be readable and writable for `width` floats.
 #[inline(always)]
 pub(crate) unsafe fn add<V: Vector>(left: V, right: V, to: *mut f32, width: usize) {
     let mut before = [0.0; NR];
@@ -507,7 +507,7 @@ fn logits<V: Vector>(x: V, LogitScales { scale, cap }: LogitScales) -> V {
 /// Writes at most `width` elements of `activation(left) * right`.
 ///
 /// # Safety
-/// `to` can be written for `width` elements, or for [`HALF`] if `width` is larger.
+/// `to` must be writable for `width` elements, or for [`HALF`] if `width` is larger.
 #[inline(always)]
 pub(crate) unsafe fn gate<E: Element, K: Kernel<E>>(
     (left, right): (K::Vector, K::Vector),
@@ -534,7 +534,7 @@ pub(crate) fn activated<V: Vector>(x: V, activation: Option<GateKind>) -> V {
         Some(GateKind::Gelu) => math::gelu(x),
         Some(GateKind::GeluTanh) => math::gelu_tanh(x),
         Some(GateKind::SquaredRelu) => math::squared_relu(x),
-        // Sizes with this activation, which takes two values, always have gates.
+        // `ClampedSwiglu` takes a gate and a value, so networks with it always have gates.
         Some(GateKind::ClampedSwiglu) | None => x,
     }
 }
@@ -542,7 +542,7 @@ pub(crate) fn activated<V: Vector>(x: V, activation: Option<GateKind>) -> V {
 /// Writes at most `width` lanes as elements.
 ///
 /// # Safety
-/// `to` can be written for `width` elements, or for [`HALF`] if `width` is larger.
+/// `to` must be writable for `width` elements, or for [`HALF`] if `width` is larger.
 #[inline(always)]
 pub(crate) unsafe fn put<E: Element, K: Kernel<E>>(x: K::Vector, to: *mut E, width: usize) {
     // SAFETY: the caller upholds the contract.
@@ -560,7 +560,7 @@ pub(crate) unsafe fn put<E: Element, K: Kernel<E>>(x: K::Vector, to: *mut E, wid
 /// Writes the first `width` lanes of both vectors.
 ///
 /// # Safety
-/// `to` can be written for `width` floats.
+/// `to` must be writable for `width` floats.
 #[inline(always)]
 unsafe fn write<V: Vector>(left: V, right: V, to: *mut f32, width: usize) {
     // SAFETY: the caller upholds the contract.

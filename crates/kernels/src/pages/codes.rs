@@ -4,7 +4,7 @@
 //! scales follow, in bfloat16, `[dim / SHARED, GROUP]`. A scale is for [`SHARED`] elements of one
 //! position. Keys of some models have a few large dimensions, which then reduce only the precision
 //! of their own block. Attention converts the codes of one group at a time to elements, and
-//! computes with these.
+//! computes with the elements.
 
 use super::LINE;
 use crate::codes::{LARGEST, SHARED, largest_of};
@@ -27,7 +27,8 @@ pub(crate) const fn takes_codes(page_size: usize, head_dim: usize) -> bool {
 /// The layout of one position's codes in a group.
 struct Place {
     first: usize,
-    /// The number of contiguous elements, and the distance from one run of them to the next.
+    /// The number of elements in a contiguous run, and the distance from the start of one run to
+    /// the start of the next.
     run: usize,
     step: usize,
 }
@@ -76,13 +77,13 @@ unsafe fn keep<V: Vector>(head: &[f32], lane: usize, place: &Place, group: *mut 
 /// Encodes [`SHARED`] numbers and returns their scale. The scale is NaN if a number is not finite.
 #[inline(always)]
 fn encode<V: Vector>(numbers: &[f32], codes: &mut [i8; SHARED]) -> Bf16 {
-    // SAFETY: there are `SHARED` numbers, which are whole vectors.
+    // SAFETY: `numbers` has `SHARED` elements, a multiple of the vector length.
     let largest = unsafe { largest_of::<f32, V>(numbers.as_ptr(), SHARED) };
     if largest.is_nan() {
         return Bf16::from_f32(largest);
     }
-    // The scale is rounded up, so that the largest number has a code. It is zero if its inverse
-    // would not be finite in bfloat16.
+    // The scale is rounded up, so that the largest number has a code. If the inverse of the scale
+    // would not be finite in bfloat16, the scale is zero.
     let bits = (largest / LARGEST).to_bits().wrapping_add(0xffff) >> 16;
     let scale = Bf16(bits as u16);
     if largest < 1e-34 {
@@ -90,7 +91,7 @@ fn encode<V: Vector>(numbers: &[f32], codes: &mut [i8; SHARED]) -> Bf16 {
     }
     let inverse = V::splat(1.0 / scale.to_f32());
     for (numbers, codes) in numbers.chunks_exact(LANES).zip(codes.chunks_exact_mut(LANES)) {
-        // SAFETY: there are whole vectors at all pointers.
+        // SAFETY: both chunks have `LANES` elements, a whole vector.
         unsafe {
             let x = V::load(numbers.as_ptr()).mul(inverse);
             x.at_least(-LARGEST).at_most(LARGEST).round().store_codes(codes.as_mut_ptr());
@@ -163,7 +164,7 @@ pub(super) unsafe fn values<E: Element, K: Kernel<E>>(
 /// Returns the scales of the group's positions for a block of elements.
 ///
 /// # Safety
-/// `group` has the block.
+/// `group` is the keys or the values of a group, and `index` is one of its blocks.
 #[inline(always)]
 unsafe fn scales_of(group: *const u8, index: usize, dim: usize) -> [f32; GROUP] {
     // SAFETY: the caller upholds the contract.
@@ -172,8 +173,8 @@ unsafe fn scales_of(group: *const u8, index: usize, dim: usize) -> [f32; GROUP] 
     scales.map(Bf16::to_f32)
 }
 
-/// The scales for a vector of keys, which has `E::PAIR` elements of each position. `half` is the
-/// index of the vector among the `E::PAIR` vectors of the group's positions.
+/// The scales for a vector of keys, which has `E::PAIR` elements of each position. `E::PAIR` such
+/// vectors cover the group's positions, and `half` is the index of this one.
 #[inline(always)]
 fn repeated<E: Element>(scales: &[f32; GROUP], half: usize) -> [f32; LANES] {
     if E::PAIR == 1 {

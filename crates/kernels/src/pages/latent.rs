@@ -1,9 +1,9 @@
 //! Rows of latent attention (DeepSeek-V2, 2024). A position has one row, which is the key of all
-//! heads; its first elements are their value.
+//! heads. The first elements of the row are the value of all heads.
 //!
 //! Rows are stored like the keys of a single head, with codes or without. Values need another
-//! order. They are converted from the keys for each block of positions that a unit reads, since
-//! pages with both orders would take nearly twice the memory.
+//! order. Each unit of work converts keys to values for the blocks of positions that it reads.
+//! Pages with both orders would take nearly twice the memory.
 
 use crate::element::Element;
 use crate::math;

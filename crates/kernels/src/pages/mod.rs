@@ -2,11 +2,11 @@
 //!
 //! If sizes allow, [`GROUP`] positions of a head are stored in the order in which the kernels read
 //! them, so that attention need not reorder them. Keys are `[dim / PAIR, GROUP, PAIR]`, values
-//! `[GROUP / PAIR, dim, PAIR]`. Groups of both are stored as `[entries / GROUP, kv_heads]`. A page
+//! `[GROUP / PAIR, dim, PAIR]`. The groups of keys, and those of values, are stored as
+//! `[entries / GROUP, kv_heads]`. For other sizes, entries are `[entries, kv_heads, dim]`, and
+//! groups are reordered at every read. Pages with codes store groups in the kernels' order. A page
 //! has the same size and offset in any order, so code that copies whole pages does not depend on
-//! the order. Otherwise entries are `[entries, kv_heads, dim]`, and groups are reordered at every
-//! read. Pages with codes store groups in the same order. Latent attention stores only keys
-//! ([`latent`]).
+//! the order. Latent attention stores only keys ([`latent`]).
 
 pub(crate) mod codes;
 mod latent;
@@ -103,14 +103,14 @@ impl Shape {
         self.page_size.is_multiple_of(GROUP) && self.head_dim.is_multiple_of(GROUP)
     }
 
-    /// The offset of the group that has an entry of a head: in elements, or in bytes if pages have
-    /// codes.
+    /// The offset of the group that contains an entry of a head: in elements, or in bytes if pages
+    /// store codes.
     fn group_of(&self, entry: usize, kv_head: usize) -> usize {
         let group = self.place_of(entry / GROUP, kv_head);
         group * if self.coded { group_bytes(self.head_dim) } else { GROUP * self.head_dim }
     }
 
-    /// The index of a head among those of all entries, or of all groups.
+    /// The index of a head of entry or group `at`, among the heads of all entries or groups.
     fn place_of(&self, at: usize, kv_head: usize) -> usize {
         if self.latent > 0 { at } else { at * self.kv_heads + kv_head }
     }
@@ -235,8 +235,9 @@ impl<E: Element> Pool<E> {
         }
     }
 
-    /// Prefetches the cache lines that [`Self::keep`] will write for an entry: one of `parts`
-    /// shares of its keys' lines, and with the first share all lines of its values.
+    /// Prefetches cache lines that [`Self::keep`] will write for an entry: share `part` of `parts`
+    /// of the key lines. The value lines are divided in the same way if pages store codes;
+    /// otherwise share 0 includes all of them.
     #[inline(always)]
     pub(crate) fn expect<K: Kernel<E>>(
         &self,
@@ -266,10 +267,10 @@ impl<E: Element> Pool<E> {
         }
     }
 
-    /// Returns the keys and values of the group of positions that begins at `first`, of which only
-    /// the first `seen` are used. The keys of the other positions are arbitrary, and their values
-    /// are zero. Data that must be reordered, or converted from codes, goes to `ordered` at `slot`.
-    /// With codes, the group at `next` is prefetched.
+    /// Returns the keys and values of the group of positions that begins at `first`. Only the first
+    /// `seen` positions are used. The keys of the other positions are arbitrary, and their values
+    /// are zero. Data that must be reordered, or converted from codes, is written to `ordered`, to
+    /// the buffer with index `slot`. With codes, the group at `next` is prefetched.
     ///
     /// # Safety
     /// The positions that are seen have pages, and no other thread may write these positions at the
@@ -293,7 +294,7 @@ impl<E: Element> Pool<E> {
         let size = GROUP * padded;
         let ordered_keys = &mut ordered.keys[slot * size..][..size];
         let ordered_values = &mut ordered.values[slot * size..][..size];
-        // SAFETY: the entries' pages exist, and rows and groups have the sizes that are used.
+        // SAFETY: the entries' pages exist, and all accesses stay inside their rows and groups.
         unsafe {
             if shape.coded {
                 let group = shape.group_of(held.entry(shape, first), held.kv_head);

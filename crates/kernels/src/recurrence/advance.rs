@@ -39,7 +39,8 @@ pub(crate) struct Advance<'a> {
     /// The outputs `[tokens, stride]` of the layer's input projection.
     pub(crate) projected: *const f32,
     pub(crate) stride: usize,
-    /// The first token's decays, and the distance in elements from one token's to the next one's.
+    /// The first token's decays, and the distance in elements from the decays of one token to those
+    /// of the next token.
     pub(crate) decays: (*const f32, usize),
     /// `[tokens, channels]`
     pub(crate) mixed: *mut f32,
@@ -78,9 +79,9 @@ struct Strength {
 struct HeadKeys<'a> {
     q: &'a [f32],
     k: &'a [f32],
-    /// The decays of the key's elements, and the key times these decays. Both are empty if the head
-    /// has a single decay.
+    /// The decays of the key's elements; empty if the head has a single decay.
     decays: &'a [f32],
+    /// The key times these decays; also empty if the head has a single decay.
     decayed: &'a [f32],
 }
 
@@ -234,7 +235,8 @@ impl Advance<'_> {
 /// plus the directly added values. With `CHANNELS`, each element of a key has its own decay.
 ///
 /// # Safety
-/// States have a row of `dim` values for each element of a key, and there are `dim` values.
+/// The states must have a row of `dim` values for each element of a key, and `values` must have
+/// `dim` values.
 #[inline(always)]
 unsafe fn advance<V: Vector, const CHANNELS: bool>(
     HeadState { from, to }: HeadState,

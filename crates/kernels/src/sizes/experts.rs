@@ -31,7 +31,7 @@ pub struct ExpertSizes {
     pub groups: usize,
     /// The number of best groups from which experts are chosen.
     pub kept_groups: usize,
-    /// The number of a group's best scores whose sum is the group's score.
+    /// The score of a group is the sum of this many of its best scores.
     pub best_of_group: usize,
     /// True if the weights of a token's experts are divided by their sum.
     pub normalise: bool,

@@ -3,13 +3,15 @@
 use super::AttentionSizes;
 use crate::packing::{Unfit, unfit};
 
-/// The smallest number of heads in a group that attends together, unless the model has fewer heads.
-/// The heads of a group share the values that are computed from a block of rows.
+/// The smallest number of heads in a group of heads that are computed together, unless the model
+/// has fewer heads. The heads of a group share the values that are computed from a block of cached
+/// rows.
 const HEADS: usize = 32;
 
 /// The sizes of latent attention (DeepSeek-V2, 2024), in addition to the common sizes. The keys and
-/// values of all heads are projections of one short row per position. Here queries are mapped to
-/// the latent part of the rows instead, so attention has a single key head.
+/// values of all heads are projections of one short row per position. The kernels do not compute
+/// these projections. They map queries to the latent part of the rows instead, so attention has a
+/// single key head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LatentSizes {
     /// Elements of the low rank of queries. `None` if queries have a single projection.
@@ -53,8 +55,9 @@ impl AttentionSizes {
         self.heads * self.latent.map_or(self.head_dim, of_head)
     }
 
-    /// The number of key heads that units of attention distinguish. Heads of latent attention share
-    /// one key head, but are split into groups so that threads can share a position.
+    /// The number of key heads by which the work of attention is divided among threads. Heads of
+    /// latent attention share one key head. They are split into groups, so that several threads can
+    /// compute one position.
     pub(crate) fn key_heads(&self) -> usize {
         if self.latent.is_none() {
             return self.kv_heads;

@@ -46,7 +46,7 @@ pub struct AttentionSizes {
     pub cap: Option<f32>,
     /// True if the output is multiplied by the sigmoid of a gate.
     pub gate: bool,
-    /// True if keys and values have the same projection.
+    /// True if one projection computes both keys and values.
     pub keys_are_values: bool,
     /// True if each head of values is normalised, without weights.
     pub value_norm: bool,
@@ -61,13 +61,14 @@ pub struct AttentionSizes {
     pub latent: Option<LatentSizes>,
 }
 
-/// Inputs of each layer in addition to the residual stream (Gemma 3n, 2025): an embedding row of
-/// the token, plus a projection of the token's input.
+/// Sizes of the per-layer inputs of Gemma 3n and Gemma 4. Each layer has this input in addition to
+/// the residual stream: a per-layer embedding of the token, plus a projection of the first layer's
+/// input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LayerInputSizes {
-    /// The number of tokens that have rows.
+    /// The number of tokens with a per-layer embedding.
     pub vocabulary: usize,
-    /// Elements of a layer's input.
+    /// Elements of the per-layer input of one layer.
     pub size: usize,
 }
 
@@ -116,7 +117,7 @@ pub struct Sizes {
     pub wide_norms: bool,
     /// Elements of the inner state of the widest dense feed-forward network; 0 if no layer has one.
     pub intermediate: usize,
-    /// The sizes of layers' own inputs; `None` if layers have none.
+    /// The sizes of per-layer inputs; `None` if layers have none.
     pub layer_inputs: Option<LayerInputSizes>,
     /// The sizes of the experts; `None` if no layer has experts.
     pub experts: Option<ExpertSizes>,
@@ -151,10 +152,10 @@ impl Sizes {
         [bytes, if latent.is_some() { 0 } else { bytes }]
     }
 
-    /// Returns a layer's output sizes for [`crate::AdapterSizes::new`]. `attention` is its kind of
-    /// attention. `None`, and latent attention, mean that adapters change only the dense network.
-    /// If not `own_keys`, the layer reads the keys of another layer. `inner` is the inner size of
-    /// its dense network.
+    /// Returns a layer's output sizes for [`crate::AdapterSizes::new`]. `attention` is the index of
+    /// its kind of attention. If it is `None`, or the attention is latent, adapters change only the
+    /// dense network. `own_keys` is false if the layer reads the keys of another layer. `inner` is
+    /// the inner size of the dense network.
     #[must_use]
     pub fn adapted_widths(
         &self,
@@ -235,8 +236,9 @@ impl AttentionSizes {
         (self.heads * self.head_dim, self.kv_heads * self.head_dim)
     }
 
-    /// Outputs per position of the projection of queries, keys and values. If not `own_keys`, keys
-    /// and values have no outputs.
+    /// The number of outputs per position of the projection: of queries, and of keys and values.
+    /// Without `own_keys`, keys and values have no outputs. With
+    /// [`AttentionSizes::keys_are_values`], values have none.
     pub(crate) fn products(&self, own_keys: bool) -> (usize, [usize; 2]) {
         let (queries, keys) = self.elements();
         match (own_keys, self.keys_are_values) {

@@ -51,7 +51,8 @@ impl RecurrenceSizes {
         [inputs, self.heads * self.key_dim * self.value_dim].map(|count| count * size_of::<f32>())
     }
 
-    /// The outputs of the input projection, and the inputs of the output projection.
+    /// The number of outputs of the input projection, and the number of inputs of the output
+    /// projection.
     #[must_use]
     pub fn widths(&self) -> (usize, usize) {
         (self.projected(), self.values())
@@ -88,8 +89,9 @@ impl RecurrenceSizes {
         if self.heads == 0 { 0 } else { self.channels() }
     }
 
-    /// The index of the first strength among the outputs of the input projection. Strengths follow
-    /// the gates and decays, or their low ranks.
+    /// The index of the first *strength* among the outputs of the input projection. A strength is
+    /// the weight of a head's new value in the update of its state. The strengths follow the gates
+    /// and decays, or the low-rank forms of these.
     pub(crate) fn strengths(&self) -> usize {
         self.channels()
             + match self.low_rank {

@@ -12,8 +12,8 @@ use crate::vector::Vector;
 /// The number of panels of `B` per unit of work.
 const PANELS: usize = 8;
 
-/// Results to which adapters add: their address, the elements from one row to the next, and the
-/// factor of the added term.
+/// Results to which adapters add their terms: the address of the first row, the number of elements
+/// from one row to the next, and the factor of the terms.
 #[derive(Clone, Copy)]
 pub(super) struct Results {
     pub(super) first: *mut f32,
@@ -21,7 +21,7 @@ pub(super) struct Results {
     pub(super) scale: f32,
 }
 
-/// Rows of a group that form a tile.
+/// The rows of one tile. They belong to one group.
 #[derive(Clone, Copy)]
 struct Tokens<'a> {
     tokens: &'a [usize],
@@ -57,8 +57,8 @@ impl<E: Element> Step<'_, E> {
     /// it reads the results.
     ///
     /// # Safety
-    /// The conditions of [`Self::multiply`] hold. That function must have been called for these
-    /// results; no barrier is needed in between.
+    /// The conditions of [`Self::multiply`] must hold, and that function must have been called for
+    /// these results. No barrier is needed between the two calls.
     #[inline(always)]
     pub(super) unsafe fn adapt<K: Kernel<E>>(
         &self,
@@ -80,8 +80,8 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The buffer of gates and values before the activation, if an adapter changes any of these
-    /// rows.
+    /// The buffer of gates and values before the activation; `None`: no adapter changes any of
+    /// these rows.
     #[inline(always)]
     pub(super) fn adapted_gates(&self, layer: usize, rows: Rows<E>) -> Option<*mut f32> {
         let adapted = self.adapted.as_ref()?;
@@ -89,7 +89,7 @@ impl<E: Element> Step<'_, E> {
         adapted.groups((layer, Product::GateUp), whole).map(|_| adapted.gates())
     }
 
-    /// Computes the product `A x`, rounded to elements.
+    /// Computes the product `A x`, and rounds it to the element type.
     #[inline(always)]
     unsafe fn reduce<K: Kernel<E>>(
         &self,
@@ -124,8 +124,9 @@ impl<E: Element> Step<'_, E> {
                     let tokens = tile_of::<E, K>(&group.tokens, group.first, left / panels);
                     let panel = left % panels;
                     let LowRank { rank, inputs, .. } = *matrices;
-                    // SAFETY: reads stay inside the product's rows and a panel of `A`. The room
-                    // belongs to this member, and no other unit of work writes these results.
+                    // SAFETY: reads stay inside the product's rows and a panel of `A`. The buffers
+                    // of gathered rows belong to this member, and no other unit of work writes
+                    // these results.
                     unsafe {
                         let from = rows.first;
                         let numbers = gather::<E, K>(adapted, (from, inputs), tokens, member);
@@ -249,7 +250,7 @@ impl<E: Element> Step<'_, E> {
     /// or `[count, inner]` without.
     ///
     /// # Safety
-    /// A barrier has passed since the rows were written.
+    /// A barrier must have passed since the rows were written.
     #[inline(always)]
     pub(super) unsafe fn finish_gates<K: Kernel<E>>(
         &self,
@@ -275,8 +276,9 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Returns where the first projection of a feed-forward network writes: to `before`, without
-    /// applying the activation, or otherwise to the buffer of activated values.
+    /// Returns where the first projection of a feed-forward network writes. If there is a buffer
+    /// `before`, that is the target, and the activation is not applied yet. Otherwise activated
+    /// values are written to their own buffer.
     #[inline(always)]
     pub(super) fn gates_to(&self, before: Option<*mut f32>) -> Out<E> {
         match (before, self.has_gates) {
@@ -288,7 +290,7 @@ impl<E: Element> Step<'_, E> {
     }
 }
 
-/// The number of tiles for this many rows.
+/// The number of tiles for `rows` rows.
 #[inline(always)]
 fn tiles<E: Element, K: Kernel<E>>(rows: usize) -> usize {
     rows.div_ceil(tile_height(rows, K::ROWS).max(1))
@@ -306,7 +308,8 @@ fn tile_of<E: Element, K: Kernel<E>>(tokens: &[usize], first: usize, tile: usize
 /// Arranges a tile's rows for the kernel.
 ///
 /// # Safety
-/// The rows exist and have `inputs` elements, and there is room for a tile.
+/// The rows must exist and have `inputs` elements, and the member's buffers must have room for a
+/// tile.
 #[inline(always)]
 unsafe fn gather<E: Element, K: Kernel<E>>(
     adapted: &Adapted<'_, E>,

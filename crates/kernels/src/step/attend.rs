@@ -23,7 +23,8 @@ impl<E: Element> Step<'_, E> {
     /// Writes a token's key and value to their page.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; only this member may take the token and the head.
+    /// The conditions of [`Step::compute`] must hold, and only this member may take the token and
+    /// the head.
     #[inline(always)]
     pub(super) unsafe fn keep<K: Kernel<E>>(
         &self,
@@ -59,7 +60,7 @@ impl<E: Element> Step<'_, E> {
                 layer.pool.keep_codes::<K::Vector>(shape, (entry, kv_head), key, value);
                 return;
             }
-            // Borrows the buffer of the queries, which has room for more than two heads.
+            // Uses the buffer of the queries, which has room for more than two heads.
             let (narrow_key, rest) = scratch.queries.split_at_mut(dim);
             math::narrow::<E, K>(key, narrow_key);
             math::narrow::<E, K>(value, &mut rest[..dim]);
@@ -67,7 +68,8 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The norm of one head of queries or keys; `all` are all heads of its token.
+    /// Returns the norm of the head with index `head` of queries or keys; `None`: heads are not
+    /// normalised. `all` contains all heads of the token.
     #[inline(always)]
     fn head_norm<'w, V: Vector>(
         &self,
@@ -87,7 +89,8 @@ impl<E: Element> Step<'_, E> {
     /// Computes this member's share of the attention of a layer.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; the layer's first projection is done.
+    /// The conditions of [`Step::compute`] must hold, and the layer's first projection must be
+    /// done.
     #[inline(always)]
     pub(super) unsafe fn attend<K: Kernel<E>>(
         &self,
@@ -108,7 +111,7 @@ impl<E: Element> Step<'_, E> {
                 // results. The unit's pages were checked.
                 unsafe {
                     if let Some(latent) = &layer.latent {
-                        // The latent rows were written to their pages before.
+                        // The latent rows are already in their pages.
                         self.bring_queries::<K>((layer, latent, attends), unit, scratch);
                     } else {
                         if self.decodes && unit.sees_itself() && !layer.reads_others {
@@ -146,8 +149,8 @@ impl<E: Element> Step<'_, E> {
         let weight = layer.qk_norm.as_ref().map(|(norm, _)| norm.as_slice());
         for index in 0..unit.queries.tokens {
             let token = unit.queries.token + index;
-            // SAFETY: the projection is done. During attention no unit writes its results: each
-            // unit copies its queries into its own scratch.
+            // SAFETY: the projection is done, and nothing overwrites its results during attention:
+            // each unit copies its queries into its own scratch.
             unsafe {
                 let position = self.tokens[token].position;
                 let angles = attends.angles(position);

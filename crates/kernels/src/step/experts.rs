@@ -16,7 +16,7 @@ use crate::team::{FEW, Member, Queue};
 use crate::tile::{Kernel, MAX_BLOCK_ROWS, MAX_ROWS, NR, Outputs, Tile, tile_height};
 use crate::vector::{LANES, Vector};
 
-/// The source of the rows of a product of experts.
+/// The rows that a product of experts reads.
 #[derive(Clone, Copy)]
 enum Origin<E> {
     /// Rows of tokens, to be gathered.
@@ -26,13 +26,14 @@ enum Origin<E> {
 }
 
 impl<E: Element> Step<'_, E> {
-    /// Adds the outputs of each token's experts to the residual stream; `normed` is the normalised
-    /// stream. If the experts run beside a dense network, `normed` is normalised for the router,
-    /// and the sums of the experts' outputs are stored for [`Self::join`]. With latent states, the
-    /// sums replace the states. Returns after a barrier.
+    /// Computes each token's experts, and adds their outputs to the residual stream. `normed` is
+    /// the normalised stream. Beside a dense network, the sums of the outputs are stored for
+    /// [`Self::join`]; the router reads `normed`, and the experts have a norm of their own. Experts
+    /// that work on latent states replace these with the sums. Returns after a barrier.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; `queues` are those of this layer's experts.
+    /// The conditions of [`Step::compute`] must hold, and `queues` must be those of this layer's
+    /// experts.
     #[inline(always)]
     pub(super) unsafe fn experts<K: Kernel<E>, D: Dots>(
         &self,
@@ -120,8 +121,8 @@ impl<E: Element> Step<'_, E> {
     /// each normalised.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; only this member may take this row of the two
-    /// outputs.
+    /// The conditions of [`Step::compute`] must hold, and only this member may take this row of the
+    /// two outputs.
     #[inline(always)]
     pub(super) unsafe fn join<V: Vector>(&self, beside: &Beside, row: usize, part: &mut [f32]) {
         // SAFETY: the caller upholds the contract.
@@ -140,8 +141,8 @@ impl<E: Element> Step<'_, E> {
     /// Returns after a barrier.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; no other member may write these rows at the same
-    /// time.
+    /// The conditions of [`Step::compute`] must hold, and no other member may write these rows at
+    /// the same time.
     #[inline(always)]
     pub(super) unsafe fn gate_shared<V: Vector>(
         &self,
@@ -153,7 +154,7 @@ impl<E: Element> Step<'_, E> {
             return;
         }
         for row in member.share(normed.count) {
-            // SAFETY: the first row is in the normalised stream. The row of inner states belongs to
+            // SAFETY: the row `x` is in the normalised stream. The row of inner states belongs to
             // this member.
             unsafe {
                 let x = normed.first.add(row * self.hidden);
@@ -310,12 +311,12 @@ impl<E: Element> Step<'_, E> {
     ) {
         let hidden = mixture.down.outputs;
         let apart = mixture.beside.is_some() || mixture.latent.is_some();
-        // If weights multiplied the experts' inputs, they do not multiply the outputs.
+        // Weights that were multiplied with the experts' inputs do not multiply the outputs.
         let weigh = !mixture.sizes.weighs_inputs;
         let rows = &sorted.rows[token * per_token..][..per_token];
         let whole = hidden / LANES * LANES;
-        // SAFETY: the row of the stream belongs to this member; no member writes the rows of terms
-        // at the same time.
+        // SAFETY: the row of the stream belongs to this member; no member writes the experts'
+        // outputs (`terms`) at the same time.
         unsafe {
             let weights = std::slice::from_raw_parts(weights.add(token * per_token), per_token);
             let x = if apart { self.experts.sums } else { stream.x }.add(token * hidden);
@@ -346,7 +347,7 @@ impl<E: Element> Step<'_, E> {
 /// Copies a token's row; if there is a weight, multiplies the row by it.
 ///
 /// # Safety
-/// The row has as many elements as `to`.
+/// The row must have as many elements as `to`.
 #[inline(always)]
 unsafe fn gather<E: Element>(from: *const E, weight: Option<&f32>, to: &mut [E]) {
     // SAFETY: the caller upholds the contract.
@@ -364,7 +365,7 @@ unsafe fn gather<E: Element>(from: *const E, weight: Option<&f32>, to: &mut [E])
 /// Returns the dot product of two rows of `k` elements, summed in a fixed order.
 ///
 /// # Safety
-/// Both rows have `k` elements.
+/// Both rows must have `k` elements.
 #[inline(always)]
 unsafe fn product<A: Element, B: Element, V: Vector>(a: *const A, b: *const B, k: usize) -> f32 {
     // Four alternating sums, since each addition to a single sum would wait for the previous one.

@@ -1,4 +1,5 @@
-//! Computes layers' own inputs beside the residual stream (Gemma 3n, 2025; Gemma 4, 2026).
+//! Computes per-layer inputs, which layers get beside the residual stream (Gemma 3n, 2025; Gemma 4,
+//! 2026).
 
 use super::{Step, Stream};
 use crate::element::Element;
@@ -9,11 +10,11 @@ use crate::tile::{HALF, Kernel};
 use crate::vector::Vector;
 
 impl<E: Element> Step<'_, E> {
-    /// Computes the inputs of all layers in place, from the projections of the tokens' inputs.
+    /// Computes the per-layer inputs of all tokens, in place of the projections in the same buffer.
     /// Returns after a barrier.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; the projections are done.
+    /// The conditions of [`Step::compute`] must hold, and the projections must be done.
     #[inline(always)]
     pub(super) unsafe fn finish_inputs<V: Vector>(
         &self,
@@ -23,7 +24,7 @@ impl<E: Element> Step<'_, E> {
     ) {
         let width = self.layers.len() * of.size;
         for token in member.share(stream.count) {
-            // SAFETY: the token's inputs belong to this member.
+            // SAFETY: the per-layer inputs of this token belong to this member.
             let inputs =
                 unsafe { std::slice::from_raw_parts_mut(self.inputs.add(token * width), width) };
             of.finish::<E, V>(self.tokens[token].id, self.eps, inputs);
@@ -31,11 +32,11 @@ impl<E: Element> Step<'_, E> {
         member.meet();
     }
 
-    /// Multiplies a layer's own inputs `[rows, size]` by the activated gates, which are in the
-    /// buffer of the queries. Returns after a barrier.
+    /// Multiplies the per-layer inputs `[rows, size]` of a layer by the activated gates, which are
+    /// in the buffer of the queries. Returns after a barrier.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; the gates are done.
+    /// The conditions of [`Step::compute`] must hold, and the gates must be done.
     #[inline(always)]
     pub(super) unsafe fn gate_input<K: Kernel<E>>(
         &self,

@@ -13,12 +13,13 @@ use crate::team::{FEW, Member, Queue};
 use crate::tile::{Kernel, MAX_BLOCK_ROWS, MAX_ROWS, NR, Outputs, tile_height};
 
 impl<E: Element> Step<'_, E> {
-    /// Normalises the low ranks of all tokens' queries. For few rows, each member computes its own
-    /// copy; for more, its share, as in [`Step::normalise`]. The low ranks are the leading outputs
-    /// of the layer's first projection, which has `stride` outputs.
+    /// Normalises the low-rank queries of all tokens. For few rows, each member computes its own
+    /// copy; for more, its share, as in [`Step::normalise`]. Low-rank queries are the leading
+    /// outputs of the layer's first projection, which has `stride` outputs.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; the layer's first projection is done.
+    /// The conditions of [`Step::compute`] must hold, and the layer's first projection must be
+    /// done.
     #[inline(always)]
     pub(super) unsafe fn normalise_low<K: Kernel<E>>(
         &self,
@@ -27,8 +28,8 @@ impl<E: Element> Step<'_, E> {
     ) -> Rows<E> {
         let (rank, count) = (norm.len(), self.tokens.len());
         let own = if count <= FEW { member.index * FEW * rank } else { 0 };
-        // SAFETY: the low ranks are this member's copy or share; no member writes the outputs at
-        // the same time.
+        // SAFETY: the low-rank queries are this member's copy or share; no member writes the
+        // outputs at the same time.
         unsafe {
             let to = self.latent.low.add(own);
             let rows = Rows { first: to.cast_const(), count };
@@ -45,7 +46,8 @@ impl<E: Element> Step<'_, E> {
     /// last outputs of the layer's first projection. Other members may read them after a barrier.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; the layer's first projection is done.
+    /// The conditions of [`Step::compute`] must hold, and the layer's first projection must be
+    /// done.
     #[inline(always)]
     pub(super) unsafe fn keep_rows<K: Kernel<E>>(
         &self,
@@ -74,11 +76,11 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The queries of a head of a token, `[nope_dim + shared]`, before they are mapped to the
+    /// Returns a token's query of one head, `[nope_dim + shared]`, before it is mapped to the
     /// latent space.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; the projection of queries is done.
+    /// The conditions of [`Step::compute`] must hold, and the projection of queries must be done.
     #[inline(always)]
     unsafe fn queries_of(
         &self,
@@ -97,13 +99,13 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Computes the per-head products. They map the queries of `count` tokens to the latent space.
-    /// If `brought`, they instead compute values from the attention results of `count` rows.
-    /// Returns after a barrier.
+    /// Computes the per-head products. If `brought` is false, they map the queries of `count`
+    /// tokens to the latent space. Otherwise they compute values from the attention results of
+    /// `count` rows. Returns after a barrier.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; the projection of queries is done, or with
-    /// `brought` the attention.
+    /// The conditions of [`Step::compute`] must hold. The projection of queries must be done, or,
+    /// with `brought`, the attention.
     #[inline(always)]
     pub(super) unsafe fn multiply_heads<K: Kernel<E>>(
         &self,
@@ -116,8 +118,8 @@ impl<E: Element> Step<'_, E> {
         let height = tile_height(count, K::ROWS);
         let tiles = count.div_ceil(height.max(1));
         let numbers = self.arranged.cast::<K::Number>();
-        // SAFETY: the room and the share of rows belong to this member. A barrier passes before the
-        // rows are read.
+        // SAFETY: the gather buffer and the share of rows belong to this member. A barrier passes
+        // before the rows are read.
         unsafe {
             let own = member.index * MAX_ROWS * latent.sizes.rank.max(latent.sizes.nope_dim);
             let gathered = self.latent.gathered.add(own);
@@ -166,7 +168,8 @@ impl<E: Element> Step<'_, E> {
     /// Copies a unit's queries into the scratch, mapped to the latent space and rotated.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; [`Self::multiply_heads`] has mapped the queries.
+    /// The conditions of [`Step::compute`] must hold, and [`Self::multiply_heads`] must have mapped
+    /// the queries.
     #[inline(always)]
     pub(super) unsafe fn bring_queries<K: Kernel<E>>(
         &self,
@@ -203,11 +206,12 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Puts the values of all heads of a row side by side, as the layer's last projection reads
-    /// them. Returns after a barrier.
+    /// Copies the values of all heads of a row next to each other, in the layout that the layer's
+    /// last projection reads. Returns after a barrier.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; [`Self::multiply_heads`] has computed the values.
+    /// The conditions of [`Step::compute`] must hold, and [`Self::multiply_heads`] must have
+    /// computed the values.
     #[inline(always)]
     pub(super) unsafe fn gather_heads<K: Kernel<E>>(
         &self,
@@ -218,8 +222,8 @@ impl<E: Element> Step<'_, E> {
         let (heads, width) = (latent.heads, latent.sizes.value_dim);
         for row in member.share(stream.count) {
             for head in 0..heads {
-                // SAFETY: reads stay inside a head's values. The row belongs to this member, and
-                // its old content was already arranged.
+                // SAFETY: reads stay inside a head's values. The row of `attended` belongs to this
+                // member. Its old content is no longer needed, because it was already arranged.
                 unsafe {
                     let from = self.latent.made.add((head * stream.count + row) * width);
                     let from = std::slice::from_raw_parts(from.cast_const(), width);

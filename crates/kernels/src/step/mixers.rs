@@ -1,4 +1,5 @@
-//! The projections at the start of a layer, and the computation of a mixer of positions after them.
+//! The projections at the start of a layer, and then the part of the layer that mixes positions
+//! (the mixer).
 
 use super::{LATENT_QUEUES, Step, Stream};
 use crate::element::Element;
@@ -12,18 +13,18 @@ use crate::tile::Kernel;
 /// A computation that begins with a product of the normalised stream.
 #[derive(Clone, Copy)]
 pub(super) enum First<'a> {
-    /// The own inputs of all layers.
+    /// The per-layer inputs of all layers.
     OfLayers(&'a RowsOfLayers),
-    /// A mixer of positions of a layer.
+    /// The mixer of a layer, which mixes positions.
     Mixer(MixerPart<'a>),
-    /// The gates (`number` 0) or the decays (1) of the same mixer, from their low rank.
+    /// The gates (`number` 0) or the decays (1) of the mixer `part`, from their low rank.
     Low { part: MixerPart<'a>, recurrence: &'a Recurrence, matrix: &'a Owned, number: usize },
-    /// The queries of the same mixer (latent attention), from their normalised low rank.
+    /// The queries of the mixer `part` (latent attention), from their normalised low rank.
     Queries { part: MixerPart<'a>, norm: &'a [f32], matrix: &'a Owned },
 }
 
 impl<'a> First<'a> {
-    /// The products of a mixer, in order.
+    /// Returns the products of a mixer, in the order of computation.
     #[inline]
     pub(super) fn of_part(part: Option<MixerPart<'a>>) -> [Option<Self>; 3] {
         let Some(part) = part else { return [None; 3] };
@@ -50,7 +51,8 @@ impl<E: Element> Step<'_, E> {
     /// a barrier if other members read these data before the next barrier.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; the mixer's input projection is done.
+    /// The conditions of [`Step::compute`] must hold, and the mixer's input projection must be
+    /// done.
     #[inline(always)]
     pub(super) unsafe fn keep_positions<K: Kernel<E>>(
         &self,
@@ -79,11 +81,12 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// Computes the inputs of the mixer's output projection for the stream's rows: the outputs of
-    /// states, or of attention. Returns after a barrier.
+    /// Computes the outputs of the recurrence or attention for the stream's rows. They are the
+    /// inputs of the mixer's output projection. Returns after a barrier.
     ///
     /// # Safety
-    /// The conditions of [`Self::keep_positions`] hold, and that function has been called.
+    /// The conditions of [`Self::keep_positions`] must hold, and that function must have been
+    /// called.
     #[inline(always)]
     pub(super) unsafe fn mix_positions<K: Kernel<E>>(
         &self,

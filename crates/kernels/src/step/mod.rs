@@ -32,27 +32,31 @@ use crate::team::{FEW, Member, Queue};
 use crate::tile::Kernel;
 
 /// The number of queues per layer. First: four projections, the attention, two products of experts,
-/// and two projections with the layer's own input. Then: two projections and the states of the
-/// mixer beside attention, two projections around experts with latent states, and two from low
-/// ranks. Latent attention has one for the projection of queries, and two for per-head products.
+/// and two projections of the per-layer input. Then: two projections and the states of the
+/// recurrence beside attention, two projections around experts with latent states, and two low-rank
+/// projections. Latent attention has one for the projection of queries, and two for per-head
+/// products.
 pub(crate) const QUEUES_A_LAYER: usize = 19;
-/// The index of the first queue for products from low ranks.
+/// The index of the first queue for low-rank projections.
 const LOW_QUEUES: usize = 14;
-/// The index of the queue for latent attention's queries; those of its per-head products follow.
+/// The index of the queue for latent attention's queries. The two queues of its per-head products
+/// follow.
 const LATENT_QUEUES: usize = 16;
-/// The number of queues outside of layers: the head, and the projection for the layers' own inputs.
+/// The number of queues outside of layers: one for the head, and one for the projection to
+/// per-layer inputs.
 pub(crate) const OTHER_QUEUES: usize = 2;
 
 #[derive(Clone, Copy)]
 pub(crate) struct Token<E> {
     /// The token's id in the vocabulary; 0 if the input is not from the embedding.
     pub(crate) id: usize,
-    /// The token's row of the embedding, or the input given in its place.
+    /// The token's row of the embedding, or the input that the caller gave in place of that row.
     pub(crate) input: *const E,
     /// True if the input was given by the caller in place of an embedding row.
     pub(crate) is_given: bool,
     pub(crate) position: usize,
-    /// The entries of its keys and values in the main part of pages, and in the window part.
+    /// The entries of the token's keys and values: in the main part of pages, and in the window
+    /// part.
     pub(crate) entries: [usize; 2],
 }
 
@@ -63,14 +67,14 @@ pub(crate) struct Attends<'a> {
     pub(crate) part: usize,
     /// True if a norm of queries or keys spans all heads of a position.
     pub(crate) norm_rows: bool,
-    /// True if the outputs of the first projection also have gates for the attention's output,
-    /// after the values.
+    /// True if the outputs of the first projection also include gates for the attention's output.
+    /// The gates follow the values.
     pub(crate) gate: bool,
     /// True if keys and values have the same projection.
     pub(crate) keys_are_values: bool,
     /// True if each head of values is normalised, without weights.
     pub(crate) value_norm: bool,
-    /// The factor of queries at each position; empty if there are none.
+    /// The factor on queries at each position; empty if queries have no factor.
     pub(crate) query_scales: &'a [f32],
     /// The number of pairs of a head's elements that are rotated.
     pub(crate) half: usize,
@@ -93,8 +97,8 @@ pub(crate) struct Scales {
     pub(crate) residuals: f32,
 }
 
-/// A step as the members share it. Each member writes its own part of the buffers between two
-/// barriers.
+/// A step, shared by all members of the team. Between two barriers, each member writes only its own
+/// part of the buffers.
 pub(crate) struct Step<'a, E> {
     pub(crate) x: *mut f32,
     pub(crate) sampled_x: *mut f32,
@@ -103,27 +107,28 @@ pub(crate) struct Step<'a, E> {
     pub(crate) attended: *mut E,
     /// The outputs of a convolution, and then those of a recurrence.
     pub(crate) mixed: *mut f32,
-    /// The low ranks of gates `[tokens, low_rank]`, followed by those of decays.
+    /// The low-rank inputs of the projections to gates `[tokens, low_rank]`, followed by those of
+    /// the projections to decays.
     pub(crate) low_ranks: *mut E,
-    /// The outputs of the projections from the low ranks.
+    /// The outputs of these low-rank projections.
     pub(crate) low: *mut f32,
     pub(crate) gated: *mut E,
     /// The output of a component that is followed by a norm.
     pub(crate) part: *mut f32,
-    /// Layers' own inputs `[tokens, layers, size]`.
+    /// The per-layer inputs `[tokens, layers, size]`.
     pub(crate) inputs: *mut f32,
     pub(crate) experts: Buffers<E>,
     pub(crate) latent: crate::latent::Buffers<E>,
     pub(crate) best: *mut Best,
     pub(crate) scratch: *mut Scratch<E>,
-    /// Activations in the tiles' order, in numbers of the kernel's type.
+    /// Activations in the tiles' order, in the kernel's number type.
     pub(crate) arranged: *mut f32,
     pub(crate) codes: CodesRoom,
     pub(crate) logits: *mut f32,
     /// Where the states of the sampled tokens are written, if they are wanted in place of logits;
     /// otherwise null.
     pub(crate) states: *mut f32,
-    /// Where the same states are written after their norm, if they are wanted; otherwise null.
+    /// Where these states are written after the final norm, if they are wanted; otherwise null.
     pub(crate) vectors: *mut f32,
     pub(crate) tokens: &'a [Token<E>],
     /// The rows whose states advance; empty without recurrent layers.
@@ -132,10 +137,9 @@ pub(crate) struct Step<'a, E> {
     pub(crate) queues: &'a [Queue],
     /// The sampled tokens, in ascending order.
     pub(crate) sampled: &'a [usize],
-    /// The number of rows of `x` that the head is applied to, without computing layers. 0: the step
-    /// computes the layers first.
+    /// If not 0, the step only applies the head to this many rows of `x`, and computes no layers.
     pub(crate) given: usize,
-    /// True if every token is a row by itself, and is sampled.
+    /// True if every row has one token, which is sampled.
     pub(crate) decodes: bool,
     pub(crate) hidden: usize,
     pub(crate) eps: f32,
@@ -151,7 +155,7 @@ pub(crate) struct Step<'a, E> {
     /// `None` if the step returns vectors or states.
     pub(crate) head: Option<Matrix<'a, E>>,
     pub(crate) layers: &'a [Layer<E>],
-    /// Computes the layers' own inputs; `None` if layers have none.
+    /// Computes the per-layer inputs; `None` if the model has none.
     pub(crate) rows_of_layers: Option<&'a RowsOfLayers>,
     /// The adapters of the step; `None` if there are none.
     pub(crate) adapted: Option<Adapted<'a, E>>,
@@ -199,7 +203,8 @@ impl<E: Element> Step<'_, E> {
     /// Computes one member's share of the step.
     ///
     /// # Safety
-    /// Each member of the team calls it once; the processor supports `K` and `D`.
+    /// Each member of the team must call it exactly once, and the processor must support `K` and
+    /// `D`.
     #[inline(always)]
     unsafe fn compute<K: Kernel<E>, D: Dots>(&self, member: &Member<'_>) {
         // SAFETY: between barriers, members write only their share, or work that they took from a
@@ -248,9 +253,9 @@ impl<E: Element> Step<'_, E> {
                 let queues = &self.queues[index * QUEUES_A_LAYER..][..QUEUES_A_LAYER];
                 let is_last = index + 1 == self.layers.len();
                 let mut normed = Rows { first: self.normed.cast_const(), count };
-                // Before the first layer, the layers' own inputs are computed. A loop is used so
-                // that the products are compiled only once. A closure would be compiled
-                // without the target features of this code.
+                // Before the first layer, the per-layer inputs are computed. A loop is used so that
+                // the products are compiled only once. A closure would be compiled without the
+                // target features of this code.
                 let of_layers = self.rows_of_layers.filter(|_| index == 0).map(First::OfLayers);
                 let [own, beside] = layer.mixers().map(First::of_part);
                 let all = [[of_layers, None, None], own, beside];
@@ -346,7 +351,7 @@ impl<E: Element> Step<'_, E> {
     }
 
     /// Copies the rows of the sampled tokens, since the results of the other tokens are not needed.
-    /// Returns their stream, which members may read only after a barrier.
+    /// Returns the stream of these rows, which members may read only after a barrier.
     #[inline(always)]
     unsafe fn sampled_rows(&self, member: &Member<'_>, stream: Stream) -> Stream {
         let sampled = Stream { x: self.sampled_x, count: self.sampled.len() };
@@ -360,7 +365,8 @@ impl<E: Element> Step<'_, E> {
         sampled
     }
 
-    /// Adds the output of a component for `normed` to the residual stream. Returns after a barrier.
+    /// Computes a component's output for the input `normed`, and adds it to the residual stream.
+    /// Returns after a barrier.
     #[inline(always)]
     unsafe fn feed_part<K: Kernel<E>, D: Dots>(
         &self,
@@ -420,8 +426,8 @@ impl<E: Element> Step<'_, E> {
     }
 
     /// Adds the result of a component's last projection to the residual stream, normalised and
-    /// scaled as [`Behind`] states. `at`: the product that adapters may change; `None` if they
-    /// cannot. Returns after a barrier.
+    /// scaled as [`Behind`] states. `at`: the product, if adapters may change it; otherwise `None`.
+    /// Returns after a barrier.
     #[inline(always)]
     unsafe fn add_part<K: Kernel<E>, D: Dots>(
         &self,
@@ -500,7 +506,7 @@ impl<E: Element> Step<'_, E> {
     }
 
     /// Normalises the residual stream. For few rows, each member computes its own copy. For more,
-    /// it computes the rows that [`Self::multiply`] assigns to it.
+    /// each member computes the rows that [`Self::multiply`] assigns to it.
     #[inline(always)]
     unsafe fn normalise<K: Kernel<E>>(
         &self,

@@ -14,7 +14,8 @@ impl<E: Element> Step<'_, E> {
     /// layer's first projection.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; the layer's first projection is done.
+    /// The conditions of [`Step::compute`] must hold, and the layer's first projection must be
+    /// done.
     #[inline(always)]
     pub(super) unsafe fn recur<K: Kernel<E>>(
         &self,
@@ -36,15 +37,15 @@ impl<E: Element> Step<'_, E> {
         }
     }
 
-    /// The results of the projections from low ranks, for all tokens. `number` is 0 for gates, 1
-    /// for decays.
+    /// Returns the outputs of one of the low-rank projections, for all tokens. `number` is 0 for
+    /// gates, 1 for decays.
     #[inline(always)]
     pub(super) fn low_result(&self, recurrence: &Recurrence, number: usize) -> *mut f32 {
         let of_gates = self.tokens.len() * recurrence.sizes.values();
         self.low.wrapping_add(number * of_gates)
     }
 
-    /// The inputs of one of the projections from low ranks, see [`Self::low_result`].
+    /// Returns the inputs of one of the low-rank projections, see [`Self::low_result`].
     #[inline(always)]
     pub(super) fn low_rows(&self, recurrence: &Recurrence, number: usize) -> Rows<E> {
         let count = self.tokens.len();
@@ -52,11 +53,12 @@ impl<E: Element> Step<'_, E> {
         Rows { first: first.cast_const(), count }
     }
 
-    /// Converts the low ranks of all tokens to elements for the projections that read them. Returns
-    /// after a barrier.
+    /// Converts the low-rank values of all tokens to the element type of the projections that read
+    /// them. Returns after a barrier.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; the mixer's input projection is done.
+    /// The conditions of [`Step::compute`] must hold, and the mixer's input projection must be
+    /// done.
     #[inline(always)]
     pub(super) unsafe fn narrow_low<K: Kernel<E>>(
         &self,
@@ -77,11 +79,11 @@ impl<E: Element> Step<'_, E> {
         member.meet();
     }
 
-    /// Gates and normalises the outputs of the stream's tokens, as the output projection reads
-    /// them. Returns after a barrier.
+    /// Gates and normalises the recurrence's outputs of the stream's tokens, as inputs of the
+    /// output projection. Returns after a barrier.
     ///
     /// # Safety
-    /// The conditions of [`Self::recur`] hold, and that function has been called.
+    /// The conditions of [`Self::recur`] must hold, and that function must have been called.
     #[inline(always)]
     pub(super) unsafe fn gate_states<K: Kernel<E>>(
         &self,
@@ -115,7 +117,7 @@ impl<E: Element> Step<'_, E> {
     /// follow queries, keys and values in the projection. Returns after a barrier.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; the attention is done.
+    /// The conditions of [`Step::compute`] must hold, and the attention must be done.
     #[inline(always)]
     pub(super) unsafe fn gate_attended<K: Kernel<E>>(
         &self,
@@ -141,7 +143,8 @@ impl<E: Element> Step<'_, E> {
         member.meet();
     }
 
-    /// The token of a row of the stream, which may have only the sampled tokens.
+    /// Returns the index of the token of a row of `stream`, which contains either all tokens or
+    /// only the sampled ones.
     #[inline(always)]
     pub(super) fn token_of(&self, stream: Stream, row: usize) -> usize {
         if stream.count < self.tokens.len() { self.sampled[row] } else { row }

@@ -1,5 +1,5 @@
-//! Computes the states for pooling: normalised as for the head, but not rounded to the model's
-//! type.
+//! Computes the states for pooling. They are normalised as for the head, but not rounded to the
+//! model's type.
 
 use super::{Step, Stream};
 use crate::element::Element;
@@ -11,8 +11,8 @@ impl<E: Element> Step<'_, E> {
     /// Computes one member's share of the vectors.
     ///
     /// # Safety
-    /// The conditions of [`Step::compute`] hold; `vectors` has room for the stream, which no member
-    /// writes at the same time.
+    /// The conditions of [`Step::compute`] must hold. `vectors` must have room for the stream, and
+    /// no member may write the stream at the same time.
     #[inline(always)]
     pub(super) unsafe fn give_vectors<K: Kernel<E>>(&self, member: &Member<'_>, stream: Stream) {
         for row in member.share(stream.count) {

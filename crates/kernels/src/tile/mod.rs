@@ -40,9 +40,9 @@ pub(crate) fn tile_height(rows: usize, most: usize) -> usize {
 )]
 pub(crate) enum Ahead<E> {
     Nothing,
-    /// Prefetch half as much data as the tile reads of the panel.
+    /// Prefetch half as much data as the tile reads from the panel.
     Half(*const E),
-    /// Prefetch as much data as the tile reads of the panel.
+    /// Prefetch as much data as the tile reads from the panel.
     Whole(*const E),
 }
 
@@ -76,16 +76,17 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// [`Self::INNER`], begin at `i * rows`.
     ///
     /// # Safety
-    /// `a` has `rows` contiguous rows of `k` elements, and `numbers` has room for as many. `k` is a
-    /// multiple of `E::PAIR`; `1 <= rows <= Self::ROWS`.
+    /// `a` must have `rows` contiguous rows of `k` elements, and `numbers` room for as many
+    /// numbers. `k` must be a multiple of `E::PAIR`, and `1 <= rows <= Self::ROWS`.
     unsafe fn arrange(a: *const E, rows: usize, k: usize, numbers: *mut Self::Number);
 
     /// Sets `out[r] = a[r] · panel` for `r < rows`, or with `more` adds the product to `out`.
     ///
     /// # Safety
-    /// `numbers` are `k` positions of `rows` rows, arranged. `panel` is `k` inner positions of a
-    /// packed panel, and `k` is a multiple of `E::PAIR`. Parts of a product begin at multiples of
-    /// [`Self::INNER`]. `out` has `rows` rows, and `1 <= rows <= Self::ROWS`.
+    /// `numbers` must be `k` inner positions of `rows` rows, as [`Self::arrange`] stores them.
+    /// `panel` must be `k` inner positions of a packed panel, and `k` a multiple of `E::PAIR`. A
+    /// part of a product must begin at a multiple of [`Self::INNER`]. `out` must have `rows` rows,
+    /// and `1 <= rows <= Self::ROWS`.
     unsafe fn tile(
         numbers: *const Self::Number,
         rows: usize,
@@ -100,8 +101,8 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// at the addresses `ahead`, which may be invalid.
     ///
     /// # Safety
-    /// `queries` are `dim` positions of `rows` rows, arranged; `keys` are groups of keys; `dim` is
-    /// a multiple of `E::PAIR`; `1 <= rows <= Self::ROWS`.
+    /// `queries` must be `rows` rows of `dim` elements, as [`Self::arrange`] stores them. `keys`
+    /// must be groups of keys, `dim` a multiple of `E::PAIR`, and `1 <= rows <= Self::ROWS`.
     unsafe fn scores(
         queries: *const Self::Number,
         rows: usize,
@@ -116,8 +117,8 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// may be invalid.
     ///
     /// # Safety
-    /// `weights` has `rows` rows of [`BLOCK`] numbers, and `out` has `rows` rows of `dim`. `values`
-    /// are groups of values, `dim` wide, and `dim` is a multiple of [`LANES`].
+    /// `weights` must have `rows` rows of [`BLOCK`] numbers, and `out` `rows` rows of `dim` floats.
+    /// `values` must be groups of values, `dim` wide, with `dim` a multiple of [`LANES`], and
     /// `1 <= rows <= Self::ROWS`.
     unsafe fn mix(
         weights: *const Self::Number,
@@ -132,20 +133,20 @@ pub(crate) unsafe trait Kernel<E: Element>: 'static {
     /// Converts floats to the kernel's numbers.
     ///
     /// # Safety
-    /// `to` can be written for [`LANES`] numbers.
+    /// `to` must be valid for writes of [`LANES`] numbers.
     unsafe fn number(values: Self::Vector, to: *mut Self::Number);
 
     /// Sets `panel[d * pitch + r] = rows[r][d]` for groups of `E::PAIR` elements.
     ///
     /// # Safety
-    /// Each of `rows` can be read for `k` elements, a multiple of `E::PAIR`; `panel` can be written
-    /// at all indices of the formula.
+    /// Each of `rows` must be valid for reads of `k` elements, a multiple of `E::PAIR`. `panel`
+    /// must be valid for writes at all indices of the formula.
     unsafe fn pack_rows(rows: &[*const E; LANES], k: usize, panel: *mut E, pitch: usize);
 
     /// Rounds floats to elements and stores them.
     ///
     /// # Safety
-    /// `to` can be written for [`LANES`] elements.
+    /// `to` must be valid for writes of [`LANES`] elements.
     unsafe fn narrow(values: Self::Vector, to: *mut E);
 
     /// Prefetches the cache line at `address`, which may be invalid, into the L2 cache.

@@ -1,4 +1,4 @@
-//! The weights of layers' own inputs.
+//! The weights of per-layer inputs (Gemma 3n and Gemma 4).
 
 use super::matrix::{Bytes, Matrix, of_size};
 use crate::codes::{SHARED, half_to_f32};
@@ -7,21 +7,22 @@ use crate::packing::{Dtype, Storage, Unfit, unfit};
 use crate::quantise::stored_len;
 use crate::sizes::{LayerInputSizes, Sizes};
 
-/// The weights from which layers' own inputs are computed.
+/// The weights from which per-layer inputs are computed.
 #[derive(Clone)]
 pub struct LayerInputWeights {
     /// The embedding rows of tokens, `[vocabulary, layers * size]`.
     pub table: Table,
-    /// The projection of a token's input, `[layers * size, hidden]`.
+    /// The projection from a token's input embedding to the inputs of all layers, `[layers * size,
+    /// hidden]`.
     pub projection: Matrix,
-    /// The norm of each layer's part of the outputs of `projection`, `[size]`.
+    /// The norm that is applied to each layer's part of the outputs of `projection`, `[size]`.
     pub norm: Bytes,
 }
 
-/// The weights with which a layer processes its own input.
+/// The weights with which a layer processes its per-layer input.
 #[derive(Clone)]
 pub struct InputMatrices {
-    /// The projection of the gates of the input, `[size, hidden]`.
+    /// The projection that computes the gates of the per-layer input, `[size, hidden]`.
     pub gate: Matrix,
     /// The projection of the gated input, `[hidden, size]`.
     pub output: Matrix,

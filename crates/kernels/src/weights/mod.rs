@@ -64,7 +64,7 @@ pub struct Layer {
     pub post_norm: Option<Bytes>,
     /// The feed-forward network; `None` if there is none.
     pub feed: Option<FeedForward>,
-    /// The weights that process the layer's own input; `None` if the layer has none.
+    /// The weights that process the per-layer input; `None` if the layer has no such input.
     pub inputs: Option<InputMatrices>,
     /// The factor of the layer's output, `[1]`.
     pub factor: Option<Bytes>,
@@ -95,7 +95,7 @@ pub struct Weights {
     pub angles: Vec<(Vec<f32>, Vec<f32>)>,
     /// The factor of queries at each position, `[positions]`; empty if there are none.
     pub query_scales: Vec<f32>,
-    /// The weights of layers' own inputs; `None` if layers have none.
+    /// The weights of per-layer inputs; `None` if layers have no such inputs.
     pub layer_inputs: Option<LayerInputWeights>,
 }
 
@@ -110,7 +110,8 @@ impl Layer {
         self.recurrence.as_ref().or(self.beside.as_ref().map(|beside| &beside.recurrence))
     }
 
-    /// The outputs of the first projection, and the inputs of the last one; 0 if there is none.
+    /// The number of outputs of the mixer's first projection, and of inputs of its last projection.
+    /// Both are 0 if there is no mixer.
     pub(crate) fn widths(&self, sizes: &Sizes) -> (usize, usize) {
         if self.qkv.is_none() {
             return (0, 0);
@@ -295,8 +296,9 @@ impl Weights {
         }
     }
 
-    /// The layer whose pages hold a layer's keys and values. If queries see later positions, each
-    /// layer overwrites the pages, so all layers of a kind share the pages of the first one.
+    /// The layer whose pages hold a layer's keys and values. If queries also attend to later
+    /// positions, each layer overwrites the pages, so all layers of a kind share the pages of the
+    /// first one.
     pub(crate) fn pages_of(&self, sizes: &Sizes, layer: usize) -> usize {
         let of = &self.layers[layer];
         let first = |other: &Layer| other.attention == of.attention && other.attends();

@@ -29,13 +29,13 @@ pub(super) struct BackedTiers {
     /// The number of positions of each hot page that [`Tiers::save_rows`] has saved since the page
     /// was allocated.
     rows_saved: Vec<u32>,
-    /// The number of saves in flight of each hot page, or of some of its rows.
+    /// For each hot page, the number of saves in flight of the page or of some of its rows.
     leaving: Vec<u32>,
     /// Host pages whose index keys are not on the device.
     unindexed: Vec<bool>,
     /// The number of saves that failed since the last successful one.
     failed: u32,
-    /// The copies of index keys, by block.
+    /// The tickets of copies that restore index keys, by block.
     indexing: HashMap<BlockHash, u32, BuildNameHasher>,
 }
 
@@ -56,7 +56,7 @@ pub struct BackedBlock {
     pub host: Lease<Host>,
     /// The block's hot page, or the hot page to which it is being restored.
     pub hot: Option<Lease<Hot>>,
-    /// The copy that has to end before the hot page may be read.
+    /// The ticket of the copy that has to end before the hot page may be read.
     pub pending: Option<u32>,
     /// True if the host's memory has the block's content.
     pub saved: bool,
@@ -91,8 +91,8 @@ impl Tiers {
         self.host.leases(page)
     }
 
-    /// Leases a hot page and its host page, both without content. `None`, and nothing is leased:
-    /// one tier has no page.
+    /// Leases a hot page and its host page, both without content. Returns `None` and leases nothing
+    /// if one of the tiers has no page.
     #[must_use]
     pub fn allocate_backed(&mut self) -> Option<(Lease<Hot>, Lease<Host>)> {
         if self.hot.available() == 0 {
@@ -150,7 +150,8 @@ impl Tiers {
         self.restore(name, host)
     }
 
-    /// The copy that restores a saved block's index keys, in flight already or started now.
+    /// Returns the ticket of the copy that restores a saved block's index keys. The copy is already
+    /// in flight, or is started now.
     pub fn restore_index(&mut self, name: BlockHash, host: &Lease<Host>) -> u32 {
         if let Some(&ticket) = self.moving(Direction::RestoreIndex).get(&name) {
             return ticket;
@@ -161,9 +162,9 @@ impl Tiers {
         ticket
     }
 
-    /// Names the block of a hot page and of its host page. False if other leased pages hold that
-    /// block already; unleased ones lose the name. A page without a name is never saved, so its
-    /// request could not give it up.
+    /// Names the block of a hot page and of its host page. Returns false if other leased pages hold
+    /// that block already. Unleased pages that hold the block lose the name. A page without a name
+    /// is never saved, so its request could not give it up.
     pub fn name_backed(&mut self, hot: &Lease<Hot>, host: &Lease<Host>, name: BlockHash) -> bool {
         if self.hot.name_of(hot).is_none() && self.host.leases_of(name) == Some(0) {
             self.forget(name);
@@ -232,8 +233,8 @@ impl Tiers {
     pub(super) fn save_backed(&mut self, name: BlockHash) -> Option<PageCopy> {
         let hot = self.hot.share(name)?;
         let leaving = self.backed.as_ref().map_or(0, |b| b.leaving[hot.page() as usize]);
-        // With two saves of one page, one that fails later would spoil the page after the other has
-        // ended.
+        // A whole page is saved only while no other save of it or of its rows is in flight. Of two
+        // saves, one that fails later would spoil the content that the other has saved.
         let Some(host) = (leaving == 0).then(|| self.host.share(name)).flatten() else {
             self.hot.release(hot);
             return None;
@@ -244,7 +245,8 @@ impl Tiers {
         self.send(ticket)
     }
 
-    /// Records the end of a save, of a whole page or of some rows.
+    /// Records the end of a save of some rows, or, if `whole` is true, of a whole page. `fine`: the
+    /// save succeeded.
     pub(super) fn note_save(&mut self, hot: &Lease<Hot>, whole: bool, fine: bool) {
         let Some(backed) = &mut self.backed else { return };
         backed.leaving[hot.page() as usize] -= 1;
@@ -259,7 +261,7 @@ impl Tiers {
         }
     }
 
-    /// Records the end of a copy of rows.
+    /// Records the end of a save of the rows `span`. `fine`: the save succeeded.
     pub(super) fn rows_left(&mut self, hot: &Lease<Hot>, span: Span, fine: bool) {
         if let Some(backed) = &mut self.backed {
             backed.rows_saved[hot.page() as usize] += if fine { span.count } else { 0 };

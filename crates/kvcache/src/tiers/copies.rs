@@ -19,7 +19,7 @@ const STATE_TICKETS: u32 = 1 << 30;
 pub(super) enum HostPage {
     /// A page of these tiers.
     Own(Lease<Host>),
-    /// A page of another replica's tiers, which keeps its content while the loan exists.
+    /// A page of another replica's tiers. The page keeps its content while the loan exists.
     Lent { loan: Arc<Loan>, page: u32 },
 }
 
@@ -84,7 +84,7 @@ impl Tiers {
         }
         self.wanted.push_back(name);
         if self.wanted.len() > 2 * self.hot.size() as usize {
-            // Most of the queued blocks are no longer on the device.
+            // Usually, most of the queued blocks are no longer on the device. Drop these.
             let (hot, is_wanted) = (&self.hot, &mut self.is_wanted);
             self.wanted.retain(|&name| hot.contains(name) || !is_wanted.remove(&name));
         }
@@ -115,8 +115,9 @@ impl Tiers {
         if enough || self.saving >= most || self.host.available() == 0 || self.sweeping_fails {
             return None;
         }
-        // Evicting a host page whose hot page would then be unsaved gains nothing, and the next
-        // sweep would repeat it.
+        // Saving a block now would evict the host page of a block that is also on the device. The
+        // evicted block would then be unsaved, so nothing would be gained, and the next sweep would
+        // repeat it.
         if self.host.next_evicted().is_some_and(|name| self.hot.contains(name)) {
             return None;
         }
@@ -180,7 +181,7 @@ impl Tiers {
         Some(PageCopy { ticket, direction, hot, host: page, span, lender })
     }
 
-    /// The copies of named blocks in this direction.
+    /// The tickets of the copies in this direction, by block.
     pub(super) fn moving(
         &mut self,
         direction: Direction,
@@ -191,7 +192,8 @@ impl Tiers {
         }
     }
 
-    /// Ends a copy that the hand has reported as ended. Returns false if no copy has this ticket.
+    /// Ends a copy whose end the hand has reported. `fine`: the copy succeeded. Returns false if no
+    /// copy has this ticket.
     pub fn ended(&mut self, ticket: u32, fine: bool) -> bool {
         let Some(copy) = self.copies.remove(&ticket) else { return false };
         let Copying { direction, name, hot, host, span, publish, .. } = copy;

@@ -31,8 +31,8 @@ pub(super) struct Loans {
 }
 
 impl Tiers {
-    /// Lends the leading blocks of `names` that are in the host tier, up to the first that is not
-    /// there. At most half of the host tier may be lent. `None`: nothing can be lent.
+    /// Lends the leading blocks of `names` that are in the host tier, up to the first block that is
+    /// not. At most half of the host tier may be lent. `None`: nothing can be lent.
     pub fn lend(&mut self, names: &[BlockHash]) -> Option<(LoanId, Vec<(BlockHash, u32)>)> {
         if self.loans.ended || self.backed.is_some() {
             return None;
@@ -59,7 +59,8 @@ impl Tiers {
         Some((id, lent))
     }
 
-    /// Takes back a loan that has no reader any more. Returns false if there is no such loan.
+    /// Takes back a loan, which must have no reader any more. Returns false if there is no such
+    /// loan.
     pub fn take_back(&mut self, id: LoanId) -> bool {
         let Some(mut leases) = self.loans.leases.remove(&id) else { return false };
         for lease in &leases {
@@ -80,7 +81,7 @@ impl Tiers {
         self.loans.pages.len()
     }
 
-    /// Host pages that loans lease, once per lease.
+    /// Iterates over the host pages that loans lease, once per lease.
     pub fn host_leased_by_loans(&self) -> impl Iterator<Item = u32> {
         self.loans.leases.values().flatten().map(Lease::page)
     }
@@ -95,7 +96,7 @@ impl Tiers {
         self.loans.ended = true;
     }
 
-    /// Continues the loan numbers of earlier tiers.
+    /// Continues the loan ids of earlier tiers, so that ids stay unique.
     pub(super) fn lend_as(&mut self, earlier: &Self) {
         (self.loans.made, self.loans.ended) = (earlier.loans.made, earlier.loans.ended);
     }

@@ -64,9 +64,9 @@ pub struct Moves {
 pub struct Tiers {
     hot: PagePool<Hot>,
     host: PagePool<Host>,
-    /// The copies by ticket. Those that no plan has named yet are in `unsent` too.
+    /// The copies by ticket. Restores that no plan has named yet are in `unsent` too.
     copies: BTreeMap<u32, Copying>,
-    /// The copy of each block that can be found once the copy has ended.
+    /// By block, the ticket of the copy after which the block can be found.
     under_way: HashMap<BlockHash, u32, BuildNameHasher>,
     /// Restores that no plan has named yet.
     unsent: VecDeque<u32>,
@@ -208,8 +208,8 @@ impl Tiers {
         self.hot.contains(name) || self.under_way.contains_key(&name) || self.host.contains(name)
     }
 
-    /// Names the block of a hot page. False if another page holds that block already, or if the
-    /// page has a name.
+    /// Names the block of a hot page. Returns false if another page holds that block already, or if
+    /// the page already has a name.
     pub fn name(&mut self, lease: &Lease<Hot>, name: BlockHash) -> bool {
         let named = self.hot.name(lease, name);
         self.sweeping_fails &= !named;
@@ -251,8 +251,8 @@ impl Tiers {
         }
     }
 
-    /// Forgets every block, in all tiers, that has no lease or only leases of copies. True if no
-    /// block is left.
+    /// Forgets every block, in all tiers, that has no lease or only leases of copies. Returns true
+    /// if no block is left.
     pub fn flush(&mut self) -> bool {
         if self.backed.is_some() {
             self.flush_backed();
@@ -357,7 +357,7 @@ impl Tiers {
         }));
     }
 
-    /// Hot pages that copies lease, once per lease.
+    /// Iterates over the hot pages that copies lease, once per lease.
     pub fn leased_by_copies(&self) -> impl Iterator<Item = u32> {
         self.copies.values().filter_map(|copy| copy.hot.as_ref()).map(Lease::page)
     }
@@ -370,7 +370,7 @@ impl Tiers {
         copies
     }
 
-    /// Host pages that copies lease, once per lease.
+    /// Iterates over the host pages that copies lease, once per lease.
     pub fn host_leased_by_copies(&self) -> impl Iterator<Item = u32> {
         self.copies.values().filter_map(|copy| copy.host.own()).map(Lease::page)
     }

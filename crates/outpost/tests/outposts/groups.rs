@@ -26,7 +26,7 @@ fn a_group_waits_for_an_outpost_with_room_for_all_of_it() {
         }
     }
     assert_eq!(step(&mut executor, 1, &[7; 3]), [7]);
-    // A hand of an outpost is free again once its group has ended.
+    // The hands of an outpost are free again once their group has ended.
     executor.stop();
     assert_eq!(ready(&mut executor).page_count, 100);
 }

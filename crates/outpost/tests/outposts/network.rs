@@ -97,7 +97,7 @@ fn a_network_that_breaks_or_falls_silent_ends_the_hands_on_both_sides() {
         assert!(reason.contains("outpost here"), "{reason}");
         assert!(after < limit, "{behaviour}: {after:?}");
         eventually("the hand is gone", || hands_of(behaviour) == 0);
-        // The brain uses the outpost again.
+        // Once the network works again, the brain uses the outpost again.
         network.state.store(0, Ordering::SeqCst);
         ready(&mut executor);
     }

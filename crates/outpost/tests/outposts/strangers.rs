@@ -50,7 +50,8 @@ fn strangers_at_one_address_leave_places_to_others() {
     let mut late = connect_from("127.0.0.2", brain.address);
     assert!(ended(&mut late), "the 17th connection of an address is dropped");
     let other = Credentials::make().expect("no error");
-    // The other address still holds all its permits, but this outpost's secret is checked.
+    // The connections from the other address do not keep the brain from checking this outpost's
+    // secret.
     let refused = Outpost::start(brain.mixed_up(&other)).ended();
     assert!(matches!(&refused, OutpostEnd::Refused(..)), "{refused}");
     for stranger in &strangers {

@@ -3,8 +3,9 @@
 use super::{FLAG_SAMPLE, StepPlan, take};
 
 impl StepPlan {
-    /// Adds at least one draft token to row `row`, which returned one token before. The row may
-    /// then return one token more than it has drafts. Rows must be given in ascending order.
+    /// Adds drafts, at least one, to row `row`, which may return only one token so far. With
+    /// drafts, the row may return one token more than it has drafts. Calls must be in ascending
+    /// order of rows.
     ///
     /// # Panics
     /// The row does not sample.

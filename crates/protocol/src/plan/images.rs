@@ -134,8 +134,8 @@ impl StepPlan {
         !self.images.is_empty() || !self.image_spans.is_empty()
     }
 
-    /// Writes where an image is in a slot, with the pages of the tower's output: all of them, or
-    /// none.
+    /// Writes the positions of an image in a slot, and the pages with the tower's output. `pages`
+    /// contains either all of these pages or none.
     pub fn write_image_span(
         &mut self,
         slot: u32,

@@ -81,7 +81,7 @@ impl Want {
     }
 }
 
-/// The positions of one slot to compute.
+/// The positions to compute for one slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Row {
     /// The index in the device tables.

@@ -137,7 +137,7 @@ fn drafts_come_back_by_row() {
     refused(&|plan| plan.row_tokens.clear());
     refused(&|plan| plan.row_tokens = vec![1, 2, 3, 1]);
     refused(&|plan| plan.row_tokens = vec![1, 2, 3]);
-    // Without draft tokens in the plan, the hand drafts by itself.
+    // A plan without draft tokens is valid: the hand then drafts by itself.
     plan.draft_tokens.clear();
     assert_eq!(written(&plan, &mut Vec::new()).map(|plan| plan.drafts().count()), Ok(4));
 }
@@ -164,8 +164,8 @@ fn what_is_not_known_is_refused() {
     assert_eq!(refused(&|plan| plan.rows[0].flags |= 8), flags);
     assert_eq!(refused(&|plan| plan.rows[0].flags = FLAG_SAMPLE | FLAG_POOL), flags);
     let disagree = Some(FrameError::Malformed("plan columns disagree"));
-    // The row computes positions 0 and 1, and so the log-probabilities of the two tokens that
-    // follow.
+    // The row computes positions 0 and 1, so it can return the log-probabilities of the prompt
+    // tokens at positions 1 and 2.
     let wants = |wants: &[[i32; 4]]| bytemuck::cast_slice(wants).to_vec();
     assert_eq!(refused(&|plan| plan.prompt_logprobs = wants(&[[0, 1, 2, 20]])), None);
     let wrong =

@@ -5,10 +5,11 @@ use crate::http::{Message, get, post};
 use crate::{Rig, eventually};
 
 const CHAT: &str = "/v1/chat/completions";
-/// The largest number of held bytes of a stream (`MOST`), and an allowance for socket buffers.
+/// The largest number of bytes that the router holds of a stream (`MOST`), and an allowance for
+/// socket buffers (`SOCKETS`).
 const MOST: usize = 8 << 20;
 const SOCKETS: usize = 24 << 20;
-/// Bytes that follow the last comment of an endless stream.
+/// Bytes that an endless stream repeats after its last comment with token ids.
 const ENDLESS: [&[u8]; 3] = [b"x", b"\n\n", b"x\nx: forebay 1\n"];
 
 fn code(message: &Message) -> (u16, String) {

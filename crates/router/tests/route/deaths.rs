@@ -124,8 +124,8 @@ fn whoever_was_beside_a_killer_is_served() {
     assert_eq!(dead(&backends), 2, "the first backend dies, and the one of the killer's trial");
 }
 
-/// Returns streams with these bodies that were in flight at the deaths of the first two servers.
-/// The other servers have no requests yet.
+/// Starts one stream per body, and kills the first two servers while they compute the streams. On
+/// return the other servers are up.
 fn twice_bereaved(brains: &[Fake], rig: &Rig, bodies: &[&str]) -> Vec<JoinHandle<Message>> {
     eventually("all backends report as Forebay", || {
         let loads = get(rig.address, "/v1/loads").json();

@@ -79,12 +79,12 @@ struct State {
     /// All connections, to be closed when the backend dies.
     sockets: Mutex<Vec<TcpStream>>,
     dead: AtomicBool,
-    /// The id of the process in load reports.
+    /// A random number that identifies the process.
     epoch: AtomicU64,
     connections: AtomicUsize,
     /// The number of bytes sent by `Act::Flood`.
     flooded: AtomicUsize,
-    /// The number of blanks after load reports and health responses.
+    /// The number of spaces after load reports and health responses.
     padding: AtomicUsize,
     reports: AtomicUsize,
     /// The list of models for routers. With `None` the route does not exist.
@@ -116,7 +116,7 @@ struct Queue {
     ahead: Option<u64>,
     /// The number of requests from other routers.
     others: u32,
-    /// The tokens of each waiting dispatch.
+    /// The tokens of each waiting dispatch, by sequence number.
     waiting: BTreeMap<u64, u64>,
     /// The sequence number of the last dispatch (`seen`), and that of the last report (`at`).
     seen: u64,
@@ -135,17 +135,17 @@ pub(crate) struct Fake {
 }
 
 impl Fake {
-    /// Starts a server of another engine.
+    /// Starts a fake server of another engine than Forebay.
     pub(crate) fn other() -> Self {
         Self::start(State::default())
     }
 
-    /// Starts a Forebay server.
+    /// Starts a fake Forebay server.
     pub(crate) fn brain() -> Self {
         Self::start(State { brain: true, ..State::default() })
     }
 
-    /// Starts Forebay servers with a common script: each request takes the next act, at any server.
+    /// Starts Forebay servers with a common script: each request takes the next act.
     pub(crate) fn brains(count: usize) -> Vec<Self> {
         let script: Arc<Mutex<VecDeque<Act>>> = Arc::default();
         let brain = || State { brain: true, script: Arc::clone(&script), ..State::default() };
@@ -157,7 +157,7 @@ impl Fake {
         let address = listener.local_addr().unwrap();
         let state = Arc::new(state);
         state.healthy.store(true, Ordering::SeqCst);
-        // An epoch of 0 means that it is unknown.
+        // 0 means that the epoch is unknown.
         state.epoch.store(1, Ordering::SeqCst);
         let fake = Self { address, state };
         fake.listen(listener);
@@ -211,7 +211,7 @@ impl Fake {
         self.state.script.lock().unwrap().clear();
     }
 
-    /// Returns clients' requests so far.
+    /// Returns the clients' requests so far.
     pub(crate) fn seen(&self) -> Vec<Message> {
         self.state.seen.lock().unwrap().clone()
     }
@@ -225,7 +225,7 @@ impl Fake {
         self.state.flooded.load(Ordering::SeqCst)
     }
 
-    /// Appends this many blanks to load reports and health responses.
+    /// Appends this many spaces to load reports and health responses.
     pub(crate) fn pad(&self, blanks: usize) {
         self.state.padding.store(blanks, Ordering::SeqCst);
     }
@@ -246,7 +246,7 @@ impl Fake {
         *self.state.models.lock().unwrap() = Some(list.to_string());
     }
 
-    /// Sets a list of one model, owned by this engine.
+    /// Sets a list of one model, with this engine as `owned_by`.
     pub(crate) fn is_of(&self, model: &str, engine: &str) {
         let card = serde_json::json!({"id": model, "owned_by": engine});
         let list = serde_json::json!({"object": "list", "data": [card]});
@@ -263,7 +263,7 @@ impl Fake {
         *self.state.info.lock().unwrap() = Some(info.to_string());
     }
 
-    /// Returns the clients' requests that the backend is done with.
+    /// Returns the clients' requests that the backend has handled.
     pub(crate) fn spans(&self) -> Vec<Span> {
         self.state.spans.lock().unwrap().clone()
     }
@@ -279,7 +279,7 @@ impl Fake {
         (queue.ahead, queue.others) = (Some(ahead), others);
     }
 
-    /// Makes the server report a dispatch as waiting that does not wait.
+    /// Makes the server report that a dispatch waits, although it does not.
     pub(crate) fn claims(&self, seq: u64, tokens: u64) {
         self.state.queue.lock().unwrap().waiting.insert(seq, tokens);
     }
@@ -560,7 +560,7 @@ fn chunk(socket: &mut TcpStream, body: &[u8]) -> bool {
 }
 
 /// Writes a Forebay server's stream: token 3 * i at position i, with this number as its text.
-/// Resumes after the request's ids, and stops after `most` bytes of body, even within an event.
+/// Resumes after the token ids in the body, and stops after `most` bytes, even within an event.
 fn tokens(
     socket: &mut TcpStream,
     request: &Message,

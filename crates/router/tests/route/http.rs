@@ -4,7 +4,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-/// A timeout that no step of a test reaches unless it fails.
+/// A timeout that a step of a test reaches only if the test fails.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(20);
 
 /// A request or a response: the first line, headers in lower case, and the body.
@@ -13,7 +13,7 @@ pub(crate) struct Message {
     pub(crate) first: String,
     pub(crate) headers: Vec<(String, String)>,
     pub(crate) body: Vec<u8>,
-    /// True if the body was complete according to its headers.
+    /// True if the body was complete according to the message's headers.
     pub(crate) whole: bool,
 }
 

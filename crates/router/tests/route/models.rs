@@ -40,8 +40,8 @@ fn a_request_goes_where_its_name_is_known() {
         let body = format!("\"{model}\"}}");
         assert_eq!([of(&one, &body), of(&other, &body)], [2, 2], "{model}");
     }
-    // When the only backend with an adapter is down, a backend without the adapter does not get its
-    // requests.
+    // When the only backend with an adapter is down, requests for the adapter do not go to a
+    // backend without it.
     one.die();
     eventually("the dead backend is down", || get(rig.address, "/health").json()["backends"] == 1);
     assert_eq!(post(rig.address, CHAT, "{\"model\": \"tone\"}").status(), 503);

@@ -10,7 +10,7 @@ use crate::{Rig, eventually};
 const CHAT: &str = "/v1/chat/completions";
 /// No headers.
 const NONE: &[&str] = &[];
-/// The number of prompt tokens of a long queue, and of one request.
+/// The number of prompt tokens of a long queue (`LONG`), and of one request (`SHORT`).
 const LONG: u64 = 100_000;
 const SHORT: u64 = 1000;
 /// Several times the interval at which the router checks queues.
@@ -143,7 +143,8 @@ fn who_is_pinned_or_has_said_something_stays() {
     let said = asked(&rig, NONE, "{}");
     eventually("the backend has the request", || brains[0].seen().len() == 4);
     brains[0].claims(4, SHORT);
-    // This request may move. Once it has moved, the others would have had time to move too.
+    // Unlike the others, this request may move. Once it has moved, the others would have had time
+    // to move too.
     waiting.extend(queue(&brains[0], &rig, &[(NONE, "{}")]));
     open(&brains, &rig);
     assert_eq!(waiting.pop().unwrap().join().unwrap().events().len(), TOKENS as usize);
@@ -152,7 +153,7 @@ fn who_is_pinned_or_has_said_something_stays() {
     brains[0].compute_queue();
     assert!(waiting.into_iter().all(|waiting| waiting.join().unwrap().status() == 200));
     brains[0].die();
-    // When its server dies, the stream that has begun continues at another server.
+    // After the death of the first server, the stream that has begun continues at another server.
     assert_eq!(said.join().unwrap().events().len(), TOKENS as usize);
 }
 

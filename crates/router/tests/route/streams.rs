@@ -76,7 +76,7 @@ fn a_stream_outlives_several_deaths() {
         let answer = post(rig.address, CHAT, "{\"seed\":1}");
         assert_eq!(text(&answer), expected(TOKENS), "{cuts:?}");
     }
-    // A server that continues gets the same body, with the token ids before it.
+    // A server that continues a stream gets the token ids so far, followed by the same body.
     let resumed: Vec<Message> = brains.iter().flat_map(Fake::seen).collect();
     let resumed: Vec<&Message> =
         resumed.iter().filter(|seen| seen.header("x-forebay-resume").is_some()).collect();

@@ -1,7 +1,7 @@
 //! Images in prompts: the needed images, their turns in the vision tower, and the lifetimes of
 //! their pages.
 //!
-//! An image that a resident needs and that is on no image page is *wanted*, which an event reports.
+//! An image is *wanted* if a resident needs it and it is on no image page. An event reports this.
 //! The caller then puts its patches where the hand reads them ([`crate::Scheduler::image_placed`]).
 //! The image then waits for the tower. The tower computes one image at a time, some layers per step
 //! ([`Tower::budget`]), so no stream waits for a whole image. The last layers write the output to
@@ -46,7 +46,7 @@ enum Work {
     Wanted,
     /// The patches of the image are at this offset in the arena.
     Placed { patches: u32 },
-    /// The tower has computed some of its layers.
+    /// The image is in the tower. Plans have been made for the layers before `end`.
     Encoding { number: u32, end: u32, patches: u32, pages: ImageLease },
 }
 
@@ -56,10 +56,10 @@ pub(crate) struct Images {
     tower: Tower,
     pool: ImagePool,
     work: BTreeMap<ImageId, Work>,
-    /// Residents whose rows have not passed all their images.
+    /// Residents with images that their rows have not passed yet.
     seeing: BTreeMap<Key, Handle>,
     next_number: u32,
-    /// Numbers of images that the next plan tells the hand to drop.
+    /// The numbers under which the hand knows images that the next plan discards.
     given_up: Vec<u32>,
     /// Arena offsets of patches that no plan will read.
     unread: Vec<u32>,
@@ -88,8 +88,8 @@ impl Images {
         grid.positions().div_ceil(self.tower.page_tokens)
     }
 
-    /// Forgets the device's state and each request's image pages. `read`: arena offsets of patches
-    /// that plans in flight have named.
+    /// Forgets all images on pages, because the hand died. No request may need an image. `read`
+    /// contains the arena offsets of the patches that plans in flight have named.
     pub(crate) fn hand_died(&mut self, read: Vec<u32>) {
         debug_assert!(self.work.is_empty() && self.seeing.is_empty(), "nobody needs anything");
         self.unread.extend(read);
@@ -186,16 +186,17 @@ impl Images {
         into.append(&mut self.unread);
     }
 
-    /// The image that contains the position, its first position included. `None`: there is no such
-    /// image, or rows may end inside images.
+    /// The image that contains the position, which may be the image's first; `None`: there is no
+    /// such image, or rows may end inside images.
     fn whole_at<'a>(&self, entry: &'a Entry, position: u32) -> Option<&'a PromptImage> {
         let images = if self.tower.whole { &entry.request.images[..] } else { &[] };
         let next = images.partition_point(|image| image.end() <= position);
         images.get(next).filter(|image| image.span.position <= position)
     }
 
-    /// The largest length of a request's next row with `budget` tokens left. A row that begins with
-    /// an image of more tokens may have all of the image.
+    /// The largest length of a request's next row if `budget` tokens are left. If the row begins
+    /// with an image that must lie in one row, it may contain the whole image, even beyond
+    /// `budget`.
     pub(crate) fn row_limit(&self, entry: &Entry, budget: u32) -> u32 {
         let image = self.whole_at(entry, entry.computed);
         image.map_or(budget, |image| budget.max(image.end() - entry.computed))
@@ -283,7 +284,8 @@ impl Images {
         }
     }
 
-    /// Checks that leases of image pages belong to residents, to the tower, or to retired requests.
+    /// Checks that each lease of image pages belongs to a resident or to an image in the tower, or
+    /// is retired.
     pub(crate) fn check(&self, roster: &Roster) -> Result<(), String> {
         let residents = || roster.requests.iter().filter_map(|(_, entry)| entry.residence.as_ref());
         let in_work = self.work.values().filter_map(|work| match work {
@@ -306,7 +308,7 @@ impl Images {
     }
 }
 
-/// The pages of a leased image, in the form for a plan; none without a lease.
+/// The pages of a leased image, in the form for a plan; empty if `lease` is `None`.
 fn pages(lease: Option<&ImageLease>) -> impl ExactSizeIterator<Item = u32> {
     let pages: Vec<u32> = lease.into_iter().flat_map(ImageLease::pages).collect();
     pages.into_iter()

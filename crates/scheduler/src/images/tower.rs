@@ -20,8 +20,9 @@ enum Next {
 }
 
 impl Images {
-    /// Plans layers of the tower for the requests that need it, the most important first, or for
-    /// one request alone. Returns false if the next image has no room for its output.
+    /// Plans layers of the tower for the images that requests need, the most important request
+    /// first. If `only` is set, plans images of that request only. Returns false if there are too
+    /// few free pages for the output of the next image.
     pub(crate) fn plan(
         &mut self,
         roster: &mut Roster,
@@ -56,7 +57,8 @@ impl Images {
         true
     }
 
-    /// Looks up the next image of each request again if the request has no pages of that image.
+    /// For each request without pages of its next image, checks again whether the image is on pages
+    /// by now. If not, the image becomes wanted.
     fn look_again(&mut self, roster: &mut Roster, step: &mut NewStep<'_>) {
         let seeing: Vec<Handle> = self.seeing.values().copied().collect();
         for handle in seeing {
@@ -78,8 +80,8 @@ impl Images {
         }
     }
 
-    /// The next image of the tower, and the request that needs it. Starts the image if the tower is
-    /// idle.
+    /// The next image for the tower, and the request that needs the image. Starts the image if the
+    /// tower is idle.
     fn next_image(&mut self, roster: &mut Roster, only: Option<Handle>) -> Next {
         let mut next = None;
         for &handle in self.seeing.values().filter(|&&handle| only.is_none_or(|o| o == handle)) {
@@ -107,8 +109,9 @@ impl Images {
         if self.start(&image) { Next::Image(handle, image) } else { Next::NoRoom }
     }
 
-    /// Reserves pages for an image's output. If images started without pages, two of them could
-    /// wait for each other.
+    /// Moves an image into the tower, and reserves pages for its output. Returns false if there are
+    /// too few free pages. Without this reservation, two images in progress could wait for each
+    /// other's pages.
     fn start(&mut self, image: &PromptImage) -> bool {
         let Some(pages) = self.pool.allocate(self.pages_of(image.span.grid)) else {
             return false;

@@ -9,8 +9,8 @@ use crate::retirement::check_leases;
 use crate::roster::Roster;
 
 impl Memory {
-    /// Checks that the leased pages of the pools are exactly those of residents, retired pages and
-    /// copies.
+    /// Checks that the leased pages of the pools are exactly the pages of residents, the retired
+    /// pages and the pages of copies.
     pub(crate) fn check(&self, roster: &Roster) -> Result<(), String> {
         self.tiers.check_integrity()?;
         let residents = || roster.requests.iter().filter_map(|(_, entry)| entry.residence.as_ref());

@@ -14,7 +14,7 @@ use crate::entry::{Entry, Residence, Stage};
 use crate::event::HostStats;
 use crate::roster::Roster;
 
-/// Saves may lease one in `SAVING_SHARE` hot pages at a time.
+/// Saves may lease at most one in `SAVING_SHARE` hot pages at a time.
 const SAVING_SHARE: u32 = 8;
 /// The policy *write back* keeps at least one in `READY_SHARE` hot pages free or saved.
 const READY_SHARE: u32 = 10;
@@ -23,14 +23,15 @@ const READY_PAGES: u32 = 64;
 /// The largest number of ended requests whose blocks are remembered until they are saved.
 const UNFINISHED: usize = 64;
 
-/// Counters from before a result's copies are applied.
+/// The counters as they were before a result's copies were applied.
 pub(crate) struct CopiesBefore {
     restored: u64,
     available: u32,
 }
 
 impl Memory {
-    /// Marks a request's blocks as used when it loses its pages. Its first block is evicted last.
+    /// Marks the blocks of a request that loses its pages as used, such that the first block is
+    /// evicted last.
     pub(crate) fn note_use(&mut self, entry: &mut Entry, pages: &Pages) {
         entry.blocks.was_sparse = pages.is_sparse();
         if self.host.is_none() {
@@ -39,8 +40,9 @@ impl Memory {
         let names = &entry.blocks.names;
         let names = &names[..names.len().min(pages.len())];
         self.tiers.touch(names);
-        // A block that enters the host tier counts as just used. So earlier blocks are touched once
-        // more when the last block, which is saved last, is in that tier.
+        // A block counts as just used when its save ends. The blocks are saved in order, so the
+        // last one would be evicted last. To correct this, `touch_finished` marks them again after
+        // the last save.
         if names.last().is_some_and(|&last| self.tiers.will_be_saved(last))
             && self.unfinished.len() < UNFINISHED
         {
@@ -91,7 +93,7 @@ impl Memory {
             return Some(copy);
         }
         let pages = self.pages;
-        // Pages that saves lease are unavailable meanwhile.
+        // Pages are unavailable while saves lease them, so limit their number.
         let most = (pages / SAVING_SHARE).max(host.copies_a_step.min(pages / 4)).max(1);
         match host.policy {
             SavePolicy::WriteThrough | SavePolicy::WriteThroughSelective => {
@@ -108,7 +110,7 @@ impl Memory {
         self.all_tiers().map(Tiers::outstanding).sum()
     }
 
-    /// True if a plan has named this copy, and its end is not reported yet.
+    /// True if a plan has named this copy, and the copy's end is not reported yet.
     pub(crate) fn has_sent(&self, ticket: u32) -> bool {
         self.all_tiers().any(|tiers| tiers.is_sent(ticket))
     }
@@ -139,14 +141,15 @@ impl Memory {
         (!result.copied.is_empty()).then_some(CopiesBefore { restored, available })
     }
 
-    /// The number of restored blocks. Each state counts as the blocks whose copies take as long.
+    /// The number of restored blocks. A restored state counts as the number of blocks that take as
+    /// long to copy.
     fn restored(&self) -> u64 {
         let states = self.states.as_ref().map_or(0, StatePages::restored_weight);
         self.tiers.moves().restored + states
     }
 
-    /// Applies the end of a copy. If it failed, the requests that waited for it have lost their
-    /// pages.
+    /// Applies the end of a copy. If the copy failed, the requests that waited for it have lost
+    /// their pages.
     pub(crate) fn copy_ended(&mut self, end: CopyEnd) {
         let fine = end.error == COPY_OK;
         if !self.tiers.ended(end.ticket, fine)

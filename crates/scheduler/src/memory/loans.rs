@@ -12,8 +12,8 @@ pub struct LentBlocks {
     pub loan: LoanId,
     /// The blocks, in the order of the request.
     pub pages: Vec<(BlockHash, u32)>,
-    /// With recurrent layers, the last of these blocks with a lent state, and the page of that
-    /// state; else empty.
+    /// With recurrent layers: the last of these blocks after which a state is lent, and the state's
+    /// page. Empty for other models.
     pub states: Vec<(BlockHash, u32)>,
 }
 

@@ -41,7 +41,7 @@ use window_part::WindowPages;
 
 pub(crate) use prefix::LeasedPages;
 
-/// Additional words of a copy that borrows a host page.
+/// Additional plan words of a copy from a borrowed host page.
 const SOURCE_WORDS: usize = 1;
 
 /// The kind of data that is kept between steps.
@@ -82,7 +82,7 @@ pub(crate) struct Memory {
 pub(crate) enum Room {
     /// A page was dropped.
     Made,
-    /// A page can be dropped after copies in flight.
+    /// A page can be dropped once the copies in flight have ended.
     WithCopies,
     /// No request can drop a page.
     None,
@@ -176,7 +176,7 @@ impl Memory {
     }
 
     /// The largest length of a row of a prompt with `total` tokens, with `budget` positions left.
-    /// If nothing is kept between steps, a prompt is never cut.
+    /// If nothing is kept between steps, a prompt is never split into several rows.
     pub(crate) fn row_limit(&self, total: u32, budget: u32) -> u32 {
         match self.kind {
             Kind::Nothing => total.max(budget),
@@ -200,8 +200,9 @@ impl Memory {
         })
     }
 
-    /// True if every row may have several positions. The hot rows of a sparse slot have room for
-    /// the positions that one token chooses, but perhaps not for those of several tokens.
+    /// True if every row may have several positions. This is false with recurrent layers and with
+    /// backed pages: a sparse slot's hot rows may lack room for the positions that several tokens
+    /// choose.
     pub(crate) fn takes_drafts(&self) -> bool {
         matches!(self.kind, Kind::Paged) && self.states.is_none()
     }
@@ -237,7 +238,8 @@ impl Memory {
 
     /// True if a request may share blocks with others.
     pub(crate) fn caches(&self, entry: &Entry) -> bool {
-        // Without a state no request can continue after these blocks.
+        // If the model has recurrent layers, but no states are kept, no request can continue after
+        // cached blocks.
         let resumes = self.states.as_ref().is_none_or(StatePages::keeps_any);
         self.prefix_cache && self.pages > 0 && resumes && entry.request.spec.embeds.is_none()
     }
@@ -246,8 +248,8 @@ impl Memory {
         &self.namer
     }
 
-    /// Offers a resident's blocks to the prefix cache, as far as their tokens are known and their
-    /// keys and values planned.
+    /// Offers a resident's blocks to the prefix cache, as far as their tokens are known and plans
+    /// compute their keys and values.
     pub(crate) fn offer_blocks(&mut self, entry: &mut Entry) {
         let page_size = self.page_size;
         let by_rows = matches!(self.kind, Kind::Backed(sparse) if sparse.save_rows);
@@ -357,9 +359,10 @@ impl Memory {
         match self.kind {
             Kind::Nothing => 0,
             Kind::Paged => {
-                // Loads of the new slot's states, and saves after its row.
+                // One load of the new slot's state, and one save after its row.
                 let states = if self.states.is_some() { 2 * STATE_COPY_WORDS } else { 0 };
-                // Rows of other prompts get pages of the window part too, and drop as many.
+                // Rows of other requests in the plan also get pages of the window part, and drop as
+                // many.
                 let step = token_budget.max(self.page_size) / self.page_size + 2 * self.slots;
                 let window = if self.windows.is_some() { pages + 2 * step as usize } else { 0 };
                 let tables = PAGE_WRITE_WORDS * (pages + window);
@@ -371,7 +374,7 @@ impl Memory {
                 if !sparse.save_rows {
                     return tables + COPY_WORDS * copies;
                 }
-                // Each page that the first row touches needs a separate copy, and every copy a
+                // Each page that the first row touches needs a separate copy. Every copy needs a
                 // span.
                 let touched = (token_budget.max(self.page_size) / self.page_size + 2) as usize;
                 tables + (copies + touched) * (COPY_WORDS + Span::WORDS)

@@ -56,9 +56,9 @@ struct Prefix {
 
 impl Memory {
     /// Looks up the prefix of a request, and leases pages for all its known tokens and, if it
-    /// generates, the next one. The first pages hold its leading blocks, or will when copies have
-    /// ended; `cached` is the number of their positions. New pages follow. If there are too few
-    /// pages, returns `None` and leases nothing.
+    /// generates, the next one. The first pages hold the request's leading blocks, some only once
+    /// copies have ended; `entry.cached` counts the positions of these blocks. New pages follow. If
+    /// there are too few pages, returns `None` and leases nothing.
     pub(crate) fn lease_with_prefix(&mut self, entry: &mut Entry) -> Option<LeasedPages> {
         // From here on the request needs its own copy of its tokens.
         entry.settle();
@@ -145,9 +145,10 @@ impl Memory {
         Some(leased)
     }
 
-    /// Finds the leading blocks of a request in the tiers, and their state. It leaves out blocks
-    /// that are cheaper to compute than to restore. Recurrent layers bound the blocks by the last
-    /// kept state, and a window part by the pages of that part.
+    /// Looks up a request's prefix cache hit: its leading blocks in the tiers, and their state.
+    /// Leaves out blocks that are cheaper to compute than to restore. With recurrent layers, the
+    /// prefix ends at the last kept state. With a window part, it ends where that part has the
+    /// pages that the next row reads.
     fn find_prefix(&mut self, entry: &mut Entry) -> Prefix {
         if !self.caches(entry) {
             return Prefix::default();
@@ -177,7 +178,8 @@ impl Memory {
             }
             found.push(block);
         }
-        // If blocks are computed again, the last usable state is an earlier one.
+        // `found` lacks the blocks that are computed again, so the last usable state may be an
+        // earlier one.
         let resumable = self.resumable(&names[..found.len()], !recomputes, loan.as_deref());
         let rest = found.split_off(resumable);
         self.free_found(rest);
@@ -198,9 +200,9 @@ impl Memory {
         Prefix { here, cached: cached.max(found.len()), found, declined }
     }
 
-    /// Counts the leading blocks that are in a tier, on their way to one, or lent. Also returns the
-    /// longest prefix of them after which a request can continue. Without `brings`, only blocks on
-    /// the device count for that prefix.
+    /// Counts the leading blocks that are in a tier, on their way to a tier, or lent. Also returns
+    /// the longest prefix of these blocks after which a request can continue. Without `brings`,
+    /// only blocks on the device count for that prefix.
     fn useful_blocks<'a>(
         &self,
         names: &'a [BlockHash],
@@ -234,8 +236,8 @@ impl Memory {
         }
     }
 
-    /// Restores the prefixes of the next requests. Takes only pages that no earlier request needs,
-    /// and that are free or whose block is in another tier too.
+    /// Restores the prefixes of the next requests. Takes only pages that no earlier request needs.
+    /// Such a page is free, or its block is in another tier too.
     pub(crate) fn prefetch_prefixes(&mut self, roster: &mut Roster, turns: &Turns) {
         let Some(host) = self.host.filter(|host| host.prefetch > 0) else { return };
         debug_assert!(matches!(self.kind, Kind::Paged), "backed pages restore no index keys here");
@@ -243,7 +245,8 @@ impl Memory {
         if !self.rates.restores(1, page_size) {
             return;
         }
-        // Keep a page for each running request: these pages are free only after the copies.
+        // Keep one page for each running request: pages that restores lease are unavailable until
+        // the copies end.
         let mut room = self.tiers.hot().spare().saturating_sub(roster.residents.len() as u32);
         for ticket in turns.queue.upcoming(host.prefetch as usize) {
             let entry = &mut roster[ticket.handle];
@@ -256,8 +259,8 @@ impl Memory {
                 room = room.saturating_sub(pages);
                 continue;
             }
-            // Try once only, even if the room does not suffice: later blocks would evict earlier
-            // ones.
+            // Try only once, even if the room does not suffice: at a second try, the request's
+            // later blocks would evict its earlier ones.
             entry.blocks.prefetched = true;
             entry.settle();
             let blocks = (entry.reusable() / page_size) as usize;

@@ -1,4 +1,4 @@
-//! Decides whether blocks are restored or computed again, by which is faster.
+//! Decides whether blocks are restored or computed again, depending on which is faster.
 
 use crate::mean::Mean;
 
@@ -32,7 +32,8 @@ impl RestoreRates {
     }
 
     /// Notes that blocks were computed because restoring seemed slower. A restore that does not
-    /// happen is not measured. So its assumed time shrinks each time, until one is tried again.
+    /// happen is not measured. So the assumed time of a restore shrinks each time, until a restore
+    /// is tried again.
     pub(crate) fn declined(&mut self) {
         self.restore_us.scale(FADING);
     }

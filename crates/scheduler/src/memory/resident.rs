@@ -9,13 +9,13 @@ use forebay_kvcache::{BlockHash, Lease};
 pub(crate) struct ResidentState {
     /// The kept state that the request starts from, until a plan loads it.
     pub(super) load: Option<Lease>,
-    /// Positions at which the request's state is kept, besides those of the interval. The request
-    /// may be past them.
+    /// Positions at which the request's state is kept, besides the multiples of the interval. The
+    /// request may be past these positions.
     pub(super) kept: [u32; 2],
-    /// The end of the request's last full page that does not hold its last token.
+    /// The end of the last full page before the request's last token.
     pub(super) tail: u32,
-    /// States that plans save, with their positions; offered to the cache once their tokens are
-    /// known.
+    /// Positions and states that plans save. A state is offered to the cache once all tokens before
+    /// its position are known.
     pub(super) saved: VecDeque<(u32, Lease)>,
     /// The kept state that the request's next kept state replaces.
     pub(super) replaced: Option<BlockHash>,

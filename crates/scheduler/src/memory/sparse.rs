@@ -2,9 +2,9 @@
 //!
 //! Hot pages cache host pages (as HiSparse does, SGLang #21932, which uses buffers in place of
 //! pages). A full page is saved after the rows that fill it. The newest positions lie in the last
-//! pages, which are never dropped. So nothing ever waits for a save. A *resident* request has all
-//! its pages on the device until pages run short. Then the request that can drop the most pages
-//! becomes *sparse*. It stays sparse until it ends or is preempted.
+//! pages, which are never dropped. So nothing ever waits for a save. A running request has all its
+//! pages on the device until pages run short. Then the request that can drop the most pages becomes
+//! *sparse*. The request stays sparse until it ends or is preempted.
 
 use std::ops::Range;
 
@@ -19,7 +19,8 @@ use crate::entry::{Entry, Residence, Stage};
 use crate::roster::Roster;
 use crate::slab::Handle;
 
-/// One in `READY_SHARE` hot pages is kept for growth and for new requests.
+/// One in `READY_SHARE` hot pages is kept free for the growth of running requests and for new
+/// requests.
 const READY_SHARE: u32 = 10;
 /// Once the tables of a plan have this many words, no more requests become sparse in it.
 const TABLE_WORDS: usize = 1 << 19;
@@ -47,8 +48,8 @@ impl Memory {
         }
     }
 
-    /// The leading blocks of a request that are in the tiers. Restored blocks are read only after
-    /// their copies have ended.
+    /// Finds the leading blocks of a request that are in the tiers. Restored blocks are read only
+    /// after their copies have ended.
     fn find_backed_prefix(&mut self, entry: &mut Entry) -> Vec<BackedBlock> {
         if !self.caches(entry) {
             return Vec::new();
@@ -144,8 +145,8 @@ impl Memory {
         }
     }
 
-    /// Makes requests sparse if the device's pages run short. `total`: the tokens of the next
-    /// request, if it lacks nothing but pages.
+    /// Makes requests sparse if the device's pages run short. `total`: the number of tokens of the
+    /// next request if it lacks nothing but pages; else 0.
     pub(crate) fn keep_ready(&mut self, roster: &mut Roster, total: u32, plan: &mut StepPlan) {
         let Kind::Backed(sparse) = self.kind else { return };
         let next = (total / self.page_size + 1).min(self.pages);
@@ -202,8 +203,8 @@ impl Memory {
                 } else if index >= pages.named {
                     break;
                 }
-                // Otherwise another page already holds this block in the host tier, and this page
-                // is never saved.
+                // Otherwise another host page already holds this block, and this page is never
+                // saved.
             }
             pages.settled += 1;
         }
@@ -217,8 +218,8 @@ impl Memory {
         }
     }
 
-    /// Makes the request sparse that can drop the most pages. Returns false if no request would
-    /// drop more pages than its hot rows need.
+    /// Chooses the request that can drop the most pages, and makes it sparse. Returns false if no
+    /// request would drop more pages than its hot rows need.
     fn make_sparse(&mut self, sparse: Sparse, roster: &mut Roster, plan: &mut StepPlan) -> bool {
         let gain = |handle: Handle| {
             let entry = &roster[handle];
@@ -258,7 +259,7 @@ impl Memory {
         true
     }
 
-    /// True if residents could drop more pages after saves. Also requests saves again that failed.
+    /// True if residents could drop more pages after saves. Also requests failed saves again.
     fn saves_will_help(&mut self, roster: &mut Roster) -> bool {
         let mut unsaved = false;
         let Roster { decodes, prefills, requests, .. } = roster;
@@ -272,7 +273,7 @@ impl Memory {
                 };
                 let name = match self.tiers.name_of(hot) {
                     None if index < pages.named as usize => {
-                        // So far another page held its block, or the block was forgotten.
+                        // So far another page held this page's block, or the block was forgotten.
                         let name = entry.blocks.names[index];
                         if !self.tiers.name_backed(hot, &pages.host[index], name) {
                             continue;

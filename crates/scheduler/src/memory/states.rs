@@ -9,7 +9,7 @@
 //! - where a request diverges from a cached prefix, for the next request that diverges there;
 //! - every [`StateCache::interval`] positions;
 //! - at the last full page of each running request, to continue its answer or resume it after
-//!   preemption. Each new one replaces the one before.
+//!   preemption. Each new state replaces the previous one.
 //!
 //! Rows end at these positions. Only later plans can use a state that a plan saves.
 //!
@@ -31,9 +31,9 @@ use crate::entry::{Entry, Residence};
 use crate::event::StateStats;
 use crate::retirement::{Retirement, check_leases};
 
-/// Saves to the host may lease one in `SAVING_SHARE` state pages at a time.
+/// Saves to the host may lease at most one in `SAVING_SHARE` state pages at a time.
 const SAVING_SHARE: u32 = 8;
-/// The policy *write back* keeps one in `READY_SHARE` state pages free or saved.
+/// The policy *write back* keeps at least one in `READY_SHARE` state pages free or saved.
 const READY_SHARE: u32 = 4;
 
 /// The state pages, and the states in them.
@@ -112,8 +112,8 @@ impl StatePages {
         self.tiers.moves().restored * u64::from(self.weight)
     }
 
-    /// Leases the state after a block, with the ticket of the copy that restores it. `None`: there
-    /// is none, or every page is leased.
+    /// Leases the state after a block. The second value is the ticket of the copy that restores the
+    /// state, if one has to. No lease: the state does not exist, or every page is leased.
     fn lease(&mut self, name: BlockHash, loan: Option<&Arc<Loan>>) -> (Option<Lease>, Option<u32>) {
         let found = self.tiers.find(name);
         self.tiers.touch(&[name]);
@@ -190,7 +190,7 @@ impl StatePages {
         self.tiers.forget(name);
     }
 
-    /// Forgets every state without a lease. True if no state is left.
+    /// Forgets every state without a lease. Returns true if no state is left.
     pub(super) fn flush(&mut self) -> bool {
         self.tiers.flush()
     }
@@ -222,7 +222,8 @@ impl StatePages {
         }
     }
 
-    /// Checks that the leased pages are exactly those of these residents, retired pages and copies.
+    /// Checks that the leased state pages are exactly those of these residents, the retired pages
+    /// and the pages of copies.
     pub(super) fn check<'a>(
         &self,
         residents: impl Iterator<Item = &'a Residence>,
@@ -273,7 +274,8 @@ impl Memory {
         let (states, page_size) = (self.states.as_mut()?, self.page_size);
         let last_page = |tokens: u32| tokens.saturating_sub(1) / page_size * page_size;
         let last = found.checked_sub(1).map(|last| entry.blocks.names[last]);
-        // A prompt may be computed again although all its blocks are cached, for lack of a state.
+        // For lack of a state, blocks from `found` on are computed again although they are cached.
+        // Keep a state after the last of them.
         let branch = if cached > found { cached as u32 * page_size } else { 0 };
         let lease = |name| states.lease(name, entry.request.loan.as_ref());
         let (load, ticket) = last.map_or((None, None), lease);
@@ -309,8 +311,9 @@ impl Memory {
         }
     }
 
-    /// The length of a resident's next row, at most `length`, so that it ends where its state is
-    /// kept. Other prompt rows end at a page boundary, if they reach one.
+    /// The length of a resident's next row, at most `length`. The row ends at the next position
+    /// where the request's state is kept. Prompt rows that do not reach one end at a page boundary
+    /// if possible.
     pub(crate) fn length_to_state(&self, entry: &Entry, length: u32) -> u32 {
         let state = entry.residence.as_ref().and_then(|residence| residence.pages.state.as_ref());
         let (Some(states), Some(state)) = (&self.states, state) else { return length };
@@ -352,8 +355,8 @@ impl Memory {
         }
     }
 
-    /// Offers a resident's saved states to the cache once their tokens are known. The blocks up to
-    /// there have names.
+    /// Offers a resident's saved states to the cache, as far as the tokens before them are known.
+    /// The blocks before these states must have names.
     pub(super) fn offer_states(&mut self, entry: &mut Entry) {
         let (certain, page_size) = (entry.certain(), self.page_size);
         let Some(states) = &mut self.states else { return };

@@ -17,8 +17,8 @@ use super::window_part::WindowRun;
 use crate::entry::{Entry, Residence};
 
 impl Memory {
-    /// Makes a resident give up the pages of the window part that its next rows do not read. The
-    /// pages are free after the steps in flight.
+    /// Makes a resident give up the pages of the window part that its next rows do not read. These
+    /// pages become free after the steps in flight.
     pub(crate) fn pass_window(&mut self, entry: &mut Entry, plan: &mut StepPlan) {
         let next = entry.computed.saturating_sub(u32::from(entry.request.masked));
         let (Some(windows), Some(residence)) = (&mut self.windows, &mut entry.residence) else {

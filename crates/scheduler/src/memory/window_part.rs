@@ -10,7 +10,8 @@ use crate::config::WindowPart;
 use crate::event::WindowStats;
 use crate::retirement::check_leases;
 
-/// A request's pages of the window part: those that it has, or those that it has passed.
+/// Consecutive pages of a request in the window part: those that it has, or, with `passed`, those
+/// that it has passed and gives up.
 #[derive(Debug, Default)]
 pub(crate) struct WindowRun {
     /// The index of the first page.
@@ -81,7 +82,7 @@ impl WindowPages {
         self.pool.forget(name);
     }
 
-    /// Forgets every block without a lease. True if no block is left.
+    /// Forgets every block without a lease. Returns true if no block is left.
     pub(super) fn flush(&mut self) -> bool {
         self.pool.flush()
     }
@@ -153,7 +154,7 @@ impl WindowPages {
         (next + 1).saturating_sub(self.window) / self.page_size
     }
 
-    /// Adds a page to those of a resident. Returns false if every page is held.
+    /// Adds a page to those of a resident. Returns false if every page is leased.
     pub(super) fn add(&mut self, slot: u32, run: &mut WindowRun, plan: &mut StepPlan) -> bool {
         let Some(lease) = self.pool.allocate() else { return false };
         plan.write_window(slot, run.end(), lease.page());

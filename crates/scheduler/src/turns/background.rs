@@ -1,11 +1,11 @@
 //! The time that background work may add to the steps of other requests.
 //!
-//! Foreground requests earn it: each of their steps adds a share of its time to an account. A step
-//! that also has background rows withdraws the time that those rows added. While the account is
-//! empty, there are no background rows. So background rows run often where they cost next to
-//! nothing, as on a device whose steps are bound by reading weights. They run rarely where
-//! arithmetic bounds a step. Either way the foreground loses that share of its speed on average.
-//! With a share above 0, background work makes progress beside streams that never end.
+//! Foreground requests earn this time: each of their steps adds a share of its duration to an
+//! account. A step that also has background rows withdraws the time that those rows added. While
+//! the account is empty, there are no background rows. So background rows run often where they cost
+//! next to nothing, as on a device whose steps are bound by reading weights. They run rarely where
+//! arithmetic bounds a step. Either way, background work slows the foreground by the earned share
+//! on average. With a share above 0, background work makes progress beside streams that never end.
 
 use crate::mean::Mean;
 
@@ -42,7 +42,7 @@ impl Background {
         Self { share, left_us: 0.0, alone: None, measures: false, position_us: Mean::default() }
     }
 
-    /// True if background work may have no rows beside foreground rows.
+    /// True if a step with foreground rows must not have background rows.
     pub(crate) fn is_spent(&self) -> bool {
         self.share == 0.0 || self.left_us < 0.0 || self.measures
     }
@@ -100,8 +100,8 @@ impl Background {
 mod tests {
     use super::*;
 
-    /// Runs steps of eight streams of 1 ms each, with background rows that add `row_us`. Returns
-    /// the total time relative to the streams alone, and the number of background rows.
+    /// Runs steps of eight streams. A step takes 1 ms, and `row_us` more for each background row.
+    /// Returns the total time relative to the streams alone, and the number of background rows.
     fn run(percent: u32, row_us: u32, steps: u32) -> (f64, u32) {
         let mut account = Background::new(percent);
         let (mut us, mut rows) = (0, 0);

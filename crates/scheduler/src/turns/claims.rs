@@ -1,9 +1,9 @@
-//! The order in which prompts pass others in a step ([`crate::passing`]).
+//! The order in which prompts pass other prompts in a step ([`crate::passing`]).
 //!
 //! The order is by rank, then by client: the one that has received the fewest tokens of steps goes
 //! first, with its prompt that has the least remaining work. The count of a client that begins to
-//! wait starts at the smallest of all clients with requests, as virtual time in fair queueing. What
-//! a client received or missed earlier does not matter.
+//! wait starts at the smallest of all clients with requests, like virtual time in fair queueing.
+//! What a client received or missed earlier does not matter.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -69,8 +69,8 @@ impl Claims {
         self.lanes.values().find_map(Lane::first).copied()
     }
 
-    /// The position of a prompt in the order of passing. `work`: the remaining work of a resident;
-    /// that of a waiting prompt is recorded.
+    /// The position of a prompt in the order of passing. `work` is the remaining work of a
+    /// resident. For a waiting prompt, the recorded value is used instead.
     pub(crate) fn place(&self, key: Key, client: u64, work: u32) -> Claim {
         let lane = self.lanes.get(&key.rank);
         let received = lane.map_or(0, |lane| lane.start_of(self.client(client)));
@@ -84,8 +84,9 @@ impl Claims {
         self.lanes.entry(rank).or_default().charge(client, tokens.into());
     }
 
-    /// Moves a rank's virtual time to the client that has received the least, among those that wait
-    /// or are in `computing`. If there is no such client, all debts of the rank are forgotten.
+    /// Advances a rank's virtual time to that of the client that has received the least. Only
+    /// clients that wait or are in `computing` count. If there are no such clients, all debts of
+    /// the rank are forgotten.
     pub(crate) fn advance(&mut self, rank: i64, computing: impl Iterator<Item = u64>) {
         let fair = self.fair;
         let Some(lane) = self.lanes.get_mut(&rank) else { return };
@@ -96,7 +97,8 @@ impl Claims {
         }
     }
 
-    /// From time to time, forgets the debts of ranks in which no prompt waits or `computes`.
+    /// From time to time, forgets the debts of ranks in which no prompt waits and for which
+    /// `computes` is false.
     pub(crate) fn sweep(&mut self, computes: impl Fn(i64) -> bool) {
         if self.lanes.len() > self.sweep_at.max(16) {
             self.lanes.retain(|&rank, lane| !lane.is_empty() || computes(rank));

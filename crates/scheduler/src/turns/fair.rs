@@ -19,7 +19,8 @@ pub(crate) const REMEMBERED: usize = 1 << 14;
 pub struct FairQueue<T, K = i64> {
     /// Virtual time, in units.
     now: u64,
-    /// Clients with waiting items, by the start of their first one and then by its arrival.
+    /// The clients with waiting items, sorted by the virtual start of the client's first item, then
+    /// by the item's arrival.
     turns: BTreeMap<(u64, K), u64>,
     clients: HashMap<u64, Account<T, K>>,
     /// The number of remembered clients at which those without debts are removed.
@@ -29,8 +30,8 @@ pub struct FairQueue<T, K = i64> {
 /// The items of a client.
 #[derive(Debug)]
 struct Account<T, K> {
-    /// The virtual start of its first waiting item. Without one, the virtual end of the last item
-    /// that had its turn.
+    /// The virtual start of the client's first waiting item. If no item waits: the virtual end of
+    /// the last item that had its turn.
     start: u64,
     /// The waiting items and their costs, by arrival.
     waiting: BTreeMap<K, (u64, T)>,
@@ -98,7 +99,8 @@ impl<T, K: Copy + Ord> FairQueue<T, K> {
         self.clients.get(&client)?.waiting.get(&arrival).map(|(_, item)| item)
     }
 
-    /// Removes the next item of a client for which `may` is true, and returns it with its client.
+    /// Removes the first item in turn whose client satisfies `may`. Returns the client and the
+    /// item.
     pub fn pop(&mut self, may: impl Fn(u64) -> bool) -> Option<(u64, T)> {
         let mut turns = self.turns.iter();
         let (&(_, arrival), &client) = turns.find(|&(_, &client)| may(client))?;

@@ -2,7 +2,7 @@
 //!
 //! - `queue`: the order of waiting requests, by rank and by client (`fair`).
 //! - `shares`: the running requests of each client.
-//! - `claims`: the order in which prompts pass others in a step.
+//! - `claims`: the order in which prompts pass other prompts in a step.
 //! - `pace`: the number of prompt tokens that a step may have while streams run.
 //! - `background`: the time that background work may add to foreground steps.
 
@@ -39,10 +39,10 @@ pub(crate) struct Turns {
     pub(crate) shares: Shares,
     /// `None`: no prompt passes another.
     pub(crate) claims: Option<Claims>,
-    /// The first waiting request, if it did not fit, and the return count of the pools at that
-    /// time. Until slots or pages return, trying again is useless.
+    /// The first waiting request, if it did not fit, and the number of returns to the pools at that
+    /// time. Trying again is useless until slots or pages are returned.
     blocked: Option<(Key, u64)>,
-    /// The same for the waiting request that was to pass others.
+    /// Like `blocked`, but for the waiting request that was the next to pass others.
     passing_blocked: Option<(Key, u64)>,
     /// Suspects of the hand's death, resident or waiting. While there are any, only the first has
     /// rows.
@@ -111,8 +111,8 @@ impl Turns {
         self.suspects.remove(&ticket.key);
     }
 
-    /// Queues a request again after the hand's death, as a suspect or not. It may be in the queue
-    /// already.
+    /// Queues a request again after the hand's death, whether it is a suspect or not. The request
+    /// may be in the queue already.
     pub(crate) fn line_up_again(&mut self, handle: Handle, entry: &Entry, memory: &Memory) {
         let ticket = entry.ticket(handle);
         if entry.mark().is_some() {
@@ -138,8 +138,8 @@ impl Turns {
         self.suspects.first_key_value().map(|(_, &handle)| handle)
     }
 
-    /// The waiting request whose turn it is. Only requests that pass in a step are admitted before
-    /// it ([`Self::passing`]).
+    /// The waiting request whose turn it is. Only requests that pass prompts in a step
+    /// ([`Self::passing`]) are admitted before this one.
     pub(crate) fn next(&self) -> Option<Ticket> {
         let first = self.queue.first();
         let is_before = |first: Ticket| !first.key.is_background();
@@ -149,8 +149,8 @@ impl Turns {
     }
 
     /// The waiting request that is the next to pass prompts in a step. The last slot is kept for
-    /// the request that is first in turn. Requests that pass it have together at most as many
-    /// tokens as it has, so that they cannot withhold pages for ever.
+    /// the request that is first in turn. All requests that pass this one have together at most as
+    /// many tokens as it has. So they cannot keep pages from it for ever.
     pub(crate) fn passing(&self, roster: &Roster) -> Option<Ticket> {
         let (claims, next) = (self.claims.as_ref()?, self.next()?);
         let first = claims.first().filter(|_| self.shares.promised.is_none());

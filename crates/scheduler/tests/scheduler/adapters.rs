@@ -8,7 +8,7 @@ use crate::harness::{Harness, config, request};
 /// Content of a place while an adapter is being written to it.
 const GARBAGE: u32 = u32::MAX - 8;
 
-/// The worker's places. A write takes effect when its plan is executed, or when its end is
+/// The worker's places. Some writes take effect when the plan is executed, and some when the end is
 /// reported, because the scheduler may rely on neither.
 pub(crate) struct Adapters {
     places: Vec<u32>,
@@ -51,7 +51,8 @@ impl Adapters {
         }
     }
 
-    /// Marks a write as ended.
+    /// Marks the write with index `at`, modulo their number, as ended. `fine` is true if it
+    /// succeeded.
     pub(crate) fn end(&mut self, at: usize, fine: bool) {
         let count = self.coming.len().max(1);
         if let Some(coming) = self.coming.get_mut(at % count) {

@@ -178,8 +178,8 @@ fn nobody_gives_way_to_work_in_the_background() {
     replica.finish();
 }
 
-/// The scheduler has promised a background client the slot of another one, which is freed after a
-/// step in flight. A foreground request that arrives meanwhile goes first.
+/// The scheduler has promised a background client another client's slot, which becomes free after a
+/// step in flight. A foreground request that arrives meanwhile is admitted first.
 #[test]
 fn a_promise_to_work_in_the_background_holds_while_nobody_else_waits() {
     let mut replica = Replica::new(SchedulerConfig { slots: 4, ..small() });

@@ -60,8 +60,8 @@ impl Copier {
         self.under_way.clear();
     }
 
-    /// Runs before a step. With the fault `EarlySaves` it already does the copies that belong after
-    /// the rows.
+    /// Runs before a step. With the fault `EarlySaves`, saves of states are done here instead of
+    /// after the rows.
     pub(crate) fn start_early(&mut self, plan: &StepPlan, device: &mut Device) {
         if self.fault == Some(CopyFault::EarlySaves) {
             for copy in plan.copies().filter(|copy| copy.direction == Direction::SaveState) {
@@ -107,7 +107,8 @@ impl Copier {
         }
     }
 
-    /// Marks a copy as ended.
+    /// Marks the copy with index `at`, modulo their number, as ended. `fine` is true if it
+    /// succeeded.
     pub(crate) fn end(&mut self, at: usize, fine: bool) {
         let count = self.under_way.len().max(1);
         if let Some(copy) = self.under_way.get_mut(at % count) {

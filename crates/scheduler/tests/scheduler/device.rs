@@ -1,6 +1,6 @@
 //! A fake worker without a model. The "keys and values" of a position are a hash of all tokens up
-//! to it. So the tests find a row that reads a wrong, stale or not yet computed page, and the
-//! sampled token depends on everything that the row should read.
+//! to it. So the tests detect a row that reads a wrong, stale or not yet computed page. The sampled
+//! token depends on everything that the row should read.
 
 use forebay_protocol::{
     PageCopy, PromptLogprobs, ROW_NOT_FINITE, ROW_OK, Row, StateCopy, StepPlan, StepResult, Want,
@@ -279,8 +279,8 @@ impl Device {
         }
     }
 
-    /// The second phase of a step: the rows. All read the content from before the step, and the
-    /// output of the tower; then all write.
+    /// The second phase of a step: the rows. All rows read the content from before the step and the
+    /// tower's output, before any row writes.
     pub(crate) fn compute(
         &mut self,
         plan: &StepPlan,
@@ -300,7 +300,8 @@ impl Device {
         }
         self.load_states(plan, &states.loads);
         for row in plan.rows() {
-            // Sparse rows copy chosen positions that are on no hot page to these pages.
+            // These pages are the hot rows, to which a sparse request may copy any positions. So
+            // clear them.
             for &page in &self.slots[row.slot as usize].rows {
                 self.pages[page as usize].fill(GARBAGE);
             }

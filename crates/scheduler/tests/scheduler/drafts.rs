@@ -87,7 +87,7 @@ fn right_drafts_save_steps_and_wrong_ones_save_none() {
             let mut harness = Harness::new(drafting(most), depth);
             harness.submit(with(right, long(0, 21)));
             // The prompt's row returns the first token. At depth 2, the second plan is made before
-            // the scheduler has that token.
+            // the scheduler has that token, so it has no drafts.
             let steps = steps + u64::from(depth == 2 && right > 0);
             assert_eq!(drained(&mut harness), steps, "{most} {right}");
             let stats = harness.scheduler.stats().drafts;

@@ -25,7 +25,7 @@ pub(crate) enum Op {
     Apply,
     Flush,
     Kill,
-    /// Memory runs out, and the next worker has as many pages.
+    /// Memory runs out. The next worker has the same number of pages.
     Starve,
     /// A copy ends: its index, and whether it succeeded.
     Copied(usize, bool),
@@ -45,7 +45,7 @@ pub(crate) struct Ask {
     shared: usize,
     own: Vec<i32>,
     max_tokens: u32,
-    /// The number of tokens of the answer, at most, that were generated before the submission.
+    /// An upper limit on the number of answer tokens that were generated before the submission.
     resumed: usize,
     stop: Option<i32>,
     priority: i32,
@@ -113,7 +113,7 @@ impl Ask {
         images.retain(|&(_, at, grid)| (at + grid.positions()) as usize <= prompt.len());
         let length = prompt.len() as u32;
         let prompt_logprobs = tail.map(|(first, most, _)| {
-            // There is nothing to report after the end of the prompt.
+            // A first token beyond the end of the prompt means that nothing is reported.
             let first =
                 if first == 0 || length == 1 { length + first } else { 1 + first % (length - 1) };
             PromptTail { first, most }

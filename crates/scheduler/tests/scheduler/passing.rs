@@ -162,7 +162,7 @@ fn the_client_that_has_received_least_passes_first() {
     let mut received: BTreeMap<u64, u32> = BTreeMap::new();
     replica.submit(3, 2, 40 * BUDGET, 1);
     for _ in 0..60 {
-        // The second client always requests more than it can get, with the shortest prompts.
+        // The second client has the shortest prompts, and always more of them than can be computed.
         for _ in 0..10 {
             replica.submit(2, next, 100, 1);
             next += 1;

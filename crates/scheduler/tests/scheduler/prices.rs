@@ -26,7 +26,8 @@ const COSTS: [(u32, f64); 9] = [
     (16, 3.65),
     (64, 13.0),
 ];
-/// Microseconds from a result to the start of the next step, if the step was not planned before it.
+/// Microseconds from a result to the start of the next step, if that step was not planned before
+/// the result.
 const TURN_US: f64 = 600.0;
 const ANSWER: u32 = 300;
 
@@ -72,7 +73,8 @@ impl Text {
     }
 }
 
-/// Proposes drafts as if after matches of 12 tokens. The share `right` of them is right.
+/// Proposes drafts as if they followed matches of 12 tokens. The share `right` of the drafts is
+/// right.
 #[derive(Debug, Clone)]
 struct Tempting {
     id: u64,

@@ -77,13 +77,14 @@ fn the_second_request_that_leaves_a_prefix_finds_its_state() {
     let system = text(1, 40);
     let with = |tail: i32| [system.clone(), text(tail, 30)].concat();
     assert_eq!(ask(&mut harness, 0, with(4), 3), 0);
-    // The prefix's blocks are cached, but no state. Now one is kept where the prompts diverge.
+    // The prefix's blocks are cached, but no state is. This request keeps a state where the prompts
+    // diverge.
     assert_eq!(ask(&mut harness, 1, with(5), 3), 0);
     let stats = harness.scheduler.stats();
     assert_eq!((stats.states.hit_tokens, stats.states.missed_tokens), (0, 40));
     assert_eq!(ask(&mut harness, 2, with(6), 3), 40);
     assert_eq!(ask(&mut harness, 3, with(7), 3), 40);
-    // For the same prompt again, only the last token and the rest of its page are computed.
+    // If the same prompt is repeated, only the two tokens of its incomplete last page are computed.
     assert_eq!(ask(&mut harness, 4, with(7), 3), 68);
     harness.drain();
 }
@@ -137,8 +138,8 @@ fn a_running_request_has_one_state_of_its_answer_and_the_oldest_give_way() {
 #[test]
 fn a_victim_goes_on_from_its_last_page() {
     for depth in [1, 2] {
-        // The number of steps before the preemption. For some the request is in its prompt of 70
-        // tokens, for others in its answer.
+        // The number of steps before the preemption. After some of these numbers the request is in
+        // its prompt of 70 tokens, after others in its answer.
         for steps in 2..40 {
             let config = SchedulerConfig { max_running: 1, slots: 2, ..machine(16, 0) };
             let mut harness = Harness::new(config, depth);
@@ -201,7 +202,7 @@ proptest! {
     }
 }
 
-/// Checks that the random runs detect a missing load, saves that are one plan late, and mixed up
+/// Checks that the random runs detect a missing load, saves that are one plan late, and mixed-up
 /// states of slots. So they would detect a scheduler with any of these faults.
 #[test]
 fn each_fault_of_states_is_found() {

@@ -146,7 +146,7 @@ fn a_restore_that_loses_the_hand_is_not_tried_again_and_nobody_is_suspected() {
     while harness.plan() {}
     assert_eq!(harness.scheduler.stats().host.arriving, 1);
     let before = harness.scheduler.stats();
-    // No row was in flight, so the copies are the cause.
+    // The hand is reset while no row is in flight, so the copies count as the cause.
     harness.reset();
     settle(&mut harness);
     let after = harness.scheduler.stats();

@@ -159,7 +159,7 @@ impl Front {
     pub(super) async fn forget(&self, model: usize) {
         let loader = Arc::clone(&self.loader);
         if spawn_blocking(move || loader.forget(model)).await.is_err() {
-            tracing::error!("what is kept of a model could not be dropped");
+            tracing::error!("the state kept for a model's next start could not be dropped");
         }
     }
 

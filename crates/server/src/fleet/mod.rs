@@ -90,7 +90,7 @@ pub trait ModelLoader: Send + Sync + 'static {
     /// Drops the state that was kept for a model's next start.
     fn forget(&self, model: usize);
 
-    /// Returns the number of bytes of free memory; `None`: not known.
+    /// Returns the number of bytes of free memory; `None` if it is not known.
     fn available(&self) -> Option<u64>;
 }
 
@@ -310,7 +310,9 @@ fn misfit(refusal: FleetRefusal) -> String {
             gb(bytes),
             gb(most)
         ),
-        FleetRefusal::NoPlace => "pinned models have all the places of --models-max".to_owned(),
+        FleetRefusal::NoPlace => {
+            "there are as many pinned models as --models-max allows".to_owned()
+        }
         FleetRefusal::QueueFull { .. } | FleetRefusal::Paused { .. } => "not now".to_owned(),
     }
 }
@@ -357,14 +359,15 @@ impl Front {
         self.books.lock().slots[model].running.clone()
     }
 
-    /// Sets the idle time after which a model sleeps; `None`: never. It applies until the model has
-    /// slept once.
+    /// Sets the idle time after which a model sleeps; `None` means never. The setting applies until
+    /// the model has slept once.
     pub(crate) fn keep(&self, model: usize, idle: Option<Duration>) {
         let millis = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
         self.books.lock().fleet.keep(model, Some(idle.map(millis)));
     }
 
-    /// Unloads a model or puts it to sleep. Waits for that, but at most for the drain timeout.
+    /// Unloads a model or puts it to sleep, as `level` states. Waits until this is done, but at
+    /// most for the drain timeout.
     pub(crate) async fn dismiss(self: &Arc<Self>, model: usize, level: SleepLevel) {
         let mut changes = self.changes.subscribe();
         let was_asleep = {

@@ -46,7 +46,7 @@ impl Drop for Wait {
         {
             let mut books = self.front.books.lock();
             books.waiting.remove(&self.ticket);
-            // The request may have been admitted at the same moment.
+            // The request may have been admitted before it could be removed from the queue.
             if !books.fleet.give_up(self.ticket) && matches!(self.fate.try_recv(), Ok(Ok(()))) {
                 books.fleet.finish(self.model, self.front.now_ms());
             }
@@ -127,7 +127,8 @@ impl Front {
 /// A response body of a model.
 pub(crate) struct ModelBody {
     body: Body,
-    /// Keeps the model loaded until the body is dropped; `None`: nothing is kept.
+    /// Keeps the model loaded until the body is dropped; `None` if the body does not keep it
+    /// loaded.
     _visit: Option<Visit>,
     /// The body ends when this future completes.
     until: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,

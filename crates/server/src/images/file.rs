@@ -56,7 +56,7 @@ impl ImageFile {
         Ok(Self { bytes, header, processing, id, param, charge })
     }
 
-    /// Returns the rows and columns of positions.
+    /// Returns how many rows and columns of positions the image takes.
     pub(crate) fn grid(&self) -> Grid {
         let grid = self.positions();
         Grid { rows: grid.height, columns: grid.width }

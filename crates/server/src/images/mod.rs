@@ -2,7 +2,7 @@
 //! needs them.
 //!
 //! The intake threads decode base64 and hash files. A request is submitted once the headers of its
-//! images are read. Separate threads decode pixels, and only if the scheduler does not find the
+//! images are read. Other threads decode the pixels, but only if the scheduler does not find the
 //! image in cached pages. So a repeated image needs neither patches nor the vision tower.
 
 mod file;

@@ -15,8 +15,9 @@ pub(crate) struct SeenPrompt {
     pub(crate) images: Arc<[PromptImage]>,
 }
 
-/// Replaces the single `token` of each image in `ids` by one `token` per position of the image. The
-/// prompt `ids` came in `param`.
+/// Expands image placeholders: replaces the image token `token` of each image in `ids` by one
+/// `token` per position of the image. `param` is the request's parameter that contains the prompt,
+/// for errors.
 ///
 /// # Errors
 /// The number of these tokens in `ids` differs from the number of images.
@@ -29,7 +30,7 @@ pub(crate) fn spread(
     let places = ids.iter().filter(|&&id| id == token).count();
     if places != files.len() {
         let reason = format!(
-            "`{param}`: the prompt has {places} places for {} images: each has one, as the model's chat template writes it",
+            "`{param}`: the prompt has {places} places for {} images: write one image token for each image, as the chat template does",
             files.len()
         );
         return Err(ApiError::invalid(param, reason));

@@ -3,8 +3,8 @@
 use bytes::{Bytes, BytesMut};
 use forebay_api::ApiError;
 
-/// Chunks of fewer bytes are copied into the previous one. Otherwise a client that sends single
-/// bytes would use much more memory.
+/// A chunk of fewer bytes is copied to the end of the previous chunk. Otherwise a client that sends
+/// single bytes would use much more memory.
 const SMALL_PIECE: usize = 4096;
 
 /// A body as a list of the chunks that arrived. Joining the chunks of a large body takes time, so

@@ -130,7 +130,8 @@ impl Drop for Permit {
             let may = |client| held.get(&ClientId(client)).copied().unwrap_or(0) < *each;
             let Some((client, next)) = waiting.pop(may) else { return };
             let permit = inner.give(&line, ClientId(client));
-            // If the waiter has left the queue, its permit comes back here, while the lock is held.
+            // If the waiter has left the queue, `send` returns the permit. Its `drop` must not take
+            // the lock, which is held here.
             if let Err(mut unwanted) = next.send(permit) {
                 unwanted.line = None;
                 inner.take_back(ClientId(client));

@@ -64,9 +64,9 @@ pub struct Intake {
 
 impl Intake {
     /// Starts the threads, watched by `guard`. At most `queue` bodies wait to be parsed, and at
-    /// most `queue` requests wait for room in `payloads`. The same number of separate threads
-    /// decode images, in at most `pixel_bytes` bytes of memory. If `pixel_bytes` is 0, no threads
-    /// decode images.
+    /// most `queue` requests wait for room in `payloads`. Images are decoded in the same mode, by
+    /// separate workers with a queue of the same length, in at most `pixel_bytes` bytes of memory.
+    /// If `pixel_bytes` is 0, no threads decode images.
     ///
     /// # Errors
     /// The system can't create a thread.
@@ -171,7 +171,7 @@ impl Intake {
     }
 
     /// Writes the embeddings of prompts of `client`, which came in `param`, to the arena. Returns
-    /// the number of positions and the location of each.
+    /// the number of positions and the arena location of each prompt.
     ///
     /// # Errors
     /// The embeddings can never fit, too many requests wait for room, or an element is not finite.

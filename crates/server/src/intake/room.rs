@@ -57,7 +57,7 @@ impl Room {
         }
         if !self.waiting.lock().take(client.0, 1, Shares::of_places(self.limit)) {
             let reason = format!(
-                "{} requests wait for room in the arena, {} at most and half of them one client's",
+                "{} requests wait for room in the arena; at most {} may wait, half of them for one client",
                 self.in_line(),
                 self.limit
             );

@@ -37,7 +37,7 @@ struct Job {
     memory: usize,
 }
 
-/// A pool of threads. See the module.
+/// A pool of threads that run the jobs of requests.
 pub(crate) struct Workers {
     lanes: Lanes,
     threads: Vec<JoinHandle<()>>,
@@ -68,7 +68,8 @@ struct Jobs {
     begun: VecDeque<Job>,
     new: FairQueue<Job>,
     arrivals: i64,
-    /// The bytes that running jobs may use in all, and how many of them are free.
+    /// `most`: the bytes that all running jobs together may use. `memory`: how many of these are
+    /// free.
     most: usize,
     memory: usize,
     closed: bool,
@@ -91,7 +92,7 @@ impl Jobs {
     }
 }
 
-/// An entry among the requests that wait to begin, removed when it is dropped.
+/// The entry of a request among those that wait to begin. Dropping it removes the entry.
 struct Place {
     waiting: Arc<Mutex<Holdings>>,
     client: ClientId,
@@ -104,8 +105,8 @@ impl Drop for Place {
 }
 
 impl Workers {
-    /// Starts threads whose names begin with `name`. Running jobs may use at most `memory` bytes,
-    /// according to their declared cost.
+    /// Starts threads whose names begin with `name`. The declared memory of all running jobs is at
+    /// most `memory` bytes.
     pub(crate) fn start(
         mode: IntakeMode,
         name: &str,
@@ -143,7 +144,7 @@ impl Workers {
         jobs.begun.len() + jobs.new.upcoming().count()
     }
 
-    /// Runs the first job of a request of `client`. It fails if the queue is full.
+    /// Runs the first job of a request of `client`. Fails if the queue is full.
     pub(crate) async fn begin<T: Send + 'static>(
         &self,
         client: ClientId,
@@ -152,7 +153,7 @@ impl Workers {
     ) -> Result<T, ApiError> {
         if !self.waiting.lock().take(client.0, 1, Shares::of_places(self.queue)) {
             let reason = format!(
-                "{} large requests wait to be read, {} at most and half of them one client's",
+                "{} large requests wait to be read; at most {} may wait, half of them for one client",
                 self.waiting(),
                 self.queue
             );
@@ -234,7 +235,7 @@ impl Lane {
         self.news.notify_one();
     }
 
-    /// Waits for a job; `None`: there is none, and no more will come.
+    /// Waits for a job. Returns `None` if there is no job and no more will come.
     fn next(&self) -> Option<Job> {
         let mut jobs = self.jobs.lock();
         loop {
@@ -251,14 +252,14 @@ impl Lane {
     fn done(&self, memory: usize) {
         if memory > 0 {
             self.jobs.lock().memory += memory;
-            // The next job may need the memory of several jobs.
+            // The next job may need the memory that several jobs free.
             self.news.notify_all();
         }
     }
 }
 
-/// A thread's handle to its queue. After the thread has exited no job runs, so waiting tasks must
-/// be woken.
+/// A thread's handle to its queue. Dropping it closes the queue and drops the waiting jobs, so that
+/// the tasks that wait for them are woken.
 struct Worker(Arc<Lane>);
 
 impl Drop for Worker {

@@ -27,7 +27,9 @@ use crate::state::Shared;
 /// Too many feeds are open already.
 pub(crate) fn watch(state: &Shared) -> Result<Response<FeedBody>, ApiError> {
     let Some((feed, response)) = state.live.watchers.open() else {
-        return Err(ApiError::Overloaded { reason: "too many watch the engine already".into() });
+        return Err(ApiError::Overloaded {
+            reason: "too many clients read this feed already".into(),
+        });
     };
     tokio::spawn(write(Arc::clone(state), feed));
     Ok(response)
@@ -36,7 +38,7 @@ pub(crate) fn watch(state: &Shared) -> Result<Response<FeedBody>, ApiError> {
 async fn write(state: Shared, feed: Feed) {
     let mut watch = Watch::new(&state);
     let mut shown = snapshot::follow(&state);
-    // The last snapshot was made for an earlier viewer.
+    // The current snapshot may have been made for an earlier viewer, so wait for the next one.
     shown.mark_unchanged();
     loop {
         tokio::select! {

@@ -7,7 +7,7 @@ use forebay_engine::{EngineHandle, EventKind, MOST_VIEWS, Moment, Phase, Request
 use crate::live::shown::Snapshot;
 use crate::live::tick::RequestTick;
 
-/// What a viewer has already received about requests.
+/// The data about requests that a viewer has already received.
 #[derive(Debug, Default)]
 pub(super) struct RequestsSent {
     /// The index of the next event to read, per replica.
@@ -30,7 +30,7 @@ impl RequestsSent {
         Self { places, ..Self::default() }
     }
 
-    /// Makes all live requests count as new again.
+    /// Makes all live requests count as changed, so that they are sent again.
     pub(super) fn forget(&mut self) {
         self.known.clear();
     }
@@ -122,7 +122,8 @@ impl RequestsSent {
         }
     }
 
-    /// Drops requests that are not alive: their last events may be among the lost events.
+    /// Drops requests that are no longer live, and adds their ids to `ended`. Called after events
+    /// were lost, since the lost events may include the ends of requests.
     fn drop_absent(&mut self, news: &[News<'_>], ended: &mut Vec<u64>) {
         self.unseen.clear();
         if news.iter().any(|news| news.views.len() >= MOST_VIEWS) {

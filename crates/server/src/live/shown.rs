@@ -1,4 +1,4 @@
-//! The state of the replicas, as viewers receive it.
+//! The state of the replicas in the form that viewers receive.
 
 use std::sync::Arc;
 

@@ -60,7 +60,7 @@ async fn snapshot(state: &Shared, before: &Snapshot) -> Snapshot {
     Snapshot { now_us, replicas: replicas.collect() }
 }
 
-/// Returns the requests of each engine; `None`: it did not reply in time.
+/// Returns the requests of each engine; `None` for an engine that did not reply in time.
 pub(crate) async fn views(engines: &[EngineHandle]) -> Vec<Option<Vec<RequestView>>> {
     let asked: Vec<_> = engines.iter().map(ask).collect();
     let mut told = Vec::with_capacity(asked.len());

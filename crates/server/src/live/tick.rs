@@ -11,7 +11,7 @@ use crate::state::Shared;
 /// The number of earlier steps that a new viewer receives.
 const FIRST_STEPS: u64 = 1024;
 
-/// The first event. It is sent again when one of its values changes.
+/// The first event of a feed. It is sent again when one of its values changes.
 #[derive(Serialize)]
 pub(super) struct Start {
     version: u32,
@@ -96,7 +96,7 @@ pub(super) struct RequestTick {
     pub(super) waits_for: Option<String>,
 }
 
-/// What a viewer has already received about the engines.
+/// The data about the engines that a viewer has already received.
 pub(super) struct Watch {
     /// The index of the next step to read, per replica.
     steps: Vec<u64>,

@@ -1,4 +1,4 @@
-//! The recorded steps as a trace in Chrome's format, which Perfetto opens.
+//! Converts the recorded steps to a trace in Chrome's format, which Perfetto can open.
 //!
 //! The format: <https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU>.
 

@@ -44,7 +44,7 @@ pub(crate) struct DecodeSide {
     config: DecodeConfig,
     model: String,
     memory: Arc<dyn TierMemory>,
-    /// Created once the hand has reported its facts.
+    /// The memory for received blocks. It is created once the hand has reported its facts.
     room: Mutex<Option<Arc<ReceivedRoom>>>,
     servers: Vec<PrefillServer>,
     /// The last failure that was logged, to log repeated failures once.
@@ -159,7 +159,10 @@ impl DecodeSide {
         };
         let _under_way = known.map(OpenQuestion::new);
         let Some(layout) = layout(&self.model, &facts) else {
-            self.tell(url, "this server's pages have no name, so no other server can fill them");
+            self.tell(
+                url,
+                "this server's layout of pages has no name, so prefill servers can't fill them",
+            );
             return (None, Outcome::Refused);
         };
         let question = PrefillRequest {

@@ -57,7 +57,7 @@ pub struct PdParts {
     pub tiers: Vec<Arc<dyn TierMemory>>,
 }
 
-/// Returns a string that identifies everything on which the bytes of a page depend; `None`: no
+/// Returns a string that identifies everything on which the bytes of a page depend; `None` if no
 /// other server can read these pages. `model` is [`PdParts::model`].
 pub(super) fn layout(model: &str, facts: &Facts) -> Option<String> {
     let hand = &facts.hand;

@@ -97,7 +97,8 @@ fn wanted_blocks(
     if own.as_ref() != Some(&wanted.layout) {
         let own = own.unwrap_or_else(|| "nothing that another server reads".into());
         let theirs = &wanted.layout;
-        let reason = format!("pages there are [{theirs}], and pages here are [{own}]");
+        let reason =
+            format!("the layouts of pages differ: [{theirs}] at the decode server, [{own}] here");
         return Err(ApiError::invalid("layout", reason));
     }
     if wanted.names != state.config.sharing.namer.id() {
@@ -155,7 +156,8 @@ impl BlockSender {
         // A state is kept only at the end of the prompt, and blocks are useless without it.
         let whole = self.state.engine.facts().is_some_and(|facts| facts.hand.state_bytes > 0);
         while self.sent < self.names.len() {
-            // This check comes before the lending: blocks that are saved in between are still sent.
+            // `will_save` is queried before blocks are lent, so that blocks that are saved in
+            // between are still sent.
             let more = !ended || self.will_save().await;
             let progress = (!whole || !more) && self.send_saved().await?;
             if progress {

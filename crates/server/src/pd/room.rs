@@ -1,7 +1,8 @@
 //! Room for pages that prefill servers send.
 //!
-//! Pages are reserved before their bytes arrive, so a server that sends more is rejected. They are
-//! freed after the last copy that reads them, or if the response was unusable.
+//! Pages are reserved before their bytes arrive. So a response with more pages than reserved is
+//! rejected. The pages are freed after the last copy that reads them, or if the response was
+//! unusable.
 
 use std::sync::Arc;
 
@@ -27,8 +28,8 @@ impl ReceivedRoom {
         Arc::new(Self { pages, lender, free })
     }
 
-    /// Reserves pages: `counts` has the number for blocks and the number for states. `None`: too
-    /// few pages are free.
+    /// Reserves pages: `counts` has the number for blocks and the number for states. Returns `None`
+    /// if too few pages are free.
     pub(crate) fn reserve(self: &Arc<Self>, counts: [usize; 2]) -> Option<Reservation> {
         let mut free = self.free.lock();
         if free.iter().zip(counts).any(|(free, count)| free.len() < count) {

@@ -147,7 +147,7 @@ impl<'names, 'pages> BlockReceiver<'names, 'pages> {
     pub(crate) fn push(&mut self, mut bytes: &[u8]) -> Result<(), WireError> {
         while !bytes.is_empty() {
             if self.ended {
-                return Err(WireError::Frame("more behind its end"));
+                return Err(WireError::Frame("data after its end"));
             }
             if let Some(coming) = &mut self.coming {
                 let left = usize::try_from(coming.all - coming.so_far).unwrap_or(usize::MAX);
@@ -186,8 +186,10 @@ impl<'names, 'pages> BlockReceiver<'names, 'pages> {
         let name = u128::from_le_bytes(self.head[8..].try_into().unwrap_or_default());
         let name = BlockHash::from(name);
         match kind {
-            ALIVE | END if length > 0 => Err(WireError::Frame("bytes where none belong")),
-            ALIVE if self.alive == MOST_ALIVE => Err(WireError::Frame("no block, again and again")),
+            ALIVE | END if length > 0 => Err(WireError::Frame("data in a frame without content")),
+            ALIVE if self.alive == MOST_ALIVE => {
+                Err(WireError::Frame("too many frames without a block"))
+            }
             ALIVE => {
                 self.alive += 1;
                 Ok(())
@@ -320,10 +322,10 @@ mod tests {
                 vec![frame(BLOCK, 1, &[0; 10]), frame(STATE, 1, &[0; 11]), frame(STATE, 1, &[])],
                 "a state",
             ),
-            (vec![frame(END, 0, &[0])], "none belong"),
-            (vec![frame(END, 0, &[]), frame(ALIVE, 0, &[])], "behind its end"),
+            (vec![frame(END, 0, &[0])], "without content"),
+            (vec![frame(END, 0, &[]), frame(ALIVE, 0, &[])], "after its end"),
             (vec![unknown], "unknown kind"),
-            (vec![frame(ALIVE, 0, &[]); MOST_ALIVE + 1], "again and again"),
+            (vec![frame(ALIVE, 0, &[]); MOST_ALIVE + 1], "too many frames"),
         ];
         for (frames, what) in lies {
             let (names, reserved) = (names(), reserved());

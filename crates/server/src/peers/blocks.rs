@@ -36,7 +36,7 @@ pub(crate) struct Since {
 /// Returns changes of the blocks in prefix caches, for routers.
 ///
 /// The body is little-endian numbers of 64 bits. First comes the value of `after` for the next
-/// request, then 1 if all earlier responses are void and 0 otherwise, then names of blocks. The
+/// request, then 1 if all earlier responses are void (0 otherwise), then names of blocks. The
 /// lowest two bits of a name are the block's new tiers: bit 0 for device memory, bit 1 for host
 /// memory. With neither bit the block was dropped.
 #[utoipa::path(

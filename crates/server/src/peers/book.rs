@@ -16,14 +16,14 @@ const BETWEEN_COMMENTS: Duration = Duration::from_millis(4);
 /// The number of routers that are remembered. Routers without requests are forgotten first.
 const MAX_ROUTERS: usize = 64;
 
-/// How many dispatches of a router may arrive after a missing one before the missing one counts as
+/// The number of later dispatches of a router that may arrive before a missing dispatch counts as
 /// lost.
 const MAX_AHEAD: usize = 4096;
 
 /// The state of one router.
 #[derive(Debug, Default)]
 struct Sender {
-    /// Every dispatch up to this number has arrived, or never will.
+    /// Every dispatch up to this number has arrived, or counts as lost.
     low: u64,
     /// Dispatches above `low` that have arrived.
     above: BTreeSet<u64>,
@@ -259,7 +259,8 @@ mod tests {
     }
 
     proptest! {
-        /// In whatever order dispatches arrive, `seen` is the last number before the first gap.
+        /// In whatever order dispatches arrive, `LoadReport::seen` is the last number before the
+        /// first gap.
         #[test]
         fn seen_is_without_gaps(order in Just((1..20u64).collect::<Vec<_>>()).prop_shuffle(), count in 1usize..19) {
             let book = Book::new();

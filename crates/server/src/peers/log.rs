@@ -17,7 +17,7 @@ const KEPT: usize = 1 << 16;
 const DEVICE: u64 = 1;
 const HOST: u64 = 2;
 
-/// Returns the name of a block for routers: half of its hash, without the bits for tiers.
+/// Returns the name of a block for routers: half of its hash, with the bits for tiers cleared.
 pub(super) fn short(name: BlockHash) -> u64 {
     name.number() as u64 & !(DEVICE | HOST)
 }
@@ -52,7 +52,8 @@ impl Log {
         self.events.push_back(event);
     }
 
-    /// Records that a replica has moved a block between tiers.
+    /// Records that a replica has stored, moved or dropped a block: from the tiers `from` to the
+    /// tiers `to`.
     fn moved(&mut self, name: u64, from: u64, to: u64) {
         let holders = self.holders.entry(name).or_default();
         let before = held(holders);
@@ -69,8 +70,8 @@ impl Log {
         }
     }
 
-    /// Returns the response to a router that has all events before number `after`: the number of
-    /// the next event, 1 if the router has to start afresh, and events.
+    /// Returns the response to a router that has all events before number `after`. It has the
+    /// number of the next event, 1 if the router has to start afresh (0 otherwise), and the events.
     fn since(&self, after: u64) -> Vec<u8> {
         let mut out = self.next().to_le_bytes().to_vec();
         let known = after >= self.first && after <= self.next();
@@ -122,7 +123,7 @@ impl BlockLog {
     pub(super) async fn follow(&self, after: u64, wait: Duration) -> Vec<u8> {
         let mut changed = self.changed.subscribe();
         if self.log.lock().next() == after {
-            // After the time limit, the response has no new blocks.
+            // After the time limit, the response contains no events.
             let _ = timeout(wait, changed.changed()).await;
         }
         self.log.lock().since(after)

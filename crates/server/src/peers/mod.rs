@@ -106,8 +106,7 @@ impl FromRequestParts<Shared> for Peer {
 }
 
 impl Peer {
-    /// Creates a peer for another server, which requests the prefill of one of its clients'
-    /// prompts.
+    /// Creates the peer for a request from another server: a prefill of a prompt for `client`.
     pub(crate) fn of_server(client: ClientId, salt: u64, background: bool) -> Self {
         Self { client: Some(client), tenant: salt, background, ..Self::default() }
     }
@@ -252,12 +251,12 @@ impl EventEncoder for AnnotatedEvents {
         tally: &Tally,
         out: &mut Vec<u8>,
     ) -> serde_json::Result<()> {
-        // The encoder may take the delta's fields.
+        // Copied before the call, because the encoder may take the delta's fields.
         self.ids.clone_from(&delta.tokens);
         let ends = delta.end.is_some();
         self.encoder.delta(choice, delta, tally, out)?;
-        // The last delta has no comment, so the router forwards the end only as a whole: another
-        // brain could not resume within it.
+        // The router forwards a stream up to a comment. Without a comment after the last delta, the
+        // end is forwarded only as a whole: another brain could not resume within it.
         if !ends {
             let due = self.pace.is_due(Instant::now());
             let report = due.then(|| report(&self.state, Some(self.router)));
@@ -291,8 +290,8 @@ impl EventEncoder for AnnotatedEvents {
     }
 }
 
-/// True if a request comes from a router that may read this brain's blocks and load. Without a
-/// router key every sender may, but only if the server requires no key at all.
+/// True if a request comes from a router that may read this brain's blocks and load. If no router
+/// key is set, every sender may read them, but only if the server requires no key at all.
 pub(crate) fn is_router(state: &Shared, headers: &HeaderMap) -> bool {
     let config = &state.config;
     match &config.router_key {
@@ -348,15 +347,15 @@ pub(crate) async fn talk(State(state): State<Shared>, request: Request, next: Ne
 }
 
 fn insert(headers: &mut HeaderMap, name: &'static str, value: &[u8]) {
-    // Clients may name their requests with bytes that a header can't have. Such a stream can't be
-    // resumed.
+    // A client may name its request with bytes that a header can't contain. The stream then can't
+    // be resumed.
     if let Ok(value) = HeaderValue::from_bytes(value) {
         headers.insert(name, value);
     }
 }
 
-/// True if this request's router may name this prefill server. If routers need no key, any client
-/// could name a server, so only configured servers are allowed.
+/// True if this request's router may name this prefill server. If routers need no key, a request
+/// from any client could name a server, so only the servers in the configuration are allowed.
 fn may_name(state: &Shared, url: &BackendUrl) -> bool {
     let Some(Pd::Decode(side)) = &state.pd else { return false };
     if state.config.router_key.is_some() || side.knows(url) {
@@ -365,8 +364,8 @@ fn may_name(state: &Shared, url: &BackendUrl) -> bool {
     static WARNED: Once = Once::new();
     WARNED.call_once(|| {
         tracing::warn!(
-            "a router without a key names a prefill server, and is not believed: give both \
-             --router-key, or name the server with --pd-prefill-servers"
+            "a router without a key named a prefill server, which is ignored: give both the same \
+             --router-key, or list the server in --pd-prefill-servers"
         );
     });
     false

@@ -12,13 +12,14 @@ use crate::text::{RequestText, encode_prompts, text_error};
 pub(crate) struct Input {
     /// Token ids.
     pub(crate) tokens: Vec<i32>,
-    /// The position at which the second text of a pair begins; 0: one text.
+    /// The position at which the second text of a pair begins; 0: there is no second segment.
     pub(crate) segment: u32,
 }
 
 impl Input {
-    /// Creates the input of a pair of texts. Some tokenizers give both texts the same segment; then
-    /// the input has no second segment.
+    /// Creates the input of a pair of texts. `second` is the position at which the second segment
+    /// begins. Some tokenizers give both texts the same segment; then the input has no second
+    /// segment.
     fn of_pair(tokens: Vec<i32>, second: u32) -> Self {
         let segment = if (second as usize) < tokens.len() { second } else { 0 };
         Self { tokens, segment }
@@ -35,8 +36,8 @@ pub(crate) async fn encode_inputs(
     most: usize,
     param: &'static str,
 ) -> Result<Vec<Input>, ApiError> {
-    // Truncation keeps the special tokens around a text. The encoding of an empty text shows which
-    // these are.
+    // Truncation keeps the special tokens around a text. The encoding of an empty text consists of
+    // these tokens only.
     let is_text: Vec<bool> = prompts.iter().map(|p| matches!(p, Prompt::Text(_))).collect();
     if limit.is_some() {
         prompts.push(Prompt::Text(String::new()));
@@ -60,8 +61,8 @@ pub(crate) async fn encode_inputs(
     }
 }
 
-/// Tokenises pairs, and truncates the second texts of pairs that are too long. Without truncation,
-/// a pair of more than `most` tokens is an error.
+/// Tokenises pairs of texts. If the request sets a truncation limit, truncates the second text of
+/// each longer pair. Otherwise a pair of more than `most` tokens is an error.
 pub(crate) async fn encode_pairs(
     text: RequestText<'_>,
     pairs: &Pairs,
@@ -100,8 +101,8 @@ pub(crate) async fn encode_pairs(
     Ok(inputs)
 }
 
-/// Truncates `tokens` to `limit`, but keeps the first `kept` tokens and the common suffix with
-/// `frame`.
+/// Truncates `tokens` to `limit` tokens. The first `kept` tokens and the suffix that `tokens`
+/// shares with `frame` are kept, even if they exceed the limit.
 fn cut(tokens: &mut Vec<i32>, frame: &[i32], limit: usize, kept: usize) {
     let excess = tokens.len().saturating_sub(limit);
     let equal = tokens.iter().rev().zip(frame.iter().rev()).take_while(|(a, b)| a == b);

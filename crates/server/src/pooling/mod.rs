@@ -2,8 +2,8 @@
 //! vector has arrived.
 //!
 //! A pooling model generates no text, so its outputs bypass the egress thread. `forebay_egress`
-//! brings them from the engine, and routes wait for a `call`. `inputs` converts texts to prompts,
-//! and `vectors` processes the model's output.
+//! delivers them from the engine. A `call` submits a request's inputs and waits for their outputs.
+//! `inputs` converts texts to prompts, and `vectors` processes the model's output.
 
 mod call;
 mod inputs;

@@ -31,7 +31,7 @@ pub struct PooledModel {
     pub task: PoolingTask,
     /// The number of elements of a vector.
     pub size: usize,
-    /// True if the model's configuration normalises vectors to length 1.
+    /// True if the model's configuration requires vectors of length 1.
     pub normalize: bool,
     /// The activation that converts raw scores to the scores in responses.
     pub function: ScoreFunction,
@@ -42,7 +42,7 @@ pub struct PooledModel {
 }
 
 impl PooledModel {
-    /// Returns the activation for a request; `raw`: the client requests raw scores.
+    /// Returns the activation for a request. `raw` is true if the client requests raw scores.
     pub(crate) fn function_for(&self, raw: bool) -> ScoreFunction {
         if raw { ScoreFunction::Identity } else { self.function }
     }

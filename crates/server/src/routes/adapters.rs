@@ -201,7 +201,7 @@ pub(super) async fn check_operator(
         return super::layers::check_admin(State(state), key, request, next).await;
     }
     let reason = format!(
-        "{what} with a key of administrators: --admin-api-key; or where the server listens on this machine only"
+        "{what} only with an admin key: start the server with --admin-api-key, or let it listen on this machine only"
     );
     Failure(ApiError::Forbidden { reason, code: "admin_key_needed" }).into_response()
 }

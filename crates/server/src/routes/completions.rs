@@ -58,7 +58,7 @@ pub(crate) async fn completions(
     let Admission { state, peer, arrived, model, limits, charge, .. } = admission;
     let generation = valid.generation;
     let skip_special = generation.skip_special_tokens;
-    // `n` of each prompt's choices are returned.
+    // Of the `made` choices of each prompt, the `n` most likely are returned.
     let (made, n) = (generation.n as usize, valid.n as usize);
     let shown = Shown { tokens: valid.tokens, top: valid.logprobs, apart: valid.prompt_logprobs };
     let told = generation.prompt_logprobs.is_some();
@@ -434,8 +434,8 @@ impl EventEncoder for CompletionEncoder {
     }
 }
 
-/// Converts a log-probability to a [`Value`] without further digits: a [`Value`] holds an f64, and
-/// widening would add digits.
+/// Converts a log-probability to a [`Value`] with the digits of the f32. A [`Value`] holds an f64,
+/// and plain widening would add digits.
 fn shortest(value: f32) -> Value {
     Value::from(value.to_string().parse().unwrap_or_else(|_| f64::from(value)))
 }

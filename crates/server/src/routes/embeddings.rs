@@ -116,8 +116,8 @@ pub(super) struct Embedded {
 }
 
 impl Embedded {
-    /// Creates a writer for the response. It has no limit: the inputs' charge already covers the
-    /// response's size, which follows from the inputs.
+    /// Creates a writer for the response. The writer has no size limit: the charge for the inputs
+    /// already covers the response, whose size follows from the inputs.
     pub(super) fn writer(&self) -> AnswerWriter {
         AnswerWriter::new(usize::MAX, &self.charge)
     }
@@ -150,7 +150,7 @@ pub(super) async fn embed(
     Ok(Embedded { vectors, wanted, usage, large, charge })
 }
 
-/// Returns the model's output for texts, vectors or scores, as vLLM's route of this name does.
+/// Returns the model's output (vectors or scores) for texts, as vLLM's route of this name does.
 #[utoipa::path(
     post,
     path = "/pooling",

@@ -25,8 +25,8 @@ use crate::text::{RequestText, encode_prompts};
 use crate::weights::WeightVersion;
 use crate::wire::Wire;
 
-/// The maximum size of a stream event that may repeat all earlier output: the bytes of a few
-/// thousand tokens.
+/// The maximum size in bytes of a stream event that may repeat all earlier output: the size of a
+/// few thousand tokens.
 const FREELY_REPEATED: usize = 64 << 10;
 /// At least one in `REPEATS` bytes of a larger event has to be new.
 const REPEATS: usize = 16;
@@ -75,7 +75,7 @@ pub(crate) async fn generate(
     let Batch { prompts, terms, parts, shown, mut outputs, made } = batch;
     let most = Some(limits.context_length as usize);
     let mut files = images::read(&state, parts, limits, &charge).await?.into_iter();
-    // All items have the request's salt.
+    // All items have the same salt, that of the request.
     let salt = terms.first().and_then(|terms| terms.generation.cache_salt.as_deref());
     let text = RequestText::new(&state, &peer, salt, &charge);
     let encoded = encode_prompts(text, prompts, true, most, param).await?;
@@ -139,8 +139,9 @@ struct Batch {
 }
 
 impl Batch {
-    /// Creates the batch. `all` has the distinct terms of the items. `text` is the tokenizer that
-    /// writes tokens beside their log-probabilities. `weights` is the current name of the weights.
+    /// Creates the batch. `all` has the terms of the items, each distinct value once. `text` is the
+    /// tokenizer that writes tokens beside their log-probabilities. `weights` is the current name
+    /// of the weights.
     fn new(
         items: Vec<GenerateItem>,
         all: &[Arc<Terms>],
@@ -209,14 +210,15 @@ struct ChoiceOutput {
     /// The tokenizer for the texts of log-probabilities, if requested.
     text: Option<Arc<Tokenizer>>,
     total: Delta,
-    /// `start`: the first position of the list of prompt tokens; `None`: no list. `first`: the
-    /// token at that position. `told`: the log-probabilities of the following tokens.
+    /// `start`: the first position of the list of prompt tokens; `None` if there is no list.
+    /// `first`: the token at that position. `told`: the log-probabilities of the prompt tokens
+    /// after it.
     start: Option<u32>,
     first: i32,
     told: Arc<PromptLogprobList>,
-    /// The name of the weights; `None`: the weights never change.
+    /// The name of the weights; `None` if the weights never change.
     weights: Option<WeightVersion>,
-    /// The approximate size of the output in bytes at its last event; `None`: no event was sent.
+    /// The approximate size of the output in bytes at its last event; `None` if no event was sent.
     sent: Option<usize>,
 }
 

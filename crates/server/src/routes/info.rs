@@ -236,7 +236,7 @@ async fn one_token(state: &Shared, limits: Limits, arrived: Instant) -> Result<(
     call.collect().await.map(drop)
 }
 
-/// Converts a health check that takes too long to an error.
+/// Returns an error if a health check takes too long.
 async fn in_time<T>(
     state: &Shared,
     answer: impl Future<Output = Result<T, ApiError>>,

@@ -177,8 +177,8 @@ impl EventEncoder for LlamaEncoder {
     }
 
     fn resumable(&self) -> bool {
-        // A token whose text is held back is sent with the next token, which another brain could
-        // not reproduce.
+        // A token whose text is held back is sent together with the next token. Another brain could
+        // not reproduce how the tokens were grouped.
         false
     }
 

@@ -23,7 +23,7 @@ pub(crate) struct DrainState {
     taking: usize,
 }
 
-/// Stops new requests to a replica. Requests that it already has finish.
+/// Stops new requests to a replica. Requests that the replica already has finish.
 #[utoipa::path(
     post,
     path = "/replicas/{replica}/drain",
@@ -75,8 +75,8 @@ pub(crate) struct ReplicaRole {
     roles: Vec<&'static str>,
 }
 
-/// Sets the role of a replica (disaggregated prefill). Requests that it already has finish there,
-/// or move to another replica after their first token as planned.
+/// Sets the role of a replica (disaggregated prefill). Requests that the replica already has finish
+/// there, or move to another replica after their first token as planned.
 #[utoipa::path(
     post,
     path = "/replicas/{replica}/role",
@@ -96,7 +96,7 @@ pub(crate) async fn role(
     let NewRole { role: name } = small(&state, body).await?;
     let Some(role) = Role::ALL.into_iter().find(|role| role.name() == name) else {
         let names = Role::ALL.map(Role::name).join(", ");
-        return Err(Failure(ApiError::invalid("role", format!("`{name}` is none of {names}"))));
+        return Err(Failure(ApiError::invalid("role", format!("`{name}` is not one of {names}"))));
     };
     if !state.engine.has_roles() {
         let reason = "replicas have roles where the server was started with --pd";

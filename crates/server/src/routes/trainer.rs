@@ -50,7 +50,7 @@ pub(crate) struct UpdateFromGroup {
     names: Vec<String>,
     /// The types of the tensors, such as `bfloat16` or `torch.bfloat16`.
     dtypes: Vec<String>,
-    /// The sizes of the tensors.
+    /// The shapes of the tensors.
     shapes: Vec<Vec<u64>>,
     #[serde(default = "usual_name")]
     group_name: String,
@@ -178,7 +178,7 @@ pub(crate) async fn update(State(state): State<Shared>, body: Upload) -> Result<
     }
     if names.is_empty() || names.len() != dtypes.len() || names.len() != shapes.len() {
         let reason = format!(
-            "`names`, `dtypes` and `shapes` have {}, {} and {} entries: as many each, and at least one",
+            "`names`, `dtypes` and `shapes` have {}, {} and {} entries: each needs the same number, at least one",
             names.len(),
             dtypes.len(),
             shapes.len()

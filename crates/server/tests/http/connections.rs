@@ -155,7 +155,7 @@ async fn a_client_that_sends_more_and_leaves_is_seen_to_leave() {
         drop(client);
         assert_eq!(server.aborted().await, id);
     }
-    // More bytes than hyper reads at a time.
+    // Sends more bytes than hyper reads at a time.
     let mut client = server.tcp().await;
     client.write_all(&chat(false)).await.unwrap();
     let id = server.submitted().await.id;

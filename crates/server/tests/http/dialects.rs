@@ -145,7 +145,7 @@ async fn errors_of_forms_have_the_names_of_the_api() {
     let tools = json!([{"name": "f", "input_schema": {"type": "object"}}]);
     let body = messages(json!({"tools": tools, "tool_choice": choice}));
     let (_, answer, _) = told(&server, MESSAGES, &body).await;
-    assert_eq!(answer["error"]["message"], "`tool_choice.name`: no tool has it");
+    assert_eq!(answer["error"]["message"], "`tool_choice.name`: no tool has this name");
 }
 
 #[tokio::test]

@@ -406,13 +406,15 @@ impl Engine for Fake {
     }
 }
 
-/// Returns the default settings for grammars, with a time limit that slow machines meet.
+/// Returns the default settings for grammars, with a time limit that slow machines meet, and a hook
+/// that does nothing.
 fn forms() -> (GrammarConfig, CompileHook) {
     let limit = Duration::from_secs(3600);
     (GrammarConfig { grammar_timeout: limit, ..GrammarConfig::default() }, Arc::new(|_| {}))
 }
 
-/// Creates one adapter at startup, and a reader that uses a file's path as its content.
+/// Returns adapter settings with one adapter at startup. Their reader reads no files: it derives an
+/// adapter from the path alone.
 fn adapters(open: bool) -> AdapterSettings {
     let read = |path: &Path| {
         let text = path.display().to_string();

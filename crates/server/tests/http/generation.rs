@@ -278,7 +278,7 @@ async fn tokens_and_back() {
         server.post("/detokenize", json!({"tokens": tokens, "with_pieces": true})).await;
     let pieces: Vec<&str> =
         answer["pieces"].as_array().unwrap().iter().map(|it| it.as_str().unwrap()).collect();
-    // A token that is one byte of a longer character has no text of its own.
+    // A token for one byte of a longer character has no text.
     let alone = |c: char| if c.is_ascii() { c.into() } else { "\u{fffd}".repeat(c.len_utf8()) };
     let texts: String = TEXT.chars().map(alone).collect();
     assert_eq!((pieces.len(), pieces.concat()), (tokens.len(), texts));

@@ -135,7 +135,8 @@ async fn a_full_arena_makes_requests_wait_and_then_refuses_them() {
     let hold = server.memory.reserve(MEMORY).unwrap();
     let mut asked: Vec<_> =
         (0..=QUEUE).map(|_| server.connect(COMPLETIONS, &ask(rows(2)))).collect();
-    // One request too many; the order of the sockets determines which request is rejected.
+    // There is one request too many. The order in which the server reads the sockets determines
+    // which one is rejected.
     let refused = loop {
         tokio::task::yield_now().await;
         if let Some(at) = asked.iter().position(|answer| answer.is_finished()) {

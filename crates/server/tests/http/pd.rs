@@ -27,11 +27,11 @@ const END: u32 = 3;
 /// How a prefill server responds to a decode server's request.
 #[derive(Debug, Clone, Copy)]
 enum Act {
-    /// Sends these frames.
+    /// Sends the frames that the function returns for the names of the requested blocks.
     Frames(fn(&[u128]) -> Vec<u8>),
-    /// Sends these frames, and closes the connection before the end of its response.
+    /// Like `Frames`, but closes the connection before the end of its response.
     Break(fn(&[u128]) -> Vec<u8>),
-    /// Sends these frames again and again.
+    /// Like `Frames`, but sends the frames again and again.
     Again(fn(&[u128]) -> Vec<u8>),
     /// Responds with this error status.
     Refuse(StatusCode),

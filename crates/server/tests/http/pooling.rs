@@ -1,5 +1,5 @@
-//! Vectors and scores are returned in the order of the inputs, and are freed when the client
-//! disconnects.
+//! Vectors and scores are returned in the order of the inputs, and requests are aborted when the
+//! client disconnects.
 
 use forebay_engine::{FinishReason, Output, RequestError, SubmitError};
 use forebay_server::PoolingTask;

@@ -140,7 +140,7 @@ async fn requests_that_share_a_connection_get_their_answers_one_after_the_other(
     let mut server = TestServer::driven().await;
     let mut socket = TcpStream::connect(server.address).await.unwrap();
     let request = raw("HTTP/1.1", &hello(json!({})));
-    // One at a time, then two at once.
+    // One request at a time, twice, and then two requests at once.
     for together in [1, 1, 2] {
         socket.write_all(request.repeat(together).as_bytes()).await.unwrap();
         for _ in 0..together {
@@ -284,7 +284,7 @@ async fn a_client_that_stops_reading_is_cut_and_its_request_ended() {
         socket.write_all(request.as_bytes()).await.unwrap();
         socket.write_all(body.as_bytes()).await.unwrap();
         let id = server.submitted().await.id;
-        // More bytes than the socket buffers of both ends hold.
+        // The stream has more bytes than the socket buffers of both ends hold.
         let tokens = server.encode(&TEXT.repeat(2000));
         for number in 0..100_000 {
             let logprobs = Some(vec![(300, -1.0); 3].into());

@@ -129,8 +129,8 @@ async fn ask_as(server: &TestServer, key: &str, body: Value) -> (u16, Option<Str
     (status, retry_after, serde_json::from_slice(&body).unwrap())
 }
 
-/// Returns a hook that delays compilations of regular expressions that start with `held`, until
-/// `release`.
+/// Returns a closed gate and a hook. The hook delays compilations of regular expressions that start
+/// with `held`, until `release` opens the gate.
 fn gate() -> (Arc<(Mutex<bool>, Condvar)>, CompileHook) {
     let gate = Arc::new((Mutex::new(false), Condvar::new()));
     let held = Arc::clone(&gate);

@@ -203,7 +203,7 @@ async fn choices_that_wait_have_no_matcher() {
     let made = compiler.made(2, &source, CHOICES).await.unwrap();
     let each = peak(before) / CHOICES;
     assert!(each < 1024, "{each} bytes each");
-    // The choices are charged nevertheless, because each may need a matcher.
+    // Even so, the choices are charged for matchers, because each may need one later.
     assert!(made.bytes > CHOICES * MIB / 4, "{} bytes", made.bytes);
 }
 

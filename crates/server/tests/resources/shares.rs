@@ -1,5 +1,5 @@
-//! Shares of the byte budget and of outgoing connections: one of two keys requests all that it can
-//! get.
+//! Shares of the byte budget and of outgoing connections, when one of two API keys requests all
+//! that it can get.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -74,7 +74,7 @@ async fn choices_of_one_key_leave_room_for_another() {
     let mut greedy = fill(&server, "a", &large()).await;
     let each = charged(&server).await / greedy.len();
     assert!(charged(&server).await > HALF, "a key alone may have more than half");
-    // A small request of another key fits into the reserve; a large one does not fit.
+    // A small request with another API key fits into the reserve; a large one does not.
     let _other = ask(&server, "b", &small()).await.expect("the reserve is for this request");
     assert_eq!(ask(&server, "b", &large()).await.err(), Some(429));
     assert_eq!(

@@ -55,8 +55,8 @@ impl Follow {
         (!whole.nullable).then_some(follow)
     }
 
-    /// True if a match can contain `right` directly after a given character. `left` returns true
-    /// for the sets that may contain this character.
+    /// True if a match can contain `right` directly after a given character. `left` returns, for a
+    /// set of characters, whether the given character may be in the set.
     pub(crate) fn joins(&self, left: impl Fn(&[(char, char)]) -> bool, right: char) -> bool {
         self.pairs.iter().any(|&(a, b)| contains(&self.sets[b], right) && left(&self.sets[a]))
     }

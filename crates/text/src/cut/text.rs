@@ -40,8 +40,9 @@ const SETTLED: [(char, char); 9] = [
 #[derive(Debug)]
 pub(crate) struct TextCuts {
     stages: Vec<Stage>,
-    /// The pairs of adjacent characters within added tokens, and the second character of each pair.
+    /// The pairs of adjacent characters within added tokens.
     inside_tokens: HashSet<(char, char)>,
+    /// The second characters of these pairs.
     inside_seconds: HashSet<char>,
     /// The results for pairs of ASCII characters, one bit mask per first character.
     ascii: [u128; 128],

@@ -10,14 +10,14 @@ use serde_json::Value;
 
 use crate::scheme::Scheme;
 
-/// The weight of a token of one byte. The weights of a token's bytes never add up to more than
-/// this.
+/// The unit of weights: the weight of a byte that only tokens of one byte contain. The weights of a
+/// token's bytes never add up to more than this.
 const WHOLE: u64 = 1 << 32;
 /// An upper bound on the factor by which canonical composition shortens text. The worst case is
 /// U+1FBE, a diaeresis and an acute: 7 bytes, which become U+0390 with 2.
 const COMPOSED: u64 = 4;
-/// SentencePiece's character for a space. Its bytes in an input have no weight, because tokens
-/// represent the character like a space, which is shorter.
+/// SentencePiece's character for a space. Its bytes in an input have no weight: the tokenizer
+/// treats the character as a space, and the lengths of tokens are measured with the shorter space.
 const METASPACE: &str = "\u{2581}";
 
 /// How to compute the lower bound for a tokenizer: no text has fewer ids than [`Measure::fewest`].

@@ -24,10 +24,11 @@ pub(crate) const LONGEST_WORD: usize = 1 << 20;
 /// character.
 const LONGEST_WRITTEN: usize = 2 * LONGEST_WORD;
 
-/// Finds the added tokens of a text as the library does, except in ranges that are ordinary text.
+/// Finds the added tokens of a text as the `tokenizers` library does, except in ranges that are
+/// ordinary text.
 ///
-/// The library can only switch off all special tokens or none. This is the same algorithm with a
-/// list of excluded ranges. It searches for tokens first in the original text, then in the
+/// The library can only switch off all special tokens or none. This type uses the same algorithm,
+/// with a list of excluded ranges. It searches for tokens first in the original text, then in the
 /// normalised rest. The search goes from left to right, and prefers the longest of the tokens that
 /// start first. The text of a rejected token is consumed too.
 #[derive(Debug)]

@@ -36,7 +36,7 @@ use work::{Input, Job, Reply, StartedInput, Terms, Tools};
 /// take physical memory.
 const STACK_BYTES: usize = 8 << 20;
 /// The largest number of tokens of a text that callers encode themselves, since waking a thread
-/// takes as long.
+/// would take as long.
 const WAKE_TOKENS: usize = 32;
 /// How long dropping a pool waits for its threads. Results that come later are discarded.
 const PATIENCE: Duration = Duration::from_secs(1);

@@ -115,7 +115,7 @@ impl Queue {
     }
 
     /// Waits for work; `None` once the queue is closed and empty. If there are both batches and
-    /// pieces, a thread gets them alternately.
+    /// pieces, a thread gets them alternately: `after_batch` is true if its last work was a batch.
     pub(super) fn take(&self, after_batch: bool) -> Option<Task> {
         let mut lanes = self.lanes.lock();
         loop {

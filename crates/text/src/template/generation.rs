@@ -2,8 +2,8 @@
 //! masks.
 
 /// Replaces `{% generation %}` and `{% endgeneration %}` in the source by a `with` block, which
-/// opens a scope like the tag and has no other effect. Whitespace control marks are kept; comments,
-/// raw blocks and strings stay unchanged.
+/// opens a scope, as the tag does, and has no other effect. Whitespace control marks are kept;
+/// comments, raw blocks and strings stay unchanged.
 pub(crate) fn without_generation_marks(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;

@@ -83,8 +83,8 @@ pub struct ChatRender<'a> {
     pub documents: Option<&'a serde_json::Value>,
     /// True if the text ends with the header of the assistant's message.
     pub add_generation_prompt: bool,
-    /// True if the text ends within the last message, which the model continues. Excludes
-    /// `add_generation_prompt`.
+    /// True if the text ends within the last message, which the model continues. Must not be
+    /// combined with `add_generation_prompt`.
     pub continue_final_message: bool,
     /// Additional variables for the template (`enable_thinking`, ...).
     pub kwargs: Option<&'a serde_json::Map<String, serde_json::Value>>,
@@ -343,7 +343,7 @@ impl ChatTemplate {
             if let (Some(probes), Err(error @ (TextError::Costly(_) | TextError::Renderer(_)))) =
                 (&self.probes, result)
             {
-                // The error of the first failed probe is kept.
+                // `set` keeps the error of the first failed probe, and refuses later ones.
                 let _ = probes.set(error.clone());
             }
         }

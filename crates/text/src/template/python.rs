@@ -70,8 +70,8 @@ pub(super) fn environment() -> Result<Environment<'static>, Error> {
             length => Ok(length.unwrap_or(0)),
         });
     }
-    // jinja2 tests for a length and for item access, which Python's strings and dictionaries have
-    // too.
+    // jinja2's test is whether a value has a length and item access, so Python's strings and
+    // dictionaries pass too.
     environment.add_test("sequence", |value: &Value| {
         use ValueKind::{Map, Seq, String, Undefined};
         matches!(value.kind(), Seq | Map | String | Undefined)
@@ -186,8 +186,9 @@ fn string_repr(text: &str, out: &mut String) {
             '\t' => out.push_str("\\t"),
             c if c == quote => out.extend(['\\', c]),
             ' ' => out.push(' '),
-            // Rust's `escape_debug` uses the same Unicode property (printable or not) but writes
-            // other escapes. Combining marks are printable, so they are tested after a letter.
+            // Rust's `escape_debug` treats the same characters as printable as Python does, but
+            // writes other escapes. It also escapes a combining mark at the start of a string, so
+            // `prints` puts a letter before the character.
             c if !c.is_control() && prints(c) => out.push(c),
             c => {
                 let code = u32::from(c);

@@ -100,7 +100,8 @@ impl Shape {
             // Some templates render calls only if the content is null.
             empty.filter(shown).or_else(|| render(called(Value::Null, id, arguments.clone())))
         };
-        // A template that rejects long ids would reject every probe that has a long id.
+        // The other probes use short ids: a template that rejects long ids would reject every probe
+        // with a long one.
         let long_ids = takes(SHORT_ID, &object).or(takes(SHORT_ID, &text)).is_none()
             || takes(LONG_ID, &object).or(takes(LONG_ID, &text)).is_some();
         let as_object =
@@ -127,7 +128,8 @@ impl Shape {
         };
         Self {
             system: takes_system,
-            // A template that prints any role would print a role that the model was not trained on.
+            // A template that prints any role would pass the probe, although the model may not know
+            // `developer`. So the source has to name this role.
             developer: template.source.contains("developer")
                 && shows(json!([{"role": "developer", "content": PROBE}, user("u")])),
             several_systems: both(json!([system(PROBE), system(OTHER), user("u")])),

@@ -45,7 +45,7 @@ pub struct Adapter {
     pub manifest: Value,
 }
 
-/// The matrices in an open file, by the names of the base model's weights that they change.
+/// The matrices in an open file, by the names of those weights of the base model that they change.
 struct Stored {
     file: OpenFile,
     halves: BTreeMap<String, Halves>,
@@ -100,10 +100,14 @@ impl Adapter {
         let mut pairs = BTreeMap::new();
         for (weight, Halves { a, b, scale }) in halves {
             let (Some(a), Some(b)) = (a, b) else {
-                return Err(ModelError::broken(format!("{weight} has one matrix of two")));
+                return Err(ModelError::broken(format!(
+                    "{weight} has only one of lora_A and lora_B"
+                )));
             };
             let (&[rank, inputs], &[outputs, columns]) = (a.shape(), b.shape()) else {
-                return Err(ModelError::broken(format!("{weight} has matrices that are none")));
+                return Err(ModelError::broken(format!(
+                    "lora_A or lora_B of {weight} is not a matrix"
+                )));
             };
             if rank == 0 || rank > most_rank as usize || columns != rank {
                 return Err(ModelError::broken(format!(

@@ -23,11 +23,13 @@ impl Module {
     pub(super) fn of(weight: &str, shape: &Shape) -> Result<Self, ModelError> {
         let name = weight.strip_suffix(".weight").unwrap_or(weight);
         let unknown = || {
-            ModelError::broken(format!("it changes {name}, which no hand has a place for beside"))
+            ModelError::broken(format!(
+                "it changes {name}, a module for which LoRA is not supported"
+            ))
         };
         if !shape.factors.is_empty() {
             return Err(ModelError::broken(format!(
-                "it changes {name} of a model whose weights have factors"
+                "it changes {name}, and LoRA is not supported for models with scaled weights"
             )));
         }
         let layer = layer_of(weight).filter(|&layer| layer < shape.layers.len());
@@ -89,8 +91,8 @@ impl Module {
     }
 }
 
-/// Returns the modules whose weights are parts of the base model's tensor `weight`, and for each
-/// the rows that it uses in a matrix of `[outputs, rank]`.
+/// Returns the modules whose weights are parts of the base model's tensor `weight`. With each comes
+/// the part of an adapter matrix `[outputs, rank]` that belongs to the module.
 pub(super) fn parts_of(
     weight: &str,
     [outputs, rank]: [usize; 2],

@@ -38,7 +38,7 @@ pub(super) fn read(
     let header = u64::from_le_bytes(file.first()?);
     if header > MOST_HEADER {
         return Err(ModelError::broken(format!(
-            "{WEIGHTS} has a header of {header} bytes, and {MOST_HEADER} are the most"
+            "{WEIGHTS} has a header of {header} bytes, and at most {MOST_HEADER} are allowed"
         )));
     }
     let safe = Arc::new(SafeFile::open(&file.own_path())?);

@@ -114,7 +114,7 @@ fn what_finds_no_place_is_refused_by_name() {
     let other = |name: &'static str| refused(none(), &[a, b, (name, [2, 8], 1.0)], &llama());
     for (error, why) in [
         (refused(none(), &[], &llama()), "there is no matrix in its file"),
-        (refused(none(), &[a], &llama()), "k_proj.weight has one matrix of two"),
+        (refused(none(), &[a], &llama()), "k_proj.weight has only one of lora_A and lora_B"),
         (
             refused(none(), &[a, (B, [8, 2], 1.0)], &llama()),
             "[8, 8], and the model's own is [4, 8]",
@@ -146,7 +146,7 @@ fn what_finds_no_place_is_refused_by_name() {
         ),
         (refused(json!({"peft_type": "IA3"}), &[a, b], &llama()), "LORA is served"),
         (other("base_model.model.lm_head.weight"), "which is no matrix of a low rank"),
-        (other("base_model.model.lm_head.lora_A.weight"), "has one matrix of two"),
+        (other("base_model.model.lm_head.lora_A.weight"), "has only one of lora_A and lora_B"),
     ] {
         assert!(error.contains(why), "{error} lacks: {why}");
     }
@@ -158,7 +158,11 @@ fn what_finds_no_place_is_refused_by_name() {
     for module in
         ["embed_tokens", "layers.2.mlp.up_proj", "layers.0.mlp.router", "layers.0.self_attn.q"]
     {
-        assert!(pair(module).contains("no hand has a place for beside"), "{}", pair(module));
+        assert!(
+            pair(module).contains("a module for which LoRA is not supported"),
+            "{}",
+            pair(module)
+        );
     }
     let experts =
         shape("MixtralForCausalLM", &json!({"num_local_experts": 4, "num_experts_per_tok": 2}));
@@ -174,7 +178,7 @@ fn what_finds_no_place_is_refused_by_name() {
 fn a_header_that_is_huge_is_not_read() {
     let files = Files::new(&json!({}), &keys(2, 1.0));
     files.write(&" ".repeat((1 << 20) + 1), &[]);
-    assert!(files.read(&llama()).unwrap_err().contains("1048576 are the most"));
+    assert!(files.read(&llama()).unwrap_err().contains("at most 1048576 are allowed"));
     fs::write(files.path().join("adapter_config.json"), " ".repeat(70_000)).expect("written");
     assert!(files.read(&llama()).unwrap_err().contains("has more than 65536 bytes"));
 }
@@ -234,7 +238,7 @@ fn a_hand_reads_what_the_brain_has_read_or_says_that_it_changed() {
     assert_eq!(found, rows, "rows of two numbers of 16 bits");
     let pair = &pairs[0];
     assert_eq!((pair.layer, pair.rank, &pair.a[..2]), (1, 2, &[0x00, 0x3f][..]));
-    // 6.0 in bfloat16: the value 3 times `lora_alpha` 4 divided by the rank 2.
+    // 6.0 in bfloat16: the stored 3.0, times `lora_alpha` (4), divided by the rank (2).
     assert_eq!(pair.b[..2], [0xc0, 0x40]);
     let path = files.path().join("adapter_model.safetensors");
     let mut content = fs::read(&path).expect("there");

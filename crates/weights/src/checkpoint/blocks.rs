@@ -41,7 +41,8 @@ impl Checkpoint {
     }
 
     /// Reads a GGUF matrix as [`Self::read_blocks`] does, but into a buffer of the matrix's size.
-    /// Additional memory is needed for only a few rows at a time.
+    /// Additional memory is needed for about 16 MiB of rows, or for all rows if they are reordered
+    /// or skipped.
     ///
     /// # Errors
     /// As for [`Self::read_blocks`], or the matrix has another size.
@@ -75,8 +76,8 @@ impl Checkpoint {
     }
 }
 
-/// Opens a layer's separate file, and maps the layer's weights to the file's tensors. Empty if the
-/// layer has no such file.
+/// Opens a layer's separate file, and maps the layer's weights to the file's tensors. Returns an
+/// empty list if the layer has no such file.
 pub(crate) fn own_tensors(layer: &VectorLayer) -> Result<Vec<(String, Tensor)>, ModelError> {
     let Some(path) = &layer.file else { return Ok(Vec::new()) };
     let file = Arc::new(SafeFile::open(path)?);

@@ -200,7 +200,7 @@ impl Checkpoint {
                     "the GGUF file has a tensor '{name}' that the model has no place for"
                 ))
             })?;
-            // One tensor contains all experts of a layer.
+            // A tensor may contain several weights, such as all experts of a layer.
             let source = Tensor::Gguf(Arc::new(tensor.clone()));
             for weight in weights {
                 if weight.part.joined.is_some() {
@@ -458,8 +458,8 @@ fn root(name: &str) -> String {
     }
 }
 
-/// Returns the weights in a safetensors tensor, except those of layers after the last one that is
-/// computed.
+/// Returns the weights in a safetensors tensor, except those of layers after the last computed
+/// layer.
 fn weights_in(name: &str, stored: &[usize], shape: &Shape) -> Result<Vec<Weight>, ModelError> {
     let weights = weights_of([shape.family.rules, COMMON_RULES], (name, stored), shape)?;
     let mut weights = weights.unwrap_or_else(|| {

@@ -179,8 +179,8 @@ impl Config<'_> {
         Ok(sparse.iter().filter_map(feed).collect())
     }
 
-    /// Returns the window of each layer; `None`: the layer has no window, or the window is longer
-    /// than any prompt.
+    /// Returns the window of each layer; `None` if the layer has no window, or if the window is
+    /// longer than any prompt.
     pub(super) fn windows(&self, rule: WindowRule) -> Result<Vec<Option<u64>>, ModelError> {
         let layers = self.layer_count()?;
         let none = vec![None; layers];
@@ -277,7 +277,7 @@ impl Config<'_> {
         let (ropes, rope_of) = distinct(ropes);
         let (feeds, feed_of) = distinct(feeds);
         // For each element of `ropes`, its index after the element without a rotary embedding has
-        // been removed; `None`: no rotary embedding.
+        // been removed; `None` for that element.
         let there: Vec<Option<u16>> = ropes
             .iter()
             .scan(0, |next, rope| {

@@ -1,5 +1,5 @@
-//! DeepSeek V3 and R1, and Kimi K2. GGUF has one architecture name for these, DeepSeek V2 and
-//! GLM-4.7-Flash.
+//! DeepSeek V3 and R1, and Kimi K2. GGUF has one architecture name for all of these models, for
+//! DeepSeek V2 and for GLM-4.7-Flash.
 
 use serde_json::{Map, Value, json};
 
@@ -49,8 +49,8 @@ const UP: &str = "model.layers.#.self_attn.kv_b_proj.weight";
 
 /// Returns the score function of experts, which differs among families with this architecture name.
 pub(super) fn gguf_scores(files: &GgufFiles) -> Result<&'static str, ModelError> {
-    // Files from before the key `expert_gating_func` are of DeepSeek V2, unless they have a
-    // correction bias for the routing.
+    // Older files lack the key `expert_gating_func`. These belong to DeepSeek V2, unless they have
+    // a correction bias for the routing.
     let corrected = files.tensors.iter().any(|tensor| tensor.name.ends_with(".exp_probs_b.bias"));
     scores(files, if corrected { "sigmoid" } else { "softmax" })
 }

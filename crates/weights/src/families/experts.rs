@@ -142,7 +142,7 @@ impl Routed {
         })
     }
 
-    /// Returns true for each layer with experts: all layers after the first ones.
+    /// Returns, for each layer, whether it has experts: all layers have, except some leading ones.
     pub(super) fn layers(&self, config: &Config<'_>) -> Result<Vec<bool>, ModelError> {
         let every = config.get("moe_layer_freq").filter(|value| !value.is_null());
         if let Some(every) = every.filter(|every| every.as_u64() != Some(1)) {

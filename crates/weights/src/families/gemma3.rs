@@ -98,8 +98,8 @@ const DENSE: [&str; 2] = ["dense_2.weight", "dense_3.weight"];
 const RENAMED_DENSE: [Rule; DENSE.len()] =
     [Rule::renamed(DENSE[0], "dense.0.weight"), Rule::renamed(DENSE[1], "dense.1.weight")];
 
-/// Returns the config keys of a GGUF file, which does not state that attention is bidirectional.
-/// The keys include the shapes of the `Dense` modules.
+/// Returns the config keys of a GGUF file, including the shapes of the `Dense` modules. A file does
+/// not state that attention is bidirectional, so this key is added.
 fn embedding_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     let mut keys = keys(files, LARGEST)?;
     keys.insert("sliding_window_pattern".into(), json!(CYCLE));
@@ -111,7 +111,7 @@ fn embedding_keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
 }
 
 const TOWER_RULES: [Rule; NAMES.len() + RULES.len()] = joined(NAMES, RULES);
-/// The tower's names get the prefix `visual`. Its pooling head is not used.
+/// The names of the tower's weights get the prefix `visual`. The tower's pooling head is not used.
 const NAMES: &[Rule] = &[
     Rule::renamed("model.language_model.**", "model.**"),
     Rule::renamed("language_model.model.**", "model.**"),

@@ -178,7 +178,7 @@ const fn beside(name: &'static str, weight: &'static str) -> Rule {
 
 fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     if config.get("use_bidirectional_attention").and_then(Value::as_str) == Some("all") {
-        return Err(ModelError::unserved_part("positions that see what is behind them"));
+        return Err(ModelError::unserved_part("bidirectional attention"));
     }
     let mut values = config.values.clone();
     // A text config nested in a multimodal config may omit default values.
@@ -438,7 +438,7 @@ fn file_ropes(files: &GgufFiles, dim: i64) -> Result<Value, ModelError> {
             turned as i64
         }
     };
-    // The reader of this factor rounds the number of pairs down.
+    // The code that reads this factor rounds the number of pairs down.
     let part = 2.0 * turned as f64 / dim as f64;
     let exact = (dim as f64 * part / 2.0).floor() as i64 == turned;
     Ok(json!({

@@ -59,7 +59,7 @@ const END_OF_TURN: [&str; 4] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<|end_of
 /// Control tokens that end a turn of gpt-oss. Its `<|end|>` only ends one of the turn's messages.
 const END_OF_HARMONY: [&str; 2] = ["<|return|>", "<|call|>"];
 const CONTROL: i64 = 3;
-/// Keys that change the computation. Files with such a key are not served under these names.
+/// Keys that change the computation. `refuse_changes` rejects files with such a key.
 const CHANGES: [&str; 15] = [
     "attention.clamp_kqv",
     "attention.scale",
@@ -105,7 +105,7 @@ pub(crate) fn hf_config(files: &GgufFiles) -> Result<Map<String, Value>, ModelEr
     let sees_all = keys.get("use_bidirectional_attention") == Some(&Value::Bool(true));
     if !sees_all && files.get("attention.causal").is_some_and(|causal| !causal.truthy()) {
         return Err(ModelError::unserved_part(
-            "positions that see what is behind them (attention.causal is false)",
+            "bidirectional attention (attention.causal is false)",
         ));
     }
     let embedding = files.tensor("token_embd.weight").ok_or_else(|| {
@@ -317,7 +317,7 @@ fn missing(files: &GgufFiles, key: &str) -> ModelError {
     ModelError::broken(format!("the GGUF file has no '{}.{key}'", files.architecture()))
 }
 
-/// Reads a whole number between 0 and `HUGE`; `None`: the key is missing.
+/// Reads a whole number between 0 and `HUGE`; `None` if the key is missing.
 pub(super) fn whole(files: &GgufFiles, key: &str) -> Result<Option<i64>, ModelError> {
     let Some(value) = files.get(key) else { return Ok(None) };
     if value.as_list().is_some() {
@@ -451,7 +451,8 @@ fn eos_token_ids(files: &GgufFiles) -> Vec<i64> {
     each
 }
 
-/// Returns the RoPE scaling of `rotated` elements. For latent attention it also scales the softmax.
+/// Returns the RoPE scaling of `rotated` elements. For latent attention, the scaling also applies
+/// to the softmax.
 fn rope_scaling(
     files: &GgufFiles,
     theta: f64,
@@ -510,8 +511,8 @@ fn rope_scaling(
                         "a yarn attn_factor beside latent attention",
                     ));
                 }
-                // GGUF's factor is multiplied by YaRN's own factor, while Hugging Face's replaces
-                // it.
+                // GGUF's factor is multiplied by YaRN's own factor, while Hugging Face's factor
+                // replaces YaRN's.
                 scaling["attention_factor"] = json!(multiplier * (0.1 * factor.ln() + 1.0));
             }
             Ok(scaling)

@@ -1,5 +1,5 @@
-//! GLM-4.7-Flash: DeepSeek V3's attention with GLM's routing. Its GGUF files have DeepSeek's
-//! architecture name.
+//! GLM-4.7-Flash: DeepSeek V3's attention with GLM's routing. GGUF files of this model have
+//! DeepSeek's architecture name.
 
 use super::Family;
 use super::config::Config;

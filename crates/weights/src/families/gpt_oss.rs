@@ -13,9 +13,9 @@ use super::shape::{Activation, Attention, Mixer, Shape};
 use crate::error::ModelError;
 use crate::gguf::GgufFiles;
 
-/// The config's constants of the activation. The kernels compute only these values.
+/// The config keys of the activation's constants, and the only values that the kernels support.
 const GATES: [(&str, f64); 2] = [("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)];
-/// Every second layer attends to all positions.
+/// Every second layer attends to all positions. The other layers have windows.
 const CYCLE: u64 = 2;
 /// The base of the rotary embedding, if the config does not state it.
 const THETA: f64 = 150_000.0;
@@ -32,8 +32,8 @@ pub(super) const FAMILY: Family = Family {
     rules: RULES,
 };
 
-/// Rows of `gate_proj` and `up_proj` alternate: in `MXFP4` blocks as rows of the tensor, in plain
-/// tensors as columns.
+/// In fused tensors, `gate_proj` and `up_proj` alternate. Tensors of `MXFP4` blocks alternate rows,
+/// and plain tensors, which are transposed, alternate columns.
 const RULES: &[Rule] = &[
     Rule::renamed("model.layers.#.mlp.router.*", "model.layers.#.mlp.gate.*"),
     Rule::new(GATE_UP, GATE, Take::EACH_EXPERT.transposed().every(0, 2)),
@@ -102,7 +102,7 @@ fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
         ("num_local_experts".to_owned(), json!(required(files, "expert_count")?)),
         ("num_experts_per_tok".to_owned(), json!(required(files, "expert_used_count")?)),
         ("intermediate_size".to_owned(), json!(required(files, "expert_feed_forward_length")?)),
-        // Files do not state this value, but all models of the family are trained with it.
+        // GGUF files do not state this value, but all models of the family are trained with it.
         ("truncate".to_owned(), json!(false)),
     ]);
     Ok(keys)

@@ -31,7 +31,7 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     Ok(Shape { scales: scales(config)?, ..shape })
 }
 
-/// Reads attention whose factor on scores is in the config.
+/// Reads attention with the factor on scores that the config states.
 pub(super) fn attention(config: &Config<'_>) -> Result<Attention, ModelError> {
     let scale = Some(config.real("attention_multiplier", 1.0)?);
     Ok(Attention { scale, ..config.attention(None)? })

@@ -62,8 +62,8 @@ const RULES: [Rule; OWN.len() + mamba::RULES.len()] = joined(OWN, mamba::RULES);
 fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let count = config.layer_count()?;
     let kinds = config.get("layer_types").or_else(|| config.get("layers_block_type"));
-    // transformers 5 writes `full_attention` and `linear_attention`; configs on the hub have the
-    // other two names.
+    // transformers 5 writes `full_attention` and `linear_attention`; configs on the hub have
+    // `attention` and `mamba`.
     let attends = |kind: &Value| match kind.as_str() {
         Some("attention" | "full_attention") => Some(true),
         Some("mamba" | "linear_attention") => Some(false),

@@ -1,4 +1,4 @@
-//! Kimi K2.5: the text part, a DeepSeek V3. Its vision tower is not read.
+//! Kimi K2.5: the text part, which is a DeepSeek V3. The weights of its vision tower are not read.
 
 use super::Family;
 use super::config::Config;

@@ -118,8 +118,8 @@ pub(super) fn latent(config: &Config<'_>, query_rank: u64) -> Result<(Latent, Ro
     let mut scale = ((nope_dim + rotary_dim) as f64).powf(-0.5);
     let number = |key: &str| rope.scaling.as_ref()?.get(key)?.as_f64().filter(|&it| it != 0.0);
     if let (Some(weight), Some(factor)) = (number("mscale_all_dim"), number("factor")) {
-        // YaRN (Peng et al. 2023) scales the softmax of extended contexts. Here the scores get a
-        // factor in addition to the one on cosine and sine.
+        // YaRN (Peng et al. 2023) scales the softmax of extended contexts. Here attention scores
+        // get this factor, in addition to the factor on cosines and sines.
         scale *= if factor > 1.0 { (0.1 * weight * factor.ln() + 1.0).powi(2) } else { 1.0 };
     }
     let query_rank = match config.get("q_lora_rank") {
@@ -162,8 +162,8 @@ pub(super) fn indexer(
     Ok(Indexer {
         heads: size("index_n_heads", heads, MOST_HEADS)?,
         head_dim: size("index_head_dim", 128, MOST_HEADS)?,
-        // transformers decides by the family alone. Other engines read this key, and GLM's configs
-        // have it.
+        // transformers decides by the family alone. Other engines read this key, which GLM's
+        // configs contain.
         interleaved: config.flag("indexer_rope_interleave", interleaved),
         top_k: size("index_topk", 2048, MOST)?,
     })

@@ -32,7 +32,7 @@ pub(super) const FAMILY: Family = Family {
     rules: &RULES,
 };
 
-/// Repositories with a vision tower. The tower's weights are not read.
+/// The family of repositories with a vision tower. The tower's weights are not read.
 pub(super) const TEXT: Family = Family {
     title: "Llama 4 with a tower (text)",
     architecture: "Llama4ForConditionalGeneration",
@@ -49,7 +49,7 @@ const TOWER_RULES: [Rule; WITH_TOWER] = joined(text::RULES, TOWER);
 const TEXT_RULES: [Rule; WITH_TOWER + RULES.len()] = joined(&TOWER_RULES, &RULES);
 const RULES: [Rule; NEIGHBOURS.len() + FEEDS.len()] = joined(NEIGHBOURS, FEEDS);
 
-/// Experts' matrices are stored transposed: their rows are inputs.
+/// Experts' matrices are stored transposed: each row belongs to an input, not to an output.
 const FEEDS: &[Rule] = &[
     Rule::renamed("model.layers.#.feed_forward.router.*", "model.layers.#.mlp.gate.*"),
     Rule::renamed("model.layers.#.feed_forward.gate_proj.*", "model.layers.#.mlp.gate_proj.*"),
@@ -174,10 +174,10 @@ fn feeds(config: &Config<'_>, layers: usize) -> Result<Vec<FeedShape>, ModelErro
     Ok(sparse.iter().map(|&sparse| if sparse { experts } else { dense }).collect())
 }
 
-/// Returns the config keys of a GGUF file. Files do not state three values, which are constants as
-/// in llama.cpp. They are the chunk size, the factor on queries, and which models normalise heads:
-/// all except the one with 128 experts. If the window is 0, no layer has a window, and all layers
-/// have a rotary embedding.
+/// Returns the config keys of a GGUF file. Three values are not in the file, and are constants as
+/// in llama.cpp: the chunk size, the factor on queries, and whether heads are normalised. All
+/// models normalise them, except the one with 128 experts. If the file states a window of 0, no
+/// layer has chunks, and all layers have a rotary embedding.
 fn keys(files: &GgufFiles) -> Result<Map<String, Value>, ModelError> {
     const WITHOUT_NORMS: i64 = 128;
     const CHUNK: i64 = 8192;

@@ -49,8 +49,8 @@ pub(super) const STACKS: &[Rule] = &[
 
 pub(super) fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     let mut values = config.values.clone();
-    // `partial_rotary_factor` refers to a whole head, but here RoPE gets only the rotated part of
-    // it.
+    // `partial_rotary_factor` refers to a whole head. It is removed, because here the head size of
+    // RoPE is already that of the rotated part.
     if let Some(Value::Object(rope)) = values.get_mut("rope_parameters") {
         rope.shift_remove("partial_rotary_factor");
     }

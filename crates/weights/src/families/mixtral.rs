@@ -30,7 +30,7 @@ pub(super) const FAMILY: Family = Family {
     rules: RULES,
 };
 
-/// The names of experts' weights in Mixtral and MiniMax M2.
+/// Rules for the names of experts' weights in Mixtral and MiniMax M2.
 pub(super) const RULES: &[Rule] = &[
     Rule::renamed("model.layers.#.block_sparse_moe.gate.*", "model.layers.#.mlp.gate.*"),
     Rule::renamed(

@@ -64,7 +64,7 @@ const RULES: &[Rule] = &[
     Rule::new(INNER, "model.layers.#.mlp.gate_proj.*", Take::ALL.share(0, 2)),
     Rule::new(INNER, "model.layers.#.mlp.up_proj.*", Take::ALL.share(1, 2)),
     Rule::renamed("model.layers.#.mlp.Wo.*", "model.layers.#.mlp.down_proj.*"),
-    // In a model without a language-model head, the prefix `model.` was also added to these names.
+    // Models without a language-model head may store these names with the prefix `model.` added.
     Rule::renamed("model.head.dense.*", "head.dense.*"),
     Rule::renamed("model.head.norm.*", "head.norm.*"),
     Rule::renamed("model.classifier.*", "classifier.*"),

@@ -1,6 +1,6 @@
-//! OLMo 2 and 3: norms after the attention and the feed-forward part, and over all heads of queries
-//! and of keys. OLMo 3 has windows, and scales the rotary embedding only in layers without a
-//! window.
+//! OLMo 2 and 3. Each layer has norms after the attention and after the feed-forward part. Queries
+//! and keys are normalised over all heads. OLMo 3 has windows, and scales the rotary embedding only
+//! in layers without a window.
 
 use serde_json::{Map, Value, json};
 
@@ -64,7 +64,7 @@ pub(super) const OLMO3: Family = Family {
     ..FAMILY
 };
 
-/// The names of norms after the attention and after the feed-forward part.
+/// Rules for the norms after the attention and after the feed-forward part.
 pub(super) const AFTER: &[Rule] = &[
     Rule::renamed("blk.#.post_attention_norm.*", "model.layers.#.post_attention_layernorm.*"),
     Rule::renamed("blk.#.post_ffw_norm.*", "model.layers.#.post_feedforward_layernorm.*"),

@@ -25,7 +25,7 @@ pub(super) const FAMILY: Family = Family {
         fits: |_| Ok(true),
         keys,
         rules: &[
-            // Both tables are part of the config.
+            // These two tables of rotary factors are read into the config instead.
             Rule::spare("rope_factors_long.*"),
             Rule::spare("rope_factors_short.*"),
             Rule::new("blk.#.attn_qkv.*", QUERIES, Take::ALL.rows(fused_queries)),

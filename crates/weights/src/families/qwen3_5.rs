@@ -80,7 +80,8 @@ fn behind_tower(
 ) -> Result<Shape, ModelError> {
     let mut values = text_config(config);
     if let Some(mut tower) = config.get(TOWER_CONFIG).and_then(Value::as_object).cloned() {
-        // transformers has no deepstack outputs here, whatever the config states.
+        // In transformers, this family's tower has no deepstack outputs, whatever the config
+        // states.
         tower.insert("deepstack_visual_indexes".into(), json!([]));
         values.insert(TOWER_CONFIG.into(), tower.into());
     }

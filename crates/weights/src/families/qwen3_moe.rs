@@ -30,7 +30,8 @@ fn shape(config: &Config<'_>) -> Result<Shape, ModelError> {
     decoder(config, config.flag("norm_topk_prob", false))
 }
 
-/// Reads the decoder of Qwen3-VL, which always normalises the routing weights to sum to 1.
+/// Reads the decoder of a Qwen3-VL with experts. It always normalises the routing weights to sum to
+/// 1.
 pub(super) fn of_tower(config: &Config<'_>) -> Result<Shape, ModelError> {
     decoder(config, true)
 }

@@ -39,7 +39,7 @@ pub(super) const FAMILY: Family = Family {
     rules: &RULES,
 };
 
-/// The rules of [`COMMON`], and rules for projections that are fused by key head.
+/// The rules of [`COMMON`], and rules for fused projections whose rows are grouped by key head.
 const RULES: [Rule; 6 + COMMON.len()] = super::rules::joined(
     &[
         Rule::new(QKVZ, "model.layers.#.linear_attn.in_proj_q.weight", blocks(grouped::queries)),

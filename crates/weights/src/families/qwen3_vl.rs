@@ -30,8 +30,9 @@ pub(super) const RULES: &[Rule] = &[
 ];
 
 /// Reads the shape of a decoder with a vision tower, if the config has one. `usual` is the default
-/// of `mrope_section`. With Qwen2.5-VL's windowed tower, the nested text config may state that the
-/// head is tied, and the sections of frequencies are consecutive.
+/// of `mrope_section`. With Qwen2.5-VL's windowed tower, `tie_word_embeddings` may also be in the
+/// nested text config, and the three sections of frequencies are consecutive rather than
+/// interleaved.
 pub(super) fn with_tower(
     config: &Config<'_>,
     decoder: fn(&Config<'_>) -> Result<Shape, ModelError>,

@@ -1,5 +1,6 @@
-//! Qwen3-VL with experts: Qwen3-VL's vision tower and a Qwen3-MoE. Stacks of experts are stored as
-//! `[columns, rows]` on the hub, but as `[rows, columns]` by transformers 5.
+//! Qwen3-VL with experts: Qwen3-VL's vision tower and a Qwen3-MoE. In checkpoints on the hub, the
+//! matrices of experts are stored as `[columns, rows]`; transformers 5 stores them as
+//! `[rows, columns]`.
 
 use super::Family;
 use super::qwen3_moe;

@@ -9,14 +9,16 @@ use super::shape::{Mixer, Shape};
 /// Bytes per element of a head's state, which is float32 whatever the model's data type.
 const STATE_ELEMENT: usize = 4;
 
-/// Takes the decays of GGUF files, which are stored without the logarithm.
+/// Reads the decays of GGUF files, and takes the logarithm, because these files store them without
+/// it.
 pub(super) const DECAYS: Take = Take::ALL.flat().times(-1.0).log();
 
 /// A linear recurrence after a causal convolution.
 ///
 /// A head's state `S` is `[key_dim, value_dim]`. Each position changes it to `decay * S + k u`, and
 /// the output is `q S`. With the delta rule, `u` is `beta (v - k S)`. Otherwise `u` is `step v`,
-/// and `skip v` is added to the output. Without heads there is only a convolution between two
+/// and `skip v` is added to the output. `k`, `q`, `v`, `decay`, `beta` and `step` depend on the
+/// position's input; `skip` is a weight. Without heads there is only a convolution between two
 /// gates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Recurrence {
@@ -202,8 +204,8 @@ pub(super) mod grouped {
     }
 }
 
-/// Rows of Mamba's fused matrices: gates, values, keys, queries and steps in `in_proj`, and values,
-/// keys and queries in the convolution.
+/// Rows of Mamba's fused matrices. `in_proj` stacks gates, values, keys, queries and steps, in this
+/// order. The convolution stacks values, keys and queries.
 pub(super) mod mamba {
     use serde_json::{Map, Value, json};
 
@@ -235,8 +237,8 @@ pub(super) mod mamba {
     const GGUF_IN: &str = "blk.#.ssm_in.*";
     const GGUF_CONV: &str = "blk.#.ssm_conv1d.*";
 
-    /// Rules for Mamba's fused tensors. They apply after a family's rule that renames all its
-    /// tensors.
+    /// Rules for Mamba's fused tensors. They match names under `linear_attn`, to which a rule of
+    /// the family has renamed the tensors.
     pub(in crate::families) const RULES: &[Rule] = &[
         Rule::new(IN, "model.layers.#.linear_attn.in_proj_z.*", part(gates)),
         Rule::new(IN, "model.layers.#.linear_attn.in_proj_v.*", part(values)),

@@ -9,7 +9,7 @@ use crate::sizes::{MOST_POSITIONS, optional, real, truthy};
 
 const DEFAULT_THETA: f64 = 10000.0;
 const PART: &str = "partial_rotary_factor";
-/// The parameters of a scaling that are divisors.
+/// The keys of a RoPE scaling whose values are used as divisors, so must not be 0.
 const FACTORS: [&str; 6] = [
     "factor",
     "low_freq_factor",
@@ -43,11 +43,11 @@ pub(super) fn partial_rope(
     Ok(read(config, dim)?.0)
 }
 
-/// The rotary embedding of one kind of layers.
+/// The config keys of the rotary embedding of one kind of layers.
 pub(super) struct RopeKind {
     /// The layer kind, which is the key in `rope_parameters`.
     pub(super) layer: &'static str,
-    /// The key of its base in transformers 4's configs, and the default base.
+    /// The key of this kind's base in transformers 4's configs. `usual` is the default base.
     pub(super) theta: &'static str,
     pub(super) usual: f64,
     /// True if `rope_scaling` in transformers 4's configs applies to these layers.
@@ -79,8 +79,8 @@ fn whole_heads((rope, part): (Rope, Option<f64>)) -> Result<Rope, ModelError> {
     }
 }
 
-/// Reads a rotary embedding, with its scaling in transformers 4's form, and the rotated fraction of
-/// a head. transformers 5 has all of this in `rope_parameters`.
+/// Reads a rotary embedding and the rotated fraction of a head. transformers 4 has the scaling in
+/// `rope_scaling`; transformers 5 has all of this in `rope_parameters`.
 fn read(config: &Config<'_>, dim: usize) -> Result<(Rope, Option<f64>), ModelError> {
     let object = |key| config.get(key).filter(|value| truthy(Some(value)))?.as_object();
     let parameters = object("rope_parameters").or_else(|| object("rope_scaling"));
@@ -139,8 +139,8 @@ fn parsed(
     Ok((Rope { scaling: Some(parameters), ..plain }, part))
 }
 
-/// Reads Gemma 4's scaling: the first pairs of a head rotate as if the whole head did, and the
-/// remaining pairs are not rotated.
+/// Reads Gemma 4's scaling. Only the first pairs of a head are rotated, with the frequencies that
+/// they would have if the whole head were rotated.
 fn proportional(
     parameters: &Map<String, Value>,
     part: Option<f64>,

@@ -8,7 +8,8 @@ use crate::error::ModelError;
 
 /// The largest number of digits of a layer or expert index.
 const MOST_DIGITS: usize = 9;
-/// The prefix of a tower's weights. They are skipped if the decoder is served without its tower.
+/// The name prefix of a tower's weights, which are skipped if the decoder is served without its
+/// tower.
 const TOWER: &str = "visual.";
 
 /// Joins two tables. `N` is the total number of rules.
@@ -43,8 +44,8 @@ impl Rule {
         Self { stored, weight, take }
     }
 
-    /// Creates a rule that renames a tensor. With `**` in both patterns, the remaining rules are
-    /// applied to the new name.
+    /// Creates a rule that renames a tensor. If both patterns contain `**`, the new name is then
+    /// matched with the later rules with `**`, and with all rules without it.
     #[must_use]
     pub const fn renamed(stored: &'static str, weight: &'static str) -> Self {
         Self::new(stored, weight, Take::ALL)
@@ -60,7 +61,7 @@ impl Rule {
 /// Which part of a tensor is a weight, and how its values change. Fields are applied in order.
 #[derive(Debug, Clone, Copy)]
 pub struct Take {
-    /// True if the layer of this index has the weight.
+    /// Returns true if the layer with this index has the weight.
     only: fn(&Shape, usize) -> bool,
     /// True if the tensor is a stack of all experts: `[experts, rows, columns]` of matrices, or
     /// `[experts, elements]` of vectors.
@@ -72,7 +73,8 @@ pub struct Take {
     pairs: Option<fn(&Attention) -> usize>,
     /// True if the weight is a vector of all the tensor's elements.
     flat: bool,
-    /// If the weight's heads join rows of several tensors: this tensor's index and their count.
+    /// If the weight's heads join rows of several tensors: the index of this tensor among them, and
+    /// their number.
     joined: Option<(usize, usize)>,
     times: f32,
     plus: f32,
@@ -84,7 +86,7 @@ pub struct Take {
 enum Turned {
     Never,
     Always,
-    /// Depends on the rows and columns of the matrix.
+    /// Transposed if the function returns true for the rows and columns of the matrix.
     Where(fn(&Shape, [usize; 2]) -> bool),
 }
 
@@ -98,7 +100,7 @@ enum Rows {
     Every { first: usize, step: usize },
 }
 
-/// Rows in blocks with equal distances.
+/// Blocks of consecutive rows at equal distances.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RowBlocks {
     /// The first row.
@@ -244,21 +246,21 @@ pub(crate) struct TensorPart {
     pub(crate) base: usize,
     /// Rows and columns of the matrix.
     pub(crate) matrix: [usize; 2],
-    /// True if the matrix is transposed before rows are counted.
+    /// True if the matrix is transposed before its rows are selected.
     pub(crate) transposed: bool,
-    /// The first row, the number of rows per block, the distance between blocks, and the total
-    /// number of rows.
+    /// The rows of the weight: the first row, the rows per block, the distance between the starts
+    /// of blocks, and the total number of rows.
     pub(crate) first: usize,
     pub(crate) width: usize,
     pub(crate) step: usize,
     pub(crate) rows: usize,
     /// The number of heads whose two halves of rows are interleaved; `None`: rows are in order.
     pub(crate) pairs: Option<usize>,
-    /// As in [`Take`]: the weight joins rows of several tensors.
+    /// The tensor's index and the number of tensors, if the weight joins rows of several tensors.
     pub(crate) joined: Option<(usize, usize)>,
     pub(crate) times: f32,
     pub(crate) plus: f32,
-    /// True if the weight is the logarithm of the result.
+    /// True if the logarithm is taken after `times` and `plus`.
     pub(crate) log: bool,
 }
 
@@ -288,7 +290,7 @@ impl TensorPart {
         self.first + row / self.width * self.step + row % self.width
     }
 
-    /// The number of rows that are consecutive in the matrix.
+    /// The number of rows in each run of the weight's rows that are consecutive in the matrix.
     pub(crate) fn run(&self) -> usize {
         if self.step == self.width { self.rows } else { self.width }
     }
@@ -345,7 +347,7 @@ fn weights_by_rules(
     shape: &Shape,
 ) -> Result<Option<Vec<Weight>>, ModelError> {
     let (mut name, mut is_renamed) = (name.to_owned(), false);
-    // Rules for prefixes come first. Each applies at most once.
+    // Rules for prefixes (with `**`) come first. Each applies at most once.
     for rule in tables.into_iter().flatten().filter(|rule| rule.stored.contains("**")) {
         if let Some(found) = fit(rule.stored, &name) {
             if rule.weight.is_empty() {

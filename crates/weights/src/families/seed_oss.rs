@@ -26,7 +26,8 @@ pub(super) const FAMILY: Family = Family {
         architecture: "seed_oss",
         fits: |_| Ok(true),
         keys,
-        // In Gemma's files, a tensor of this name is the norm after the attention.
+        // Here a tensor of this name is the norm before the feed-forward part. In Gemma's files, it
+        // is the norm after the attention.
         rules: &[Rule::renamed(
             "blk.#.post_attention_norm.*",
             "model.layers.#.post_attention_layernorm.*",

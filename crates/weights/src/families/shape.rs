@@ -30,8 +30,8 @@ pub struct Shape {
     pub embedding_norm: bool,
     /// Factors on states and logits.
     pub scales: Scales,
-    /// Factors that still have to be applied to a file's weights, by the weight's name within its
-    /// layer, such as `self_attn.k_proj.weight`.
+    /// Factors that are still to be applied to weights of a file. The key is the weight's name
+    /// within its layer, such as `self_attn.k_proj.weight`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub factors: BTreeMap<String, f64>,
     /// The distinct rotary embeddings.
@@ -40,7 +40,7 @@ pub struct Shape {
     pub mixers: Vec<Mixer>,
     /// The distinct feed-forward parts.
     pub feeds: Vec<FeedShape>,
-    /// The layers that are computed. A checkpoint may have further layers.
+    /// The layers that are computed. A checkpoint may contain more layers.
     pub layers: Vec<LayerShape>,
     /// Per-layer embeddings; `None`: the model has none.
     pub layer_inputs: Option<LayerInputs>,
@@ -50,9 +50,9 @@ pub struct Shape {
     pub quantised: Option<Quantisation>,
     /// The largest number of positions that the model was trained for.
     pub max_positions: u64,
-    /// True if the head is the embedding matrix.
+    /// True if the output head shares the embedding matrix.
     pub tied: bool,
-    /// True if the head is not used because the model pools. Configs do not state this.
+    /// True if the output head is not used because the model only pools. Configs do not state this.
     pub headless: bool,
     /// Tokens that end a generation.
     pub eos_token_ids: Vec<i32>,
@@ -156,7 +156,7 @@ pub struct Rope {
 pub struct RotarySections {
     /// The number of frequencies for time, for row and for column.
     pub counts: [usize; 3],
-    /// True if row and column each use every third of the first frequencies, and time uses the
+    /// True if row and column each get every third of the leading frequencies, and time gets the
     /// rest; false if the three shares are consecutive.
     pub interleaved: bool,
 }
@@ -256,7 +256,7 @@ pub struct QueryScale {
     pub beta: f64,
     /// The number of consecutive positions with the same factor.
     pub every: u64,
-    /// The number of the first position in this formula.
+    /// The number that the first position has in this formula.
     pub first: u64,
 }
 
@@ -380,8 +380,8 @@ impl Shape {
         self.mixers.iter().filter_map(Mixer::attention).any(|it| it.both_ways)
     }
 
-    /// True if a checkpoint's layer may be one of the computed layers. Checkpoints with experts may
-    /// have further layers after these, for multi-token prediction (MTP).
+    /// Returns false for a layer of the checkpoint that is not read: in a model with experts, one
+    /// after the computed layers, for multi-token prediction (MTP).
     pub(crate) fn has_place_for(&self, layer: usize) -> bool {
         let experts = |feed: &FeedShape| matches!(feed, FeedShape::Experts(_));
         layer < self.layers.len() || !self.feeds.iter().any(experts)
@@ -392,7 +392,7 @@ impl Shape {
         self.tied || self.headless
     }
 
-    /// The largest number of positions of a request. With YaRN it may exceed the config's number.
+    /// The largest number of positions of a request. With YaRN it may exceed `max_positions`.
     #[must_use]
     pub fn longest_context(&self) -> u64 {
         let of_rope = |rope: &Rope| {

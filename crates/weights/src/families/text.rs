@@ -1,4 +1,4 @@
-//! Decoders in repositories with a tower, when they are served without the tower.
+//! Decoders from repositories that also contain a tower, served without the tower.
 
 use serde_json::{Map, Value, json};
 

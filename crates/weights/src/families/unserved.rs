@@ -23,7 +23,7 @@ impl ModelError {
         Self::Unserved(format!("a model with {part}"))
     }
 
-    /// Creates the error for an architecture in a `config.json` that no hand supports.
+    /// Creates the error for a `config.json` with an architecture that no hand supports.
     pub(crate) fn unserved_architecture(name: &str) -> Self {
         let known = NOT_SERVED.iter().find(|(known, ..)| *known == name);
         let why = known.map(|(.., why)| format!(" ({why})")).unwrap_or_default();
@@ -33,7 +33,7 @@ impl ModelError {
         ))
     }
 
-    /// Creates the error for an architecture of GGUF files that no hand supports.
+    /// Creates the error for a GGUF file with an architecture that no hand supports.
     pub(crate) fn unserved_gguf(name: &str) -> Self {
         let known = NOT_SERVED.iter().find(|(_, known, _)| *known == name && !name.is_empty());
         let why = known.map(|(.., why)| format!(" ({why})")).unwrap_or_default();
@@ -44,7 +44,7 @@ impl ModelError {
     }
 }
 
-/// Returns the documented names of some families, joined.
+/// Returns the documented names of the families for which `which` returns true, joined with "; ".
 fn titles(which: fn(&Family) -> bool) -> String {
     let families = super::ALL.into_iter().filter(|family| which(family));
     families.map(|family| family.title).collect::<Vec<_>>().join("; ")
@@ -81,9 +81,9 @@ impl Shape {
         let latents = count(|it| matches!(it, Mixer::Latent(_)));
         let both_ways = count(|it| it.attention().is_some_and(|it| it.both_ways));
         if both_ways > 0 && (both_ways < attentions || count(|it| it.recurrence().is_some()) > 0) {
-            return Some("layers of which some see what is behind a position");
+            return Some("bidirectional attention in some layers only");
         }
-        // Layers with latent attention may differ in their indexers.
+        // Layers with latent attention may differ from each other only in their indexers.
         if attentions > 0 && latents > 0 {
             return Some("attention of several kinds");
         }

@@ -201,9 +201,9 @@ fn round(value: f32) -> f32 {
 /// Converts whole blocks of `kind` to blocks of type `to`, appended to `out`. Returns false if
 /// there is no such conversion.
 ///
-/// Blocks of the same type are copied. `Q4_K` to `Q4_1` and `IQ4_XS` to `IQ4_NL` keep the codes and
-/// round the scales to half precision. `Q4_0`, `Q5_0` and `IQ4_NL` to `Q8_0` is exact. Other types,
-/// and plain floats, are rounded to 255 steps of `Q8_0`.
+/// Blocks that already have the type `to` are copied. `Q4_K` to `Q4_1` and `IQ4_XS` to `IQ4_NL`
+/// keep the codes and round the scales to half precision. `Q4_0`, `Q5_0` and `IQ4_NL` to `Q8_0` is
+/// exact. Blocks of other types, and plain floats, are rounded to the codes of `Q8_0`.
 pub(crate) fn as_blocks(kind: TensorType, to: BlockKind, bytes: &[u8], out: &mut Vec<u8>) -> bool {
     if kind.name() == to.name() {
         out.extend_from_slice(bytes);
@@ -231,7 +231,8 @@ pub(crate) fn as_blocks(kind: TensorType, to: BlockKind, bytes: &[u8], out: &mut
         }
         return true;
     }
-    // These types have signed codes of fewer bits, and the same number of elements per scale.
+    // These types have signed codes of fewer bits than `Q8_0`, and the same number of elements per
+    // scale as `Q8_0`.
     let keeps_scale = matches!(kind, TensorType::Q4_0 | TensorType::Q5_0 | TensorType::Iq4Nl);
     let mut values = [0.0; SUPER];
     for bytes in bytes.chunks_exact(size) {

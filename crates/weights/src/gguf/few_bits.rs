@@ -28,13 +28,13 @@ fn word_of_32(bytes: &[u8], index: usize) -> u32 {
     u32::from(word(bytes, 2 * index)) | u32::from(word(bytes, 2 * index + 1)) << 16
 }
 
-/// Returns one of the 4-bit numbers that are stored two per byte, the low half first.
+/// Returns the 4-bit number with this index. A byte stores two numbers, the first in its low half.
 fn nibble(bytes: &[u8], index: usize) -> u8 {
     bytes[index / 2] >> (index % 2 * 4) & 15
 }
 
-/// Returns eight signs. The code holds seven, and the eighth makes the number of negative signs
-/// even.
+/// Returns eight signs, one per bit; 1 means negative. The code holds seven, and the eighth makes
+/// the number of negative signs even.
 fn signs(code: u32) -> u8 {
     let seven = (code & 127) as u8;
     seven | ((seven.count_ones() % 2) as u8) << 7
@@ -54,7 +54,7 @@ fn of_four(point: u16, index: usize) -> usize {
     usize::from(point >> (4 * index) & 7)
 }
 
-/// Returns half of the power of 2 with this biased exponent.
+/// Returns half of the power of 2 with this exponent, which is biased as in a float32.
 fn half_of_power(exponent: u8) -> f32 {
     f32::from_bits(match exponent {
         0 | 1 => 0x0020_0000 << exponent,
@@ -62,7 +62,7 @@ fn half_of_power(exponent: u8) -> f32 {
     })
 }
 
-/// Returns half of an 8-bit float without a sign.
+/// Returns half of the value of an 8-bit float (e4m3) without a sign.
 fn half_of_float(bits: u8) -> f32 {
     let (exponent, rest) = (i32::from(bits >> 3 & 15), f32::from(bits & 7));
     match (bits, exponent) {

@@ -11,8 +11,8 @@ use super::types::TensorType;
 use crate::error::ModelError;
 
 const MOST_DIMENSIONS: u32 = 4;
-/// A limit far beyond every known file. Vocabularies have hundreds of thousands of tokens, and
-/// chat templates have hundreds of KiB.
+/// The largest size of a header in bytes: far more than any known file has. Vocabularies have
+/// hundreds of thousands of tokens, and chat templates have hundreds of KiB.
 const MOST_HEADER: u64 = 256 << 20;
 const MOST_ENTRIES: u64 = 1 << 25;
 const MOST_DEPTH: u32 = 4;
@@ -140,13 +140,14 @@ impl GgufFiles {
         self.by_name.get(name).map(|&at| &self.tensors[at])
     }
 
-    /// The architecture, such as `llama` or `qwen2`. It is also the prefix of its metadata keys.
+    /// The architecture, such as `llama` or `qwen2`. Metadata keys of the architecture begin with
+    /// this name.
     pub(crate) fn architecture(&self) -> &str {
         self.metadata.get("general.architecture").and_then(GgufValue::as_text).unwrap_or_default()
     }
 
-    /// Returns a value from the architecture's metadata. If a file has a list of equal values, one
-    /// per layer, returns this value.
+    /// Returns a value from the architecture's metadata. A list of equal values, such as one per
+    /// layer, counts as a single value.
     pub(crate) fn get(&self, key: &str) -> Option<&GgufValue> {
         let value = self.metadata.get(&format!("{}.{key}", self.architecture()))?;
         match value {

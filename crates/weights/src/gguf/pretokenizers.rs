@@ -123,7 +123,8 @@ pub(super) fn pipeline(name: &str) -> Result<Pipeline, ModelError> {
     let three = gpt4_like(r"\p{N}{1,3}");
     let one = gpt4_like(r"\p{N}");
     Ok(match name {
-        // A file without a name has "default", as in llama.cpp: the file is older than these names.
+        // For a file without a name, the caller passes "default", as llama.cpp does: the file is
+        // older than these names.
         "default" => plain(splits(&[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"])),
         "gpt-2" | "mpt" | "olmo" | "phi-2" | "a.x-4.0" | "exaone4" | "gigachat"
         | "granite-docling" | "jais" | "mellum" | "trillion" => plain(byte_level(true)),

@@ -67,7 +67,7 @@ pub(crate) fn tokenizer_json(metadata: &Metadata) -> Result<Value, ModelError> {
     }
 }
 
-/// Returns the text of the token `name`, which is `bos` or `eos`.
+/// Returns the text of a special token. `name` is `bos` or `eos`.
 pub(crate) fn special_token(metadata: &Metadata, name: &str) -> Option<String> {
     let index = metadata.get(&format!("tokenizer.ggml.{name}_token_id"))?.as_i64()?;
     let tokens = metadata.get("tokenizer.ggml.tokens")?.as_list()?;
@@ -129,8 +129,8 @@ impl Vocabulary<'_> {
         Ok(self.document(around, model))
     }
 
-    /// Returns the merges in the file whose halves and result are tokens: a `tokenizer.json` with
-    /// any other merge can't be loaded.
+    /// Returns the file's merges. Leaves out a merge if its halves or its result are not tokens,
+    /// because a `tokenizer.json` with such a merge can't be loaded.
     fn stored_merges(&self, vocab: &Map<String, Value>) -> Result<Vec<Value>, ModelError> {
         let stored = texts(self.metadata, "tokenizer.ggml.merges")?.ok_or_else(|| {
             ModelError::broken(
@@ -153,8 +153,8 @@ impl Vocabulary<'_> {
         Ok(self.pieces(vocab, merges, false))
     }
 
-    /// Returns the id of each text. A text that occurs twice has its first id, as in SentencePiece
-    /// and llama.cpp.
+    /// Returns the id of each token text. A text that occurs twice gets the id of its first
+    /// occurrence, as in SentencePiece and llama.cpp.
     fn first_places(&self) -> Map<String, Value> {
         let mut vocab = Map::new();
         for (index, token, _) in self.entries() {

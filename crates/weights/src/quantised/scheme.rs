@@ -40,7 +40,8 @@ pub enum Scheme {
     },
     /// 4-bit integers.
     Int4(Int4Storage),
-    /// 4-bit floats with an exponent per 32 floats. Both hands read them as blocks.
+    /// 4-bit floats with an exponent per 32 floats. Both hands, Rust and Python, read them as
+    /// blocks.
     Mxfp4,
 }
 

@@ -346,7 +346,8 @@ proptest! {
         let paths = files.write(&folder.path().join("m.safetensors"));
         let mut bytes = std::fs::read(&paths[0]).expect("a file");
         let header = 8 + u64::from_le_bytes(bytes[..8].try_into().expect("eight")) as usize;
-        // Change one byte anywhere, and one byte in the header such that it usually stays readable.
+        // Change one byte anywhere, and one byte in the header, such that the header usually stays
+        // readable.
         let (at, other) = (at.index(bytes.len()), 8 + other.index(header - 8));
         bytes[at] = value;
         bytes[other] = text.as_bytes()[0];

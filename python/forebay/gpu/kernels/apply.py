@@ -11,7 +11,7 @@ from forebay.gpu.tables import ERROR_RANGE, Received, Tables, column_id
 from forebay.protocol.constants import PAGE_WRITE_WORDS, SLOT_FLOATS_WORDS, SLOT_WORDS, SlotRecord
 
 _PROGRAMS = 64
-"""The number of programs: enough that each does one write in a typical step.
+"""The number of programs: enough that, in a typical step, each does at most one write.
 
 The grid is the same for all steps, and programs loop.
 """

@@ -22,7 +22,8 @@ def attend(
 ) -> torch.Tensor:
     """See `interface.Attention`.
 
-    Rows of one token and rows of several tokens have separate launches. Their programs return early at other rows.
+    Rows of one token and rows of several tokens have separate launches. In each launch, the programs for rows of the
+    other kind return early.
     """
     shape = Shape.of(q, keys, values)
     out = q.new_empty(len(q), shape.heads, shape.dim)

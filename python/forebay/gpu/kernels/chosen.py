@@ -41,7 +41,10 @@ def chosen_kernel(
     SPLITS: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """Computes part of a query's rows, for a block of a key head's heads; grid: queries, key heads * blocks, SPLITS."""
+    """Computes part of a query's rows, for a block of a key head's query heads.
+
+    Grid: queries, key heads * blocks, SPLITS.
+    """
     query = tl.program_id(0)
     token = query.to(tl.int64)
     per_split = part_length(TOP_K, SPLITS, TILE)

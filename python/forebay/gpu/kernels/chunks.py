@@ -1,8 +1,7 @@
 """Paged attention of rows with several tokens: prompts, or chunks of prompts after cached positions.
 
 A program computes a block of consecutive tokens of a row, and all query heads of one key head. The device finds the row
-of each block. So the grid is an upper bound, which depends only on the number of tokens and the
-number of rows.
+of each block. So the grid is an upper bound, which depends only on the numbers of tokens and rows.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def row_of_block(block, first, rows, SIZE: tl.constexpr):
     """Returns the row of a block of SIZE tokens, and the block's index in the row.
 
     For a block after the last row, the returned row is `rows`. Row i has the blocks from `first[i] // SIZE + i` on.
-    These are enough for its tokens, and need no sums over rows.
+    These blocks are enough for the row's tokens, and computing them needs no sums over rows.
     """
     low, high = 0, rows
     while low < high:

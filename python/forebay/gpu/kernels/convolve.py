@@ -1,7 +1,8 @@
 """Causal convolutions of each channel, continued from the last inputs of a row's slot.
 
 If each row has one token, one kernel is enough. Otherwise one kernel computes the outputs of all tokens, and then a
-second kernel stores the last inputs of each row, because that overwrites inputs of the first kernel.
+second kernel stores the last inputs of each row. Storing them overwrites inputs of the first kernel, so it can't be
+done there.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def _input(x, before, at, mask, GATED: tl.constexpr):
 
 @triton.jit
 def _output(total, x, behind, at, mask, SILU: tl.constexpr, GATED: tl.constexpr):
-    """Returns the rounded sum, after its activation or its gate."""
+    """Returns the rounded sum, to which the activation or the gate was applied."""
     out = total.to(x.dtype.element_ty).to(tl.float32)
     if SILU:
         out = silu(out)

@@ -49,10 +49,10 @@ def _mass(key):
 
 @triton.jit
 def _key(logits, at, count, top, temperature):
-    """Returns the keys of some tokens, int32; `_NO_KEY` after the last token."""
+    """Returns the keys of the tokens `at`, int32; `_NO_KEY` for tokens from `count` on."""
     x = tl.load(logits + at, mask=at < count, other=0.0).to(tl.float32)
     distance = tl.math.div_rn(top - x, temperature)
-    # The result of a row that is not finite is not used, but its keys must be ordered.
+    # The token of a row whose logits are not all finite is not used, but its keys must be ordered.
     distance = tl.where(distance >= 0, distance, float("inf"))
     return tl.where(at < count, distance.to(tl.int32, bitcast=True), _NO_KEY)
 
@@ -130,7 +130,7 @@ def _filter(
     FEW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Returns the largest key that `top_k` and then `top_p` keep, int32, and how many tokens with it remain, int64."""
+    """Applies top-k and then top-p. Returns the largest kept key, int32, and how many tokens with it remain, int64."""
     key, equals = tl.cast(_NO_KEY - 1, tl.int32), tl.cast(count, tl.int64)
     if limited:
         key, below = _reach(logits, found, mass, count, top, temperature, top_k.to(tl.int64), key, FEW, False, BLOCK)
@@ -179,7 +179,7 @@ def _find(logits, first, end, top, temperature, key, equals, min_p, goal, BLOCK:
 
 @triton.jit
 def _at(mass, ids, goal):
-    """Returns the id at which the cumulative mass first exceeds `goal`; 0 if it does so in another part."""
+    """Returns the id at which the cumulative mass first exceeds `goal`; 0 if it does so in another block."""
     behind = tl.cumsum(mass, 0)
     here = (behind > goal) & (behind - mass <= goal)
     return tl.sum(tl.where(here, ids, 0).to(tl.int64), 0)
@@ -241,7 +241,7 @@ def masses_kernel(
 ):
     """Stores the mass of a chunk, and its histogram if a filter needs it; grid: rows, chunks.
 
-    Without a filter, it is the mass of the tokens that `min_p` keeps. With `top_k` the mass is not used.
+    Without `top_k` and `top_p`, the mass is that of the tokens that `min_p` keeps. With `top_k` the mass is not used.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature = tl.load(temperatures + row)

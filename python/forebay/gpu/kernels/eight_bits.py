@@ -37,7 +37,7 @@ def to_eight_bits(x):
 
 @triton.constexpr_function
 def has_casts():
-    """True if the target GPU has an instruction that converts such floats: Ada, Hopper and later."""
+    """True if the target GPU has an instruction that converts 8-bit floats: Ada, Hopper and later."""
     return not INTERPRETED and cuda_capability_geq(8, 9)
 
 

@@ -12,7 +12,7 @@ from forebay.gpu.kernels.launch import launch, power_of_2
 NORMS = ("none", "before_gate", "after_gate")
 """The positions of the norm. Kernels use the index."""
 _ALONE = 1024
-"""The number of elements of a group if there is no norm."""
+"""The number of elements that a program processes together if there is no norm."""
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -1,9 +1,9 @@
 """The lookup of chosen positions in hot pages and in hot rows. Positions found in neither get a hot row.
 
 Each query has one program. Only this program writes the state of its slot, since a sparse slot has one query per step.
-Shapes are fixed and there are no atomics, so the result depends only on the state. The least recently used rows are
-evicted: exactly up to an age of 30 steps, and rows of equal age in order of row numbers. The result is defined by
-`attention.hot_rows.find`.
+Shapes are fixed, and only the error word is written with atomics, so the result depends only on the state. The least
+recently used rows are evicted. Ages are exact up to 30 steps, and rows of equal age are evicted in the order of their
+row indices. The result is defined by `attention.hot_rows.find`.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def resolve_kernel(
     resident = wanted & (page >= 0)
     row = tl.where(resident, page * page_stride + position % PAGE, -1)
     cold = wanted & (page < 0)
-    # Has the shape of the positions: the interpreter can't combine the mask with a scalar comparison.
+    # This has the shape of the positions, because the interpreter can't combine the mask with a scalar comparison.
     sparse = tl.zeros_like(position) + tl.load(hot_rows + slot * hot_pages) >= 0
 
     # A position's entry in `row_of` is valid only if the row's owner is the position.
@@ -115,7 +115,7 @@ def resolve_kernel(
     rank = tl.cumsum(miss.to(tl.int32), 0) - 1
     count = tl.sum(miss.to(tl.int32), 0)
     tl.store(scratch + query * TOP_K + rank, position, mask=miss)
-    # A position that has no page, of a slot that is not sparse, is an error.
+    # It is an error if a position of a slot that is not sparse has no page.
     lost = cold & (sparse == 0)
     row = tl.where(lost, null_page * page_stride, row)
     if tl.sum(lost.to(tl.int32), 0) > 0:

@@ -16,7 +16,9 @@ from forebay.gpu.kernels.chunks import row_of_block
 from forebay.gpu.kernels.launch import cdiv, dot_type, launch, power_of_2
 
 SCORE_BYTES = 64 << 20
-"""The largest number of bytes of scores at a time, unless a single block of queries needs more."""
+"""The largest total size in bytes of the scores that are in memory at a time, unless a single block of queries needs
+more.
+"""
 _BLOCK = 4096
 _LEAST_DOT = 16
 
@@ -140,7 +142,7 @@ def best_kernel(
         digit = tl.sum((upto < left).to(tl.int32), 0)
         left -= tl.sum(tl.where(bins < digit, histogram, 0), 0)
         prefix = (prefix << _DIGIT) | digit.to(tl.uint32)
-    # Of the positions with the smallest score that is kept, `left` are kept.
+    # Several positions may have the smallest score that is kept. The first `left` of these are kept.
     kept, equals = tl.cast(0, tl.int32), tl.cast(0, tl.int32)
     for begin in range(0, count, BLOCK):
         inside = begin + i < count
@@ -155,9 +157,10 @@ def best_kernel(
 
 
 def best(scores: torch.Tensor, seen: torch.Tensor, target: torch.Tensor, chosen: torch.Tensor) -> None:
-    """Writes the best of `seen` int32 [m] scores [m, width] to lines `target` int32 [m] of `chosen` int32 [n, top_k].
+    """Writes the best positions of each line of `scores` [m, width] to `chosen` int32 [n, top_k].
 
-    A line with target -1 is skipped.
+    Of line `l`, only the first `seen[l]` scores count. `target[l]` is the line of `chosen`; -1: the line is skipped.
+    Both are int32 [m].
     """
     top_k = chosen.shape[1]
     launch(

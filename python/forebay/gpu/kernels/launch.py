@@ -56,7 +56,7 @@ triton.knobs.runtime.jit_cache_hook = COMPILATIONS.note
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, overlap: bool | None = None, **options: Any) -> None:
-    """Runs `grid` programs of a kernel on the current stream; `options`: the kernel's constants, Triton's options.
+    """Runs `grid` programs of a kernel on the current stream; `options`: the kernel's constants and Triton's options.
 
     An empty grid launches nothing. `overlap`: True lets the kernel, which calls `dependents`, start before the previous
     kernel ends; None: the kernel has no parameter OVERLAP.
@@ -78,8 +78,8 @@ OVERLAP = "FOREBAY_GPU_OVERLAP"
 def overlaps(device: torch.device) -> bool:
     """True if a kernel may start before the previous kernel ends: Hopper and later.
 
-    Launches request it in steps of one token, whose kernels are too short to hide the next launch. With more rows, the
-    next kernel's programs would take resources from programs that still run: 16 rows became slower.
+    Launches request this overlap in steps of one token, whose kernels are too short to hide the next launch. With more
+    rows, the next kernel's programs would take resources from programs that still run: 16 rows became slower.
     """
     if INTERPRETED or os.environ.get(OVERLAP, "1") == "0":
         return False
@@ -118,7 +118,7 @@ def is_roomy(device: torch.device) -> bool:
 
 
 def dot_type(dtype: torch.dtype) -> tl.dtype:
-    """Returns the type in which products of such elements are computed."""
+    """Returns the type to which elements of type `dtype` are converted for products."""
     return tl.float32 if INTERPRETED else _DOT_TYPES[dtype]
 
 

@@ -142,7 +142,7 @@ def _find(
     logprobs: torch.Tensor,
     by_slot: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """Writes lines of `found` and `logprobs`, which have the same stride.
+    """Writes the results as lines of `found` and `logprobs`, which have the same stride.
 
     `by_slot`: the rows' slots, and the slots' records, which contain the number of tokens that a slot requests. None:
     all rows request `most`.

@@ -87,7 +87,8 @@ def expand_kernel(
 ):
     """Adds `B s` to y: M tokens of a place, N outputs of a module; grid: tiles, modules, blocks of outputs.
 
-    The sum of `parts` is rounded before the product, and the product before the addition, as with separate operators.
+    The sum of the `parts` of `A x` is rounded before the product with `B`, and that product is rounded before the
+    addition, as with separate operators.
     """
     place, at, end = tile_of(tl.program_id(0), first, PLACES, PLACES_BLOCK, M)
     begin = tl.load(starts + tl.program_id(1))

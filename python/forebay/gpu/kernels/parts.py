@@ -28,7 +28,9 @@ RECORD_WORDS = 8
 - the row's number of parts, the cell of the row's first part, and the part's index in the row.
 """
 _JOINS_ITSELF = 8
-"""The most heads of a group for which a row's last program joins the parts. For more, a separate kernel is faster."""
+"""The largest number of heads per group with which a row's last program joins the parts. For more heads, a separate
+kernel is faster.
+"""
 
 
 @triton.jit
@@ -64,8 +66,9 @@ def divide_kernel(
 ):
     """Writes `work` [items, WORDS], and zeros to `counts` [counters]; one program.
 
-    `at` [2, rows + 1] receives the number of parts before each row, and the number of those in rows with several parts.
-    Each of `programs` has an equal share of all positions. `steps`: the steps of a binary search among rows.
+    `at` [2, rows + 1] receives, for each row, the number of parts before the row, and how many of these parts are in
+    rows with several parts. Each of `programs` has an equal share of all positions. `steps`: the steps of a binary
+    search among rows.
     """
     total = tl.zeros([1], tl.int64)
     for begin in range(0, rows, BLOCK):
@@ -258,8 +261,8 @@ class Work:
     joins: bool
     """True if the last program of a row joins its parts, so that no join kernel is launched.
 
-    On an H100 this takes 3 to 5 us longer than a join kernel. But if rows of equal length have a single part each, a
-    join kernel would mostly have nothing to do.
+    On an H100 such joins take 3 to 5 us longer than a join kernel. So this is only true with fewer than two programs
+    per row: rows of equal length then have one part each, and a join kernel would have nothing to do.
     """
 
     @classmethod

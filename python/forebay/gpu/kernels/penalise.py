@@ -1,7 +1,7 @@
 """Penalties for tokens that occurred in a row, or were generated: one pass over the logits of rows with penalties.
 
-In a graph, a row's penalties are read by its slot. The host provides the line of the row's counts, which are updated
-after sampling.
+In a graph, the kernel reads a row's penalties by the row's slot. The host provides the index of the line with the row's
+token counts, which are updated after sampling.
 """
 
 from __future__ import annotations

@@ -153,7 +153,10 @@ def _product(
     groups: tuple[torch.Tensor, torch.Tensor] | None = None,
     each: int = 0,
 ) -> None:
-    """`groups`: the copies by expert, as `sort_copies` returns them; None: there are no experts."""
+    """Launches the product kernel.
+
+    `groups`: the copies sorted by expert, as `sort_copies` returns them; None: there are no experts.
+    """
     count = 0 if groups is None else len(groups[1]) - 1
     order, first = (x, x) if groups is None else groups
     tiles = cdiv(copies, m) if groups is None else min(copies, cdiv(copies, m) + count)

@@ -66,7 +66,7 @@ def positions_kernel(
 ):
     """Advances V elements of a row's state, position by position; grid: rows, heads, blocks of elements.
 
-    Rows of more than one token are skipped, unless this kernel computes all rows (WHOLE).
+    If WHOLE, this kernel computes all rows; otherwise it skips rows of more than one token.
     """
     row = tl.program_id(0)
     begin = tl.load(first + row)
@@ -231,7 +231,8 @@ def mixing_kernel(
     tl.store(scores + cells, tl.where(i[:, None] >= i[None, :], of_queries, 0.0), mask=inside[:, None])
     if DELTA:
         strength = strengths_of(a, b, step_bias, token, inside, a_stride, b_stride, head, DELTA)
-        # Transposed, so that a position's factors are a column, which can be multiplied with the lines of the inverse.
+        # Transposed, so that the factors of one position are a column, which can be multiplied with the lines of the
+        # inverse.
         factors = tl.trans(tl.where(i[:, None] > i[None, :], of_keys * strength[:, None], 0.0))
         inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
         for line in range(1, left):

@@ -13,7 +13,7 @@ from forebay.gpu.kernels.eight_bits import kept
 from forebay.gpu.kernels.launch import cdiv, dependents, launch, power_of_2
 
 _ELEMENTS = 2048
-"""The number of elements of the heads of one program."""
+"""The largest number of elements of heads that one program processes."""
 
 
 @triton.jit

@@ -34,7 +34,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of heads: how many there are, how many share a key head (`group`), and their elements."""
+    """The shape of heads: the number of query heads, how many share a key head (`group`), and their elements."""
 
     heads: int
     group: int
@@ -59,7 +59,7 @@ class Shape:
 
     @property
     def kv_heads(self) -> int:
-        """The number of key heads."""
+        """The number of key heads, which is also the number of value heads."""
         return self.heads // self.group
 
     def constants(self) -> dict[str, Any]:
@@ -137,9 +137,10 @@ class Scoring:
 
 
 def splits(programs: int, fill: int) -> int:
-    """Returns the number of parts of rows, if a part needs `programs` programs and `fill` programs fill a GPU.
+    """Returns the number of parts into which each query's rows are split.
 
-    It is a power of 2, to limit the number of kernel variants.
+    A part needs `programs` programs, and `fill` programs fill a GPU. The result is a power of 2, to limit the number of
+    kernel variants.
     """
     most = max(1, min(_MOST_SPLITS, fill // programs))
     return 1 << (most.bit_length() - 1)

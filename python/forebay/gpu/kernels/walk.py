@@ -174,7 +174,10 @@ def _tiles(
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
 ):
-    """Continues the sums of `walk` over the tiles of `begin .. end`. MASKED False: queries attend to all positions."""
+    """Continues the sums of `walk` over the tiles of `begin .. end`.
+
+    MASKED False: all queries attend to all positions of these tiles.
+    """
     t = tl.arange(0, TILE)
     d = tl.arange(0, DIM_BLOCK)
     e = tl.arange(0, EXTRA_BLOCK)

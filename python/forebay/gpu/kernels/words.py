@@ -1,7 +1,7 @@
 """Copies of words between pinned host memory and device memory, by a kernel that accesses both directly.
 
 A copy engine first waits for earlier kernels, and then takes time to start. A kernel that reads or writes over the bus
-costs just one more kernel. This has not run on a GPU yet.
+costs just one more kernel. These copies have not run on a GPU yet.
 """
 
 from __future__ import annotations

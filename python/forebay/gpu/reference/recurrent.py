@@ -26,7 +26,7 @@ def convolve(
     taps, count, tokens = weight.shape[1], len(rows.places), len(x)
     first, row = rows.first.long(), rows.of_token.long()
     of_tokens = torch.arange(tokens, device=x.device)
-    # A row without inputs is added after the last row, for tokens of no row.
+    # A row without inputs is added after the last row, for tokens that belong to no row.
     before = _with_nobody(_states(table, rows))
     begin = first.index_select(0, row)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
@@ -48,7 +48,7 @@ def convolve(
     windows = torch.cat((before[:count], x.new_zeros(count, 1, x.shape[1])), dim=1)
 
     def behind(positions: torch.Tensor) -> torch.Tensor:
-        """Returns each row's last inputs [r, taps - 1, channels] after the first `positions` [r] of its tokens."""
+        """Returns the last inputs [r, taps - 1, channels] of each row up to its first `positions` [r] tokens."""
         at = positions[:, None] + torch.arange(taps - 1, device=x.device)
         own = x.index_select(0, (first[:-1, None] + at - (taps - 1)).clamp(0, tokens - 1).flatten())
         old = windows.gather(1, at.clamp(max=taps - 1)[..., None].expand(-1, -1, x.shape[1]))
@@ -98,7 +98,7 @@ def recur(
     inputs = q, k, v, decays, strengths
 
     first, row, places = rows.first.long(), rows.of_token.long(), rows.places.long()
-    # A row is added after the last row, for tokens of no row.
+    # A row is added after the last row, for tokens that belong to no row.
     states = _with_nobody(_states(table, rows))
     kept = states.clone()
     if rows.chunks:

@@ -114,7 +114,7 @@ def likely(logits: torch.Tensor, tokens: torch.Tensor, most: int) -> tuple[torch
 def tell_likely(
     logits: torch.Tensor, tokens: torch.Tensor, tables: Tables, buffers: StepBuffers, told: torch.Tensor
 ) -> None:
-    """See `interface.Sampling`. Each row gets the largest possible number of entries."""
+    """See `interface.Sampling`. Each row gets the largest possible number of entries, however many it requests."""
     most = min(MOST_LIKELY, logits.shape[1])
     ids, logprobs = likely(logits, tokens.long()[:, None], most)
     told[:, 0, : 1 + most].copy_(ids)

@@ -103,7 +103,7 @@ def resolve(
     missing = miss.sum(dim=-1, keepdim=True)
     rank = miss.cumsum(dim=-1) - 1
 
-    # The least recently used row is taken first; of equally old rows, that with the lowest index.
+    # The least recently used hot row is replaced first; of equally old rows, that with the lowest index.
     age = (now - stamp).clamp(max=_MOST_AGE)
     turn = age.sort(dim=-1, descending=True, stable=True).indices[:, :top_k]
     given = turn.gather(1, rank.clamp(min=0))
@@ -135,7 +135,7 @@ def _put(table: torch.Tensor, at: torch.Tensor, values: torch.Tensor, there: tor
 
 
 def _compact(values: torch.Tensor, rank: torch.Tensor, there: torch.Tensor) -> torch.Tensor:
-    """Moves values [n, k] to the columns `rank`."""
+    """Moves values [n, k] to the columns `rank`, where `there` is true. Other columns become 0."""
     return _put(torch.zeros_like(values), rank.clamp(min=0), values, there)
 
 
@@ -146,8 +146,8 @@ def gather(found: Found, host: torch.Tensor, host_stride: int, page_size: int, p
     source = found.source.masked_fill(~there, 0)
     at = (source // page_size * host_stride + source % page_size * width).view(-1, 1)
     rows = host.index_select(0, (at + torch.arange(width, device=pool.device)).view(-1)).view(-1, top_k, width)
-    # Positions that are not missing rewrite a row of their own query, since other requests' rows may be restored at
-    # this moment.
+    # Positions that are not missing also write, but only a row of their own query: rows of other requests may be
+    # restored at this moment.
     own = found.rows.amax(dim=-1, keepdim=True).clamp(min=0).long()
     any_ = found.missing[:, None] > 0
     spare = torch.where(any_, found.target[:, :1], own)

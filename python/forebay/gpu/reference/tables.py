@@ -1,6 +1,6 @@
 """Applies and prepares plans with PyTorch's operators.
 
-Only the device has the number of records of a column. So operators process as many *candidates* as the body could
+The number of records of a column exists only on the device. So operators process as many *candidates* as the body could
 contain. A candidate that is not a record writes to a cell that is never read.
 """
 

@@ -64,7 +64,7 @@ pub(crate) struct Block {
 /// A block within a tool result or a search result.
 #[derive(Debug, Default, Deserialize)]
 pub(crate) struct Inner {
-    /// May be empty: skipped kinds of tool results have elements without a type.
+    /// Empty if the element has no type, as in skipped kinds of tool results.
     #[serde(default, rename = "type")]
     kind: String,
     text: Option<String>,
@@ -146,7 +146,8 @@ fn required<T>(value: Option<T>, path: &str, field: &str) -> Result<T, ApiError>
     value.ok_or_else(|| invalid(&format!("{path}.{field}"), "required and missing"))
 }
 
-/// Reads the system prompt, without lines that are not meant for the model.
+/// Reads the system prompt, without the billing lines that some clients add. Blocks that are not
+/// text are skipped, and added to `ignored`.
 pub(super) fn system_text(
     system: TextOr<Block>,
     ignored: &mut Vec<String>,
@@ -347,8 +348,8 @@ fn found(
     texts(content, path, blocks)
 }
 
-/// Adds the texts of the blocks in the `content` of `path`. `None` means that `content` has another
-/// type.
+/// Adds the texts of `blocks`, which are the `content` of the block at `path`. `None`: that
+/// `content` has another type.
 fn texts(content: &mut Content, path: &str, blocks: Option<TextOr<Leaf>>) -> Result<(), ApiError> {
     let path = format!("{path}.content");
     match blocks {

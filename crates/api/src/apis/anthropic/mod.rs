@@ -26,7 +26,7 @@ use conversation::{BLOCK, Block, InMessage, MESSAGE, add, invalid, system_text};
 #[derive(Debug, Default)]
 pub struct MessagesRequest {
     generation: GenerationParameters,
-    /// The name of the model; `None` means the served one.
+    /// The name of the model; `None` means the served model.
     pub model: Option<String>,
     messages: Vec<InMessage>,
     system: Option<TextOr<Block>>,
@@ -245,8 +245,8 @@ impl OutputFormat {
     }
 }
 
-/// Converts the tools to the chat API's form, and returns their paths too. Tools that run on
-/// Anthropic's servers are not supported here.
+/// Converts the tools to the chat API's form, and returns the path of each in the request, for
+/// errors. Tools that run on Anthropic's servers are not supported here.
 fn functions(
     tools: Vec<Value>,
     ignored: &mut Vec<String>,

@@ -1,4 +1,4 @@
-//! Requests to Anthropic's API become requests of the chat API.
+//! Tests of the conversion of Anthropic's requests to requests of the chat API.
 
 use super::*;
 use crate::sampling::MaxTokens;

@@ -224,8 +224,8 @@ pub struct LlamaProbability {
 }
 
 impl LlamaEnd {
-    /// Sets the reason for the end of the text: a stop string or token, or `None` if the length
-    /// limit was reached. `eos` is true for an end-of-sequence token.
+    /// Sets why the text ended. `by`: the stop string or token; `None` if the length limit was
+    /// reached. `eos`: the token is an end-of-sequence token.
     pub fn stopped(&mut self, by: Option<StopReason>, eos: bool) {
         (self.stop_type, self.stopping_word) = match by {
             None => ("limit", String::new()),

@@ -36,7 +36,7 @@ pub struct OllamaChatRequest {
 
 #[rustfmt::skip]
 const CHAT: &[Line<OllamaChatRequest>] = &[
-    own("model", NAME, "The name of the model; a `:latest` behind it is ignored.", |r, v| v.put(&mut r.model)),
+    own("model", NAME, "The name of the model; a trailing `:latest` is ignored.", |r, v| v.put(&mut r.model)),
     own("messages", Bound::Messages(MESSAGES, &[MESSAGE]), "The conversation; without one, the model is only to be loaded.", |r, v| v.put(&mut r.messages)),
     own("tools", Bound::Tree, "Functions that the model may call.", |r, v| v.put(&mut r.tools)),
     own("stream", Bound::Flag, "Send lines as the model speaks; true if absent.", |r, v| v.put(&mut r.stream)),
@@ -66,7 +66,7 @@ pub struct OllamaGenerateRequest {
 
 #[rustfmt::skip]
 const GENERATE: &[Line<OllamaGenerateRequest>] = &[
-    own("model", NAME, "The name of the model; a `:latest` behind it is ignored.", |r, v| v.put(&mut r.model)),
+    own("model", NAME, "The name of the model; a trailing `:latest` is ignored.", |r, v| v.put(&mut r.model)),
     own("prompt", Bound::Prompt, "The user's text; without it, the model is only to be loaded.", |r, v| v.put(&mut r.prompt)),
     own("system", Bound::Prompt, "Stands in front of it.", |r, v| v.put(&mut r.system)),
     own("images", Bound::Images(1, &[IMAGE]), "Files in base64.", |r, v| v.put(&mut r.images)),
@@ -95,7 +95,7 @@ pub struct OllamaEmbedRequest {
 
 #[rustfmt::skip]
 const EMBED: &[Line<OllamaEmbedRequest>] = &[
-    own("model", NAME, "The name of the model; a `:latest` behind it is ignored.", |r, v| v.put(&mut r.model)),
+    own("model", NAME, "The name of the model; a trailing `:latest` is ignored.", |r, v| v.put(&mut r.model)),
     own("input", Bound::Prompts(INPUTS), "A string, or a list of strings. Of none there are no vectors.", |r: &mut OllamaEmbedRequest, v| v.put(&mut r.input)),
     own("truncate", Bound::Flag, "Cut texts that are too long; true if absent.", |r, v| v.put(&mut r.truncate)),
     own("dimensions", count(1), "Keep this many of each vector's first numbers.", |r, v| v.put(&mut r.dimensions)),
@@ -115,7 +115,7 @@ pub struct OllamaEmbeddingsRequest {
 
 #[rustfmt::skip]
 const EMBEDDINGS: &[Line<OllamaEmbeddingsRequest>] = &[
-    own("model", NAME, "The name of the model; a `:latest` behind it is ignored.", |r, v| v.put(&mut r.model)),
+    own("model", NAME, "The name of the model; a trailing `:latest` is ignored.", |r, v| v.put(&mut r.model)),
     own("prompt", Bound::Prompt, "The text. Of an empty one there is no vector.", |r, v| v.put(&mut r.prompt)),
     skipped("options"),
     skipped("keep_alive"),
@@ -196,7 +196,7 @@ pub(crate) struct OllamaMessage {
     images: Option<Strings>,
     tool_calls: Option<Vec<OllamaCall>>,
     tool_call_id: Option<String>,
-    /// The tool that gave a result.
+    /// The name of the tool that returned this result.
     tool_name: Option<String>,
 }
 
@@ -211,7 +211,7 @@ pub(crate) struct OllamaCall {
 #[derive(Debug, Deserialize, ToSchema)]
 pub(crate) struct OllamaFunction {
     name: String,
-    /// An object, or its text.
+    /// A JSON object, or the text of one.
     #[schema(value_type = Option<Object>)]
     arguments: Option<Value>,
 }
@@ -302,12 +302,13 @@ impl OllamaGenerateRequest {
         }
         if raw.unwrap_or(!has_template) {
             if !images.is_empty() {
-                let reason = "`images`: a raw prompt has none";
+                let reason =
+                    "`images`: not supported with a raw prompt, which has no chat template";
                 return Err(ApiError::invalid("images", reason));
             }
             let system = system.filter(|system| !system.is_empty());
             if raw == Some(true) && system.is_some() {
-                return Err(ApiError::invalid("system", "`system`: a raw prompt has none"));
+                return Err(ApiError::invalid("system", "`system`: not supported with `raw`"));
             }
             let prompt = match system {
                 Some(system) => format!("{system}\n\n{prompt}"),

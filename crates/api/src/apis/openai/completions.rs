@@ -130,7 +130,7 @@ impl CompletionRequest {
             let count = prompts.len();
             (CompletionPrompts::Prompts(prompts), "prompt", count)
         } else {
-            // Some clients always send `prompt`; with embeddings, theirs is empty.
+            // Some clients always send `prompt`, and leave it empty if they send embeddings.
             if self.prompt.as_ref().is_some_and(|prompt| !prompt.is_empty()) {
                 return Err(ApiError::invalid(
                     "prompt_embeds",
@@ -238,7 +238,7 @@ mod tests {
         assert_eq!(wanted(both), (Some((1, 5)), Some(5)));
     }
 
-    /// Returns the embeddings of one position, with one float32.
+    /// Returns embeddings for one position, with a single float32 element.
     fn embeds() -> String {
         let header = br#"{"x":{"dtype":"F32","shape":[1,1],"data_offsets":[0,4]}}"#;
         let file = [&(header.len() as u64).to_le_bytes()[..], header, &[0; 4]].concat();

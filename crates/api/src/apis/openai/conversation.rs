@@ -30,7 +30,7 @@ pub(crate) struct ChatMessage {
     /// Tool calls of an earlier turn, for templates that use them.
     #[schema(value_type = Option<Vec<Object>>)]
     pub tool_calls: Option<Vec<Value>>,
-    /// The call that a `tool` message answers.
+    /// The id of the call that a `tool` message answers.
     pub tool_call_id: Option<String>,
     /// The assistant's text if it refused to answer.
     pub refusal: Option<String>,
@@ -123,7 +123,8 @@ pub(crate) fn chat_prompt(
         ));
     }
     let mut images = Images::new(most);
-    // The message with the last call in the older format, whose result does not have the call's id.
+    // The index of the message with the last call in the older format, in which results do not
+    // contain the id of their call.
     let mut called = None;
     let messages = messages.into_iter().enumerate().map(|(index, mut message)| {
         if message.function_call.is_some() {
@@ -221,7 +222,7 @@ fn flatten(index: usize, message: ChatMessage, images: &mut Images) -> Result<Va
     Ok(Value::Object(map))
 }
 
-/// Returns the id for the call of the message at `index` in the older format, which has no ids.
+/// Creates an id for the call in the message at `index`. The older format has no ids.
 fn call_id(index: usize) -> String {
     format!("call_{index}")
 }

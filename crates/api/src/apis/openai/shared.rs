@@ -79,7 +79,7 @@ pub(crate) trait Shares: Generates {
     /// Returns the shared parameters of the request.
     fn shared(&mut self) -> &mut Shared;
 
-    /// The lines of the shared parameters in the request's table.
+    /// The entries of the shared parameters in the table of the request's parameters.
     #[rustfmt::skip]
     const SHARED: &'static [Line<Self>] = &[
         own("model", NAME, "The name of the model; the served one if absent.", |r: &mut Self, v| v.put(&mut r.shared().model)),

@@ -193,7 +193,10 @@ impl ResponsesRequest {
             return Err(invalid("background", "a response in the background has no stream"));
         }
         if background && self.store == Some(false) {
-            return Err(invalid("background", "nobody could ask for it: `store` is false"));
+            return Err(invalid(
+                "background",
+                "needs `store`: a response that is not stored can't be fetched",
+            ));
         }
         let sealed = self.seals(ignored);
         let mut echo = self.echo();

@@ -213,8 +213,8 @@ impl GenerateRequest {
     }
 }
 
-/// Returns the position of the first prompt token with a log-probability. `start` is the position
-/// of the first token that the response lists, which has none. `None` if no prompt token is listed.
+/// Returns the position of the first prompt token with a log-probability; `None` if no prompt token
+/// is listed. `start` is the position of the first listed token, which has no log-probability.
 fn first_told(start: Option<i32>) -> Result<Option<u32>, ApiError> {
     let start = start.unwrap_or(-1);
     if start < -1 {
@@ -247,7 +247,8 @@ fn one_each<T>(param: &str, list: Vec<T>, count: usize) -> Result<Vec<T>, ApiErr
 }
 
 impl GenerateSampling {
-    /// Validates the sampling parameters, combined with those in `beside`.
+    /// Validates the sampling parameters, combined with the request's other generation parameters
+    /// in `beside`.
     fn validate(
         self,
         beside: &GenerationParameters,

@@ -35,7 +35,7 @@ pub struct GenerateMeta {
     pub cached_tokens: Option<u32>,
     /// Seconds since the arrival of the request.
     pub e2e_latency: f64,
-    /// The name of the current weights, on servers that can load others.
+    /// The name of the current weights, on servers that can load other weights.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight_version: Option<String>,
     /// One (log-probability, id, text) for each token of the prompt, from `logprob_start_len` on.

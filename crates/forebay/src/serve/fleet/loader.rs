@@ -22,7 +22,7 @@ use crate::model::Model;
 use crate::resolve::Resolved;
 use crate::{threads, watch};
 
-/// The largest share of free memory that a hand may get.
+/// The largest share of the free memory that all hands of a model may get together.
 const LARGEST_SHARE: f64 = 0.95;
 
 /// A model, with all settings that are decided before it is loaded.
@@ -78,7 +78,8 @@ impl Loader {
         {
             let hands = f64::from(resolved.device.arrangement.hands());
             // After the first load, `bytes` is the memory that the model took. A start needs more
-            // for a short time, and should get as many pages as before.
+            // for a short time, and should get as many pages as the first load. So it gets at least
+            // the planned memory.
             let granted = bytes.max(entry.plan.bytes);
             let share = (granted as f64 / available.max(1) as f64).min(LARGEST_SHARE);
             resolved.hand.mem_fraction_static = share / hands;
@@ -99,7 +100,8 @@ impl Loader {
             aliases: entry.aliases.clone(),
             // The command line refuses adapters in a server of several models.
             adapters: None,
-            // With several models, replaced weights would be a different model with its own name.
+            // Weights are not replaced in a server of several models: other weights would be
+            // another model with its own name.
             weights: None,
         };
         let language = language.clone();
@@ -113,7 +115,7 @@ impl Loader {
             }
         };
         if let Err(error) = threads::shorten_turns() {
-            warn!("threads have the usual turns: {error:#}");
+            warn!("threads could not be given short time slices: {error:#}");
         }
         let name = resolved.model.served_model_names[0].clone();
         let steps = (!self.log_interval.is_zero()).then(|| {

@@ -118,8 +118,8 @@ fn bounds(flags: &FleetFlags, models: &[PlannedModel]) -> Result<FleetBounds> {
     })
 }
 
-/// The models in the server's list. The planned memory of each is its weights and the least pages,
-/// or its share of the memory limit if that is larger.
+/// The models in the server's list. On a CPU, the planned memory of a model is its weights and the
+/// least pages, or its share of the memory limit if that is larger. Elsewhere it is 0.
 fn entries(models: &[PlannedModel], bounds: &FleetBounds) -> Vec<ModelEntry> {
     let places = models.len().min(bounds.models_max) as u64;
     let entry = |planned: &PlannedModel| {

@@ -122,7 +122,7 @@ fn listed(folder: &Path) -> Result<Vec<PathBuf>> {
 }
 
 /// Returns the flags of the command line that apply to every model, in a form that can be parsed
-/// again. They include the server's flags, because the server's limits apply to every model.
+/// again. The server's flags are included, because its limits apply to every model.
 fn common(arguments: &[OsString]) -> Result<Vec<OsString>> {
     let mut command = Flags::command();
     command.build();

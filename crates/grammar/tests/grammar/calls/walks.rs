@@ -72,7 +72,7 @@ fn is_out_of_range(text: &str) -> bool {
     rest.any(|rest| rest.bytes().take_while(u8::is_ascii_digit).count() > 2)
 }
 
-/// A bench for each family, with and without its marks as special tokens.
+/// A `Bench` for each family, and the family's marks if they are special tokens.
 struct Walks {
     benches: Vec<(Bench, Marks)>,
 }

@@ -1,4 +1,5 @@
-//! The public interface of an encoder: results match the formula, and input is checked.
+//! Tests of an encoder's public interface: results match a reference computation, and input is
+//! checked.
 
 use super::*;
 use crate::packing::Unfit;

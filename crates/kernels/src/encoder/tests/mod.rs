@@ -1,5 +1,5 @@
-//! Compares an encoder with the formula, at every instruction level and with various other prompts
-//! in the batch.
+//! Compares an encoder with a reference computation, at every instruction level, with different
+//! other prompts in the batch.
 
 mod bert;
 
@@ -99,7 +99,7 @@ struct Block<E> {
     output_norm: Scales<E>,
 }
 
-/// A model computed by the formula, in `f64`.
+/// A reference model, computed by the formula in `f64`.
 struct Naive<E> {
     sizes: BertSizes,
     tables: [Vec<E>; 3],

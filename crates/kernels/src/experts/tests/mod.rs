@@ -1,5 +1,5 @@
-//! Compares experts with the formula at every instruction level, and a token's bits with its bits
-//! in steps of other tokens.
+//! Compares experts with the formula at every instruction level. Also checks that the bits of a
+//! token's result do not depend on the other tokens of the step.
 
 mod matrices;
 mod rule;
@@ -64,20 +64,21 @@ fn activated<E: Element>(products: &[f64], kind: GateKind) -> Vec<E> {
     gates.iter().zip(ups).map(|pair| E::from_f32(gate(pair) as f32)).collect()
 }
 
-/// A model of two layers with experts around one without; attention adds nothing.
+/// A model of three layers: the first and the last have experts, the second has none
+/// (`DENSE_LAYER`). Attention adds nothing.
 struct Tiny<E> {
     /// If there are biases, gates are clamped (gpt-oss).
     sizes: ExpertSizes,
-    /// False if there are no gates, and all layers but the first are only a feed-forward network
-    /// (Nemotron-H).
+    /// False if there are no gates. Then all layers but the first consist only of a feed-forward
+    /// network (Nemotron-H).
     gated: bool,
     embedding: Vec<E>,
     norm: Vec<E>,
     qkv: Matrices,
     router: Vec<E>,
     correction: Vec<f32>,
-    /// The gate of the shared expert. Beside a dense network: the factors of the router's inputs,
-    /// and the norm after that network.
+    /// The gate of the shared expert. If the experts are beside a dense network: the factors of the
+    /// router's inputs, and the norm after the dense network.
     gate: Vec<E>,
     /// The factors of the experts' weights, beside a dense network.
     factors: Vec<E>,
@@ -449,7 +450,8 @@ fn check<E: Number>(
     for (threads, few) in [(1, 1), (3, 1), (2, 7), (1, 16), (3, 17), (2, 60)] {
         let first = seed as usize % (VOCABULARY - few);
         let part = &tokens[first..first + few];
-        // Samples only the last tokens: the last layer skips the other tokens after their keys.
+        // Samples only the last tokens: for the other tokens, the last layer computes only keys and
+        // values.
         let some: Vec<i64> = (few as i64 / 2..few as i64).collect();
         let again = model.states(level, part, &some, threads);
         for (&at, again) in some.iter().zip(again) {

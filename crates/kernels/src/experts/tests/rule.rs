@@ -28,8 +28,8 @@ pub(super) const SOFTMAX: ExpertSizes = ExpertSizes {
     weighs_inputs: false,
     beside: false,
 };
-/// Routings with a correction for sigmoids (DeepSeek-V3), and for the softmax of a router in 32
-/// bits without groups (ERNIE 4.5). A shared expert may have a gate (Qwen2-MoE).
+/// Routings of several models. DeepSeek-V3 adds a correction to sigmoids; ERNIE 4.5 adds one to the
+/// softmax of a router in 32 bits without groups. A shared expert may have a gate (Qwen2-MoE).
 pub(super) const ROUTINGS: [ExpertSizes; 5] = [
     SOFTMAX,
     ExpertSizes { normalise: false, scaling: 4.0, ..SOFTMAX },
@@ -113,8 +113,8 @@ fn a_rule_that_differs_is_noticed() {
         for (other, wanted) in ROUTINGS.iter().enumerate() {
             let of_other = if wanted.corrected { &correction[..] } else { &[] };
             let agrees = same(&chosen(routing, own), &rule(wanted, &wide, of_other));
-            // Groups may leave a choice unchanged; every other difference of these routings changes
-            // it.
+            // Routings 0 and 2 differ in their groups, which may leave a choice unchanged. Every
+            // other difference between these routings changes the choice.
             assert!(agrees == (index == other) || (index + other == 2 && agrees));
         }
     }

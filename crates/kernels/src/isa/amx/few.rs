@@ -21,7 +21,8 @@ const NARROW: usize = 3;
 /// Returns the even and the odd elements of [`LANES`] pairs.
 ///
 /// # Safety
-/// The processor has the instructions (here and below), and `at` can be read for [`LANES`] pairs.
+/// The processor must have the instructions (here and below), and `at` must be readable for
+/// [`LANES`] pairs.
 #[inline(always)]
 unsafe fn halves(at: *const Bf16) -> [__m512; 2] {
     // SAFETY: the caller upholds the contract.
@@ -31,7 +32,7 @@ unsafe fn halves(at: *const Bf16) -> [__m512; 2] {
 /// Broadcasts a pair to all lanes: its even element and its odd one.
 ///
 /// # Safety
-/// `at` can be read for a pair.
+/// `at` must be readable for a pair.
 #[inline(always)]
 unsafe fn splat(at: *const Bf16) -> [__m512; 2] {
     // SAFETY: the caller upholds the contract.
@@ -54,7 +55,7 @@ type Sums<const M: usize, const C: usize> = [[[__m512; 2]; C]; M];
 /// `pitch` elements apart.
 ///
 /// # Safety
-/// Rows and columns can be read for the pairs.
+/// The pairs of all rows and columns must be readable.
 #[inline(always)]
 unsafe fn add_pair<const M: usize, const C: usize>(
     rows: *const Bf16,
@@ -83,7 +84,7 @@ unsafe fn add_pair<const M: usize, const C: usize>(
 /// apart.
 ///
 /// # Safety
-/// `out` has the rows and columns.
+/// `out` must have room for all rows and columns.
 #[inline(always)]
 unsafe fn keep<const M: usize, const C: usize>(
     sums: &Sums<M, C>,
@@ -149,7 +150,7 @@ unsafe fn scored<const M: usize, const G: usize>(
 /// the scores of earlier positions.
 ///
 /// # Safety
-/// See [`crate::tile::Kernel::scores`]; `rows` is at most [`MOST`].
+/// See [`crate::tile::Kernel::scores`]; `rows` must be at most [`MOST`].
 #[inline(always)]
 pub(super) unsafe fn scores(
     (queries, rows): (*const Bf16, usize),
@@ -203,7 +204,7 @@ unsafe fn mixed<const M: usize, const C: usize>(
 /// Adds `rows` rows of weights times the values to the output.
 ///
 /// # Safety
-/// See [`crate::tile::Kernel::mix`]; `rows` is at most [`MOST`].
+/// See [`crate::tile::Kernel::mix`]; `rows` must be at most [`MOST`].
 #[inline(always)]
 pub(super) unsafe fn mix(
     (weights, rows): (*const Bf16, usize),

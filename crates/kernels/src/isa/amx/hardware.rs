@@ -33,7 +33,7 @@ impl Turn {
     /// Begins a use of the tiles, which have no shape yet.
     ///
     /// # Safety
-    /// The processor has tiles.
+    /// The processor must have tiles.
     pub(crate) unsafe fn begin() -> Self {
         SHAPE.set(Shape::NONE);
         Self(())

@@ -59,8 +59,8 @@ fn ask_lines<E>(address: *const E, lines: usize) {
 /// tiles of rows and two of outputs; their sums are tiles 0 to 3.
 ///
 /// # Safety
-/// The tiles have the [`Shape::product`] of `rows` and `width`; numbers and panel have `steps`
-/// times `width` positions; `out` has the rows.
+/// The tiles must have the [`Shape::product`] of `rows` and `width`. `numbers` and `panel` must
+/// have `steps` times `width` positions, and `out` room for the rows.
 #[inline(always)]
 unsafe fn strip<U: Tiles>(
     (numbers, rows, width): (*const Bf16, usize, usize),
@@ -128,7 +128,8 @@ unsafe fn strip<U: Tiles>(
 /// time.
 ///
 /// # Safety
-/// The tiles are shaped for `width` positions; queries and keys have `steps` times as many.
+/// The tiles must be shaped for `width` positions. Queries and keys must have `steps` times as
+/// many.
 #[inline(always)]
 unsafe fn score<U: Tiles>(
     (queries, rows, width): (*const Bf16, usize, usize),
@@ -169,7 +170,7 @@ unsafe fn score<U: Tiles>(
 /// Computes `C` tiles of the output's columns, from `column` on.
 ///
 /// # Safety
-/// See [`Kernel::mix`]; the tiles have the shape of [`Shape::attention`].
+/// See [`Kernel::mix`]; the tiles must have the shape of [`Shape::attention`].
 #[inline(always)]
 unsafe fn mix<U: Tiles, const C: usize>(
     weights: *const Bf16,

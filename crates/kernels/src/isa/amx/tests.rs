@@ -1,5 +1,5 @@
-//! Compares this processor's tiles, and the vectors that replace them, with an emulation by the
-//! manual.
+//! Compares this processor's tiles, and the vectors that replace them, with an emulation that
+//! follows Intel's manual.
 
 use proptest::prelude::*;
 
@@ -48,7 +48,7 @@ impl Operands {
     }
 
     /// # Safety
-    /// The processor has the features that the tiles require, here and below.
+    /// The processor must have the features that the tiles require, here and below.
     unsafe fn product<U: Tiles>(&self) -> Vec<u32> {
         let mut out = [[0.0; NR]; MAX_ROWS];
         let numbers = arranged::<Bf16, AmxBf16<U>>(&self.a, self.rows, self.k);

@@ -69,32 +69,32 @@ pub(crate) unsafe trait Tiles: 'static {
     /// Shapes the tiles. Tiles that already have the shape keep their content; others become zero.
     ///
     /// # Safety
-    /// The processor has tiles (here and below).
+    /// The processor must have tiles (here and below).
     unsafe fn shape(shape: Shape);
 
     /// Fills tile `T` with zeros.
     ///
     /// # Safety
-    /// The tile is shaped (here and below).
+    /// The tile must be shaped (here and below).
     unsafe fn zero<const T: usize>();
 
     /// Loads tile `T` from rows that are `pitch` bytes apart.
     ///
     /// # Safety
-    /// All rows of the tile can be read.
+    /// All rows of the tile must be readable.
     unsafe fn load<const T: usize>(from: *const u8, pitch: usize);
 
     /// Writes tile `T` as rows that are `pitch` bytes apart.
     ///
     /// # Safety
-    /// All rows of the tile can be written.
+    /// All rows of the tile must be writable.
     unsafe fn store<const T: usize>(to: *mut u8, pitch: usize);
 
     /// Adds the products of bfloat16 pairs of tiles `A` and `B` to the `f32` sums of tile `C`.
     ///
     /// # Safety
-    /// The shapes match: `C` has the rows of `A` and the columns of `B`, and `B` has a row per pair
-    /// of `A`.
+    /// The shapes must match: `C` has the rows of `A` and the columns of `B`, and `B` has a row per
+    /// pair of `A`.
     unsafe fn pairs<const C: usize, const A: usize, const B: usize>();
 
     /// Adds the products of quads to the `i32` sums of tile `C`: signed bytes of tile `A` with
@@ -171,7 +171,7 @@ mod emulated {
         STATE.with(|state| work(&mut state.borrow_mut()))
     }
 
-    // SAFETY: the emulation has no special instructions.
+    // SAFETY: the emulation uses no special instructions.
     unsafe impl Tiles for Emulated {
         unsafe fn shape(shape: Shape) {
             with(|state| {

@@ -6,8 +6,8 @@ use std::mem::MaybeUninit;
 use crate::dots::QUAD;
 use crate::isa::operands::format;
 
-/// The number of inner positions of one pass over rows with one scale. As 16-bit numbers, the rows'
-/// positions and the panel's fit into the L1 cache.
+/// The number of inner positions that are multiplied at a time if a row has one scale. Even as
+/// 16-bit numbers, the rows' and the panel's codes of these positions fit into the L1 cache.
 pub(super) const CHUNK: usize = 256;
 /// Memory for the codes of `M` rows as 16-bit numbers, two per dword: the even codes of each quad,
 /// then the odd ones.
@@ -27,7 +27,7 @@ impl Quads {
     /// Broadcasts a row's dword to all lanes.
     ///
     /// # Safety
-    /// The dword exists; the processor has AVX2 (here and below).
+    /// The dword must exist, and the processor must have AVX2 (here and below).
     #[inline(always)]
     pub(in crate::isa) unsafe fn splat(self, row: usize, quad: usize) -> __m256i {
         // SAFETY: the caller upholds the contract.
@@ -41,9 +41,9 @@ pub(in crate::isa) trait Bytes {
     /// are `stride` codes apart.
     ///
     /// # Safety
-    /// The codes exist, and neither they nor `_room` move while the result is used. `count` is at
-    /// most [`CHUNK`] and a multiple of [`SHARED`](crate::codes::SHARED). The processor has the
-    /// instructions (here and below).
+    /// The codes must exist. Neither the codes nor `_room` may move while the result is used.
+    /// `count` must be at most [`CHUNK`] and a multiple of [`SHARED`](crate::codes::SHARED). The
+    /// processor must have the instructions (here and below).
     #[inline(always)]
     unsafe fn quads<const FORMAT: u32, const M: usize>(
         codes: *const i8,
@@ -54,11 +54,12 @@ pub(in crate::isa) trait Bytes {
         Quads { first: codes.cast(), apart: stride / QUAD }
     }
 
-    /// Adds `count` quads to the dot products with half of a panel, and prefetches the address
-    /// `ahead` bytes later.
+    /// Adds `count` quads to the dot products with half of a panel, and prefetches the data `ahead`
+    /// bytes after the quads.
     ///
     /// # Safety
-    /// Rows and the panel have `count` quads; the first quad of the panel's half is at `from`.
+    /// The rows and the panel must have `count` quads. The first quad of the panel's half must be
+    /// at `from`.
     unsafe fn add<const FORMAT: u32, const M: usize>(
         rows: Quads,
         count: usize,
@@ -72,7 +73,7 @@ pub(in crate::isa) trait Bytes {
 /// low and high nibbles are unpacked to two.
 ///
 /// # Safety
-/// The weights can be read.
+/// The weights must be readable.
 #[inline(always)]
 pub(in crate::isa) unsafe fn load<const FORMAT: u32>(from: *const u8) -> [__m256i; 2] {
     // SAFETY: the caller upholds the contract.

@@ -19,8 +19,7 @@ use crate::isa::operands::format;
 /// Products of codes with AVX2 alone.
 pub(crate) struct Avx2Dots;
 
-/// The number of quads that can be summed in 16 bits: those of a block, those of half a block, or
-/// 0.
+/// The number of quads that can be summed in 16 bits: as many as a block has, half as many, or 0.
 const fn quads_of_16_bits(format: Format) -> usize {
     let of_block = SHARED / QUAD;
     match i16::MAX as usize / (2 * format.largest() as usize * LARGEST as usize) {
@@ -112,7 +111,7 @@ impl Bytes for Avx2Dots {
 /// Adds products of weights and rows that were widened to 16 bits.
 ///
 /// # Safety
-/// Rows have the dword `at`; the processor has AVX2 (here and below).
+/// The rows must have the dword `at`, and the processor must have AVX2 (here and below).
 #[inline(always)]
 unsafe fn add_words<const M: usize>(
     rows: Quads,

@@ -24,13 +24,13 @@ pub(crate) trait Wide: Element {
     /// pairs, converts the elements.
     ///
     /// # Safety
-    /// The processor has the instructions (here and below).
+    /// The processor must have the instructions (here and below).
     unsafe fn half_of<const ODD: bool>(pairs: __m256i) -> __m256;
 
     /// Converts with [`Self::half_of`] the pairs at an address.
     ///
     /// # Safety
-    /// `at` can be read for the pairs.
+    /// All pairs at `at` must be readable.
     #[inline(always)]
     unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m256 {
         // SAFETY: the caller upholds the contract.
@@ -38,7 +38,7 @@ pub(crate) trait Wide: Element {
     }
 
     /// # Safety
-    /// `to` can be written for [`LANES`] elements.
+    /// `to` must have room for [`LANES`] elements.
     unsafe fn narrow(values: [__m256; 2], to: *mut Self);
 }
 
@@ -62,7 +62,7 @@ impl Wide for f32 {
 /// Loads the first `count` of [`HALF_LANES`] dwords; the other lanes are zero.
 ///
 /// # Safety
-/// `at` can be read for `count` dwords; the processor has the instructions.
+/// `count` dwords at `at` must be readable, and the processor must have the instructions.
 #[inline(always)]
 pub(super) unsafe fn load_dwords(at: *const i32, count: usize) -> __m256i {
     // SAFETY: the caller upholds the contract; masked lanes are not read.
@@ -160,12 +160,13 @@ impl Numbers for Arranged {
     }
 }
 
-/// Adds to the sums the product of each row's number at a position and each column; of a column,
-/// the even or the odd elements of its pairs. Of rows and columns, the operand with fewer values
-/// stays in registers. The values of the other operand are loaded one by one.
+/// Multiplies each row's number at one position by each column, and adds the products to the sums.
+/// Uses the odd elements of the columns' pairs if `ODD`, otherwise the even ones. Of rows and
+/// columns, the operand with fewer values stays in registers. The values of the other operand are
+/// loaded one by one.
 ///
 /// # Safety
-/// Every row has a number at the position, and every column has [`LANES`] pairs.
+/// Every row must have a number at the position, and every column must have [`LANES`] pairs.
 #[inline(always)]
 unsafe fn add<E: Wide, N: Numbers, const ODD: bool, const M: usize, const C: usize>(
     numbers: *const f32,
@@ -206,12 +207,12 @@ unsafe fn add<E: Wide, N: Numbers, const ODD: bool, const M: usize, const C: usi
 }
 
 /// Adds the rows' numbers times columns to `out` `[M, width]`. Each of the `runs` of columns has
-/// `pairs` pairs, which are `pitch` elements apart. Data `ahead` of each run is prefetched: as much
-/// as its columns if `LINES` is 2, half as much if it is 1.
+/// `pairs` pairs, which are `pitch` elements apart. For each run, the data at `ahead` is
+/// prefetched: as much as the run's columns have if `LINES` is 2, half as much if `LINES` is 1.
 ///
 /// # Safety
-/// `numbers` and the columns cover all pairs of all runs, and the output has room; the processor
-/// has the instructions.
+/// `numbers` and the columns must cover all pairs of all runs, and `out` must have room for the
+/// results. The processor must have the instructions.
 #[target_feature(enable = "avx2,fma")]
 unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES: usize>(
     mut numbers: *const f32,
@@ -231,8 +232,8 @@ unsafe fn add_runs<E: Wide, N: Numbers, const M: usize, const C: usize, const LI
             for pair in 0..pairs {
                 let at = pair * pitch;
                 if LINES == 1 {
-                    // Not into the L1 cache, which is full of current data: this data is used
-                    // later.
+                    // This data is used later, so it is not prefetched into the L1 cache, which is
+                    // full of current data.
                     _mm_prefetch::<_MM_HINT_T1>(ahead[0].wrapping_add(at / 2).cast());
                 }
                 let mut here = *columns;
@@ -278,7 +279,7 @@ unsafe fn pass<E: Wide, N: Numbers, const M: usize, const C: usize, const LINES:
 /// [`add_runs`].
 ///
 /// # Safety
-/// See [`Kernel::tile`](crate::tile::Kernel::tile), with `M` rows; `C` is 1 or 2.
+/// See [`Kernel::tile`](crate::tile::Kernel::tile), with `M` rows. `C` must be 1 or 2.
 #[inline(always)]
 pub(super) unsafe fn tile<E: Wide, const M: usize, const C: usize, const LINES: usize>(
     numbers: *const f32,
@@ -313,8 +314,8 @@ pub(super) unsafe fn tile<E: Wide, const M: usize, const C: usize, const LINES: 
 /// apart.
 ///
 /// # Safety
-/// See [`Kernel::scores`](crate::tile::Kernel::scores), with `M` queries; `C` divides the number of
-/// groups.
+/// See [`Kernel::scores`](crate::tile::Kernel::scores), with `M` queries. `C` must divide the
+/// number of groups.
 #[inline(always)]
 pub(super) unsafe fn scores<E: Wide, const M: usize, const C: usize>(
     queries: *const f32,

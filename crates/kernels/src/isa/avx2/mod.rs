@@ -211,11 +211,11 @@ unsafe fn arranged<E: Wide>(a: *const E, rows: usize, k: usize, numbers: *mut f3
     }
 }
 
-/// Writes the first `rows` lanes of a register. It writes more lanes if later writes overwrite
-/// them, since masked stores are slow on some processors.
+/// Writes the first `rows` lanes of a register. It also writes the other lanes where later writes
+/// overwrite them, since masked stores are slow on some processors.
 ///
 /// # Safety
-/// `to` has room for `left` times `rows` floats; `rows` is at most [`HALF_LANES`].
+/// `to` must have room for `left` times `rows` floats, and `rows` must be at most [`HALF_LANES`].
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn put(values: __m256, rows: usize, to: *mut f32, left: usize) {
@@ -253,7 +253,7 @@ unsafe fn transpose_rows(
 /// Loads `width` dwords of each row from `first` on, and transposes them.
 ///
 /// # Safety
-/// The dwords can be read.
+/// The dwords must be readable.
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn transposed(

@@ -11,7 +11,8 @@ use crate::vector::LANES;
 /// `PAIR` elements.
 pub(in crate::isa) trait Dot: Element {
     /// # Safety
-    /// `at` can be read for [`LANES`] dwords; the processor has the instructions (here and below).
+    /// `at` must be valid for reads of [`LANES`] dwords. The processor must have the instructions
+    /// (here and below).
     #[inline(always)]
     unsafe fn load(at: *const Self) -> __m512 {
         // SAFETY: the caller upholds the contract; loads may be unaligned.
@@ -21,7 +22,7 @@ pub(in crate::isa) trait Dot: Element {
     /// Broadcasts one dword to all lanes.
     ///
     /// # Safety
-    /// `at` can be read for a dword.
+    /// `at` must be valid for a read of a dword.
     #[inline(always)]
     unsafe fn splat(at: *const Self) -> __m512 {
         // SAFETY: the caller upholds the contract.
@@ -32,7 +33,7 @@ pub(in crate::isa) trait Dot: Element {
     unsafe fn dot(sum: __m512, a: __m512, b: __m512) -> __m512;
 
     /// # Safety
-    /// `to` can be written for [`LANES`] elements.
+    /// `to` must be valid for writes of [`LANES`] elements.
     unsafe fn store(values: __m512, to: *mut Self);
 }
 
@@ -61,7 +62,7 @@ pub(in crate::isa) unsafe fn store<E: Dot>(values: __m512, to: *mut E) {
 }
 
 /// # Safety
-/// `from` can be read, and `to` written, for `k` elements.
+/// `from` must be valid for reads, and `to` for writes, of `k` elements.
 #[inline(always)]
 pub(in crate::isa) unsafe fn copy<E: Dot>(from: *const E, k: usize, to: *mut E) {
     // SAFETY: the caller upholds the contract.
@@ -69,7 +70,7 @@ pub(in crate::isa) unsafe fn copy<E: Dot>(from: *const E, k: usize, to: *mut E) 
 }
 
 /// # Safety
-/// `to` has room for [`LANES`] numbers.
+/// `to` must have room for [`LANES`] numbers.
 #[inline(always)]
 pub(in crate::isa) unsafe fn number<E: Dot>(values: __m512, to: *mut E) {
     // SAFETY: the caller upholds the contract.
@@ -79,7 +80,7 @@ pub(in crate::isa) unsafe fn number<E: Dot>(values: __m512, to: *mut E) {
 /// Writes one dword of each row.
 ///
 /// # Safety
-/// `to` has room for a dword of `rows` rows, at most [`LANES`].
+/// `to` must have room for a dword of each of `rows` rows, of which there may be at most [`LANES`].
 #[inline(always)]
 pub(in crate::isa) unsafe fn put<E: Dot>(dwords: __m512i, rows: usize, to: *mut E) {
     let mask = ((1u32 << rows) - 1) as u16;

@@ -4,8 +4,8 @@
 /// registers at a time. For more queries, only two fit.
 pub(in crate::isa) const FEW_QUERIES: usize = 6;
 
-/// Calls the function for this number of rows; for larger numbers, the last function. `$second` is
-/// the function's second constant.
+/// Calls the instance of `$function` for `$rows` rows; for any number that is not among `$few`, the
+/// instance for `$most`. `$second` is the function's second constant.
 macro_rules! by_rows {
     ($rows:expr, $function:ident $arguments:tt, $second:tt, $($few:literal)* | $most:literal) => {
         match $rows {

@@ -12,7 +12,7 @@ pub(in crate::isa) type Sums<const M: usize> = [[__m512; 2]; M];
 /// Returns the initial sums: zeros, or the content of `out`.
 ///
 /// # Safety
-/// `out` has `M` rows; the processor has the instructions (here and below).
+/// `out` must have `M` rows. The processor must have the instructions (here and below).
 #[inline(always)]
 pub(in crate::isa) unsafe fn start<const M: usize>(more: bool, out: *const Outputs) -> Sums<M> {
     // SAFETY: the caller upholds the contract; a row of `out` is two whole vectors.
@@ -29,7 +29,7 @@ pub(in crate::isa) unsafe fn start<const M: usize>(more: bool, out: *const Outpu
 }
 
 /// # Safety
-/// `out` has room for `M` rows.
+/// `out` must have room for `M` rows.
 #[inline(always)]
 pub(in crate::isa) unsafe fn keep<const M: usize>(sums: &Sums<M>, out: *mut Outputs) {
     for (r, sums) in sums.iter().enumerate() {
@@ -45,7 +45,7 @@ pub(in crate::isa) unsafe fn keep<const M: usize>(sums: &Sums<M>, out: *mut Outp
 /// Loads `C` vectors of each of `M` rows that are `pitch` apart, multiplied by the rows' decay.
 ///
 /// # Safety
-/// `out` has the rows and vectors.
+/// `out` must have these rows with `C` vectors each.
 #[inline(always)]
 pub(in crate::isa) unsafe fn decayed<const M: usize, const C: usize>(
     out: *const f32,
@@ -93,7 +93,8 @@ pub(in crate::isa) fn ask<E>(address: *const E) {
 /// half of it if `LINES` is 1.
 ///
 /// # Safety
-/// The processor has the instructions. Prefetching an invalid address has no effect.
+/// The processor must have the instructions. `ahead` may be invalid: then the prefetch has no
+/// effect.
 #[inline(always)]
 pub(in crate::isa) unsafe fn begin_to_load<E: Element, const LINES: usize>(
     ahead: *const E,

@@ -26,7 +26,7 @@ pub(in crate::isa) unsafe fn transpose_rows(
 /// Returns up to [`LANES`] columns of a matrix of dwords `[rows, count]`, from `first` on.
 ///
 /// # Safety
-/// `a` is such a matrix of at most [`LANES`] rows.
+/// `a` must be such a matrix, with at most [`LANES`] rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 pub(in crate::isa) unsafe fn columns(
@@ -34,7 +34,8 @@ pub(in crate::isa) unsafe fn columns(
     (rows, count): (usize, usize),
     first: usize,
 ) -> [__m512i; LANES] {
-    // Missing rows are replaced by the last row.
+    // If there are fewer than [`LANES`] rows, the last row also takes the place of the missing
+    // ones.
     let mut each = [a.wrapping_add((rows - 1) * count); LANES];
     for (r, row) in each.iter_mut().enumerate().take(rows) {
         *row = a.wrapping_add(r * count);
@@ -46,7 +47,7 @@ pub(in crate::isa) unsafe fn columns(
 /// Loads `width` dwords of each row from `first` on, and transposes them.
 ///
 /// # Safety
-/// The dwords can be read.
+/// The dwords must be valid for reads.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
 unsafe fn transposed(rows: &[*const i32; LANES], first: usize, width: usize) -> [__m512i; LANES] {

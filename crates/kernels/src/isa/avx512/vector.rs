@@ -57,7 +57,8 @@ impl Vector for Zmm {
     fn larger(self, other: Self) -> Self {
         Self(unsafe { _mm512_max_ps(self.0, other.0) })
     }
-    // If one operand is NaN, these instructions return the second operand.
+    // If one operand is NaN, these instructions return the second operand, so the order of operands
+    // matters.
     #[inline(always)]
     fn at_least(self, bound: f32) -> Self {
         Self(unsafe { _mm512_max_ps(_mm512_set1_ps(bound), self.0) })

@@ -14,7 +14,7 @@ pub(crate) struct Vnni;
 /// Scales the dot products of a row with half of a panel whose outputs have one scale each.
 ///
 /// # Safety
-/// The row exists in `given` and `out`; the processor has AVX-512.
+/// The row must exist in `given` and `out`. The processor must have AVX-512.
 #[inline(always)]
 pub(in crate::isa) unsafe fn scale(
     given: &Operands,
@@ -34,8 +34,8 @@ pub(in crate::isa) unsafe fn scale(
 /// Adds to `dots` the dot products of `M` rows with `quads` quads of a panel.
 ///
 /// # Safety
-/// The rows, `stride` codes apart, and the panel have `quads` quads; the processor has the
-/// instructions.
+/// The rows, which are `stride` codes apart, and the panel must have `quads` quads. The processor
+/// must have the instructions.
 #[inline(always)]
 unsafe fn add_quads<const FORMAT: u32, const M: usize, const AHEAD: bool>(
     codes: *const i8,
@@ -64,8 +64,8 @@ unsafe fn add_quads<const FORMAT: u32, const M: usize, const AHEAD: bool>(
                     None => codes,
                     Some(table) => {
                         let table = _mm512_broadcast_i32x4(_mm_loadu_si128(table.as_ptr().cast()));
-                        // No closure: it would be compiled without the target features of this
-                        // code.
+                        // Not a closure, which would be compiled without the target features of
+                        // this code.
                         (_mm512_shuffle_epi8(table, codes.0), _mm512_shuffle_epi8(table, codes.1))
                     }
                 }
@@ -200,7 +200,8 @@ macro_rules! by_rows {
 unsafe impl Dots for Vnni {
     #[inline(always)]
     fn rows(format: Format) -> usize {
-        // With a scale per block, each row keeps sums of integers and of floats in registers.
+        // With a scale per block, each row keeps sums of integers and of floats in registers, so
+        // fewer rows fit.
         if format == Format::Int8 { 12 } else { 6 }
     }
 

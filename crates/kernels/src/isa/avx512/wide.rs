@@ -2,8 +2,8 @@
 //! bfloat16 pairs, or with slow ones.
 //!
 //! A vector of weights is converted to two of `f32` once for all rows of a tile. The rows' numbers
-//! are converted to `f32` once for all panels. Products are exact, and sums take pair by pair, the
-//! even element first.
+//! are converted to `f32` once for all panels. Products are exact, and are added pair by pair, the
+//! even element of a pair first.
 
 use std::arch::asm;
 use std::arch::x86_64::*;
@@ -18,13 +18,13 @@ pub(super) trait Wide: Element {
     /// Converts the even or the odd elements of [`LANES`] pairs.
     ///
     /// # Safety
-    /// The processor has the instructions (here and below).
+    /// The processor must have the instructions (here and below).
     unsafe fn half_of<const ODD: bool>(pairs: __m512i) -> __m512;
 
-    /// Converts with [`Self::half_of`] the pairs at an address.
+    /// Loads the pairs at an address, and converts half of their elements with [`Self::half_of`].
     ///
     /// # Safety
-    /// `at` can be read for [`LANES`] pairs.
+    /// `at` must be valid for reads of [`LANES`] pairs.
     #[inline(always)]
     unsafe fn every_other<const ODD: bool>(at: *const Self) -> __m512 {
         // SAFETY: the caller upholds the contract.
@@ -34,11 +34,11 @@ pub(super) trait Wide: Element {
     /// Converts the first `count` of [`LANES`] elements; the other lanes are zero.
     ///
     /// # Safety
-    /// `at` can be read for `count` elements.
+    /// `at` must be valid for reads of `count` elements.
     unsafe fn widen(at: *const Self, count: usize) -> __m512;
 
     /// # Safety
-    /// `to` can be written for [`LANES`] elements.
+    /// `to` must be valid for writes of [`LANES`] elements.
     unsafe fn narrow(values: __m512, to: *mut Self);
 }
 
@@ -101,7 +101,7 @@ pub(super) unsafe fn store<E: Wide>(values: __m512, to: *mut E) {
 /// with two hardware threads.
 ///
 /// # Safety
-/// The number can be read.
+/// The number must be valid for reads.
 #[inline]
 #[target_feature(enable = "avx512f")]
 unsafe fn add_row<const R: usize, const APART: usize, const C: usize>(
@@ -135,7 +135,7 @@ unsafe fn add_row<const R: usize, const APART: usize, const C: usize>(
 /// apart.
 ///
 /// # Safety
-/// The number of each row can be read.
+/// The number of each row must be valid for reads.
 #[inline(always)]
 unsafe fn add<const M: usize, const APART: usize, const C: usize>(
     numbers: *const f32,
@@ -159,7 +159,7 @@ unsafe fn add<const M: usize, const APART: usize, const C: usize>(
 /// after its even one. Rows are `APART` floats apart.
 ///
 /// # Safety
-/// The pair of each row can be read; every column has [`LANES`] pairs.
+/// The pair of each row must be valid for reads, and every column must have [`LANES`] pairs.
 #[inline(always)]
 unsafe fn add_pair<E: Wide, const M: usize, const APART: usize, const C: usize>(
     numbers: *const f32,
@@ -185,7 +185,7 @@ unsafe fn add_pair<E: Wide, const M: usize, const APART: usize, const C: usize>(
 /// Converts `k` elements to `f32`.
 ///
 /// # Safety
-/// `from` can be read, and `to` written, for `k` elements.
+/// `from` must be valid for reads, and `to` for writes, of `k` elements.
 #[inline(always)]
 pub(super) unsafe fn copy<E: Wide>(from: *const E, k: usize, to: *mut f32) {
     for at in (0..k).step_by(LANES) {
@@ -199,7 +199,7 @@ pub(super) unsafe fn copy<E: Wide>(from: *const E, k: usize, to: *mut f32) {
 }
 
 /// # Safety
-/// `to` has room for [`LANES`] numbers.
+/// `to` must have room for [`LANES`] numbers.
 #[inline(always)]
 pub(super) unsafe fn number<E: Wide>(values: __m512, to: *mut f32) {
     // SAFETY: the caller upholds the contract.
@@ -209,7 +209,7 @@ pub(super) unsafe fn number<E: Wide>(values: __m512, to: *mut f32) {
 /// Writes the numbers of one pair of each row: those of even positions, then those of odd ones.
 ///
 /// # Safety
-/// `to` has room for a pair of each of `rows` rows, at most [`LANES`].
+/// `to` must have room for a pair of each of `rows` rows, of which there may be at most [`LANES`].
 #[inline(always)]
 pub(super) unsafe fn put<E: Wide>(pairs: __m512i, rows: usize, to: *mut f32) {
     let mask = ((1u32 << rows) - 1) as u16;

@@ -64,7 +64,7 @@ fn servers_with_another_mode_are_refused_in_one_line() {
     );
     let said = refused(|pairs| *pairs = named(&decode, &plain));
     assert!(said.contains("--disaggregation-mode decode") && said.lines().count() == 1, "{said}");
-    // A server with a router key, which reports no load to this router.
+    // A server with a router key does not report its load to a router without that key.
     let keyed = vec![Fake::other()];
     keyed[0].is_of("m", "forebay");
     let said = refused(|pairs| *pairs = named(&keyed, &decode));

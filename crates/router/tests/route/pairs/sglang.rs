@@ -63,8 +63,8 @@ fn whichever_server_fails_the_other_ends_and_another_pair_goes_on_in_a_new_room(
                 false => (&decode, &prefill),
             };
             let all = || prefill.iter().chain(&decode);
-            // Either server of a kind may get the first request. A failing one fails only once its
-            // partner hangs.
+            // Either server of a kind may get the first request. A server that is to fail does so
+            // only once its partner hangs.
             let (gates, keys): (Vec<_>, Vec<_>) = (0..2).map(|_| Gate::new()).unzip();
             for (fake, gate) in failing.iter().zip(gates) {
                 fake.will([Act::Held(gate, Box::new(failure.clone()))]);

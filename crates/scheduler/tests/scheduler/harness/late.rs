@@ -17,8 +17,8 @@ pub(super) struct MaskedRow {
 }
 
 impl Harness {
-    /// Makes those masked rows of the only step in flight sit out whose bits are set. Returns the
-    /// number of these rows.
+    /// If exactly one step is in flight, makes some of its masked rows sit out: row `i` if bit `i`
+    /// modulo 8 of `bits` is set. Returns the number of these rows.
     pub(crate) fn sit_out(&mut self, bits: u8) -> usize {
         let [flight] = self.flights.make_contiguous() else { return 0 };
         let mut late = 0;
@@ -81,7 +81,8 @@ impl Harness {
         }
     }
 
-    /// Makes the mask of one waiting request ready; with `None`, the masks of all.
+    /// Makes the mask of one waiting request ready, which `at` selects; `None`: the masks of all
+    /// waiting requests.
     pub(crate) fn mask_ready(&mut self, at: Option<usize>) {
         let waiting = self.clients.iter_mut().filter(|(_, client)| client.waits);
         let waiting: Vec<_> = waiting.collect();

@@ -51,7 +51,7 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// The most tokens that the request may have in the end.
+    /// The largest number of tokens that the request may have in the end.
     fn cost(&self) -> u64 {
         self.request.prompt.len() as u64 + u64::from(self.request.max_tokens)
     }
@@ -365,7 +365,7 @@ impl Harness {
         poisoned
     }
 
-    /// Gives the worker up because copies are under way and none ends. No request is suspected.
+    /// Gives up the worker because copies are under way and none ends. No request is suspected.
     pub(crate) fn copies_hang(&mut self) {
         self.flights.clear();
         self.scheduler.reset_for_copies();
@@ -604,7 +604,7 @@ impl Harness {
             waiting: vec![],
             result: None,
         };
-        // Count only for the request that is first now; the others had to wait for it.
+        // Only the request that is first now can be idle. The others have to wait for it.
         let first = self.most_important();
         for (&id, client) in &mut self.clients {
             client.idle = if first == Some(id) { client.idle + 1 } else { 0 };

@@ -41,7 +41,7 @@ pub(crate) fn request(id: u64, prompt: Vec<i32>, max_tokens: u32) -> Request {
     Request { id, prompt: prompt.into(), max_tokens, ..Request::default() }
 }
 
-/// A request for a vector.
+/// A pooled request, which returns a vector. The second text of a pair begins at `segment`.
 pub(crate) fn pooled(id: u64, prompt: Vec<i32>, segment: u32) -> Request {
     let spec = SlotSpec { pooling: Some(Pooling { segment }), ..SlotSpec::default() };
     Request { spec, ..request(id, prompt, 0) }

@@ -43,7 +43,7 @@ impl CallIds {
 /// How tokens are written in a response.
 #[derive(Clone)]
 pub(super) struct Tokens {
-    /// The tokenizer for log-probabilities, if requested.
+    /// The tokenizer for log-probabilities; `None`: log-probabilities are not requested.
     pub(super) tokenizer: Option<Arc<Tokenizer>>,
     pub(super) output: TokenOutput,
 }

@@ -40,7 +40,7 @@ pub(super) fn form(
     if let Some(content) = content.as_ref().filter(|_| !dialect.marks_calls()) {
         let param = &content.param;
         let reason = format!(
-            "`{param}`: the model's calls have no mark, so that they can't be told from content of a form: with `tools`, `tool_choice` is none, required or a function"
+            "`{param}` can't be combined with `tools` and `tool_choice` auto, because this model's calls have no start marker and look like content: set `tool_choice` to none, required or a function"
         );
         return Err(ApiError::invalid(param.clone(), reason));
     }
@@ -63,7 +63,7 @@ pub(super) fn form(
         }
         None => {
             let reason = format!(
-                "`{param}`: it is not known how the model writes calls, so that they can't be forced: --tool-call-parser names it"
+                "`{param}`: calls can't be forced, because this model's format of tool calls is unknown: start the server with --tool-call-parser"
             );
             return Err(ApiError::invalid(param, reason));
         }

@@ -25,8 +25,8 @@ pub(crate) struct Rendered {
     text: String,
 }
 
-/// Reads the images of a conversation, then renders and tokenises it. The conversation came in
-/// `param` and may have `most` tokens.
+/// Reads the images of a conversation of at most `most` tokens, then renders and tokenises it.
+/// `param` is the parameter that contained the conversation.
 ///
 /// # Errors
 /// An image is invalid, the template or the tokenizer rejects the conversation, or it is too long.
@@ -50,8 +50,8 @@ pub(crate) async fn render(
     Ok(Rendered { seen, files, text: prompt.text })
 }
 
-/// Renders a conversation from `param`, whose bytes are charged already. Returns its submission,
-/// with the constraint and the parser for the answer.
+/// Renders a conversation, which came in the parameter `param`. `charge` already covers its bytes.
+/// Returns the submission, including the constraint and the parser for the answer.
 ///
 /// # Errors
 /// The errors of [`render`], and a form of the answer that can't be enforced.
@@ -64,7 +64,7 @@ pub(crate) async fn prepare(
 ) -> Result<Submission, ApiError> {
     let continues = chat.prompt.continue_final_message;
     if chat.generation.prompt_logprobs.is_some() && !chat.prompt.images.is_empty() {
-        let reason = "`prompt_logprobs`: a prompt with images has none";
+        let reason = "`prompt_logprobs`: not supported for prompts with images";
         return Err(ApiError::invalid("prompt_logprobs", reason));
     }
     let most = limits.context_length as usize;

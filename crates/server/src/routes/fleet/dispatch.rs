@@ -72,7 +72,7 @@ fn keep_alive(value: &Value) -> Option<Option<Duration>> {
     Duration::try_from_secs_f64(seconds).ok().map(Some)
 }
 
-/// Parses a duration in Go's format, and returns its seconds.
+/// Parses a number of seconds, or a duration in Go's format. Returns the duration in seconds.
 fn seconds(text: &str) -> Option<f64> {
     let (sign, mut rest) = match text.strip_prefix('-') {
         Some(rest) => (-1.0, rest),
@@ -138,7 +138,7 @@ pub(super) async fn by_body(
     if let Some(idle) = keep {
         front.keep(model, idle);
     }
-    // The model's routes charge the body again.
+    // Release this charge, because the model's routes charge the body again.
     drop(charge);
     for header in [CONTENT_ENCODING, CONTENT_LENGTH, TRANSFER_ENCODING] {
         parts.headers.remove(header);
@@ -151,8 +151,8 @@ fn may_administer(front: &Front, headers: &HeaderMap) -> bool {
     keys.is_empty() || keys.shown(headers).is_some()
 }
 
-/// Serves a request about stored responses, which all models share. Any generating model can serve
-/// it.
+/// Serves a request about stored responses. All models share these responses, so any generating
+/// model can serve the request.
 pub(super) async fn kept(
     State(front): State<Arc<Front>>,
     request: Request,
@@ -179,14 +179,15 @@ async fn visited(
     Ok(response.map(|body| ModelBody::held(body, visit)))
 }
 
-/// Passes a request to a model's routes. They match the path again.
+/// Passes a request to a model's routes. The routes match the path again.
 async fn answered(running: RunningModel, parts: Parts, body: Body) -> Response {
     let mut request = Request::new(body);
     *request.method_mut() = parts.method;
     *request.uri_mut() = parts.uri;
     *request.version_mut() = parts.version;
     *request.headers_mut() = parts.headers;
-    // A router would mistake the load of one model for the load of the whole server.
+    // Remove routers' headers: the response would report the load of one model, and a router would
+    // mistake it for the load of the whole server.
     for header in [ROUTER_HEADER, RESUME_HEADER] {
         request.headers_mut().remove(header);
     }

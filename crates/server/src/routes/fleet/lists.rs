@@ -86,8 +86,8 @@ pub(super) async fn tags(State(front): State<Arc<Front>>) -> Response {
 pub(super) fn shown(front: &Front, model: usize) -> Response {
     let entry = &front.entries[model];
     let mut capabilities = vec![if entry.generates { "completion" } else { "embedding" }];
-    // Without a compiled template this check is approximate: a loaded model reports whether its
-    // template takes tools.
+    // The template is not compiled, so this check is approximate. For a loaded model, the compiled
+    // template is checked.
     if entry.generates && entry.template.contains("tools") {
         capabilities.push("tools");
     }

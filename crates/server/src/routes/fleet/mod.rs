@@ -1,4 +1,5 @@
-//! The routes of a server of several models: its own routes, and dispatch to the routes of a model.
+//! The routes of a server of several models: the server's own routes, and the dispatch of requests
+//! to the routes of a model.
 
 mod dispatch;
 mod document;

@@ -76,8 +76,8 @@ fn append(content: &mut Vec<Value>, kind: &str, field: &str, text: &str) {
     }
 }
 
-/// Sets the last call's arguments. Truncated arguments are not valid JSON, and are sent in the form
-/// that Anthropic documents.
+/// Sets the last call's arguments. Arguments that are not valid JSON, because they were truncated,
+/// are sent in the form that Anthropic documents.
 fn close_call(content: &mut [Value], arguments: &mut String) {
     let arguments = std::mem::take(arguments);
     let call = content.iter_mut().rev().find(|block| block["type"] == "tool_use");
@@ -89,8 +89,8 @@ fn close_call(content: &mut [Value], arguments: &mut String) {
     }
 }
 
-/// Returns a replacement for Anthropic's signature of thinking. Clients send it back, and this
-/// server ignores it.
+/// Returns a replacement for the signature that Anthropic adds to thinking. Clients send the
+/// signature back, and this server ignores it.
 fn signature(hash: u128) -> String {
     format!("{hash:032x}")
 }
@@ -103,8 +103,7 @@ fn stop(delta: &Delta) -> (Option<&'static str>, Option<&str>) {
     };
     let reason = delta.finish_reason().map(|reason| match reason {
         "tool_calls" => "tool_use",
-        // This also covers a tool call that the client forced, for which OpenAI reports another
-        // reason.
+        // The client forced this tool call. OpenAI's finish reason is then not `tool_calls`.
         _ if delta.end == Some(End::Call) => "tool_use",
         "length" => "max_tokens",
         _ if sequence.is_some() => "stop_sequence",
@@ -260,8 +259,8 @@ impl EventEncoder for Blocks {
     }
 
     fn resume(&mut self, before: &Delta) {
-        // Encodes the part that another brain has sent, to restore the state, and discards the
-        // result.
+        // To restore the state, encode the part that another brain has sent, and discard the
+        // encoded events.
         if before.tokens.is_empty() {
             return;
         }

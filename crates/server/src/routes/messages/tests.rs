@@ -12,7 +12,7 @@ fn writer() -> Writer {
     Writer { id: "msg_1".into(), model: "m".into(), ids }
 }
 
-/// Encodes a stream that another server continues from delta number `moved` on.
+/// Encodes a stream. From the delta with index `moved` on, another server continues it.
 fn streamed(all: Vec<Delta>, moved: usize) -> Vec<Value> {
     let (mut blocks, tally) = (Blocks::new(writer()), Tally::new([(1, 1)].into_iter()));
     let (mut out, mut before) = (Vec::new(), Delta::default());

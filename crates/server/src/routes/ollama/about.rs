@@ -61,7 +61,8 @@ fn models(state: &Shared) -> Vec<Value> {
     state.model.served_names.iter().map(model).collect()
 }
 
-/// Describes a model as an item of a list. Its modification time is the server's start.
+/// Describes a model as an item of a list. `started`, the start of the server in seconds since
+/// 1970, is reported as the modification time.
 pub(crate) fn listed(
     name: &str,
     root: &str,

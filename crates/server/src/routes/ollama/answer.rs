@@ -51,7 +51,7 @@ impl Writer {
         answer
     }
 
-    /// Adds a delta to `said`; calls are added once they are complete.
+    /// Adds the parts of a delta to `said`. A call is added once its arguments are complete.
     fn add(&mut self, delta: &Delta, said: &mut Said) {
         for part in delta.parts.iter() {
             if !matches!(part, Part::Arguments { .. }) {
@@ -123,8 +123,8 @@ impl Writer {
         object["load_duration"] = json!(0);
         object["prompt_eval_count"] = json!(usage.prompt_tokens);
         object["eval_count"] = json!(usage.completion_tokens);
-        // The first token of a non-streamed answer was not timed, so the whole time counts as
-        // generation.
+        // If the answer is not streamed, the time of its first token is not known, so the whole
+        // time counts as generation.
         let (prompt, tokens) = match self.first {
             Some(_) => (prompt, total - prompt),
             None => (std::time::Duration::ZERO, total),

@@ -33,7 +33,7 @@ pub(super) use about::{ModelSheet, NEVER, described, listed};
 pub(crate) use about::{ps, show, tags, version};
 use answer::{Kind, Lines, Writer};
 
-/// Adds the parameters from headers to the body's.
+/// Adds the routing preferences from the headers to the parameters in the body.
 fn filled(mut ask: OllamaAsk, door: &Door<'_>) -> OllamaAsk {
     match &mut ask {
         OllamaAsk::Load { .. } => {}
@@ -138,7 +138,7 @@ pub(crate) async fn generate(
     answer(wire, admitted, Kind::Generate).await
 }
 
-/// Returns the response to a request that unloads a model and has no prompt.
+/// Returns the response to a request without a prompt that asked to unload a model.
 pub(super) fn unloaded(path: &str, model: &str) -> Response {
     let kind = if path == "/api/chat" { Kind::Chat } else { Kind::Generate };
     let ids = CallIds { response: String::new(), form: Ids::default() };

@@ -37,7 +37,7 @@ pub(super) struct Head {
 /// A response that is being generated.
 pub(super) struct Answer {
     head: Head,
-    /// Stores the response; `None`: it is not stored.
+    /// Stores the response; `None` if it is not to be stored.
     keeper: Option<Keeper>,
     /// The complete items.
     output: Vec<Value>,
@@ -432,7 +432,8 @@ impl EventEncoder for Answer {
         if before.tokens.is_empty() {
             return;
         }
-        // Encodes the part that another brain has sent, to restore the state, without sending it.
+        // Encodes the output that another brain has already sent, only to restore the state: its
+        // events are not sent again.
         self.opened = true;
         let _ = self.add(before, None);
         self.sequence = EVENTS_A_TOKEN * (1 + before.tokens.len() as u64);

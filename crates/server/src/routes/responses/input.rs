@@ -8,7 +8,7 @@ use serde_json::Value;
 pub(super) struct Input {
     /// The arguments that have arrived.
     arguments: String,
-    /// The position up to which the arguments are read; `None`: the text has not begun.
+    /// The position up to which the arguments are read; `None` if the text has not begun.
     at: Option<usize>,
     /// The text so far.
     text: String,
@@ -73,8 +73,8 @@ fn read(json: &str, text: &mut String) -> usize {
     json.len()
 }
 
-/// Decodes the escape at the beginning: returns its length in bytes and its character. `None`: it
-/// is incomplete, or the string ends here.
+/// Decodes the escape at the beginning: returns its length in bytes and its character. Returns
+/// `None` if the escape is incomplete, or if the string ends here.
 fn escape(json: &str) -> Option<(usize, char)> {
     let kind = json.strip_prefix('\\')?.chars().next()?;
     let simple = match kind {

@@ -56,7 +56,7 @@ pub(crate) struct NextTurn {
     owner: Owner,
     /// The earlier turns of the conversation.
     before: Vec<Arc<Turn>>,
-    /// The memory charge for earlier turns, until the prompt is token ids.
+    /// The memory charge for earlier turns, which is held until the prompt is tokenised.
     front: Charge,
 }
 

@@ -87,7 +87,8 @@ proptest! {
         for (item, text) in items.iter().zip(&texts) {
             let own = ["arguments", "input"].iter().find_map(|name| item[name].as_str());
             let own = own.or_else(|| item["content"][0]["text"].as_str()).expect("a text");
-            // Text that turns out not to be a custom tool's input cannot be recognised earlier.
+            // Only the end of a call shows whether its arguments are a custom tool's input. If not,
+            // text that was already streamed is a part of them.
             let is_custom = item["type"] == "custom_tool_call";
             prop_assert!(own == text || is_custom && own.ends_with(text.as_str()), "{own:?} {text:?}");
         }

@@ -1,4 +1,4 @@
-//! Tests of the pool with real threads. Some tests block them in a template.
+//! Tests of the pool with real threads. In some tests, a template blocks a thread.
 
 mod long;
 mod special;

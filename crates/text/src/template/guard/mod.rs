@@ -233,9 +233,9 @@ impl Guard {
         fields.iter().map(field).collect()
     }
 
-    /// Returns the ranges at which `text` has special tokens, or prefixes of tokens. The template
-    /// could complete a prefix with other client text, where it splits content or at the end of the
-    /// text.
+    /// Returns the ranges at which `text` has special tokens, or prefixes of tokens. At the end of
+    /// the text, or where the template splits content, the template could complete a prefix with
+    /// other client text.
     fn places(&self, text: &str) -> Vec<Range<usize>> {
         let mut places = self.whole(text);
         places.extend(self.beginnings(text));

@@ -51,7 +51,8 @@ fn answer_all(mut socket: UnixStream) -> io::Result<()> {
         Err(error) => return write_frame(&mut socket, &answer_to_bytes(&Err(error))),
     };
     while let Some(chat) = read_frame(&mut requests, usize::MAX)? {
-        // The only working thread cannot have used more processor time than this.
+        // The process has only one working thread, so it has used at most the elapsed time as
+        // processor time.
         if limited.elapsed() >= SLACK {
             limited = limit_time()?;
         }

@@ -327,5 +327,5 @@ fn positions_of_embedders_see_both_ways() {
         attention.both_ways = false;
     }
     let refusal = mixed.check_served().expect_err("a mixture").to_string();
-    assert!(refusal.contains("see what is behind a position"), "{refusal}");
+    assert!(refusal.contains("bidirectional attention in some layers"), "{refusal}");
 }
