@@ -17,8 +17,8 @@ pub(crate) enum Pooler {
     Mean(Sums),
 }
 
-/// Sums of the states of each slot, in 64 bits, so that dividing a prompt into chunks does not
-/// change the result's bits.
+/// The sum of the states of each slot so far, in float64. States are added one by one in their
+/// order, so the division of a prompt into chunks changes no bit of the result.
 pub(crate) struct Sums {
     /// `[slots, hidden]`
     sums: Vec<f64>,

@@ -40,8 +40,8 @@ pub(crate) struct RouteFlags {
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     max_connections: Option<u32>,
     /// Host names that requests may use, comma-separated. `*.example.com` matches subdomains, `*`
-    /// any name. [default: any, but on a loopback address without keys only that address and
-    /// localhost]
+    /// any name. [default: any; for a router without API keys on a loopback address, only that
+    /// address and localhost]
     #[arg(long, value_name = "HOSTS", value_delimiter = ',')]
     allowed_hosts: Vec<String>,
     /// Do not serve the web page at `/`. The API routes that the page uses remain.

@@ -123,7 +123,7 @@ impl From<Form> for Source {
 }
 
 impl Form {
-    /// True if the form is an empty text, or has no alternatives.
+    /// True if the form has no content: an empty text, or no choices.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         match self {

@@ -119,7 +119,7 @@ pub struct HandExecutor {
     /// The arena regions of the plans in flight, oldest plan first.
     regions: VecDeque<Vec<Region>>,
     buffer: Vec<u8>,
-    /// A frame with the arena offset of the frame in `buffer`.
+    /// The short frame that is sent after the frame in `buffer` was copied to the arena.
     place: Vec<u8>,
 }
 

@@ -199,7 +199,8 @@ mod tests {
         assert_eq!(origin(ip("10.1.2.3"), &["198.51.100.1"]), ip("198.51.100.1"));
         assert_eq!(origin(Remote::Local, &["198.51.100.1:4711"]), ip("198.51.100.1"));
         assert_eq!(origin(ip("::1"), &["[2001:db8::7]:80"]), ip("2001:db8::7"));
-        // Read from the end, because entries before the first untrusted address may be forged.
+        // The list is read from its end. The first untrusted address from there is the client,
+        // which may have forged the entries to its left.
         let way = ["1.1.1.1, 198.51.100.1", "192.0.2.1,10.9.9.9"];
         assert_eq!(origin(ip("10.1.2.3"), &way), ip("198.51.100.1"));
         assert_eq!(origin(ip("10.1.2.3"), &["1.1.1.1, unknown"]), ip("10.1.2.3"));

@@ -45,7 +45,7 @@ pub enum WriteOutcome {
 }
 
 impl Line {
-    /// Creates the line of a new connection, which is shut.
+    /// Creates the line of a new connection. It is shut at first.
     #[must_use]
     pub fn new(socket: Socket) -> Arc<Self> {
         Arc::new(Self { socket, gate: AtomicU8::new(SHUT), rest: Mutex::default() })

@@ -33,7 +33,7 @@ pub(crate) enum Format {
     Q4_0,
     /// 4 bits, a scale and a minimum per [`SHARED`] positions: GGUF's `Q4_1`.
     Q4_1,
-    /// 4-bit floats with a power of 2 per [`SHARED`] positions: `MXFP4` (OCP, 2023).
+    /// 4-bit floats with a scale, a power of 2, per [`SHARED`] positions: `MXFP4` (OCP, 2023).
     Mxfp4,
     /// 4 bits that index a table of integers, with a scale per [`SHARED`] positions: GGUF's
     /// `IQ4_NL`.

@@ -130,7 +130,8 @@ impl Rig {
         }
     }
 
-    /// Checks that every request generated the same tokens as alone, or was aborted early.
+    /// Checks that every request generated the same tokens as when it runs alone, or the first of
+    /// them if it was aborted.
     fn assert_exact(&self) {
         for (id, (prompt, max_tokens)) in &self.prompts {
             let (story, whole) = (&self.stories[id], alone(prompt.clone(), *max_tokens));

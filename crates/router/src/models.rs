@@ -210,7 +210,7 @@ pub(crate) fn all(backends: &[Arc<Backend>]) -> Option<Value> {
     )
 }
 
-/// Returns one message for each name that has different contents at different backends.
+/// Returns one message for each adapter name that backends list with different digests.
 pub(crate) fn conflicts(backends: &[Arc<Backend>]) -> Vec<String> {
     let told: Vec<(&Arc<Backend>, Arc<Listed>)> =
         backends.iter().filter_map(|backend| Some((backend, backend.models.listed()?))).collect();

@@ -248,7 +248,7 @@ mod tests {
         assert_eq!((out.len(), ids(tape)), (events, b"7,8,".to_vec()));
     }
 
-    /// Chunks of streams without any complete comment.
+    /// Chunks that the test repeats to a stream. Only the last one makes complete comments.
     const ENDLESS: [&[u8]; 5] =
         [b"x", b": forebay", b"\n", b"x: forebay 1\nx: forebay 2", b"\n: forebay 1,2"];
 

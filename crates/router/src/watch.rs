@@ -114,8 +114,8 @@ async fn knows_peer(shared: &Shared, backend: &Backend) -> bool {
     fits
 }
 
-/// Returns whether a backend has died since the dispatch `sent`, which broke off. It has if its
-/// health check gets no response, or if another process responds.
+/// Returns whether the backend has died since the dispatch `sent`, whose response broke off. A
+/// backend has died if its health check gets no response, or if another process responds.
 pub(crate) async fn has_died(shared: &Shared, sent: &Sent) -> bool {
     let backend = &sent.backend;
     let broke = Instant::now();

@@ -108,8 +108,8 @@ impl Scheduler {
             let is_free = in_background(victim) && !in_background(ticket.handle);
             self.preempt(victim, events);
             if is_free {
-                // The request goes before all background work, so the next admission need not be
-                // promised to it.
+                // The waiting request is before all background work in the queue, so the next
+                // admission need not be promised to it.
                 self.turns.unblock();
             } else {
                 self.turns.promise(ticket, step, lost);

@@ -11,7 +11,8 @@ use forebay_text::Tokenizer;
 use crate::state::Shared;
 use crate::submission::Submission;
 
-/// Builds the constraints of a submission's choices. They start after the generated tokens `said`.
+/// Builds the constraints of a submission's choices. The answer already begins with the generated
+/// tokens `said`.
 /// If a grammar has to be compiled, the compilation is queued as a job of `client`. `None`: nothing
 /// restricts the choices.
 pub(crate) async fn constraints(

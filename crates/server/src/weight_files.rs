@@ -57,7 +57,7 @@ pub trait TensorReceiver: Send {
 /// The first rows of a parameter, as nested lists.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ParameterValues {
-    /// The sizes; the first one may have been truncated.
+    /// The size of each dimension of `values`. The first may be smaller than the parameter's.
     pub shape: Vec<usize>,
     /// All values in row-major order.
     pub values: Vec<f32>,

@@ -36,7 +36,7 @@ class IndexRow:
 
 @dataclass(frozen=True)
 class IndexStep:
-    """The rows of a step whose queries choose positions, in order."""
+    """The rows in which each query chooses the positions that it attends to, in the order of the step."""
 
     rows: list[IndexRow]
     top_k: int

@@ -297,7 +297,7 @@ def penalised(
 ) -> torch.Tensor:
     """Returns logits [p, vocabulary] with penalties applied; `penalties` [p, 3]: repetition, presence, frequency.
 
-    `seen` and `generated` [p, vocabulary] count how often each token occurred, and was generated.
+    [p, vocabulary]: `seen` counts how often each token occurred, `generated` how often it was generated.
     """
     repetition, presence, frequency = penalties.unsqueeze(2).unbind(1)
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)

@@ -57,7 +57,7 @@ class HeadDrafts:
         head.loaded()
 
     def warm_up(self) -> None:
-        """Does nothing: the rows of the model's warm-up already have drafts."""
+        """Does nothing: the model's warm-up has a decode row that may get drafts, so it runs the head too."""
 
     def propose(self, plan: Plan, tables: SlotTables, most_rows: int) -> Plan:
         """Returns the plan with drafts. All earlier work must have ended."""

@@ -177,7 +177,8 @@ pub trait Limited: Sized {
     fn read(walk: &mut Walk<'_>) -> Result<Self, ApiError>;
 }
 
-/// True if one of these parameters holds embeddings, which may be larger than the rest of the body.
+/// True if one of these parameters holds embeddings. The larger size limit then applies to the
+/// body.
 pub fn takes_embeds(params: Params) -> bool {
     let mut all = params.iter().flat_map(|group| group.iter());
     all.any(|param| matches!(param.bound, Bound::Embeds(_)))

@@ -108,7 +108,7 @@ struct Last(Lanes);
 
 impl OutputSink for EgressSink {
     fn deliver(&mut self, outputs: Vec<Output>) {
-        // A closed channel means that the thread has ended. By then every stream has its end.
+        // A closed channel means that the thread has ended. By then no stream waits for output.
         if let [lane] = &self.lanes.0[..] {
             let _ = lane.send(Message::Outputs(outputs));
             return;

@@ -1,8 +1,8 @@
 //! Payloads that are being copied to a hand on another machine.
 //!
-//! A request that needs a payload is not scheduled until the payload has arrived: the request is
-//! held, or its image stays wanted. Copies are lost when the hand dies. So the payloads of all live
-//! requests are copied again to the next hand.
+//! A request that needs a payload is held until the payload has arrived. If only patches of an
+//! image are missing, the request is scheduled up to the image. Copies are lost when the hand dies.
+//! So the payloads of all live requests are copied again to the next hand.
 
 use std::collections::HashMap;
 use std::sync::Arc;

@@ -19,7 +19,7 @@ use crate::types::{Facts, FinishReason, RequestError};
 pub(crate) enum Cause {
     /// A request in flight may have caused the death.
     Requests,
-    /// The hand was killed because its copies never ended.
+    /// The hand was killed because no page copy or adapter load ended for too long.
     Copies,
     /// Memory ran out.
     Memory,

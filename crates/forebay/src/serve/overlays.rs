@@ -58,7 +58,7 @@ impl Overlays {
             .context("no folder for tensors")
     }
 
-    /// True if `folder` is one of these folders.
+    /// True if `folder` was made by [`Self::add`], or is inside of such a folder.
     pub(super) fn has(&self, folder: &Path) -> bool {
         let root = self.0.lock();
         root.as_ref().is_some_and(|root| folder.starts_with(root.path()))

@@ -27,9 +27,10 @@ const NARROW: f64 = 1e-3;
 #[derive(Debug)]
 pub(crate) struct Pace {
     gap: DecodeGap,
-    /// Microseconds of a decode-only step, by its context.
+    /// The time of a decode-only step in microseconds, as a linear function of its context.
     decodes: Line,
-    /// Decaying sums of products of tokens, pairs and times, for a least-squares fit.
+    /// Decaying sums for a least-squares fit of the time that prompts add, by their tokens and by
+    /// their pairs of a token and an earlier position.
     sums: Sums,
 }
 

@@ -1,4 +1,4 @@
-//! Recurrent states that outlive the device's memory.
+//! Recurrent states that are dropped on the device and restored from the host tier.
 
 use forebay_scheduler::{HostTier, Request, SavePolicy, SchedulerConfig, StateCache};
 use proptest::prelude::*;

@@ -2,8 +2,9 @@
 //! yielding to other tasks.
 //!
 //! The cases come from the table of limits (`forebay_api::limits`): every parameter of every route
-//! gets large values of every type. A body may use four times its bytes and 8 MiB until its prompt
-//! is tokenised, then 160 times its bytes, and never more than the budget.
+//! gets large values of every type. A body may use four times its bytes until its prompt is
+//! tokenised, and 160 times its bytes after that, with a tolerance of 8 MiB. All requests together
+//! may use the budget.
 
 #![expect(clippy::unwrap_used, reason = "a helper that fails is a test that fails")]
 

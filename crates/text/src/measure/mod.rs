@@ -206,7 +206,8 @@ impl Tokens {
     }
 }
 
-/// Returns, for each byte, one over the length of the longest token that contains it.
+/// Returns the weight of each byte: [`WHOLE`] divided by the length of the longest token that
+/// contains the byte.
 fn weights<'a>(pieces: impl Iterator<Item = &'a [u8]>, tokens: &Tokens) -> Box<[u64; 256]> {
     let mut longest = [1_u64; 256];
     let mut note = |piece: &[u8]| {

@@ -67,7 +67,7 @@ struct Flight {
     /// Image pages that the step reads or writes.
     images: Vec<u32>,
     masked: Vec<MaskedRow>,
-    /// The requests for which the step may compute layers of the tower.
+    /// The residents with an image for which the step computes layers of the vision tower.
     waiting: Vec<u64>,
     /// `None`: the step kills the worker.
     result: Option<StepResult>,
