@@ -67,7 +67,7 @@ mod tests {
             (&b""[..], "0 bytes are too few"),
             (&[b'a'; SHORTEST - 1][..], "31 bytes are too few"),
             (&[b'\n'; SHORTEST][..], "0 bytes are too few"),
-            (&[b'a'; LONGEST as usize + 1][..], "more than 4096 bytes"),
+            (&[b'a'; LONGEST as usize + 1][..], "at most 4096 bytes"),
         ] {
             let error = of(content).unwrap_err();
             assert!(error.contains(reason) && error.lines().count() == 1, "{error}");

@@ -129,12 +129,17 @@ async fn an_image_beyond_what_is_set_aside_is_refused_by_its_header() {
         let url = format!("data:image/webp;base64,{}", BASE64_STANDARD.encode(webp(side)));
         json!({"input_ids": [IMAGE], "image_data": url, "sampling_params": {"max_new_tokens": 1}})
     };
-    let start = mark();
-    let (status, answer) = server.post("/generate", ask(SIDE)).await;
-    assert_eq!((status, &answer["error"]["param"]), (400, &json!("image_data")), "{answer}");
-    let message = answer["error"]["message"].as_str().unwrap();
-    assert!(message.contains("--max-request-bytes-in-flight"), "{message}");
-    assert!(peak(start) < 1 << 20, "the image was decoded");
+    // Threads of the server that still start may allocate meanwhile. Decoding would show each time.
+    let mut least = usize::MAX;
+    for _ in 0..3 {
+        let start = mark();
+        let (status, answer) = server.post("/generate", ask(SIDE)).await;
+        assert_eq!((status, &answer["error"]["param"]), (400, &json!("image_data")), "{answer}");
+        let message = answer["error"]["message"].as_str().unwrap();
+        assert!(message.contains("--max-request-bytes-in-flight"), "{message}");
+        least = least.min(peak(start));
+    }
+    assert!(least < 1 << 20, "the image was decoded");
     // 40 x 40 pixels are a little more than one position.
     let (status, answer) = server.post("/generate", ask(40)).await;
     assert_eq!(status, 200, "{answer}");

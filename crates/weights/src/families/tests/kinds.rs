@@ -210,7 +210,7 @@ fn gemma_4_has_kinds_of_heads_and_layers_that_share_keys() {
     let found = shape.experts(8).expect("experts");
     assert!((found.beside, found.shared_size, found.count) == (true, 192, 4));
     let all = gemma(json!({"use_bidirectional_attention": "all"}));
-    assert!(all.is_err_and(|error| error.to_string().contains("behind them")));
+    assert!(all.is_err_and(|error| error.to_string().contains("bidirectional attention")));
 }
 
 #[test]
