@@ -258,7 +258,7 @@ def test_other_pages_are_refused_in_a_sentence(
     told = [line for line in pairing.decode.log().splitlines() if "prefill server" in line]
     assert len(told) == 1, "the same sentence is logged only once"
     assert says in told[0]
-    assert "pages here are" in told[0]
+    assert "layouts of pages differ" in told[0]
     pairing.at_rest()
 
 
