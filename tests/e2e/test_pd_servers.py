@@ -328,7 +328,7 @@ def test_servers_with_another_mode_are_in_no_pair(serve: Serve, tiny: Model) -> 
     command = [str(BINARY), "route", "--pd-disaggregation", "--prefill", server.url, "--decode", "127.0.0.1:1"]
     ended = subprocess.run([*command, "--port", "0"], capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 1
-    assert f"{server.url} is Forebay with --disaggregation-mode null" in ended.stderr
+    assert f"{server.url}, which is Forebay with --disaggregation-mode null: start it with" in ended.stderr
 
 
 def test_states_come_with_the_blocks(start: Start, models: Models) -> None:
