@@ -76,6 +76,6 @@ mod tests {
         let missing = namer(Some(Path::new("/nothing/here"))).unwrap_err();
         assert!(format!("{missing:#}").contains("/nothing/here"), "{missing:#}");
         let endless = namer(Some(Path::new("/dev/zero"))).unwrap_err();
-        assert!(format!("{endless:#}").contains("more than"), "{endless:#}");
+        assert!(format!("{endless:#}").contains("at most"), "{endless:#}");
     }
 }
