@@ -24,7 +24,7 @@ pub(crate) enum Broken {
     Link(#[from] hyper::Error),
     #[error("the backend does not answer its health checks")]
     Gone,
-    #[error("the backend's answer is larger than the router's buffer")]
+    #[error("the backend sent more of its answer than the router can buffer")]
     Excess,
     #[error("the request goes to another backend, which computes it sooner")]
     Moved(u32),

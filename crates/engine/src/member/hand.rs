@@ -102,9 +102,7 @@ impl Member {
             warn!(context_length, "the KV pool is smaller than the context length");
         }
         if states.is_some_and(|states| states.pages == 0) && self.config.prefix_cache {
-            info!(
-                "the prefix cache is not used: the hand has no memory for cached recurrent states"
-            );
+            info!("the prefix cache is not used: no recurrent states are cached");
         }
         self.shared.room.store(context_length, Ordering::Release);
         let page_size = self.config.page_size;
